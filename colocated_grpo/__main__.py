@@ -1,0 +1,5 @@
+import sys
+
+from colocated_grpo.cli import main
+
+sys.exit(main())

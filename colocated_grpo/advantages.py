@@ -1,0 +1,65 @@
+"""From the rewards of sibling completions to advantages. Plain floats in, plain floats out.
+
+A reward of None (not applicable, or failed) takes no part in any mean or standard deviation and gets advantage 0.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from colocated_grpo.config.losses import AdvantageConfig
+
+Rewards = Sequence[float | None]
+
+
+def group_advantages(groups: Sequence[Rewards], config: AdvantageConfig) -> list[list[float]]:
+    """One advantage per reward: reward - baseline, divided by a standard deviation + eps where `config.scale` says so.
+
+    A group without reward variance gets exact zeros. `scale: batch` measures the deviation over all groups given, so
+    it needs the whole batch in one call; the other scales treat groups independently.
+    Standard deviations are the unbiased ones (n - 1), as in TRL. Raises ValueError on a NaN or infinite reward.
+    """
+    for index, rewards in enumerate(groups):
+        _check_finite(rewards, index)
+    centred = [_centred(rewards, config.leave_one_out) for rewards in groups]
+    if config.scale == "none":
+        return centred
+    if config.scale == "batch":
+        stds = [_std([reward for rewards in groups for reward in _scored(rewards)])] * len(groups)
+    else:
+        stds = [_std(_scored(rewards)) for rewards in groups]
+    return [[a / (std + config.eps) for a in advantages] for advantages, std in zip(centred, stds, strict=True)]
+
+
+def is_constant(rewards: Rewards) -> bool:
+    """Whether no sibling differs from another in reward, so that every advantage of the group is 0.
+
+    Such a group has no policy gradient. It still has one from a KL penalty: with kl.coef > 0 it must not be dropped.
+    """
+    return len(set(_scored(rewards))) < 2
+
+
+def _centred(rewards: Rewards, leave_one_out: bool) -> list[float]:
+    """Reward minus baseline; reward minus the mean of the n - 1 others equals (reward - mean) * n / (n - 1)."""
+    if is_constant(rewards):
+        return [0.0] * len(rewards)  # a rounded mean of equal rewards would leave a tiny advantage / eps
+    scored = _scored(rewards)
+    mean = math.fsum(scored) / len(scored)
+    factor = len(scored) / (len(scored) - 1) if leave_one_out else 1.0
+    return [0.0 if reward is None else (reward - mean) * factor for reward in rewards]
+
+
+def _scored(rewards: Rewards) -> list[float]:
+    return [reward for reward in rewards if reward is not None]
+
+
+def _std(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _check_finite(rewards: Rewards, index: int) -> None:
+    for reward in _scored(rewards):
+        if not math.isfinite(reward):
+            raise ValueError(f"group {index} has reward {reward}: a reward is a finite number, or None for no score")

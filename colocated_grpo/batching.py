@@ -1,0 +1,241 @@
+"""From groups and advantages to packed micro-batches, the same number on every rank.
+
+Every rank holds the same groups and computes the same plan, so nothing is communicated here. Pure: torch tensors only.
+Shapes: T packed tokens of one micro-batch, N scored tokens (the ones that the policy sampled), S rollouts in it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from colocated_grpo.config.schema import BatchConfig
+from colocated_grpo.losses import Counts
+from colocated_grpo.types import Group, Rollout
+
+PADDING_TOKENS = [0, 0]
+"""What a rank without work of its own runs: two tokens, one of them scored and masked out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSequence:
+    """One rollout ready for training. `group` and `sibling` say where it came from."""
+
+    group: int
+    sibling: int
+    token_ids: list[int]
+    scored: list[int]
+    """Positions of sampled tokens, ascending; position 0 is never scored."""
+    sampling_logprobs: list[float]
+    advantages: list[float]
+    temperature: float
+    trained: bool
+    """False: its tokens are scored but carry no loss (a truncated completion that is masked)."""
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One forward pass of one rank. Example: two rollouts of 5 and 3 tokens give T = 8, cu_seqlens = [0, 5, 8]."""
+
+    input_ids_T: Tensor
+    position_ids_T: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    source_N: Tensor
+    """Position whose hidden state predicts the scored token, the one before it."""
+    targets_N: Tensor
+    temperature_N: Tensor
+    sequence_N: Tensor
+    num_sequences: int
+    loss_mask_N: Tensor
+    advantages_N: Tensor
+    sampling_logprobs_N: Tensor
+    old_logprobs_N: Tensor | None = None
+    ref_logprobs_N: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids_T)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minibatch:
+    """What one optimizer step consumes on this rank."""
+
+    micro_batches: list[MicroBatch]
+    counts: Counts
+    """Over all ranks; rollouts that were dropped before packing are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    minibatches: list[Minibatch]
+    num_tokens: int
+    """Packed tokens over all ranks and minibatches, one epoch."""
+    imbalance: float
+    """Tokens of the fullest rank over the mean, minus one."""
+
+    def map(self, change: Callable[[MicroBatch], MicroBatch]) -> Batch:
+        """The batch with every micro-batch replaced."""
+        parts = [replace(part, micro_batches=[change(m) for m in part.micro_batches]) for part in self.minibatches]
+        return replace(self, minibatches=parts)
+
+
+def pack(
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[Sequence[float]]],
+    constant: Sequence[bool],
+    config: BatchConfig,
+    *,
+    rank: int,
+    world_size: int,
+    shuffle_seed: int,
+) -> Batch:
+    """Split groups into minibatches and pack this rank's share of each.
+
+    advantages: [group][sibling][sampled token]. constant: [group], True where rewards do not vary.
+    Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
+    """
+    order = list(range(len(groups)))
+    if config.minibatches > 1:
+        random.Random(shuffle_seed).shuffle(order)
+    sequences = [_sequences(index, groups[index], advantages[index], config) for index in range(len(groups))]
+    batch_tokens = sum(_loss_tokens(seq) for siblings in sequences for seq in siblings)
+    minibatches, loads = [], [0] * world_size
+    for part in range(config.minibatches):
+        members = order[part :: config.minibatches]
+        chosen = [seq for g in members for seq in sequences[g]]
+        packed = [seq for g in members if not (constant[g] and config.drop_constant_groups) for seq in sequences[g]]
+        shares = plan(packed, config.max_tokens_per_micro_batch, world_size)
+        loads = [load + sum(s.length for bin in share for s in bin) for load, share in zip(loads, shares, strict=True)]
+        counts = Counts(
+            tokens=sum(map(_loss_tokens, chosen)),
+            sequences=len(chosen),
+            batch_tokens=batch_tokens,
+            minibatches=config.minibatches,
+        )
+        minibatches.append(Minibatch(micro_batches=[build_micro_batch(bin) for bin in shares[rank]], counts=counts))
+    mean = sum(loads) / world_size
+    return Batch(minibatches=minibatches, num_tokens=sum(loads), imbalance=max(loads) / mean - 1 if mean else 0.0)
+
+
+def _sequences(
+    group: int, siblings: Group, advantages: Sequence[Sequence[float]], config: BatchConfig
+) -> list[TrainSequence]:
+    return [
+        _sequence(group, index, rollout, list(advantages[index]), config)
+        for index, rollout in enumerate(siblings.rollouts)
+    ]
+
+
+def _sequence(group: int, sibling: int, rollout: Rollout, advantages: list[float], config: BatchConfig) -> TrainSequence:
+    scored = [position for position, sampled in enumerate(rollout.loss_mask) if sampled]
+    return TrainSequence(
+        group=group,
+        sibling=sibling,
+        token_ids=rollout.token_ids,
+        scored=scored,
+        sampling_logprobs=[rollout.sampling_logprobs[position] for position in scored],
+        advantages=advantages,
+        temperature=rollout.temperature,
+        trained=not (config.mask_truncated and rollout.finish_reason == "length"),
+    )
+
+
+def _loss_tokens(sequence: TrainSequence) -> int:
+    return len(sequence.scored) if sequence.trained else 0
+
+
+def plan(sequences: Sequence[TrainSequence], budget: int, world_size: int) -> list[list[list[TrainSequence]]]:
+    """Deal sequences to [rank][micro-batch]: no bin above `budget` tokens, equally many bins a rank, loads balanced.
+
+    Longest first into the emptiest bin (Graham's LPT rule): with many sequences the bins differ by less than one short
+    sequence. At least one bin a rank, possibly empty: a rank without work still joins the collectives.
+    """
+    longest_first = sorted(sequences, key=lambda seq: (-seq.length, seq.group, seq.sibling))
+    total = sum(seq.length for seq in longest_first)
+    per_rank = max(1, -(-total // (budget * world_size)))
+    while (bins := _fill_bins(longest_first, budget, per_rank * world_size)) is None:
+        per_rank += 1
+    return _deal(bins, world_size)
+
+
+def _fill_bins(longest_first: Sequence[TrainSequence], budget: int, count: int) -> list[list[TrainSequence]] | None:
+    bins: list[list[TrainSequence]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for seq in longest_first:
+        emptiest = min(range(count), key=loads.__getitem__)
+        if loads[emptiest] + seq.length > budget:
+            return None
+        bins[emptiest].append(seq)
+        loads[emptiest] += seq.length
+    return bins
+
+
+def _deal(bins: list[list[TrainSequence]], world_size: int) -> list[list[list[TrainSequence]]]:
+    """Fullest bin to the rank with the least so far, among the ranks that still lack one this round."""
+    load = lambda bin: sum(seq.length for seq in bin)  # noqa: E731
+    shares: list[list[list[TrainSequence]]] = [[] for _ in range(world_size)]
+    totals = [0] * world_size
+    fullest_first = sorted(bins, key=load, reverse=True)
+    for start in range(0, len(bins), world_size):
+        ranks = sorted(range(world_size), key=totals.__getitem__)
+        for rank, bin in zip(ranks, fullest_first[start : start + world_size], strict=True):
+            shares[rank].append(bin)
+            totals[rank] += load(bin)
+    return shares
+
+
+def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
+    """Concatenate sequences without padding. No sequences: a harmless stand-in that keeps the collectives aligned."""
+    if not sequences:
+        return _stand_in()
+    lengths = [seq.length for seq in sequences]
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    placed = list(zip(sequences, starts, strict=False))
+    return MicroBatch(
+        input_ids_T=_flat([seq.token_ids for seq in sequences], torch.long),
+        position_ids_T=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+        max_seqlen=max(lengths),
+        source_N=_flat([[start + position - 1 for position in seq.scored] for seq, start in placed], torch.long),
+        targets_N=_flat([[seq.token_ids[position] for position in seq.scored] for seq in sequences], torch.long),
+        temperature_N=_flat([[seq.temperature] * len(seq.scored) for seq in sequences], torch.float32),
+        sequence_N=_flat([[index] * len(seq.scored) for index, seq in enumerate(sequences)], torch.long),
+        num_sequences=len(sequences),
+        loss_mask_N=_flat([[seq.trained] * len(seq.scored) for seq in sequences], torch.bool),
+        advantages_N=_flat([seq.advantages for seq in sequences], torch.float32),
+        sampling_logprobs_N=_flat([seq.sampling_logprobs for seq in sequences], torch.float32),
+    )
+
+
+def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=dtype)
+
+
+def _stand_in() -> MicroBatch:
+    nothing = torch.zeros(1)
+    return MicroBatch(
+        input_ids_T=torch.tensor(PADDING_TOKENS),
+        position_ids_T=torch.arange(2),
+        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+        max_seqlen=2,
+        source_N=torch.tensor([0]),
+        targets_N=torch.tensor([0]),
+        temperature_N=torch.ones(1),
+        sequence_N=torch.tensor([0]),
+        num_sequences=1,
+        loss_mask_N=torch.tensor([False]),
+        advantages_N=nothing,
+        sampling_logprobs_N=nothing,
+    )

@@ -1,0 +1,209 @@
+"""From settings to the objects of a run. Every choice between modes is made here, once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.config.schema import Config
+from colocated_grpo.distributed import World
+from colocated_grpo.environments import BatchSource, Environments, build_environments
+from colocated_grpo.freshness import FreshnessCheck
+from colocated_grpo.phases import Choreography, Clock
+from colocated_grpo.policy.checkpoint_files import fetch_model
+from colocated_grpo.policy.model import PackedLM, read_model_config
+from colocated_grpo.policy.policy import DTYPES, Policy, build_model
+from colocated_grpo.rollout.collect import Collector
+from colocated_grpo.rollout.engine import RolloutEngine, Sampling
+from colocated_grpo.rollout.sharing import build_sharing
+from colocated_grpo.rollout.vllm_engine import VLLMEngine
+from colocated_grpo.supervision import StopRequest
+from colocated_grpo.tracking import NullTracker, Tracker, make_tracker
+from colocated_grpo.types import Prompt
+from colocated_grpo.weights.colocated import ColocatedSync
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything the loop works with. On ranks other than 0 `source` is None: rank 0 alone pulls prompts."""
+
+    config: Config
+    world: World
+    stop: StopRequest
+    folder: Path
+    model_folder: Path
+    hf_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    policy: Policy
+    reference: PackedLM | None
+    engine: RolloutEngine
+    collector: Collector
+    choreography: Choreography
+    clock: Clock
+    source: BatchSource | None
+    held_out: list[Prompt]
+    sampling: Sampling
+    held_out_sampling: Sampling
+    checkpoints: Checkpoints
+    tracker: Tracker | NullTracker
+    start: int
+
+    def close(self) -> None:
+        self.collector.close()
+        self.engine.close()
+        if self.source is not None:
+            self.source.close()
+
+
+def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> Run:
+    """Collective. Resumes from the newest complete checkpoint in `folder`, if there is one."""
+    model_folder = fetch_model(config.model, world)
+    hf_config = read_model_config(config.model, model_folder)
+    tokenizer = load_tokenizer(config, model_folder)
+    environments = build_environments(config, tokenizer)
+    source = environments.open_source() if world.is_main else None
+    held_out = world.from_main(lambda: environments.held_out(config.evaluation.prompts))
+
+    policy = Policy(config, hf_config, model_folder, world)
+    wants_reference = config.loss.kl.coef > 0 and config.loss.kl.target == "reference"
+    reference = build_model(config, hf_config, model_folder, world) if wants_reference else None
+    checkpoints = Checkpoints(folder, config.checkpoint, world)
+    start, state = checkpoints.restore(policy)
+    if source is not None and state:
+        source.load_state_dict(state["source"])
+
+    clock = Clock(world.device)
+    engine = build_engine(config, policy, model_folder, world)
+    stop_tokens = stop_token_ids(tokenizer, model_folder)
+    return Run(
+        config=config,
+        world=world,
+        stop=stop,
+        folder=folder,
+        model_folder=model_folder,
+        hf_config=hf_config,
+        tokenizer=tokenizer,
+        policy=policy,
+        reference=reference,
+        engine=engine,
+        collector=build_collector(config, engine, environments, tokenizer, world, stop),
+        choreography=build_choreography(config, policy, engine, clock, world),
+        clock=clock,
+        source=source,
+        held_out=held_out,
+        sampling=training_sampling(config, stop_tokens),
+        held_out_sampling=held_out_sampling(config, stop_tokens),
+        checkpoints=checkpoints,
+        tracker=make_tracker(config, folder, world.is_main),
+        start=start,
+    )
+
+
+def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    template = config.model.chat_template
+    if template is not None:
+        tokenizer.chat_template = Path(template).read_text() if Path(template).is_file() else template
+    return tokenizer
+
+
+def build_engine(config: Config, policy: Policy, model_folder: Path, world: World) -> VLLMEngine:
+    """An engine beside the trainer's resident state, asleep."""
+    if world.device.type == "cuda":
+        # The cache is sized from what is free, so everything that stays must be there already.
+        if not policy.optimizer.state:
+            policy.init_optimizer_state()
+        if policy.offload is not None:
+            policy.offload.to_host()
+    dtype = policy.dtype if config.engine.dtype == "auto" else DTYPES[config.engine.dtype]
+    engine = VLLMEngine(config, model_folder, dtype, world)
+    engine.sleep()
+    if policy.offload is not None:
+        policy.offload.to_device()
+    return engine
+
+
+def build_choreography(
+    config: Config, policy: Policy, engine: VLLMEngine, clock: Clock, world: World
+) -> Choreography:
+    sync = ColocatedSync(
+        policy.parameters(),
+        engine.model,
+        engine.tensor_parallel_rank,
+        engine.load_weights,
+        lambda ok: all(world.gather_objects(ok)),
+        transformed=engine.transforms_weights,
+        device=world.device,
+    )
+    freshness = FreshnessCheck(policy, engine, config.freshness)
+    return Choreography(policy, engine, sync, freshness, clock, config.sync_frequency)
+
+
+def build_collector(
+    config: Config,
+    engine: RolloutEngine,
+    environments: Environments,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    stop: StopRequest,
+) -> Collector:
+    return Collector(
+        engine,
+        environments.scorers,
+        lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+        world,
+        build_sharing(config, world),
+        seed=config.seed,
+        reward_workers=config.rollout.reward_workers,
+        reward_timeout=config.rollout.reward_timeout,
+        stop_asked=stop.asked,
+    )
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's and those of the model's generation settings."""
+    ids = {tokenizer.eos_token_id}
+    settings = folder / "generation_config.json"
+    if settings.exists():
+        eos = json.loads(settings.read_text()).get("eos_token_id")
+        ids |= set(eos) if isinstance(eos, list) else {eos}
+    return tuple(sorted(ids - {None}))
+
+
+def training_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_completion_tokens,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        stop=tuple(rollout.stop),
+        stop_token_ids=stop_tokens,
+    )
+
+
+def held_out_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
+    """Plain sampling at the evaluation's temperature: what the model does without the tricks of exploration."""
+    return Sampling(
+        temperature=config.evaluation.temperature,
+        max_tokens=config.rollout.max_completion_tokens,
+        stop=tuple(config.rollout.stop),
+        stop_token_ids=stop_tokens,
+    )
+
+
+def describe(run: Run) -> dict[str, str]:
+    """Facts for the banner that only the built run knows."""
+    device = torch.cuda.get_device_name(run.world.device) if run.world.device.type == "cuda" else "CPU"
+    return {
+        "parameters": f"{run.policy.num_parameters():,}",
+        "ranks": f"{run.world.size} x {device}",
+        "compute": str(run.policy.dtype).removeprefix("torch."),
+    }

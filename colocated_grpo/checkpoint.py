@@ -1,0 +1,126 @@
+"""Checkpoints that are either whole or absent, written beside the training.
+
+A run folder holds checkpoints/step_000012/: torch DCP files for weights and optimizer, and trainer.json. A checkpoint is
+written under another name and renamed when every rank has finished, so a folder with the final name is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from colocated_grpo.config.schema import CheckpointConfig
+from colocated_grpo.distributed import World
+from colocated_grpo.errors import RunError
+from colocated_grpo.policy.policy import Policy
+
+FOLDER = "checkpoints"
+STATE_FILE = "trainer.json"
+UNFINISHED = ".partial"
+
+
+class Checkpoints:
+    """Saves and restores one run. Every method is collective except `latest`."""
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig, world: World) -> None:
+        self._folder = run_dir / FOLDER
+        self._config = config
+        self._world = world
+        self._writing: Future | None = None
+
+    def due(self, step: int) -> bool:
+        return self._config.every > 0 and step % self._config.every == 0
+
+    def save(self, step: int, policy: Policy, state: dict[str, Any]) -> None:
+        """Start writing a checkpoint of `step` completed steps. `state`: rank 0's plain data, such as the source's cursor.
+
+        Returns when the tensors are copied to host memory; training may go on while they are written.
+        """
+        self.wait()
+        final = self._folder / f"step_{step:06d}"
+        partial = final.with_suffix(UNFINISHED)
+        if self._world.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            record = {"step": step, "policy_version": policy.version, "world_size": self._world.size, "state": state}
+            (partial / STATE_FILE).write_text(json.dumps(record))
+        self._world.barrier()
+        self._writing = dcp.async_save(
+            _tensors(policy, self._world), checkpoint_id=partial, process_group=self._world.checkpoints
+        )
+        if self._world.is_main:
+            self._writing.add_done_callback(lambda future: self._publish(future, partial, final))
+
+    def _publish(self, writing: Future, partial: Path, final: Path) -> None:
+        """Rank 0's write ends after it has heard from every rank, so all files are there now."""
+        if writing.exception() is None:
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            for old in complete_checkpoints(self._folder)[: -self._config.keep_last]:
+                shutil.rmtree(old)
+
+    def wait(self) -> None:
+        """Until the checkpoint under way is complete and visible. Raises what went wrong while writing."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+            self._world.barrier()
+
+    def restore(self, policy: Policy) -> tuple[int, dict[str, Any]]:
+        """Load the newest complete checkpoint into the policy; its step and `state`. (0, {}) where there is none."""
+        newest = self._world.from_main(lambda: next(reversed(complete_checkpoints(self._folder)), None))
+        if newest is None:
+            return 0, {}
+        record = json.loads((newest / STATE_FILE).read_text())
+        policy.init_optimizer_state()
+        tensors = _tensors(policy, self._world)
+        self._check_loadable(newest, record, tensors)
+        dcp.load(tensors, checkpoint_id=newest, process_group=self._world.checkpoints)
+        _restore_numbers(policy, tensors, self._world)
+        policy.version = record["policy_version"]
+        return record["step"], record["state"]
+
+    def _check_loadable(self, folder: Path, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        saved = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+        missing = sorted(set(tensors) - saved)
+        if missing:
+            raise RunError(
+                f"checkpoint {folder}: lacks {missing[0]!r} and {len(missing) - 1} more; it was saved by "
+                f"{record['world_size']} ranks with another model, optimizer, or (adamw_8bit) number of ranks"
+            )
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted(path for path in folder.glob("step_*") if path.suffix != UNFINISHED and (path / STATE_FILE).exists())
+
+
+def _tensors(policy: Policy, world: World) -> dict[str, Tensor]:
+    """Weights and optimizer state under flat names. What differs from rank to rank carries the rank in its name."""
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in policy.parameters().items()}
+    for name, state in policy.optimizer_states().items():
+        for key, value in state.items():
+            own = policy.optimizer_state_is_local and not isinstance(value, DTensor)
+            suffix = f".rank{world.rank}of{world.size}" if own else ""
+            tensors[f"optimizer.{name}.{key}{suffix}"] = _as_tensor(value)
+    return tensors
+
+
+def _as_tensor(value: Tensor | float) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def _restore_numbers(policy: Policy, loaded: dict[str, Tensor], world: World) -> None:
+    """Tensors were loaded in place; plain numbers in the optimizer's state are put back by hand."""
+    for name, state in policy.optimizer_states().items():
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                state[key] = type(value)(loaded[f"optimizer.{name}.{key}.rank{world.rank}of{world.size}"].item())

@@ -1,0 +1,155 @@
+"""What every rank runs: `python -m colocated_grpo --config FILE`, under torchrun, under srun, or alone.
+
+Only the standard library is imported here: variables that torch and vLLM read at import time are set first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
+AUTO = "auto"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
+USAGE_ERROR = 2
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line each."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"error: {message.removeprefix('argument ')}\n")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the launcher and a rank both understand. Everything that they do not is an override."""
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"YAML file (default: that of the resumed run, else {DEFAULT_CONFIG})"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=AUTO,
+        metavar="RUN",
+        help="continue from the last checkpoint of this run folder; auto or nothing: of the newest run",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default=os.environ.get(LOG_LEVEL_VARIABLE, "INFO"),
+        help="DEBUG also lets NCCL and torch.distributed talk (default: %(default)s)",
+    )
+
+
+def config_file(options: argparse.Namespace) -> str:
+    """The file that was asked for; a run folder that is resumed keeps its own."""
+    saved = Path(options.resume or "") / "config.yaml"
+    resumed = options.resume not in (None, AUTO) and saved.is_file()
+    return options.config or (str(saved) if resumed else DEFAULT_CONFIG)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this rank to the end. Returns its exit code; an exception of the trainer passes through."""
+    parser = OneLineParser(prog="python -m colocated_grpo", description=__doc__, allow_abbrev=False)
+    add_run_arguments(parser)
+    options, overrides = parser.parse_known_args(arguments)
+    os.environ.update(rank_environment(os.environ))
+    for name, value in library_environment(options.log_level).items():
+        os.environ.setdefault(name, value)
+    faulthandler.enable()
+    rank = os.environ["RANK"]
+    logging.basicConfig(level=options.log_level, format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+    return _train(options, overrides)
+
+
+def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from colocated_grpo.config.errors import ConfigError
+    from colocated_grpo.config.inputs import check_inputs
+    from colocated_grpo.config.loading import read_config
+    from colocated_grpo.config.rules import check_world
+
+    is_main = os.environ["RANK"] == "0"
+    try:
+        loaded = read_config(config_file(options), overrides)
+        check_world(loaded.config, int(os.environ["WORLD_SIZE"]))
+        config, notes = check_inputs(loaded.config)
+    except ConfigError as error:
+        if is_main:
+            for line in str(error).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+        return USAGE_ERROR
+    if is_main:
+        for note in loaded.notes + notes:
+            print(f"note: {note}", flush=True)
+
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from colocated_grpo.trainer import main as train
+
+    record(train)(config, resume=options.resume, name=Path(config_file(options)).stem)  # torchrun then shows this rank's own traceback, and shows it last
+    return 0
+
+
+def library_environment(log_level: str) -> dict[str, str]:
+    """Variables that libraries read when they are imported. A value that the user has set goes before these."""
+    debug = log_level == "DEBUG"
+    return {
+        "NCCL_DEBUG": "INFO" if debug else "WARN",
+        "TORCH_DISTRIBUTED_DEBUG": "INFO" if debug else "OFF",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "DEBUG" if debug else "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables, where torchrun has not set them: from SLURM's, or those of a single rank."""
+    if "RANK" in environment:
+        return {}
+    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
+        return _slurm_environment(environment)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    def step_or_job(name: str, default: str) -> str:
+        # a job step may use fewer tasks and nodes than its job
+        return environment.get(f"SLURM_STEP_{name}") or environment.get(f"SLURM_{name}") or default
+
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
+    job = re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or "0"
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": re.match(r"\d+", step_or_job("TASKS_PER_NODE", tasks))[0],
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(step_or_job("NODELIST", "127.0.0.1")),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(job) % 20000),
+    }
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list: 'gpu[03-07,12],login' -> 'gpu03'."""
+    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
+    return "".join(part or "" for part in found.groups()) if found else nodelist

@@ -1,0 +1,9 @@
+"""What every settings model shares."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A closed, immutable group of settings: an unknown key is an error, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)

@@ -1,0 +1,159 @@
+"""What a run reads from outside its config: model, data files, modules. Checked before any process or device starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.schema import Config, DatasetSourceConfig, ModelConfig, TaskSourceConfig
+
+HUB_TIMEOUT_SECONDS = 5.0
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+# The longest sequence goes by these names in the model families' config.json
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
+
+def check_inputs(config: Config) -> tuple[Config, list[str]]:
+    """The config fitted to its model, and notes. Raises ConfigError when something that the run needs is not there."""
+    missing = [line for index, source in enumerate(config.environments) for line in _check_source(index, source)]
+    if missing:
+        raise ConfigError(*missing)
+    return _fit_engine(config, read_model_config(config.model))
+
+
+def read_model_config(model: ModelConfig) -> dict[str, Any]:
+    """The model's config.json: from its folder, the local cache or the Hub."""
+    path = _local_config(model) or _hub_config(model)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model.name={model.name!r}: {path.name} is not valid JSON ({error})") from None
+
+
+def _local_config(model: ModelConfig) -> Path | None:
+    """config.json of a local folder; None where the name can only be one on the Hub."""
+    folder = Path(model.name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model.name={model.name!r}: this folder has no config.json, so it is no saved model")
+        if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
+            raise ConfigError(f"model.name={model.name!r}: this folder has no weights (*.safetensors or *.bin)")
+        return folder / "config.json"
+    if folder.is_absolute() or model.name.startswith((".", "~")) or model.name.count("/") > 1:
+        raise ConfigError(f"model.name={model.name!r}: no such folder")
+    return None
+
+
+def _hub_config(model: ModelConfig) -> Path:
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name = f"model.name={model.name!r}: no such folder"
+    try:
+        cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        if constants.HF_HUB_OFFLINE:
+            raise ConfigError(f"{name}, not in the local cache, and HF_HUB_OFFLINE forbids the Hub")
+        _reach(constants.ENDPOINT)
+        return Path(
+            hf_hub_download(model.name, "config.json", revision=model.revision, etag_timeout=HUB_TIMEOUT_SECONDS)
+        )
+    except HFValidationError:
+        raise ConfigError(f"{name}, and no valid Hugging Face name") from None
+    except GatedRepoError:
+        raise ConfigError(f"model.name={model.name!r}: gated on the Hub; accept its terms and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise ConfigError(f"{name}, and not on the Hub (or private: set HF_TOKEN)") from None
+    except RevisionNotFoundError:
+        raise ConfigError(f"model.revision={model.revision!r}: {model.name} has no such branch or commit") from None
+    except RemoteEntryNotFoundError:
+        raise ConfigError(f"model.name={model.name!r}: has no config.json on the Hub, no transformers model") from None
+    except OSError as error:
+        raise ConfigError(f"{name}, not in the local cache, and the Hub cannot be reached ({_first(error)})") from None
+
+
+def _reach(endpoint: str) -> None:
+    """Raise OSError at once where the Hub's host does not answer: the client itself would retry for half a minute."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    if getproxies():
+        return  # the proxy resolves and connects; only the client knows how to ask it
+    address = urlsplit(endpoint)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    socket.create_connection((address.hostname or "", port), timeout=HUB_TIMEOUT_SECONDS).close()
+
+
+def _first(error: BaseException) -> str:
+    """The first sentence of an exception's text."""
+    return str(error).split("\n")[0].split(". ")[0]
+
+
+def _fit_engine(config: Config, model: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    text = model.get("text_config") or model
+    heads, size = text.get("num_attention_heads") or text.get("n_head"), config.engine.tensor_parallel_size
+    if heads and heads % size:
+        raise ConfigError(
+            f"engine.tensor_parallel_size={size} does not divide the {heads} attention heads of {config.model.name}"
+        )
+    positions = longest_sequence(text)
+    if positions is None:
+        return config, []
+    if positions < config.max_sequence_tokens:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens} is longer than "
+            f"{config.model.name} reads: its config.json allows {positions} positions"
+        )
+    wanted = config.engine.max_model_len
+    if wanted is None or wanted <= positions:
+        return config, []
+    engine = config.engine.model_copy(update={"max_model_len": positions})
+    note = f"engine.max_model_len={wanted}: {config.model.name} has {positions} positions; using {positions}"
+    return config.model_copy(update={"engine": engine}), [note]
+
+
+def longest_sequence(model: Mapping[str, Any]) -> int | None:
+    """Positions that a config.json allows, rope scaling included; None where it does not say."""
+    positions = next((model[key] for key in _POSITION_KEYS if isinstance(model.get(key), int)), None)
+    rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if positions is None or kind in (None, "default", "longrope", "su", "llama3"):
+        return positions  # these either do not stretch, or state the stretched length already
+    return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
+
+
+def _check_source(index: int, source: TaskSourceConfig | DatasetSourceConfig) -> Iterator[str]:
+    key = f"environments.{index}"
+    if isinstance(source, TaskSourceConfig):
+        yield from _check_module(f"{key}.name", source.name)
+        return
+    if source.name.endswith(DATA_SUFFIXES) and not Path(source.name).is_file():
+        yield f"{key}.name={source.name!r}: no such file (in {os.getcwd()})"
+    for number, reward in enumerate(source.rewards):
+        yield from _check_module(f"{key}.rewards.{number}", reward.name)
+
+
+def _check_module(key: str, name: str) -> Iterator[str]:
+    """Look for the code of a 'module:object' name without importing it: user code runs on the ranks only."""
+    location, colon, _ = name.rpartition(":")
+    if location.endswith(".py"):
+        if not Path(location).expanduser().is_file():
+            yield f"{key}={name!r}: no such file"
+        return
+    package = location.split(".")[0]
+    if colon and PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+        yield f"{key}={name!r}: no module named {package!r}, neither here nor installed"

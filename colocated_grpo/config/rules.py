@@ -1,0 +1,145 @@
+"""Rules between settings. Each is a function that yields one line for each way in which it is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.schema import Config, EngineConfig
+
+Lines = Iterator[str]
+
+_SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
+SEED_LIMIT = 2**32
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError when settings contradict each other. Needs no file, network or device."""
+    _raise_on([line for rule in RULES for line in rule(config)])
+
+
+def check_world(config: Config, world_size: int) -> None:
+    """Raise ConfigError when the settings do not fit this number of ranks."""
+    _raise_on([line for rule in WORLD_RULES for line in rule(config, world_size)])
+
+
+def remarks(config: Config) -> list[str]:
+    """What is allowed and yet deserves a word."""
+    return [line for remark in REMARKS for line in remark(config)]
+
+
+def _raise_on(lines: list[str]) -> None:
+    if lines:
+        raise ConfigError(*lines)
+
+
+def _completion_fits_micro_batch(config: Config) -> Lines:
+    size = config.batch.max_tokens_per_micro_batch
+    if size < config.max_sequence_tokens:
+        yield (
+            f"batch.max_tokens_per_micro_batch={size} is smaller than {_SEQUENCE}={config.max_sequence_tokens}: "
+            "one completion could never be packed"
+        )
+
+
+def _sequence_fits_engine(config: Config) -> Lines:
+    length = config.engine.max_model_len
+    if length is not None and length < config.max_sequence_tokens:
+        yield (
+            f"engine.max_model_len={length} is smaller than {_SEQUENCE}={config.max_sequence_tokens}: "
+            "the engine would cut completions short"
+        )
+
+
+def _minibatches_divide_batch(config: Config) -> Lines:
+    count = config.batch.minibatches
+    if config.completions_per_step % count:
+        yield (
+            f"batch.minibatches={count} does not divide rollout.prompts_per_step * rollout.group_size="
+            f"{config.completions_per_step}: minibatches would differ in size"
+        )
+
+
+def _min_lr_below_lr(config: Config) -> Lines:
+    policy = config.policy
+    if policy.min_lr > policy.lr:
+        yield f"policy.min_lr={policy.min_lr:g} is larger than policy.lr={policy.lr:g}: a schedule ends below its peak"
+
+
+def _warmup_ends(config: Config) -> Lines:
+    steps = config.training_steps * config.batch.minibatches * config.batch.epochs
+    if config.policy.warmup_steps > steps:
+        yield (
+            f"policy.warmup_steps={config.policy.warmup_steps} is larger than the run's {steps} optimizer steps: "
+            "the learning rate would never reach policy.lr"
+        )
+
+
+def _seed_in_range(config: Config) -> Lines:
+    if not 0 <= config.seed < SEED_LIMIT:
+        yield f"seed={config.seed}: must be at least 0 and less than 2**32"
+
+
+def _resumable_at_a_sync(config: Config) -> Lines:
+    every, sync = config.checkpoint.every, config.sync_frequency
+    if config.deterministic and every % sync:
+        yield (
+            f"checkpoint.every={every} is not a multiple of sync_frequency={sync}: a resumed run syncs at once, so "
+            "deterministic: true needs checkpoints that fall on a sync"
+        )
+
+
+def _engine_fields_are_not_arguments(config: Config) -> Lines:
+    for name in config.engine.args:
+        if name in EngineConfig.model_fields:
+            yield f"engine.args.{name}: is a setting of its own; write engine.{name}"
+
+
+def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
+    size = config.engine.tensor_parallel_size
+    if world_size % size:
+        yield f"engine.tensor_parallel_size={size} does not divide the {world_size} ranks: each engine spans so many"
+
+
+def _every_engine_has_prompts(config: Config, world_size: int) -> Lines:
+    if config.rollout.generation == "replicated":
+        return
+    prompts, engines = config.rollout.prompts_per_step, world_size // config.engine.tensor_parallel_size
+    if prompts < engines:
+        yield f"rollout.prompts_per_step={prompts} is smaller than the number of engines={engines}: some would idle"
+    elif config.deterministic and prompts % engines:
+        yield (
+            f"rollout.prompts_per_step={prompts} is not a multiple of the number of engines={engines}: "
+            "deterministic: true gives every engine the same share"
+        )
+
+
+def _renormalised_sampling(config: Config) -> Lines:
+    rollout = config.rollout
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    values = {name: getattr(rollout, name) for name in neutral}
+    changed = [f"rollout.{name}={value:g}" for name, value in values.items() if value != neutral[name]]
+    if changed:
+        yield (
+            f"{', '.join(changed)}: the engine's log-probabilities are renormalised over the tokens it keeps, "
+            "the trainer's are not; expect a larger sampler/trainer KL"
+        )
+
+
+def _both_memory_sizes(config: Config) -> Lines:
+    if config.engine.kv_cache_memory_bytes is not None and config.engine.gpu_memory_utilization is not None:
+        yield "engine.gpu_memory_utilization is not used: engine.kv_cache_memory_bytes goes first"
+
+
+RULES: tuple[Callable[[Config], Lines], ...] = (
+    _completion_fits_micro_batch,
+    _sequence_fits_engine,
+    _minibatches_divide_batch,
+    _min_lr_below_lr,
+    _warmup_ends,
+    _seed_in_range,
+    _resumable_at_a_sync,
+    _engine_fields_are_not_arguments,
+)
+WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (_tensor_parallel_divides_world, _every_engine_has_prompts)
+REMARKS: tuple[Callable[[Config], Lines], ...] = (_renormalised_sampling, _both_memory_sizes)

@@ -1,0 +1,280 @@
+"""Every setting of a run, with its bound and its meaning. Imports neither torch nor vllm.
+
+A default lives here and nowhere else. Choices between kinds are unions told apart by `type`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from colocated_grpo.config.base import Section
+from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ModelConfig(Section):
+    name: str
+    """Local folder or Hugging Face name of a causal language model."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    trust_remote_code: bool = False
+    """Run model code shipped with the checkpoint."""
+    chat_template: str | None = None
+    """Jinja text or path of a file that replaces the tokenizer's own chat template."""
+
+
+class OptimizerConfig(Section):
+    type: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
+    """adamw: fused torch AdamW on fp32 masters. adamw_8bit: bitsandbytes. adafactor: factored second moment."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment."""
+    beta2: Fraction = 0.999
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of the update."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+
+
+class PolicyConfig(Section):
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of a cosine or linear schedule."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape after warmup."""
+    warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warmup; step i of n uses lr * (i + 1) / n."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Global gradient norm above which gradients are scaled down."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Which optimizer and its constants."""
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of activations and gathered weights; masters and gradient reduction stay fp32. auto: bfloat16 on CUDA, float32 on CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass: less memory, about a third more compute."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile of each transformer block. auto: on where the device is CUDA."""
+    cpu_offload: bool = False
+    """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload)."""
+    offload_optimizer: bool = False
+    """Move optimizer state to host memory while the engine generates."""
+    logprob_chunk_tokens: Positive = 4096
+    """Tokens whose logits exist at one time in the fused log-probability operator."""
+
+
+class EngineConfig(Section):
+    tensor_parallel_size: Positive = 1
+    """Consecutive ranks that share one engine."""
+    max_num_seqs: Positive = 256
+    """Sequences that decode together in one engine."""
+    max_model_len: Positive | None = None
+    """Longest prompt + completion the engine accepts. Default: what rollout.* needs."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of the engine's weights. auto: the policy's compute type."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Share of GPU memory for the engine, as vLLM means it. Default: KV cache sized from what the trainer leaves free."""
+    kv_cache_memory_bytes: Positive | None = None
+    """Exact KV-cache size in bytes; goes before gpu_memory_utilization."""
+    enforce_eager: bool = False
+    """Decode without CUDA graphs."""
+    sleep: bool = True
+    """Give the engine's GPU memory back while the policy trains. CUDA only; ignored on CPU."""
+    args: dict[str, Any] = {}
+    """Any further vLLM engine argument, passed through unchanged."""
+
+
+class RolloutConfig(Section):
+    prompts_per_step: Positive = 32
+    """Prompts of one batch, over all ranks."""
+    group_size: int = Field(8, ge=2)
+    """Completions sampled for each prompt."""
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are dropped, counted and shown."""
+    max_completion_tokens: Positive = 1024
+    """Sampling stops here with finish_reason 'length'."""
+    temperature: float = Field(1.0, gt=0, le=2)
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling. Below 1 the engine's log-probabilities are renormalised and no longer match the trainer's."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the k likeliest tokens; 0 keeps all."""
+    min_p: Fraction = 0.0
+    """Drop tokens below this share of the likeliest one."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """vLLM's repetition penalty; 1 is off."""
+    stop: list[str] = []
+    """Strings that end a completion; the string itself is part of the trained tokens."""
+    generation: Literal["sharded", "replicated"] = "sharded"
+    """sharded: each prompt is generated by one rank. replicated: every rank generates every prompt, rank 0's result counts."""
+    reward_workers: Positive = 8
+    """Threads per rank that compute rewards while the engine decodes."""
+    reward_timeout: float = Field(60.0, gt=0)
+    """Seconds after which a reward counts as failed."""
+    max_reward_errors: Fraction = 0.2
+    """Share of a step's completions whose reward may fail before the run stops."""
+
+
+class BatchConfig(Section):
+    max_tokens_per_micro_batch: Positive = 16384
+    """Packed tokens of one forward pass on one rank."""
+    minibatches: Positive = 1
+    """Optimizer steps per pass over a batch."""
+    epochs: Positive = 1
+    """Passes over each batch."""
+    drop_constant_groups: bool = True
+    """Leave groups without reward variance out of the forward pass; they still count in the denominator."""
+    mask_truncated: bool = False
+    """Take completions cut at max_completion_tokens out of the loss."""
+
+
+class TaskSourceConfig(Section):
+    type: Literal["task"] = "task"
+    name: str
+    """A built-in task, 'reasoning_gym:<dataset>' or your own 'module:object'."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the task."""
+    weight: float = Field(1.0, gt=0)
+    """Share of prompts drawn from this source, relative to the others."""
+
+
+class RewardConfig(Section):
+    name: str
+    """A built-in name, 'trl.rewards:accuracy_reward' or your own 'module:function' (TRL's signature)."""
+    args: dict[str, Any] | None = None
+    """Given (even empty): the name is a factory or class that is called with these and returns the reward function."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+
+def _reward_by_name(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class DatasetSourceConfig(Section):
+    type: Literal["dataset"]
+    name: str
+    """A .jsonl/.json/.csv/.parquet file or a Hugging Face dataset name."""
+    rewards: list[Annotated[RewardConfig, BeforeValidator(_reward_by_name)]] = Field(min_length=1)
+    """Reward functions; a bare name stands for {name: ...}."""
+    subset: str | None = None
+    """Hugging Face dataset configuration name."""
+    split: str = "train"
+    """Split that is trained on."""
+    eval_split: str | None = None
+    """Split for held-out prompts. Default: held_out rows taken from the end of `split`."""
+    held_out: NonNegative = 64
+    """Rows kept for evaluation when eval_split is not given."""
+    prompt_column: str = "prompt"
+    """Text or list of chat messages."""
+    columns: dict[str, str] = {}
+    """Rename columns before rewards see them, for example {answer: solution}."""
+    system_prompt: str | None = None
+    """Put before each prompt as a system message."""
+    shuffle: bool = True
+    """Shuffle rows each epoch by the run's seed."""
+    weight: float = Field(1.0, gt=0)
+    """Share of prompts drawn from this source, relative to the others."""
+
+
+EnvironmentConfig = Annotated[TaskSourceConfig | DatasetSourceConfig, Field(discriminator="type")]
+
+
+class EvaluationConfig(Section):
+    every: NonNegative = 10
+    """Steps between evaluations on held-out prompts; 0 is never. The start and the end of a run are evaluated too."""
+    prompts: Positive = 64
+    """Held-out prompts."""
+    samples_per_prompt: Positive = 1
+    """Completions per held-out prompt."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Sampling temperature on held-out prompts; 0 is greedy."""
+
+
+class CheckpointConfig(Section):
+    every: NonNegative = 50
+    """Steps between checkpoints; 0 is only at the end and on a signal."""
+    keep_last: Positive = 2
+    """Older checkpoints are deleted."""
+    export_every: NonNegative = 0
+    """Steps between Hugging Face exports (step_N/); 0 is only final_model/."""
+    export_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of exported weights. auto: the policy's compute type."""
+
+
+class TrackingConfig(Section):
+    console: Literal["auto", "live", "plain"] = "auto"
+    """live: progress bar and table. plain: one line per step. auto: live on a terminal."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases."""
+    wandb_project: str = "colocated_grpo"
+    """W&B project."""
+    wandb_group: str | None = None
+    """W&B group."""
+    tensorboard: bool = False
+    """Write TensorBoard events into the run folder."""
+    rollouts_per_step: NonNegative = 4
+    """Rollouts of each step written to rollouts.jsonl."""
+
+
+class FreshnessConfig(Section):
+    every: NonNegative = 1
+    """Check every n-th weight sync; 0 is never."""
+    probe_tokens: int = Field(32, ge=2)
+    """Tokens scored by engine and policy after a sync."""
+    max_mean_diff: float | None = Field(None, gt=0)
+    """Largest mean |engine - policy| log-probability. Default: 0.15 in 16-bit, 0.001 in float32."""
+
+
+class Config(Section):
+    model: ModelConfig
+    """The model that is trained."""
+    environments: list[EnvironmentConfig] = Field(min_length=1)
+    """Where prompts and rewards come from; several are mixed by weight."""
+    training_steps: Positive = 100
+    """Batches (rollout phases) of the whole run."""
+    sync_frequency: Positive = 1
+    """Steps between weight syncs into the engine. Above 1 rollouts are stale; staleness is measured and corrected."""
+    seed: int = 0
+    """Root of every random number of the run."""
+    deterministic: bool = False
+    """Fix which rank serves which prompt, so that a resumed run repeats the uninterrupted one exactly."""
+    output_dir: str = "runs"
+    """Folder that holds run folders."""
+    run_name: str | None = None
+    """Name of the run folder. Default: config file's name and the start time."""
+    config_file: str | None = None
+    """File that the run was started from; filled in when it is loaded."""
+    policy: PolicyConfig = PolicyConfig()
+    """Optimizer, precision and memory of the trained model."""
+    engine: EngineConfig = EngineConfig()
+    """The vLLM engine inside each rank."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling and rewards."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages."""
+    loss: LossConfig = DAPOConfig()
+    """The objective."""
+    batch: BatchConfig = BatchConfig()
+    """Packing, minibatches, epochs."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out prompts."""
+    freshness: FreshnessConfig = FreshnessConfig()
+    """Proof that the engine samples from the weights just written."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and exporting."""
+    tracking: TrackingConfig = TrackingConfig()
+    """What a person sees."""
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens

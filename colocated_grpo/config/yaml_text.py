@@ -1,0 +1,87 @@
+"""YAML text to plain data, with the line of every key.
+
+The rules of YAML 1.2 where PyYAML's own (1.1) would surprise: `1e-5` is a number, `on`, `off`, `yes` and `no` are
+words, `010` is ten, `12:30` and `2024-01-01` are text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import yaml
+
+from colocated_grpo.config.errors import ConfigError, Path
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))
+
+
+_FLOAT = (
+    r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$"
+    r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+(?:_[0-9]+)*$"), list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+.0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+def parse_document(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
+    """The mapping in `text`, and the 1-based line of every key path in it. `name` stands in error messages."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        lines: dict[Path, int] = {}
+        if node is not None:
+            _collect_lines(node, (), lines, name, set())
+        tree = None if node is None else loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply") from None
+    if tree is None:
+        raise ConfigError(f"{name}: is empty; at least model.name is needed")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name}: must be a mapping of settings, is a {type(tree).__name__}")
+    return tree, lines
+
+
+def parse_value(text: str) -> Any:
+    """One value as the file would read it; what is no YAML is text, so that a shell user need not quote twice."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def _collect_lines(node: yaml.Node, path: Path, lines: dict[Path, int], name: str, visited: set[int]) -> None:
+    if id(node) in visited:
+        return  # an anchor used again: following each use could take exponential time, or for ever
+    visited.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key_node, value_node in node.value:
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            if key in seen and key != "<<":
+                raise ConfigError(f"{name}:{line}: {'.'.join(map(str, (*path, key)))}: given twice")
+            seen.add(key)
+            lines[*path, key] = line
+            _collect_lines(value_node, (*path, key), lines, name, visited)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[*path, index] = item.start_mark.line + 1
+            _collect_lines(item, (*path, index), lines, name, visited)

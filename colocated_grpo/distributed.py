@@ -1,0 +1,129 @@
+"""Process group, device and the few collectives the loop needs. Every function here is collective unless it says otherwise."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
+
+# A peer that died is noticed by the watchdog within seconds, so a collective may wait for a slow but living rank.
+COLLECTIVE_TIMEOUT = timedelta(hours=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This rank's place among the others. Built once by `init_world`."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    """One axis over all ranks: the FSDP2 shards."""
+    store: dist.Store
+    """Key-value store shared by all ranks; the shared prompt counter lives here."""
+    control: dist.ProcessGroup
+    """Gloo group for plain objects: waiting on it needs no GPU and no NCCL watchdog."""
+    checkpoints: dist.ProcessGroup
+    """Gloo group of the background checkpoint writer, so that its collectives never mix with the loop's."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather_objects(self, item: T) -> list[T]:
+        """Every rank's item, in rank order, on every rank."""
+        if self.size == 1:
+            return [item]
+        gathered: list[T | None] = [None] * self.size
+        dist.all_gather_object(gathered, item, group=self.control)
+        return gathered
+
+    def broadcast_object(self, item: T | None) -> T:
+        """Rank 0's item on every rank."""
+        if self.size == 1:
+            return item
+        box = [item]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """`make()` runs on rank 0 only; its result, or its exception, reaches every rank."""
+        outcome: tuple[T | None, Exception | None] | None = None
+        if self.is_main:
+            try:
+                outcome = (make(), None)
+            except Exception as error:  # raised again below, on all ranks, so that none waits for a broadcast for ever
+                outcome = (None, error)
+        value, error = self.broadcast_object(outcome)
+        if error is not None:
+            raise error
+        return value
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All-reduce in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.control if tensor.device.type == "cpu" else None)
+        return tensor
+
+    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control if tensor.device.type == "cpu" else None)
+        return tensor
+
+
+def init_world() -> World:
+    """Join the process group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(minutes=10))))
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("default", store),
+        rank=rank,
+        world_size=size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+    return World(
+        rank=rank,
+        size=size,
+        device=device,
+        mesh=init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)),
+        store=dist.PrefixStore("colocated_grpo", store),
+        control=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
+        checkpoints=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
+    )
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 31-bit seed that depends on every part and on nothing else. Not collective."""
+    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & 0x7FFFFFFF
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch. Not collective.
+
+    The loop calls this at each step with a seed derived from (run seed, step, rank): random state is then a function of
+    the step and needs no place in a checkpoint.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

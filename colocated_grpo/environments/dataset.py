@@ -1,0 +1,154 @@
+"""Rows of a local file or of a Hugging Face dataset, as items."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from colocated_grpo.config.schema import DatasetSourceConfig
+from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.prompts import checked_prompt
+from colocated_grpo.environments.user_code import one_line
+
+Rows = Sequence[dict[str, Any]]
+
+
+class DatasetRows:
+    """The rows of one environment, cut into a training part and a held-out part."""
+
+    def __init__(self, name: str, config: DatasetSourceConfig) -> None:
+        self.name = name
+        self.config = config
+        rows = self._load(config.split)
+        if config.eval_split is None:
+            keep = len(rows) - config.held_out
+            if keep <= 0:
+                raise self._error(f"held_out={config.held_out} leaves no training row, the data has {len(rows)}")
+            self.train, self.held_out = _cut(rows, 0, keep), _cut(rows, keep, len(rows))
+        else:
+            self.train, self.held_out = rows, self._load(config.eval_split)
+
+    def item(self, rows: Rows, index: int) -> dict[str, Any]:
+        """Columns renamed, the prompt column under "prompt", the system message in front."""
+        config = self.config
+        row = rows[index]
+        if config.prompt_column not in row:
+            raise self._missing_column("prompt_column", config.prompt_column, row)
+        rest = {config.columns.get(key, key): value for key, value in row.items() if key != config.prompt_column}
+        item = {**rest, "prompt": _plain_messages(row[config.prompt_column])}
+        checked_prompt(item, f"{self.name} row {index}")
+        if config.system_prompt is not None:
+            item["prompt"] = with_system_prompt(item["prompt"], config.system_prompt)
+        return item
+
+    def _load(self, split: str) -> Rows:
+        rows = self._read_file(split) if self._is_file() else self._load_hub(split)
+        if not len(rows):
+            raise self._error(f"no rows in {split!r}")
+        first = rows[0]
+        for column in self.config.columns:
+            if column not in first:
+                raise self._missing_column("columns", column, first)
+        return rows
+
+    def _is_file(self) -> bool:
+        return Path(self.config.name).suffix.lower() in READERS
+
+    def _read_file(self, split: str) -> Rows:
+        """A file has no splits: `split` is ignored, `eval_split` is the path of another file."""
+        if self.config.subset is not None:
+            raise self._error(f"subset={self.config.subset!r} has no meaning for a local file")
+        path = Path(self.config.name if split == self.config.split else split).expanduser()
+        if not path.is_file():
+            raise self._error(f"no such file: {path}")
+        reader = READERS.get(path.suffix.lower())
+        if reader is None:
+            raise self._error(f"eval_split={split!r} must be a file too: {', '.join(READERS)}")
+        try:
+            return reader(path)
+        except (ValueError, OSError, csv.Error, ImportError) as error:
+            raise self._error(f"cannot read {path}: {one_line(error)}") from error
+
+    def _load_hub(self, split: str) -> Rows:
+        try:
+            from datasets import load_dataset
+        except ModuleNotFoundError as error:
+            raise self._error(f"cannot import {error.name!r}; install it with: pip install datasets") from None
+        try:
+            return load_dataset(self.config.name, self.config.subset, split=split)
+        except Exception as error:  # the library raises whatever the network, the hub or a loading script raises
+            raise self._error(f"cannot load split {split!r}: {one_line(error)}") from error
+
+    def _missing_column(self, key: str, column: str, row: dict[str, Any]) -> EnvironmentSetupError:
+        return self._error(f"{key}: no column {column!r}; the data has: {', '.join(map(str, row))}")
+
+    def _error(self, message: str) -> EnvironmentSetupError:
+        return EnvironmentSetupError(f"environments {self.name!r}: {message}")
+
+
+def with_system_prompt(prompt: str | list[dict[str, Any]], system_prompt: str) -> list[dict[str, Any]]:
+    """Chat messages with the system message in front; a prompt that brings its own keeps it."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def _plain_messages(prompt: Any) -> Any:
+    """Columnar formats fill every message up to the same keys with None, which chat templates would print."""
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        return prompt
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def _cut(rows: Rows, start: int, stop: int) -> Rows:
+    """Lists are sliced; a Hugging Face dataset stays memory-mapped."""
+    return rows[start:stop] if isinstance(rows, list) else rows.select(range(start, stop))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    rows.append(_as_row(json.loads(line)))
+                except ValueError as error:
+                    raise ValueError(f"line {number}: {error}") from None
+    return rows
+
+
+def read_json(path: Path) -> list[dict[str, Any]]:
+    rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    if not isinstance(rows, list):
+        raise ValueError(f"a .json file must hold a list of objects, this one holds a {type(rows).__name__}")
+    return [_as_row(row) for row in rows]
+
+
+def read_csv(path: Path) -> list[dict[str, Any]]:
+    """Values stay text: an answer '007' must not become 7."""
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        return list(csv.DictReader(lines, strict=True))
+
+
+def read_parquet(path: Path) -> list[dict[str, Any]]:
+    from pyarrow.parquet import read_table
+
+    return read_table(path).to_pylist()
+
+
+def _as_row(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"a row must be an object, got {repr(value)[:60]}")
+    return value
+
+
+READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}

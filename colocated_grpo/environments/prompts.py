@@ -1,0 +1,66 @@
+"""From the user's form of a prompt to the tokens that the model reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptEncoder:
+    """Text becomes one user message where the tokenizer has a chat template, else it is read as it stands.
+
+    Chat messages always go through the template, with the assistant's turn opened.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_prompt_tokens = max_prompt_tokens
+
+    def encode(self, item: dict[str, Any], *, index: int, source: str) -> Prompt | None:
+        """None: longer than max_prompt_tokens, or empty."""
+        text, token_ids = self._render(item, source)
+        if not 1 <= len(token_ids) <= self.max_prompt_tokens:
+            return None
+        return Prompt(index=index, token_ids=token_ids, text=text, item=item, source=source)
+
+    def too_long(self, source: str, dropped: int) -> EnvironmentSetupError:
+        return EnvironmentSetupError(
+            f"environments {source!r}: {dropped} prompts in a row are empty or longer than "
+            f"rollout.max_prompt_tokens={self.max_prompt_tokens}; nothing is left to train on"
+        )
+
+    def _render(self, item: dict[str, Any], source: str) -> tuple[str, list[int]]:
+        prompt = checked_prompt(item, source)
+        if isinstance(prompt, str):
+            if self.tokenizer.chat_template is None:
+                return prompt, list(self.tokenizer.encode(prompt))
+            prompt = [{"role": "user", "content": prompt}]
+        elif self.tokenizer.chat_template is None:
+            raise EnvironmentSetupError(
+                f"environments {source!r}: prompts are chat messages and the tokenizer has no chat template; "
+                "set model.chat_template or give prompts as text"
+            )
+        text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        # Not encode(text): some tokenizers build the template's special tokens from ids and not from their text.
+        token_ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        return text, list(token_ids)
+
+
+def checked_prompt(item: Any, source: str) -> str | list[dict[str, Any]]:
+    """The item's prompt; one clear line where an item or its prompt has another form."""
+    if not isinstance(item, dict) or "prompt" not in item:
+        shape = f"the keys {', '.join(map(str, item))}" if isinstance(item, dict) else f"a {type(item).__name__}"
+        raise EnvironmentSetupError(f"environments {source!r}: an item must be a dict with 'prompt', got {shape}")
+    prompt = item["prompt"]
+    if isinstance(prompt, str) or (
+        isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
+    ):
+        return prompt
+    raise EnvironmentSetupError(
+        f"environments {source!r}: a prompt must be text or a list of messages with a role, got {repr(prompt)[:80]}"
+    )

@@ -1,0 +1,74 @@
+"""The stream of training prompts: several environments mixed by weight, with an exact cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.environments.streams import Stream
+from colocated_grpo.types import Prompt
+
+
+class Mixture:
+    """Whose turn it is: the one furthest behind its share, so that counts never stray from the shares by a batch."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        total = sum(weights.values())
+        self.shares = {name: weight / total for name, weight in weights.items()}
+        self.counts = dict.fromkeys(weights, 0)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def due(self) -> str:
+        position = self.total + 1
+        return max(self.shares, key=lambda name: self.shares[name] * position - self.counts[name])
+
+
+class PromptSource:
+    """The BatchSource of tasks and datasets."""
+
+    def __init__(self, streams: Mapping[str, Stream], weights: Mapping[str, float], encoder: PromptEncoder) -> None:
+        self.streams = streams
+        self.mixture = Mixture(weights)
+        self.encoder = encoder
+        self.dropped = 0
+        """Prompts left out so far because they were too long."""
+
+    def next(self, n: int) -> list[Prompt]:
+        return [self._next_prompt() for _ in range(n)]
+
+    def _next_prompt(self) -> Prompt:
+        name = self.mixture.due()
+        stream = self.streams[name]
+        for _ in range(stream.patience):
+            prompt = self.encoder.encode(stream.take(), index=self.mixture.total, source=name)
+            if prompt is not None:
+                self.mixture.counts[name] += 1
+                return prompt
+            self.dropped += 1
+        raise self.encoder.too_long(name, stream.patience)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
+            "counts": dict(self.mixture.counts),
+            "dropped": self.dropped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["counts"].keys() != self.mixture.counts.keys():
+            raise EnvironmentSetupError(
+                f"environments: the checkpoint has {', '.join(state['counts'])} and the config has "
+                f"{', '.join(self.mixture.counts)}; an exact resume needs the same ones"
+            )
+        for name, stream in self.streams.items():
+            stream.load_state_dict(state["streams"][name])
+        self.mixture.counts = dict(state["counts"])
+        self.dropped = state["dropped"]
+
+    def close(self) -> None:
+        """Nothing is held open."""

@@ -1,0 +1,63 @@
+"""Sums, differences, products and exact quotients of whole numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from colocated_grpo.config.base import Section
+from colocated_grpo.environments.answers import final_answer
+from colocated_grpo.environments.base import Split
+from colocated_grpo.environments.tasks.procedural import Template, procedural_items
+
+
+class Arithmetic(Section):
+    """Reward 1 for the right whole number, 0 otherwise."""
+
+    min_digits: int = Field(1, ge=1)
+    """Digits of the shortest operand."""
+    max_digits: int = Field(3, ge=1, le=100)
+    """Digits of the longest operand."""
+    operators: list[Literal["+", "-", "*", "/"]] = Field(["+", "-"], min_length=1)
+    """Drawn from evenly; "/" always divides without remainder."""
+    template: Template = "What is {question}? Give the result between <answer> and </answer>."
+    """Prompt around the question."""
+
+    @model_validator(mode="after")
+    def _digits_in_order(self) -> Arithmetic:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits={self.min_digits} is above max_digits={self.max_digits}")
+        return self
+
+    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+        return procedural_items(self._draw, self.template, seed, split)
+
+    def score(self, item: dict[str, Any], completion: str) -> float:
+        return float(normal_integer(final_answer(completion)) == normal_integer(item["answer"]))
+
+    def _draw(self, rng: Random) -> dict[str, Any]:
+        operator = rng.choice(self.operators)
+        left, right = self._operand(rng), self._operand(rng)
+        if operator == "/":
+            right = max(right, 1)
+            left, result = left * right, left
+        else:
+            result = {"+": left + right, "-": left - right, "*": left * right}[operator]
+        return {"question": f"{left}{operator}{right}", "answer": str(result)}
+
+    def _operand(self, rng: Random) -> int:
+        digits = rng.randint(self.min_digits, self.max_digits)
+        return rng.randint(0 if digits == 1 else 10 ** (digits - 1), 10**digits - 1)
+
+
+def normal_integer(text: str) -> str | None:
+    """Canonical decimal text, or None. Works on characters: int() of a million digits would stall every thread."""
+    text = text.replace(",", "")
+    digits = text[1:] if text[:1] in ("+", "-") else text
+    if not (digits.isascii() and digits.isdecimal()):
+        return None
+    digits = digits.lstrip("0") or "0"
+    return f"-{digits}" if text[0] == "-" and digits != "0" else digits

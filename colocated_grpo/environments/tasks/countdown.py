@@ -1,0 +1,103 @@
+"""Reach a target from given numbers with + - * / and parentheses."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from colocated_grpo.config.base import Section
+from colocated_grpo.environments.answers import final_answer
+from colocated_grpo.environments.base import Split
+from colocated_grpo.environments.tasks.procedural import Template, procedural_items
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+EXPRESSION = re.compile(r"[\d+\-*/() ]{1,200}", re.ASCII)
+"""The length bounds every later cost: digits of a number, depth of the tree, size of a product."""
+
+
+class Countdown(Section):
+    """Reward 1 for an expression that uses every number once and hits the target."""
+
+    min_numbers: int = Field(3, ge=2)
+    """Fewest numbers given."""
+    max_numbers: int = Field(4, ge=2, le=8)
+    """Most numbers given."""
+    max_number: int = Field(99, ge=2)
+    """Largest number given."""
+    max_target: int = Field(999, ge=2)
+    """Largest target."""
+    format_reward: float = Field(0.1, ge=0, lt=1)
+    """Reward of an expression that uses every number once and misses the target."""
+    template: Template = (
+        "{question}. Use each number exactly once, with + - * / and parentheses. "
+        "Give only the expression between <answer> and </answer>."
+    )
+    """Prompt around the question."""
+
+    @model_validator(mode="after")
+    def _numbers_in_order(self) -> Countdown:
+        if self.min_numbers > self.max_numbers:
+            raise ValueError(f"min_numbers={self.min_numbers} is above max_numbers={self.max_numbers}")
+        return self
+
+    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+        return procedural_items(self._draw, self.template, seed, split)
+
+    def score(self, item: dict[str, Any], completion: str) -> dict[str, float]:
+        # Models like to close with "= 24"; the expression in front of it is the answer.
+        expression = final_answer(completion).partition("=")[0].strip()
+        value, used = evaluate(expression)
+        if value is None or sorted(used) != sorted(item["numbers"]):
+            return {"reward": 0.0, "format": 0.0}
+        return {"reward": 1.0 if value == item["target"] else self.format_reward, "format": 1.0}
+
+    def _draw(self, rng: Random) -> dict[str, Any]:
+        target = 0
+        while not 1 <= target <= self.max_target:
+            count = rng.randint(self.min_numbers, self.max_numbers)
+            numbers = [rng.randint(1, self.max_number) for _ in range(count)]
+            expression, target = _random_solution(rng, numbers)
+        question = f"Make {target} from {', '.join(map(str, numbers))}"
+        return {"question": question, "answer": expression, "numbers": numbers, "target": target}
+
+
+def _random_solution(rng: Random, numbers: list[int]) -> tuple[str, int]:
+    """Join two operands at random until one is left; every intermediate value is a whole number."""
+    operands = [(str(number), number) for number in numbers]
+    while len(operands) > 1:
+        rng.shuffle(operands)
+        (left_text, left), (right_text, right) = operands.pop(), operands.pop()
+        symbols = "+-*/" if right and left % right == 0 else "+-*"
+        symbol = rng.choice(symbols)
+        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // (right or 1)}[symbol]
+        operands.append((f"({left_text}{symbol}{right_text})", value))
+    expression, value = operands[0]
+    return expression[1:-1], value
+
+
+def evaluate(expression: str) -> tuple[Fraction | None, list[int]]:
+    """Exact value and the numbers used; (None, []) for anything but numbers, + - * / and parentheses. Runs no code."""
+    if EXPRESSION.fullmatch(expression) is None:
+        return None, []
+    used: list[int] = []
+    try:
+        return _value(ast.parse(expression, mode="eval").body, used), used
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None, []
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            used.append(number)
+            return Fraction(number)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_value(left, used), _value(right, used))
+    raise ValueError(f"{type(node).__name__} is not part of an answer")

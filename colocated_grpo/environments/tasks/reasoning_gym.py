@@ -1,0 +1,65 @@
+"""The procedural datasets of the reasoning-gym package, judged by their own scorers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import sha256
+from itertools import count
+from typing import Any
+
+from colocated_grpo.environments.answers import final_answer
+from colocated_grpo.environments.base import EnvironmentSetupError, Split
+from colocated_grpo.environments.tasks.procedural import split_items
+from colocated_grpo.environments.user_code import unknown_name
+
+CHUNK = 500
+"""Questions of one reasoning-gym dataset object; some generators prepare or hold all of them at once."""
+
+
+class ReasoningGym:
+    """One reasoning-gym dataset; args are the fields of its own config, and `instruction`, which ends each prompt."""
+
+    def __init__(
+        self, dataset: str, *, instruction: str = "Give the final answer between <answer> and </answer>.", **args: Any
+    ) -> None:
+        for reserved in {"seed", "size"} & args.keys():
+            raise EnvironmentSetupError(f"reasoning_gym:{dataset}: args.{reserved} is set by the run; leave it out")
+        try:
+            from reasoning_gym.factory import DATASETS
+        except ModuleNotFoundError as error:
+            raise EnvironmentSetupError(
+                f"reasoning_gym:{dataset}: cannot import {error.name!r}; install it with: pip install reasoning-gym"
+            ) from None
+        if dataset not in DATASETS:
+            raise unknown_name("environments", "reasoning_gym dataset", dataset, DATASETS)
+        self.dataset = dataset
+        self.template = "{question}\n" + instruction if instruction else "{question}"
+        self.args = args
+        self.judge = self._chunk(seed=0)
+
+    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+        return split_items(self._entries(seed), self.template, split)
+
+    def score(self, item: dict[str, Any], completion: str) -> float:
+        return float(self.judge.score_answer(final_answer(completion), item))
+
+    def _entries(self, seed: int) -> Iterator[dict[str, Any]]:
+        for number in count():
+            dataset = self._chunk(_chunk_seed(seed, number))
+            yield from (dataset[index] for index in range(CHUNK))
+
+    def _chunk(self, seed: int) -> Any:
+        from reasoning_gym.composite import DatasetSpec
+        from reasoning_gym.factory import create_dataset
+
+        args = dict(self.args)
+        if self.dataset == "composite":
+            args["datasets"] = [
+                DatasetSpec(**{"weight": 1.0, "config": {}, **spec}) for spec in args.get("datasets", [])
+            ]
+        return create_dataset(self.dataset, seed=seed, size=CHUNK, **args)
+
+
+def _chunk_seed(seed: int, number: int) -> int:
+    """Far from its neighbours: generators seed question i with seed + i, so near seeds would repeat questions."""
+    return int.from_bytes(sha256(f"{seed}:{number}".encode()).digest()[:4], "big")

@@ -1,0 +1,44 @@
+"""Sort digits: small enough for a model of a million parameters, so the quickstart trains on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from string import digits
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from colocated_grpo.config.base import Section
+from colocated_grpo.environments.answers import final_answer
+from colocated_grpo.environments.base import Split
+from colocated_grpo.environments.tasks.procedural import Template, positional_reward, procedural_items
+
+
+class Sorting(Section):
+    """Reward 1 for the sorted digits; below 1/2 for a wrong answer, by the share of right positions."""
+
+    min_digits: int = Field(4, ge=1)
+    """Digits of the shortest question."""
+    max_digits: int = Field(8, ge=1)
+    """Digits of the longest question."""
+    partial: bool = True
+    """Give credit for right positions; False: 1 or 0."""
+    template: Template = "sort {question}"
+    """Prompt around the digits."""
+
+    @model_validator(mode="after")
+    def _digits_in_order(self) -> Sorting:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits={self.min_digits} is above max_digits={self.max_digits}")
+        return self
+
+    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+        return procedural_items(self._draw, self.template, seed, split)
+
+    def score(self, item: dict[str, Any], completion: str) -> float:
+        return positional_reward(final_answer(completion), item["answer"], partial=self.partial)
+
+    def _draw(self, rng: Random) -> dict[str, Any]:
+        question = "".join(rng.choices(digits, k=rng.randint(self.min_digits, self.max_digits)))
+        return {"question": question, "answer": "".join(sorted(question))}

@@ -1,0 +1,150 @@
+"""Statistics that add up over micro-batches and ranks on the device, and one function that makes them numbers.
+
+A mean of means is wrong as soon as two micro-batches differ in tokens, so nothing is divided before the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Kind = Literal["mean", "sum", "max", "ess"]
+Schema = Mapping[str, Kind]
+AllReduce = Callable[[Tensor], object]
+"""Reduces a tensor over ranks in place."""
+
+
+class Stat(NamedTuple):
+    """One statistic in mergeable form: detached 0-dim tensors on the device, or host floats."""
+
+    kind: Kind
+    parts: tuple[Tensor | float, ...]
+
+    @classmethod
+    def mean(cls, total: Tensor | float, count: Tensor | float) -> Stat:
+        return cls("mean", (total, count))
+
+    @classmethod
+    def sum(cls, value: Tensor | float) -> Stat:
+        return cls("sum", (value,))
+
+    @classmethod
+    def max(cls, value: Tensor | float) -> Stat:
+        return cls("max", (value,))
+
+    @classmethod
+    def ess(cls, total: Tensor | float, total_of_squares: Tensor | float, count: Tensor | float) -> Stat:
+        """Effective share of `count` weighted samples: total^2 / (count * total_of_squares), 1 for equal weights."""
+        return cls("ess", (total, total_of_squares, count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    num_parts: int
+    identity: float
+    finish: Callable[..., float | None]
+    """From reduced parts to the number shown; None where nobody had data."""
+
+
+_RULES: dict[Kind, _Rule] = {
+    "mean": _Rule(num_parts=2, identity=0.0, finish=lambda total, count: total / count if count else None),
+    "sum": _Rule(num_parts=1, identity=0.0, finish=lambda value: value),
+    "max": _Rule(num_parts=1, identity=-math.inf, finish=lambda value: None if value == -math.inf else value),
+    "ess": _Rule(
+        num_parts=3,
+        identity=0.0,
+        finish=lambda total, squares, count: total * total / (count * squares) if count and squares else None,
+    ),
+}
+
+
+class Metrics:
+    """Statistics of one step on one rank. Adding never waits for the device."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._stats: dict[str, Stat] = {}
+
+    @property
+    def schema(self) -> dict[str, Kind]:
+        return {name: stat.kind for name, stat in self._stats.items()}
+
+    def add(self, stats: Mapping[str, Stat]) -> None:
+        for name, stat in stats.items():
+            self._stats[name] = _merge(name, self._stats[name], stat) if name in self._stats else stat
+
+    def declare(self, schema: Schema) -> None:
+        """Hold every name of `schema`, without data where nothing was added.
+
+        Ranks that may hold different names declare the same `union` before `reduce`: the packed layout is the sorted
+        names, so a name that one rank lacks would shift every later value (or hang the collective).
+        """
+        self.add({name: Stat(kind, (_RULES[kind].identity,) * _RULES[kind].num_parts) for name, kind in schema.items()})
+
+    def ordered(self) -> list[tuple[str, Stat]]:
+        return sorted(self._stats.items())
+
+
+def union(schemas: Iterable[Schema]) -> dict[str, Kind]:
+    """All names of all ranks; a name with two kinds is an error."""
+    merged: dict[str, Kind] = {}
+    for schema in schemas:
+        for name, kind in schema.items():
+            if merged.setdefault(name, kind) != kind:
+                raise ValueError(f"metric {name!r} is a {merged[name]} and a {kind}: one name has one kind")
+    return merged
+
+
+def reduce(metrics: Metrics, all_reduce_sum: AllReduce, all_reduce_max: AllReduce) -> dict[str, float]:
+    """Numbers over all micro-batches and ranks; names without data on any rank are left out.
+
+    Collective: every rank calls it with the same names (see `Metrics.declare`). Two all-reduces and one host sync.
+    """
+    stats = metrics.ordered()
+    maxima = _pack([stat for _, stat in stats if stat.kind == "max"], metrics.device)
+    sums = _pack([stat for _, stat in stats if stat.kind != "max"], metrics.device)
+    all_reduce_sum(sums)
+    all_reduce_max(maxima)
+    packed = torch.cat([sums, maxima]).tolist()
+    reduced_sums, reduced_maxima = iter(packed[: len(sums)]), iter(packed[len(sums) :])
+    values: dict[str, float] = {}
+    for name, stat in stats:
+        source = reduced_maxima if stat.kind == "max" else reduced_sums
+        value = _RULES[stat.kind].finish(*(next(source) for _ in stat.parts))
+        if value is not None:
+            values[name] = value
+    return values
+
+
+def _pack(stats: list[Stat], device: torch.device) -> Tensor:
+    """All parts as one float64 vector: a run's token counts exceed what float32 counts exactly."""
+    parts = [_on_device(part, device) for stat in stats for part in stat.parts]
+    return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _on_device(part: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(part, Tensor):
+        return part.to(device, torch.float64)
+    return torch.full((), part, dtype=torch.float64, device=device)  # a fill, where a copy from the host would wait
+
+
+def _merge(name: str, left: Stat, right: Stat) -> Stat:
+    if left.kind != right.kind:
+        raise ValueError(f"metric {name!r} is a {left.kind} and a {right.kind}: one name has one kind")
+    combine = _larger if left.kind == "max" else _added
+    return Stat(left.kind, tuple(combine(a, b) for a, b in zip(left.parts, right.parts, strict=True)))
+
+
+def _added(a: Tensor | float, b: Tensor | float) -> Tensor | float:
+    return a + b
+
+
+def _larger(a: Tensor | float, b: Tensor | float) -> Tensor | float:
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)

@@ -1,0 +1,118 @@
+"""Who owns the GPU when: every wake, sleep, sync and offload of a step, and the clock over them. Nowhere else."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from colocated_grpo.freshness import FreshnessCheck
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.rollout.engine import RolloutEngine
+from colocated_grpo.weights.colocated import ColocatedSync
+
+GIB = 1 << 30
+
+
+class Clock:
+    """Seconds and peak memory by phase, since the last `read`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._peaks: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Wall time including the device work that the phase queued."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._seconds[phase] += time.perf_counter() - start
+
+    def note_memory(self, phase: str) -> None:
+        """Memory of this rank as the phase ends: device memory in use by everybody, or the process's peak on CPU."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            used = total - free
+        else:
+            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._peaks[phase] = max(used / GIB, self._peaks.get(phase, 0.0))
+
+    def read(self) -> dict[str, float]:
+        row = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
+        row |= {f"memory/{phase}_gib": peak for phase, peak in self._peaks.items()}
+        self._seconds.clear()
+        self._peaks.clear()
+        return row
+
+
+class Choreography:
+    """Hands the GPU from policy to engine and back. Collective: every rank enters and leaves together."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        engine: RolloutEngine,
+        sync: ColocatedSync,
+        freshness: FreshnessCheck,
+        clock: Clock,
+        sync_frequency: int,
+    ) -> None:
+        self._policy = policy
+        self._engine = engine
+        self._sync = sync
+        self._freshness = freshness
+        self._clock = clock
+        self._sync_frequency = sync_frequency
+        self._never_synced = True
+
+    @contextmanager
+    def rollout_phase(self, step: int, probe: Sequence[int], *, sync: bool = False) -> Iterator[None]:
+        """Engine awake, with the policy's weights where a sync is due at `step` or asked for; asleep again on exit.
+
+        probe: tokens that both sides score after a sync.
+        """
+        self._wake(probe, sync=sync or self._never_synced or step % self._sync_frequency == 0)
+        self._never_synced = False
+        try:
+            with self._clock.time("generate"):
+                yield
+            self._clock.note_memory("generate")
+        finally:
+            with self._clock.time("sleep"):
+                self._engine.sleep()
+                if self._policy.offload is not None:
+                    self._policy.offload.to_device()
+
+    def _wake(self, probe: Sequence[int], *, sync: bool) -> None:
+        if sync:
+            with self._clock.time("freshness"):
+                self._freshness.before_sync(probe)
+        with self._clock.time("wake"):
+            self._engine.wake("weights")
+        if sync:
+            with self._clock.time("sync"):
+                self._sync.sync()
+                self._engine.weights_changed(self._policy.version)
+        with self._clock.time("wake"):
+            # After the weights and before the cache is mapped, or the two peaks add up.
+            if self._policy.offload is not None:
+                self._policy.offload.to_host()
+            self._engine.wake("kv_cache")
+        if sync:
+            with self._clock.time("freshness"):
+                self._freshness.after_sync()
+
+    @contextmanager
+    def training_phase(self) -> Iterator[None]:
+        with self._clock.time("train"):
+            yield
+        self._clock.note_memory("train")

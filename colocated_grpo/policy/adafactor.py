@@ -1,0 +1,102 @@
+"""Adafactor over FSDP2 shards (Shazeer & Stern 2018, arXiv 1804.04235), with a learning rate given from outside.
+
+Written here because the versions in torch and transformers take norms and means that DTensor refuses in place. Rows of
+a matrix live on one rank, so row means are local; column means and update sizes take two all-reduces a step, for all
+parameters together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+DECAY_POWER = 0.8
+EPS = 1e-30
+UPDATE_CLIP = 1.0
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Second moment of a matrix as the outer product of row and column means: rows + columns floats instead of their product.
+
+    all_reduce: sums a tensor over the ranks that hold the shards, in place.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, lr: float, weight_decay: float, all_reduce: Callable[[Tensor], None]
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+        self._all_reduce = all_reduce
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            self._update_moments(parameters)
+            self._apply(parameters, group["lr"], group["weight_decay"])
+
+    def _update_moments(self, parameters: Sequence[nn.Parameter]) -> None:
+        column_sums = []
+        for p in parameters:
+            state = self.state[p] or self._init_state(p)
+            state["step"] += 1
+            squared = _local(p.grad).float().square_().add_(EPS)
+            if p.dim() == 2:
+                _local(state["row"]).lerp_(squared.mean(1), _keep(state["step"]))
+                column_sums.append(squared.sum(0))
+            else:
+                _local(state["second_moment"]).lerp_(squared, _keep(state["step"]))
+        matrices = [p for p in parameters if p.dim() == 2]
+        for p, total in zip(matrices, self._sum_together(column_sums), strict=True):
+            self.state[p]["column"].lerp_(total / p.shape[0], _keep(self.state[p]["step"]))
+
+    def _apply(self, parameters: Sequence[nn.Parameter], lr: float, weight_decay: float) -> None:
+        updates = [_local(p.grad).float() * self._inverse_root(p) for p in parameters]
+        squared_sizes = self._sum_together([update.square().sum()[None] for update in updates])
+        for p, update, squared_size in zip(parameters, updates, squared_sizes, strict=True):
+            rms = (squared_size / p.numel()).sqrt()
+            own = _local(p)
+            own.mul_(1 - lr * weight_decay)
+            own.add_((update / (rms / UPDATE_CLIP).clamp(min=1.0)).to(own.dtype), alpha=-lr)
+
+    def _inverse_root(self, p: nn.Parameter) -> Tensor:
+        state = self.state[p]
+        if p.dim() != 2:
+            return _local(state["second_moment"]).rsqrt()
+        # The mean over all rows equals the mean over all columns, and every rank has the columns.
+        row = _local(state["row"]) / state["column"].mean()
+        return row.rsqrt()[:, None] * state["column"].rsqrt()
+
+    def _init_state(self, p: nn.Parameter) -> dict:
+        state = self.state[p]
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        if p.dim() == 2:
+            state["row"] = torch.zeros_like(p, dtype=torch.float32).mean(1) if not isinstance(p, DTensor) else _rows_of(p)
+            state["column"] = torch.zeros(p.shape[1], dtype=torch.float32, device=_local(p).device)
+        else:
+            state["second_moment"] = torch.zeros_like(p, dtype=torch.float32)
+        return state
+
+    def _sum_together(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if not parts:
+            return []
+        flat = torch.cat(list(parts))
+        self._all_reduce(flat)
+        return list(flat.split([len(part) for part in parts]))
+
+
+def _keep(step: Tensor) -> float:
+    """Weight of the newest gradient, 1 - beta2, with beta2 = 1 - step ** -0.8."""
+    return float(step) ** -DECAY_POWER
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _rows_of(p: DTensor) -> DTensor:
+    """Zeros, one for each row, sharded like the rows of `p`."""
+    local = torch.zeros(p.to_local().shape[0], dtype=torch.float32, device=p.to_local().device)
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=(p.shape[0],), stride=(1,))

@@ -1,0 +1,69 @@
+"""Read the files of a Hugging Face checkpoint: config, tokenizer, and single tensors or slices of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor
+
+from colocated_grpo.config.schema import ModelConfig
+from colocated_grpo.distributed import World
+
+WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
+
+
+def fetch_model(config: ModelConfig, world: World) -> Path:
+    """The model's folder. A Hub name is downloaded once a node; the other ranks find it in the cache. Collective."""
+    if Path(config.name).is_dir():
+        return Path(config.name)
+
+    def download() -> Path:
+        folder = Path(snapshot_download(config.name, revision=config.revision, allow_patterns=WANTED_FILES))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(config.name, revision=config.revision, allow_patterns=["pytorch_model*.bin"])
+        return folder
+
+    first_on_node = world.device.index in (None, 0)
+    if first_on_node:
+        download()
+    world.barrier()
+    return download()
+
+
+class CheckpointReader:
+    """Tensors of a checkpoint by name, read from disk only when asked for, and only the rows asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._readers: dict[str, Callable[[slice], Tensor]] = {}
+        files = sorted(folder.glob("*.safetensors"))
+        for file in files:
+            self._add_safetensors(file)
+        if not files:
+            for file in sorted(folder.glob("pytorch_model*.bin")):
+                self._add_torch(file)
+        if not self._readers:
+            raise FileNotFoundError(f"model.name={str(folder)!r}: the folder holds no *.safetensors or pytorch_model*.bin")
+
+    def _add_safetensors(self, file: Path) -> None:
+        handle = safe_open(file, framework="pt")
+        for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
+            self._readers[name] = lambda rows, name=name: _rows(handle.get_slice(name), rows)
+
+    def _add_torch(self, file: Path) -> None:
+        for name, tensor in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
+            self._readers[name] = lambda rows, tensor=tensor: tensor[rows]
+
+    def names(self) -> set[str]:
+        return set(self._readers)
+
+    def read(self, name: str, rows: slice) -> Tensor:
+        """Rows along the first dimension, in the checkpoint's own type."""
+        return self._readers[name](rows)
+
+
+def _rows(tensor_slice, rows: slice) -> Tensor:
+    return tensor_slice[rows] if tensor_slice.get_shape() else tensor_slice[...]

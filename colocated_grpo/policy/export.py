@@ -1,0 +1,98 @@
+"""Write the policy as a Hugging Face folder that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from colocated_grpo.distributed import World
+from colocated_grpo.policy.policy import Policy
+
+FILE_BYTES = 4 << 30
+
+
+def export(
+    policy: Policy,
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    world: World,
+) -> None:
+    """Write weights in `dtype`, config, tokenizer and the source's generation settings to `target`. Collective.
+
+    Tensors are gathered one at a time, and rank 0 holds one file's worth of them. The folder appears under its own name
+    only when it is whole.
+    """
+    partial = target.with_name(target.name + ".partial")
+    writer = _Writer(partial) if world.is_main else None
+    for name, tensor in _full_tensors(policy, dtype):
+        if writer is not None:
+            writer.add(name, tensor.cpu().contiguous())
+    if writer is not None:
+        writer.close()
+        hf_config.dtype = dtype
+        hf_config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        if (source / "generation_config.json").exists():
+            shutil.copy(source / "generation_config.json", partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    world.barrier()
+
+
+def _full_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in policy.parameters().items():
+        # Cast before the gather: half the bytes move.
+        cast = parameter.detach().to(dtype)
+        yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast
+
+
+class _Writer:
+    """Collects tensors into safetensors files of about FILE_BYTES, and the index over them."""
+
+    def __init__(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._pending: dict[str, Tensor] = {}
+        self._bytes = self._total = 0
+        self._files: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._pending and self._bytes + tensor.nbytes > FILE_BYTES:
+            self._flush()
+        self._pending[name] = tensor
+        self._bytes += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._part(len(self._files)), metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending, self._bytes = {}, 0
+
+    def _part(self, index: int) -> Path:
+        return self._folder / f"part-{index:05d}.safetensors"
+
+    def close(self) -> None:
+        """Give the files the names that loaders look for: their number is known only now."""
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            self._part(0).rename(self._folder / "model.safetensors")
+            return
+        names = [f"model-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)]
+        for index, name in enumerate(names):
+            self._part(index).rename(self._folder / name)
+        weight_map = {tensor: name for tensors, name in zip(self._files, names, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -1,0 +1,170 @@
+"""From a model name to a sharded module: meta device -> checkpointing -> compile -> fully_shard -> own rows from disk.
+
+No rank ever holds the whole model: parameters are created without storage, and each rank reads only its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from colocated_grpo.config.schema import ModelConfig, PolicyConfig
+from colocated_grpo.policy.attention import IMPLEMENTATION
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
+from colocated_grpo.policy.logprobs import linear_logprobs
+
+WRAPPER_PARTS = ("lm.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTokens:
+    """Input of one forward pass. T packed tokens, N scored ones: the model predicts targets_N at positions source_N."""
+
+    input_ids_T: Tensor
+    position_ids_T: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    source_N: Tensor
+    targets_N: Tensor
+    temperature_N: Tensor
+
+
+class PackedLM(nn.Module):
+    """A causal language model whose forward returns log-probabilities of chosen tokens instead of logits.
+
+    Everything that touches parameters, the head included, happens inside `forward`, so that FSDP's hooks see it.
+    """
+
+    def __init__(self, lm: nn.Module, chunk_tokens: int) -> None:
+        super().__init__()
+        self.lm = lm
+        self.chunk_tokens = chunk_tokens
+        self.softcap = getattr(lm.config, "final_logit_softcapping", None)
+
+    def forward(self, tokens: PackedTokens) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the scored tokens, both [N] float32."""
+        hidden_1TH = self.lm.base_model(
+            input_ids=tokens.input_ids_T[None],
+            position_ids=tokens.position_ids_T[None],
+            use_cache=False,
+            cu_seq_lens_q=tokens.cu_seqlens,
+            cu_seq_lens_k=tokens.cu_seqlens,
+            max_length_q=tokens.max_seqlen,
+            max_length_k=tokens.max_seqlen,
+        ).last_hidden_state
+        return linear_logprobs(
+            hidden_1TH[0, tokens.source_N],
+            self.lm.get_output_embeddings().weight,
+            tokens.targets_N,
+            temperature_N=tokens.temperature_N,
+            chunk_tokens=self.chunk_tokens,
+            softcap=self.softcap,
+        )
+
+    def hf_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters under the names that a Hugging Face checkpoint gives them; a tied head appears once."""
+        return {checkpoint_name(name): parameter for name, parameter in self.named_parameters()}
+
+
+def checkpoint_name(name: str) -> str:
+    for part in WRAPPER_PARTS:
+        name = name.replace(part, "", 1) if part == "lm." and name.startswith(part) else name.replace(part, "")
+    return name
+
+
+def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    for key in ("logit_scale", "logits_scaling"):
+        if getattr(hf_config, key, None) not in (None, 1, 1.0):
+            raise ValueError(f"model.name={config.name!r}: models that scale their logits ({key}) are not supported")
+    return hf_config
+
+
+def build_empty(hf_config: PretrainedConfig, chunk_tokens: int, *, trust_remote_code: bool) -> PackedLM:
+    """The module tree with parameters on the meta device and real buffers (rotary frequencies)."""
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        lm = AutoModelForCausalLM.from_config(
+            hf_config, attn_implementation=IMPLEMENTATION, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    lm.tie_weights()  # creating parameters empty gave each its own tensor
+    head = lm.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ValueError(f"model type {hf_config.model_type!r}: an output layer with a bias is not supported")
+    # Dropout off for good: the engine samples without it. Gradients do not depend on the module's mode.
+    return PackedLM(lm, chunk_tokens).eval()
+
+
+def transformer_blocks(lm: nn.Module) -> nn.ModuleList:
+    """The list of decoder blocks: the longest ModuleList of one class."""
+    lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    uniform = [modules for modules in lists if len({type(block) for block in modules}) == 1]
+    if not uniform:
+        raise ValueError(f"{type(lm).__name__}: no list of transformer blocks found")
+    return max(uniform, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+
+
+def shard(model: PackedLM, config: PolicyConfig, mesh: DeviceMesh, dtype: torch.dtype, *, compiled: bool) -> None:
+    """Apply checkpointing, compile and FSDP2 to each block, then FSDP2 to the rest, in place."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+    blocks = transformer_blocks(model.lm)
+    for index, block in enumerate(blocks):
+        if config.gradient_checkpointing:
+            block = checkpoint_wrapper(block)
+        if compiled:
+            block.compile(dynamic=True)
+        blocks[index] = fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    for module in model.modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            # The loss is a local sum over a global count: ranks add up, FSDP must not average.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def load_shards(model: PackedLM, folder: Path, device: torch.device) -> None:
+    """Give the parameters storage on `device` and fill this rank's rows from the checkpoint in `folder`."""
+    _allocate(model, device)
+    reader = CheckpointReader(folder)
+    names = reader.names()
+    prefix = model.lm.base_model_prefix + "."
+    missing = []
+    with torch.no_grad():
+        for name, parameter in model.hf_parameters().items():
+            source = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
+            if source is None:
+                missing.append(name)
+            else:
+                _fill(parameter, reader, source)
+    if missing:
+        raise ValueError(f"model.name={str(folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}")
+
+
+def _allocate(model: PackedLM, device: torch.device) -> None:
+    """Storage for parameters, and buffers moved; `to_empty` alone would lose the values of the buffers."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    offloaded = any(isinstance(p, DTensor) and p.device_mesh.device_type != device.type for p in model.parameters())
+    model.to_empty(device="cpu" if offloaded else device)
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name].to(device)
+
+
+def _fill(parameter: nn.Parameter, reader: CheckpointReader, source: str) -> None:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    start, rows = 0, local.shape[0]
+    if isinstance(parameter, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        start, rows = offset[0], shape[0]
+    if rows:
+        local.copy_(reader.read(source, slice(start, start + rows)))

@@ -1,0 +1,122 @@
+"""Optimizers over FSDP2 shards, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from colocated_grpo.config.schema import OptimizerConfig, PolicyConfig
+from colocated_grpo.policy.adafactor import Adafactor
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    """The optimizer named by `config.type`, over sharded parameters."""
+    return BUILDERS[config.type](list(parameters), config, lr)
+
+
+def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(
+        parameters, lr=lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+    )
+
+
+def _adafactor(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    return Adafactor(parameters, lr=lr, weight_decay=config.weight_decay, all_reduce=_sum_over_shards)
+
+
+def _sum_over_shards(tensor: Tensor) -> None:
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+
+
+def _adamw_8bit(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise ValueError("policy.optimizer.type='adamw_8bit' needs bitsandbytes: pip install bitsandbytes") from None
+    return LocalShardOptimizer(
+        parameters,
+        lambda shards: bitsandbytes.optim.AdamW8bit(
+            shards, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
+        ),
+    )
+
+
+BUILDERS = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+
+
+class LocalShardOptimizer(torch.optim.Optimizer):
+    """Runs an optimizer that knows nothing of DTensors on each rank's own rows; right for element-wise updates.
+
+    `shards` are the keys of `state`, in the order of the parameters. Its quantised state is per rank: it resumes only on the world size that saved it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], build) -> None:
+        self._parameters = parameters
+        self.shards = [nn.Parameter(p.to_local().detach() if isinstance(p, DTensor) else p.data) for p in parameters]
+        self.inner = build(self.shards)
+        super().__init__(parameters, {})
+        # The schedule writes the learning rate into `param_groups`; both see one list.
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+
+    def step(self, closure: None = None) -> None:
+        for parameter, own in zip(self._parameters, self.shards, strict=True):
+            grad = parameter.grad
+            own.grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none=set_to_none)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def learning_rate(config: PolicyConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `total_steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    return config.min_lr + (config.lr - config.min_lr) * _SHAPES[config.schedule](min(1.0, progress))
+
+
+_SHAPES = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+class OptimizerOffload:
+    """Moves optimizer state to host memory and back without changing any tensor's identity.
+
+    Device storage is given back by resizing it to nothing; host buffers are pinned and allocated once.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._host: dict[Tensor, Tensor] = {}
+
+    def to_host(self) -> None:
+        for state in self._device_tensors():
+            host = self._host.setdefault(state, torch.empty_like(state, device="cpu", pin_memory=True))
+            host.copy_(state, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        for state in self._host:
+            state.untyped_storage().resize_(0)
+
+    def to_device(self) -> None:
+        for state, host in self._host.items():
+            state.untyped_storage().resize_(host.untyped_storage().nbytes())
+            state.copy_(host, non_blocking=True)
+
+    def _device_tensors(self) -> list[Tensor]:
+        values = (value for state in self._optimizer.state.values() for value in state.values())
+        tensors = (value.to_local() if isinstance(value, DTensor) else value for value in values if isinstance(value, Tensor))
+        return [tensor for tensor in tensors if tensor.is_cuda and tensor.numel() > 1]

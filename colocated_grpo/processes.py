@@ -1,0 +1,128 @@
+"""Running one command whose processes must all be gone afterwards, and stopping it politely first."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REAP_SECONDS = 10.0
+# Linux <sys/prctl.h>
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path | None = None) -> int:
+    """Run to the end and return the exit code; 128 + n when ended by signal n. Call from the main thread.
+
+    The first SIGINT or SIGTERM reaches, as SIGTERM, the children of the command: under torchrun these are the ranks,
+    which may take as long as they need to save, while torchrun itself would kill them after 30 seconds. The second
+    kills everything. When this returns, no process that the command has started is alive.
+    """
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
+    _adopt_orphans()
+    with _output(redirect) as output, _StopSignals(others) as stop:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which passes it on once
+                preexec_fn=_end_with_parent(),
+            )
+            stop.watch(process)
+            code = process.wait()
+        finally:
+            kill_descendants(spare=others)
+    if stop.received:
+        return 128 + stop.received[0]
+    return code if code >= 0 else 128 - code
+
+
+class _StopSignals:
+    """While entered: turns SIGINT and SIGTERM into a polite stop, then into an impolite one."""
+
+    def __init__(self, spare: set[int]) -> None:
+        self.received: list[int] = []
+        self._spare = spare
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> _StopSignals:
+        self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def watch(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        if self.received:  # the signal came while the process was being made
+            _stop_politely(process)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self.received.append(number)
+        if len(self.received) > 1:
+            kill_descendants(spare=self._spare)
+        elif self._process is not None:
+            _stop_politely(self._process)
+
+
+def kill_descendants(spare: set[int]) -> None:
+    """SIGKILL every descendant of this process but `spare`, and wait until they are gone."""
+    while victims := [child for child in psutil.Process().children(recursive=True) if child.pid not in spare]:
+        for victim in victims:
+            _signal(victim, signal.SIGKILL)
+        _, alive = psutil.wait_procs(victims, timeout=REAP_SECONDS)
+        if alive:
+            return  # stuck inside the kernel: no signal reaches them, and waiting longer helps nobody
+
+
+def _stop_politely(process: subprocess.Popen[bytes]) -> None:
+    with suppress(psutil.NoSuchProcess):
+        command = psutil.Process(process.pid)
+        for target in command.children() or [command]:
+            _signal(target, signal.SIGTERM)
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+@contextmanager
+def _output(redirect: Path | None) -> Iterator[int | None]:
+    if redirect is None:
+        yield None
+        return
+    with redirect.open("ab") as file:
+        yield file.fileno()
+
+
+def _adopt_orphans() -> None:
+    """Let processes whose parent dies become ours: ranks live in sessions of their own, where no killpg finds them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """What a child runs before its command, so that it gets SIGTERM even when the launcher is killed with SIGKILL."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # loaded here: after a fork only async-safe calls are safe
+
+    def prepare() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)  # the launcher died before the line above
+
+    return prepare

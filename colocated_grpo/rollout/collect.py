@@ -1,0 +1,155 @@
+"""Turn prompts into scored groups. No collective happens between the first prompt and the last reward.
+
+Each engine takes prompts from one counter in the shared store, so a slow rank simply takes fewer, and ranks whose
+completions differ in length or number cannot hang each other. Finished groups are gathered once, at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from colocated_grpo.distributed import World, derive_seed
+from colocated_grpo.environments.base import Scorer
+from colocated_grpo.rollout.engine import Request, RolloutEngine
+from colocated_grpo.rollout.sharing import Job, Share, Sharing
+from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids of a completion to text, special tokens left out."""
+
+class Stopped(Exception):
+    """A stop was requested while the batch was being generated; its unfinished groups are given up."""
+
+
+class Collector:
+    """Drives this rank's engine through jobs. Built once; `collect` is called in lockstep by all ranks."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        scorers: Mapping[str, Scorer],
+        decode: Decode,
+        world: World,
+        sharing: Sharing,
+        *,
+        seed: int,
+        reward_workers: int,
+        reward_timeout: float,
+        stop_asked: Callable[[], bool],
+    ) -> None:
+        self._engine = engine
+        self._scorers = scorers
+        self._decode = decode
+        self._world = world
+        self._sharing = sharing
+        self._seed = seed
+        self._reward_timeout = reward_timeout
+        self._stop_asked = stop_asked
+        self._pool = ThreadPoolExecutor(reward_workers, thread_name_prefix="reward")
+
+    def collect(self, job: Job) -> list[Group]:
+        """All groups of the job, in prompt order, on every rank. Raises Stopped on every rank if any was asked to stop."""
+        done = self._generate(job, self._sharing.open(job))
+        gathered = self._world.gather_objects(done)
+        if any(part is None for part in gathered):
+            raise Stopped
+        groups = {index: group for part in gathered for index, group in part.items()}
+        return [groups[index] for index in range(len(job.prompts))]
+
+    def _generate(self, job: Job, share: Share) -> dict[int, Group] | None:
+        """This rank's groups by prompt; None if it was asked to stop."""
+        batch = _Batch(job, self._seed)
+        pending: dict[int, Future[list[Score]]] = {}
+        while batch.admit(share, self._engine) or batch.running:
+            for index in batch.advance(self._engine):
+                if share.counts:
+                    pending[index] = self._pool.submit(self._score, job.prompts[index], batch.completions[index])
+            if share.may_stop and self._stop_asked():
+                self._engine.abort()
+                return None
+        deadline = time.monotonic() + self._reward_timeout
+        return {index: self._group(job, batch.completions[index], index, future, deadline) for index, future in pending.items()}
+
+    def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        texts = [self._decode(completion.token_ids) for completion in completions]
+        return self._scorers[prompt.source].score(prompt, completions, texts)
+
+    def _group(
+        self, job: Job, completions: Sequence[Completion], index: int, future: Future[list[Score]], deadline: float
+    ) -> Group:
+        try:
+            scores = future.result(timeout=max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            error = f"no reward within rollout.reward_timeout={self._reward_timeout:g} s"
+            scores = [Score(reward=None, error=error)] * len(completions)
+        prompt = job.prompts[index]
+        rollouts = [
+            _rollout(prompt, completion, score, self._decode(completion.token_ids), job.sampling.temperature)
+            for completion, score in zip(completions, scores, strict=True)
+        ]
+        return Group(prompt=prompt, rollouts=rollouts)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Batch:
+    """Requests of one job on one engine: what is running, and completions by prompt."""
+
+    def __init__(self, job: Job, seed: int) -> None:
+        self._job = job
+        self._seed = seed
+        self.running = 0
+        self.completions: dict[int, list[Completion | None]] = {}
+        self._missing: dict[int, int] = {}
+
+    def admit(self, share: Share, engine: RolloutEngine) -> bool:
+        """Submit whole groups while there is room; False when nothing is left to take."""
+        room = min(engine.max_num_seqs, share.most_running)
+        while self.running < room:
+            index = share.take()
+            if index is None:
+                return False
+            size = self._job.group_size
+            self.completions[index] = [None] * size
+            self._missing[index] = size
+            self.running += size
+            engine.submit(self._request(index, sibling) for sibling in range(size))
+        return True
+
+    def _request(self, index: int, sibling: int) -> Request:
+        prompt = self._job.prompts[index]
+        return Request(
+            key=(index, sibling),
+            token_ids=prompt.token_ids,
+            seed=derive_seed(self._seed, self._job.name, prompt.index, sibling),
+            sampling=self._job.sampling,
+        )
+
+    def advance(self, engine: RolloutEngine) -> Iterator[int]:
+        """One decode step; yields prompts all of whose completions are now there."""
+        for (index, sibling), completion in engine.step():
+            self.completions[index][sibling] = completion
+            self.running -= 1
+            self._missing[index] -= 1
+            if not self._missing[index]:
+                yield index
+
+
+def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, temperature: float) -> Rollout:
+    before, sampled = len(prompt.token_ids), len(completion.token_ids)
+    return Rollout(
+        token_ids=[*prompt.token_ids, *completion.token_ids],
+        loss_mask=[False] * before + [True] * sampled,
+        sampling_logprobs=[0.0] * before + completion.sampling_logprobs,
+        prompt_length=before,
+        text=text,
+        finish_reason=completion.finish_reason,
+        policy_version=completion.policy_version,
+        temperature=temperature,
+        score=score,
+    )
+
+

@@ -1,0 +1,57 @@
+"""How large the KV cache may be: what the trainer leaves free, and no larger than the work can use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from colocated_grpo.config.schema import Config
+
+GIB = 1 << 30
+ENGINE_RESERVE = 6 * GIB
+"""Kept free for the engine's activations, sampler, CUDA graphs and fragmentation."""
+CPU_LIMIT = 1 * GIB
+SMALLEST = 64 << 20
+
+
+def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """vLLM arguments that size the KV cache. The trainer's resident state must be allocated before this is called."""
+    engine = config.engine
+    if engine.kv_cache_memory_bytes is None and engine.gpu_memory_utilization is not None and device.type == "cuda":
+        return {"gpu_memory_utilization": engine.gpu_memory_utilization}
+    wanted = engine.kv_cache_memory_bytes or useful_bytes(config, folder, dtype)
+    if device.type == "cpu":
+        return {"kv_cache_memory_bytes": max(SMALLEST, min(wanted, engine.kv_cache_memory_bytes or CPU_LIMIT))}
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    room = free - weight_bytes(config, folder) - ENGINE_RESERVE
+    if room < SMALLEST:
+        raise ValueError(
+            f"engine: {free / GIB:.1f} GiB are free beside the trainer, too little for the engine's weights and cache; "
+            "set policy.cpu_offload or policy.offload_optimizer, or use more GPUs"
+        )
+    # vLLM refuses to start when its utilisation exceeds the free share, even where the exact size is given.
+    return {
+        "kv_cache_memory_bytes": max(SMALLEST, min(wanted, room)),
+        "gpu_memory_utilization": round(0.98 * free / total, 4),
+    }
+
+
+def useful_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
+    """KV bytes of `max_num_seqs` sequences of full length on one rank; a larger cache would never fill."""
+    hf = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    heads = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
+    head_size = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    heads_here = max(1, heads // config.engine.tensor_parallel_size)
+    bytes_per_token = 2 * hf.num_hidden_layers * heads_here * head_size * dtype.itemsize
+    tokens = config.engine.max_num_seqs * (config.engine.max_model_len or config.max_sequence_tokens)
+    return bytes_per_token * tokens
+
+
+def weight_bytes(config: Config, folder: Path) -> int:
+    """Bytes of the checkpoint's files on one rank of the engine: an upper bound of its 16-bit weights."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    return sum(file.stat().st_size for file in files) // config.engine.tensor_parallel_size

@@ -1,0 +1,169 @@
+"""vLLM inside this process, beside the trainer's process group. Version differences are met in `vllm_process`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+
+from colocated_grpo.config.schema import Config
+from colocated_grpo.distributed import World, derive_seed
+from colocated_grpo.rollout.engine import Part, Request, Sampling
+from colocated_grpo.rollout.kv_budget import kv_cache_arguments
+from colocated_grpo.rollout.vllm_process import discard_kv_cache, keep_trainer_state, prepare_process
+from colocated_grpo.types import Completion
+
+# Full decode graphs without inductor: the engine is ready in a third of the time and decodes as fast.
+CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+class VLLMEngine:
+    """`RolloutEngine` over `vllm.LLM`. Construction is collective over all ranks."""
+
+    def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
+        prepare_process(world.device)
+        self._on_gpu = world.device.type == "cuda"
+        self._sleeps = self._on_gpu and config.engine.sleep
+        # Between syncs the weights must outlive the phase; otherwise they are written anew, so nothing is kept.
+        self._keep_weights = config.sync_frequency > 1
+        arguments = _engine_arguments(config, folder, dtype, world, sleeps=self._sleeps)
+        with keep_trainer_state():
+            self._llm = LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        self._worker = self._engine.model_executor.driver_worker.worker
+        self.max_num_seqs: int = config.engine.max_num_seqs
+        self.transforms_weights = bool(arguments.get("quantization"))
+        self._keys: dict[str, tuple[int, int]] = {}
+        self._submitted = 0
+        self._policy_version = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that holds the engine's weights; for the sync plan."""
+        return self._worker.get_model()
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        return self._engine.vllm_config.parallel_config.rank % self._engine.vllm_config.parallel_config.tensor_parallel_size
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            name = str(self._submitted)
+            self._submitted += 1
+            self._keys[name] = request.key
+            prompt = TokensPrompt(prompt_token_ids=request.token_ids)
+            self._engine.add_request(name, prompt, _sampling_params(request.sampling, request.seed))
+
+    def step(self) -> list[tuple[tuple[int, int], Completion]]:
+        return [(self._keys.pop(output.request_id), self._completion(output)) for output in self._finished()]
+
+    def _finished(self) -> list[RequestOutput]:
+        return [output for output in self._engine.step() if output.finished]
+
+    def _completion(self, output: RequestOutput) -> Completion:
+        sampled = output.outputs[0]
+        token_ids = list(sampled.token_ids)
+        logprobs = [entry[token].logprob for entry, token in zip(sampled.logprobs, token_ids, strict=True)]
+        return Completion(
+            token_ids=token_ids,
+            sampling_logprobs=logprobs,
+            finish_reason=sampled.finish_reason,
+            policy_version=self._policy_version,
+        )
+
+    def abort(self) -> None:
+        self._engine.abort_request(list(self._keys))
+        self._keys.clear()
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        name = str(self._submitted)
+        self._submitted += 1
+        params = SamplingParams(
+            temperature=1.0, seed=0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self._engine.add_request(name, TokensPrompt(prompt_token_ids=list(token_ids)), params)
+        finished: list[RequestOutput] = []
+        while not finished:
+            finished = self._finished()
+        entries = finished[0].prompt_logprobs[1:]
+        return [entry[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True)]
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        if self.transforms_weights:
+            # Quantised layers no longer have the checkpoint's shapes: vLLM rebuilds them one by one.
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        else:
+            self.model.load_weights(weights)
+
+    def weights_changed(self, policy_version: int) -> None:
+        self._policy_version = policy_version
+        # Cached prefixes were computed with the old weights and would be wrong without any sign of it.
+        self._llm.reset_prefix_cache()
+
+    def wake(self, part: Part) -> None:
+        if self._sleeps and not (part == "weights" and self._keep_weights):
+            # vLLM maps memory outside torch's allocator, which must first give back what it only caches.
+            torch.cuda.empty_cache()
+            self._worker.wake_up([part])
+
+    def sleep(self) -> None:
+        if not self._sleeps:
+            return
+        self._llm.reset_prefix_cache()
+        if self._keep_weights:
+            discard_kv_cache()
+        else:
+            self._worker.sleep(level=2)
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def _engine_arguments(
+    config: Config, folder: Path, dtype: torch.dtype, world: World, *, sleeps: bool
+) -> dict[str, Any]:
+    engine = config.engine
+    on_gpu = world.device.type == "cuda"
+    max_model_len = engine.max_model_len or config.max_sequence_tokens
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "trust_remote_code": config.model.trust_remote_code,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "load_format": "dummy",  # the first sync writes the weights: the checkpoint is read once, by the trainer
+        "dtype": str(dtype).removeprefix("torch.") if engine.dtype == "auto" else engine.dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "seed": derive_seed(config.seed, "engine", world.rank // engine.tensor_parallel_size),
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "skip_tokenizer_init": not config.rollout.stop,
+        "enforce_eager": engine.enforce_eager or not on_gpu,
+    }
+    if on_gpu:
+        arguments["enable_sleep_mode"] = sleeps
+        if not engine.enforce_eager:
+            arguments["compilation_config"] = CUDA_COMPILATION
+    return {**arguments, **kv_cache_arguments(config, folder, dtype, world.device), **engine.args}
+
+
+def _sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=seed,
+        logprobs=0,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

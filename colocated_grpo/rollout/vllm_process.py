@@ -1,0 +1,73 @@
+"""Living with vLLM in the trainer's process: what it changes globally is put back, what it destroys is kept."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import vllm.distributed.parallel_state as parallel_state
+import vllm.envs
+import vllm.v1.engine.core as engine_core
+from torch import Tensor, nn
+from vllm.model_executor.layers import utils as linear_layers
+
+
+def prepare_process(device: torch.device) -> None:
+    """Make vLLM fit for co-location. Call before the first engine is built; calling again is harmless."""
+    engine_core.cleanup_dist_env_and_memory = _close_engine_groups
+    if device.type == "cpu":
+        # The CPU backend repacks linear weights after loading, which leaves nothing to write new weights into.
+        linear_layers.dispatch_cpu_unquantized_gemm = _plain_cpu_linear
+
+
+def _plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = lambda x, weight, bias: F.linear(x, weight, bias)
+
+
+def _close_engine_groups(shutdown_ray: bool = False) -> None:
+    """vLLM's own clean-up without its last act, destroying the default process group, which is the trainer's."""
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+    parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None
+    vllm.envs.disable_envs_cache()
+    gc.unfreeze()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def keep_trainer_state() -> Iterator[None]:
+    """Building an engine reseeds every generator, changes matmul precision and freezes the garbage collector's heap."""
+    states: tuple[object, tuple, Tensor] = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    on_gpu = torch.cuda.is_available()
+    cuda_state = torch.cuda.get_rng_state() if on_gpu else None
+    precision = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        torch.set_float32_matmul_precision(precision)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if on_gpu:
+            torch.cuda.set_rng_state(cuda_state)
+
+
+def discard_kv_cache() -> None:
+    """Unmap the KV cache and keep the weights mapped. vLLM has a call for it from 0.32 on."""
+    from vllm.device_allocator import cumem
+
+    allocator = cumem.CuMemAllocator.get_instance()
+    torch.cuda.synchronize()
+    for data in allocator.pointer_to_data.values():
+        if data.tag == "kv_cache" and not data.is_asleep:
+            cumem.unmap_and_release(data.handle)
+            data.is_asleep = True

@@ -1,0 +1,101 @@
+"""Stopping on request, and not outliving a dead peer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from colocated_grpo.distributed import World
+
+POLL_SECONDS = 1.0
+FAILED, STOP = "failed", "stop"
+
+
+class StopRequest:
+    """SIGTERM or SIGINT to any rank asks every rank to stop at the next safe point."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._asked = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._asked.set()
+
+    def notice(self) -> None:
+        """Exchange requests with the other nodes. Called by the watchdog thread, never inside a signal handler."""
+        if self._asked.is_set():
+            self._store.set(STOP, "1")
+        elif self._store.check([STOP]):
+            self._asked.set()
+
+    def asked(self) -> bool:
+        """Rank-local view; ranks agree on it only through a collective."""
+        return self._asked.is_set()
+
+
+class Watchdog:
+    """A thread that ends this process soon after any other rank has died.
+
+    A rank that waits in a collective for a dead peer cannot notice by itself: the wait happens in C++ and may last
+    hours. The thread looks at the processes of its own node, and at a key in the shared store for the other nodes.
+    """
+
+    def __init__(self, world: World, stop: StopRequest, store: dist.Store) -> None:
+        self._store = store
+        self._stop = stop
+        self._done = threading.Event()
+        host = os.uname().nodename
+        peers = world.gather_objects((host, os.getpid()))
+        self._siblings = [pid for node, pid in peers if node == host and pid != os.getpid()]
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._done.wait(POLL_SECONDS):
+            try:
+                self._stop.notice()
+                failed = self._store.check([FAILED])
+            except (RuntimeError, dist.DistNetworkError):
+                failed = True  # the store lives in rank 0's process tree: unreachable means that it is gone
+            if self._done.is_set():
+                return
+            if failed or _any_dead(self._siblings):
+                self._report_failure()
+                sys.stderr.flush()
+                os._exit(1)
+
+    def _report_failure(self) -> None:
+        try:
+            self._store.set(FAILED, "1")
+        except (RuntimeError, dist.DistNetworkError):
+            pass  # nobody left to tell
+
+    def failed(self) -> None:
+        """Tell every node at once that this rank is about to end with an error."""
+        self._done.set()
+        self._report_failure()
+
+    def close(self) -> None:
+        """Stop watching. Call on every rank, then a barrier, before any process ends in good order."""
+        self._done.set()
+        self._thread.join()
+
+
+def _any_dead(pids: Sequence[int]) -> bool:
+    return any(_is_dead(pid) for pid in pids)
+
+
+def _is_dead(pid: int) -> bool:
+    """True for a process that is gone or waits to be reaped."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -1,0 +1,244 @@
+"""Make a model without a download: random weights in a real architecture, with an optional supervised warm start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from colocated_grpo.environments.tasks import build_task
+from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.warm_start import PROBES, WarmStart, encoded_prompts, sampled_reward, warm_start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Sizes of a decoder, in the words of the llama family; gpt2 has no kv_heads and no head_dim of its own."""
+
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    intermediate: int = 512
+    vocab: int | None = None
+    """None: exactly the tokenizer's alphabet. Larger: the tokenizer is filled up to it."""
+    tied: bool = True
+    """The output head is the embedding matrix."""
+    max_positions: int = 2048
+
+
+SMALL = Shape()
+TINY = Shape(hidden=64, layers=2, intermediate=128)
+
+_QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "max_positions": 40960}
+SHAPES = {
+    "tiny": TINY,
+    "small": SMALL,
+    "qwen3-0.6b": Shape(hidden=1024, layers=28, heads=16, intermediate=3072, **_QWEN3),
+    "qwen3-1.7b": Shape(hidden=2048, layers=28, heads=16, intermediate=6144, **_QWEN3),
+    "qwen3-4b": Shape(hidden=2560, layers=36, heads=32, intermediate=9728, **_QWEN3),
+    "qwen3-8b": Shape(hidden=4096, layers=36, heads=32, intermediate=12288, tied=False, **_QWEN3),
+}
+
+SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
+DEFAULT_LESSON = WarmStart()
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "mistral": "mistral",
+    "gpt2": "gpt2",
+}
+"""Our name of a family -> transformers' model_type."""
+
+
+def build_model(
+    architecture: str,
+    shape: Shape,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int = 0,
+    init_std: float = 0.02,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Random weights, equal for equal arguments on one kind of device. Built on the GPU where there is one."""
+    config = model_config(architecture, shape, tokenizer, init_std)
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def model_config(
+    architecture: str, shape: Shape, tokenizer: PreTrainedTokenizerFast, init_std: float = 0.02
+) -> PreTrainedConfig:
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture={architecture!r}: one of {', '.join(ARCHITECTURES)}")
+    return AutoConfig.for_model(
+        ARCHITECTURES[architecture],
+        **_size_arguments(architecture, shape),
+        vocab_size=len(tokenizer),
+        initializer_range=init_std,
+        tie_word_embeddings=shape.tied,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def _size_arguments(architecture: str, shape: Shape) -> dict[str, object]:
+    if architecture == "gpt2":
+        return {
+            "n_embd": shape.hidden,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_inner": shape.intermediate,
+            "n_positions": shape.max_positions,
+        }
+    sizes: dict[str, object] = {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": shape.max_positions,
+    }
+    if architecture in ("gemma2", "gemma3"):
+        # Their scores are divided by the root of this number, which defaults to that of the released checkpoints.
+        sizes["query_pre_attn_scalar"] = shape.head_dim
+    return sizes
+
+
+def check_free(out: Path, force: bool) -> None:
+    """Raise FileExistsError unless `out` may be written; force allows it to replace a model and nothing else."""
+    if not out.exists():
+        return
+    if not force:
+        raise FileExistsError(f"{out} exists: choose another folder or pass --force")
+    if not (out / "config.json").is_file():
+        raise FileExistsError(f"{out} holds no config.json: --force replaces model folders only")
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path, *, force: bool = False) -> None:
+    """Write a folder that from_pretrained and vLLM load offline; it appears complete or not at all."""
+    check_free(out, force)
+    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def make_model(
+    out: str | Path,
+    *,
+    architecture: str = "qwen3",
+    shape: Shape = TINY,
+    seed: int = 0,
+    init_std: float = 0.02,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a model with random weights and its tokenizer to a new folder `out`; return it as a Path."""
+    out = Path(out)
+    check_free(out, force=False)
+    tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
+    save_model(build_model(architecture, shape, tokenizer, seed=seed, init_std=init_std, dtype=dtype), tokenizer, out)
+    return out
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m colocated_grpo.tools.make_model",
+        description="Make a model with random weights and a character tokenizer; --task teaches it that task half-way.",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="sizes to start from (default: small)")
+    for size in SIZES:
+        flag = f"--{size.replace('_', '-')}"
+        parser.add_argument(flag, type=int, metavar="N", default=argparse.SUPPRESS, help=f"replaces {size} of --shape")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the weights")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is a model folder")
+    parser.add_argument("--task", help="built-in task or module:object to teach; its items need an 'answer'")
+    parser.add_argument("--task-args", default="{}", metavar="YAML", help="arguments of the task: '{max_digits: 6}'")
+    parser.add_argument(
+        "--warm-start-target",
+        type=float,
+        default=DEFAULT_LESSON.target,
+        metavar="REWARD",
+        help=f"stop teaching at this mean sampled reward (default: {DEFAULT_LESSON.target})",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=DEFAULT_LESSON.max_steps,
+        metavar="N",
+        help=f"teach for at most N steps (default: {DEFAULT_LESSON.max_steps})",
+    )
+    return parser.parse_args(arguments)
+
+
+def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> None:
+    """Warm-start on the train split, then print the mean sampled reward on the held-out one."""
+    task = build_task(options.task, yaml.safe_load(options.task_args))
+    lesson = replace(DEFAULT_LESSON, target=options.warm_start_target, max_steps=options.steps, seed=options.seed)
+    started = time.monotonic()
+    steps = warm_start(model, tokenizer, task, lesson, print_progress)
+    seconds = time.monotonic() - started
+    held_out = list(islice(encoded_prompts(task, tokenizer, options.seed, "held_out"), 2 * PROBES))
+    reward = sampled_reward(model, tokenizer, task, held_out, lesson.max_completion_tokens)
+    print(f"taught {options.task} for {steps} steps in {seconds:.0f} s: held-out sampled reward {reward:.2f}")
+
+
+def print_progress(step: int, loss: float, reward: float) -> None:
+    print(f"warm start  step {step:4d}  loss {loss:.3f}  sampled reward {reward:.2f}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    disable_progress_bar()
+    shape = replace(SHAPES[options.shape], **{size: getattr(options, size) for size in SIZES if size in options})
+    try:
+        check_free(options.out, options.force)
+        tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
+        dtype = getattr(torch, options.dtype)
+        model = build_model(options.architecture, shape, tokenizer, seed=options.seed, dtype=dtype)
+        if options.task is not None:
+            teach(model, tokenizer, options)
+    except (FileExistsError, ValueError) as error:
+        print(f"make_model: {error}", file=sys.stderr)
+        return 2
+    save_model(model, tokenizer, options.out, force=options.force)
+    print(f"{options.out}: {options.architecture}, {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

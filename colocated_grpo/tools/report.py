@@ -1,0 +1,26 @@
+"""Rebuild report.html of a run, also while it is still training: python -m colocated_grpo.tools.report RUN"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from colocated_grpo.tracking.files import RunFolderError, run_folder
+from colocated_grpo.tracking.report import write_report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="report", description="Rebuild report.html of a run.")
+    parser.add_argument("run", help="run folder")
+    options = parser.parse_args(arguments)
+    try:
+        print(write_report(run_folder(options.run)))
+    except RunFolderError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

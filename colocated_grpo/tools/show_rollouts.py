@@ -1,0 +1,92 @@
+"""Read the rollouts that a run kept: python -m colocated_grpo.tools.show_rollouts RUN [--step N] [--best K]"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.text import Text
+
+from colocated_grpo.tracking import files
+from colocated_grpo.tracking.files import Row, RunFolderError
+from colocated_grpo.tracking.text import number, printable
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        run_dir = files.run_folder(options.run)
+        chosen = choose(files.read_rollouts(run_dir), options)
+        if not chosen:
+            raise RunFolderError(f"{run_dir}: {_nothing(options)}")
+    except RunFolderError as error:
+        print(error, file=sys.stderr)
+        return 2
+    console = Console()
+    for row in chosen:
+        console.print(rollout_panel(row, console.encoding))
+    return 0
+
+
+def choose(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
+    """The rollouts of one step (by default the last kept one), or the best or worst of them, in that order."""
+    rows = [row for row in rollouts if row["kind"] == (files.EVALUATION if options.evaluation else files.TRAIN)]
+    if not rows:
+        return []
+    step = rows[-1]["step"] if options.step is None else options.step
+    rows = [row for row in rows if row["step"] == step]
+    if options.best is not None:
+        return sorted(rows, key=_reward, reverse=True)[: options.best]
+    if options.worst is not None:
+        return sorted(rows, key=_reward)[: options.worst]
+    return rows
+
+
+def rollout_panel(row: Row, encoding: str) -> Panel:
+    """Prompt, completion and score of one rollout. The texts are shown as they are: no markup, no terminal codes."""
+    facts = f"step {row['step']}  {row['source']}, prompt {row['prompt_index']}  {row['completion_tokens']} tokens"
+    score = "  ".join(f"{name} {number(part)}" for name, part in {"reward": row["reward"], **row["parts"]}.items())
+    below = [Text(printable(row["error"], encoding), style="red")] if row["error"] else []
+    if row["finish_reason"] != "stop":
+        below.append(Text(f"ended by: {row['finish_reason']}", style="yellow"))
+    return Panel(
+        Group(
+            Text(printable(row["prompt"], encoding), style="dim"),
+            Rule(style="dim"),
+            Text(printable(row["completion"], encoding)),
+            *below,
+        ),
+        title=Text(printable(score, encoding), style="bold"),
+        subtitle=Text(printable(facts, encoding), style="dim"),
+        title_align="left",
+        subtitle_align="left",
+    )
+
+
+def _reward(row: Row) -> float:
+    return -math.inf if row["reward"] is None else row["reward"]
+
+
+def _nothing(options: argparse.Namespace) -> str:
+    kind = "held-out" if options.evaluation else "training"
+    return f"no {kind} rollouts kept" + ("" if options.step is None else f" at step {options.step}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="show_rollouts", description="Print rollouts of a run.")
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("--step", type=int, help="training step, from 0 (default: the last one kept)")
+    parser.add_argument("--evaluation", action="store_true", help="held-out rollouts instead of training ones")
+    end = parser.add_mutually_exclusive_group()
+    end.add_argument("--best", type=int, metavar="K", help="the K rollouts with the highest reward")
+    end.add_argument("--worst", type=int, metavar="K", help="the K rollouts with the lowest reward, failed ones first")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""What a person sees of a run: console, run folder, report, W&B and TensorBoard."""
+
+from colocated_grpo.tracking.tracker import NullTracker, Tracker, make_tracker
+
+__all__ = ["NullTracker", "Tracker", "make_tracker"]

@@ -1,0 +1,217 @@
+"""What scrolls by while a run trains: a live table with a progress bar on a terminal, one line a step elsewhere."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from colocated_grpo.tracking.text import duration, number, printable
+
+STEPS_SHOWN = 12
+STEPS_OF_PACE = 20
+"""Steps behind the time left: enough to hold an evaluation, few enough to follow completions that grow longer."""
+SMALLEST_SHARE = 0.02
+"""Phases that take less of a step than this are left out of its line."""
+
+Row = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    title: str
+    key: str
+    minimum_width: int = 0
+    """Terminal columns below which this column is left out."""
+
+
+LEARNING_COLUMNS = (
+    Column("reward", "reward"),
+    Column("held-out", "held_out/reward"),
+    Column("length", "completion_tokens"),
+    Column("KL", "mismatch/kl"),
+    Column("clip", "clip_fraction", 90),
+)
+COLUMNS = (
+    *LEARNING_COLUMNS,
+    Column("tok/s", "tokens_per_second"),
+    Column("s/step", "seconds/step"),
+    Column("generate", "seconds/generate", 90),
+    Column("train", "seconds/train", 90),
+    Column("sync", "seconds/sync", 100),
+    Column("other", "seconds/other", 110),
+    Column("GiB gen", "memory/generate_gib", 120),
+    Column("GiB train", "memory/train_gib", 120),
+)
+PHASES_WITH_A_COLUMN = ("seconds/generate", "seconds/train", "seconds/sync")
+
+
+class Display(Protocol):
+    """What the tracker shows on; `row` is a training step's metrics with the latest held-out ones."""
+
+    def open(self, facts: dict[str, str], first_step: int) -> None: ...
+    def step(self, step: int, row: Row) -> None: ...
+    def note(self, line: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Pace:
+    """Time left, from the most recent steps."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._finished_at: deque[float] = deque(maxlen=STEPS_OF_PACE + 1)
+        self.start()
+
+    def start(self) -> None:
+        """The first step begins now: what came before (loading, engine start) does not repeat."""
+        self._finished_at.clear()
+        self._finished_at.append(time.monotonic())
+
+    def tick(self, step: int) -> str:
+        """Count one finished step; returns the time left as text."""
+        self._finished_at.append(time.monotonic())
+        mean = (self._finished_at[-1] - self._finished_at[0]) / (len(self._finished_at) - 1)
+        return duration(mean * (self._total - step - 1))
+
+
+class PlainDisplay:
+    """One line a step, for logs and pipes."""
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        self._console = console
+        self._total = total_steps
+        self._pace = Pace(total_steps)
+
+    def open(self, facts: dict[str, str], first_step: int) -> None:
+        self.note(_title(first_step))
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            self.note(f"  {name:<{width}}  {value}")
+        self._pace.start()
+
+    def step(self, step: int, row: Row) -> None:
+        left = self._pace.tick(step)
+        self._line(f"step {step:>{len(str(self._total))}}/{self._total}", _plain_figures(row), f"left {left}")
+
+    def note(self, line: str) -> None:
+        self._line(line)
+
+    def close(self) -> None:
+        pass
+
+    def _line(self, *parts: str) -> None:
+        # Straight to the file: rich would wrap at its guessed width, and a log line must stay one line.
+        line = "  ".join(part for part in parts if part)
+        print(printable(line, self._console.encoding), file=self._console.file, flush=True)
+
+
+class LiveDisplay:
+    """Progress bar and the last steps as a table, redrawn in place."""
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        self._console = console
+        self._pace = Pace(total_steps)
+        self._rows: list[tuple[int, Row]] = []
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("left {task.fields[left]}"),
+            console=console,
+            expand=True,
+        )
+        self._bar = self._progress.add_task("", total=total_steps, left="-")
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
+
+    def open(self, facts: dict[str, str], first_step: int) -> None:
+        self._console.print(_banner(_title(first_step), facts))
+        self._progress.update(self._bar, completed=first_step)
+        # An exception that nobody catches, or sys.exit, would otherwise leave the terminal without a cursor.
+        atexit.register(self._live.stop)
+        self._live.start()
+        self._pace.start()
+
+    def step(self, step: int, row: Row) -> None:
+        # A new list: the refresh thread may be drawing the old one at this moment.
+        self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
+        self._progress.update(self._bar, completed=step + 1, left=self._pace.tick(step))
+
+    def note(self, line: str) -> None:
+        self._console.print(Text(printable(line, self._console.encoding)))
+
+    def close(self) -> None:
+        self._live.stop()
+        atexit.unregister(self._live.stop)
+
+    def _render(self) -> Group:
+        return Group(self._table(), self._progress) if self._rows else Group(self._progress)
+
+    def _table(self) -> Table:
+        columns = [column for column in COLUMNS if self._console.width >= column.minimum_width]
+        rows = [(step, _with_other(row)) for step, row in self._rows]
+        columns = [column for column in columns if any(column.key in row for _, row in rows)]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold cyan")
+        table.add_column("step", justify="right", style="bold", no_wrap=True)
+        for column in columns:
+            table.add_column(column.title, justify="right", no_wrap=True)
+        for step, row in rows:
+            table.add_row(str(step), *(number(row.get(column.key)) for column in columns))
+        return table
+
+
+def make_display(mode: str, console: Console, total_steps: int) -> Display:
+    """`mode` is tracking.console; auto is live on a terminal that can move its cursor."""
+    live = mode == "live" or (mode == "auto" and console.is_terminal and not console.is_dumb_terminal)
+    return LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps)
+
+
+def _title(first_step: int) -> str:
+    return f"colocated GRPO, resumed at step {first_step}" if first_step else "colocated GRPO"
+
+
+def _banner(title: str, facts: dict[str, str]) -> Panel:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column()
+    for name, value in facts.items():
+        grid.add_row(Text(name), Text(printable(value)))
+    return Panel(grid, title=Text(title, style="bold"), title_align="left", box=box.ROUNDED, expand=False)
+
+
+def _with_other(row: Row) -> Row:
+    """Adds seconds/other: what a step spent outside the phases that have a column."""
+    if "seconds/step" not in row:
+        return row
+    named = sum(row.get(key, 0.0) for key in PHASES_WITH_A_COLUMN)
+    return {**row, "seconds/other": max(row["seconds/step"] - named, 0.0)}
+
+
+def _plain_figures(row: Row) -> str:
+    figures = [f"{column.title} {number(row[column.key])}" for column in LEARNING_COLUMNS if column.key in row]
+    if "tokens_per_second" in row:
+        figures.append(f"{number(row['tokens_per_second'])} tok/s")
+    if "seconds/step" in row:
+        worth_a_word = SMALLEST_SHARE * row["seconds/step"]
+        phases = ", ".join(
+            f"{key.removeprefix('seconds/')} {number(seconds)}"
+            for key, seconds in row.items()
+            if key.startswith("seconds/") and key != "seconds/step" and seconds >= worth_a_word
+        )
+        figures.append(f"{number(row['seconds/step'])} s" + (f" ({phases})" if phases else ""))
+    memory = [row[key] for key in row if key.startswith("memory/")]
+    if memory:
+        figures.append(f"{number(max(memory))} GiB")
+    return "  ".join(figures)

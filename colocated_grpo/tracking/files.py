@@ -1,0 +1,221 @@
+"""The run folder: what is written into it, and how it is read back.
+
+config.yaml, environment.json, metrics.jsonl, rollouts.jsonl, summary.json and report.html. One JSON object a line,
+flushed each step: a killed run loses at most its last line, so readers forgive a cut last line and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import yaml
+
+from colocated_grpo.types import Group, Rollout
+
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
+
+TRAIN = "train"
+EVALUATION = "evaluation"
+
+HELD_OUT_KEPT = 16
+"""Held-out prompts whose rollout is kept: the same ones each time, so that before and after can be compared."""
+
+Row = dict[str, Any]
+Item = TypeVar("Item")
+
+
+class RunFolderError(ValueError):
+    """A run folder that cannot be read; the message is one line for people."""
+
+
+class RunWriter:
+    """Appends to the two .jsonl files of one run. Rows of steps >= `first_step` belong to a lost branch: dropped."""
+
+    def __init__(self, run_dir: Path, first_step: int, rollouts_per_step: int) -> None:
+        self.rollouts_per_step = rollouts_per_step
+        self._metrics = _reopen(run_dir / METRICS_FILE, first_step)
+        self._rollouts = _reopen(run_dir / ROLLOUTS_FILE, first_step)
+
+    def train(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
+        """A training step: its metrics, and rollouts spread evenly from the worst to the best reward."""
+        self._write(TRAIN, step, metrics, _spread_by_reward(groups, self.rollouts_per_step))
+
+    def evaluation(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
+        """An evaluation: its metrics, and the first sample of the same held-out prompts each time."""
+        kept = _evenly(sorted(groups, key=lambda group: group.prompt.index), HELD_OUT_KEPT)
+        samples = [(group, 0) for group in kept] if self.rollouts_per_step else []
+        self._write(EVALUATION, step, metrics, samples)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._rollouts.close()
+
+    def _write(self, kind: str, step: int, metrics: dict[str, float], samples: list[tuple[Group, int]]) -> None:
+        # Rollouts first: a kill between the two writes then leaves no metrics row that lacks its rollouts.
+        lines = [_json_line(_rollout_row(kind, step, group, sample)) for group, sample in samples]
+        self._rollouts.write("".join(lines))
+        self._rollouts.flush()
+        row = {"kind": kind, "step": step} | {key: _finite(value) for key, value in metrics.items()}
+        self._metrics.write(_json_line(row))
+        self._metrics.flush()
+
+
+def write_config(run_dir: Path, config: dict[str, Any]) -> None:
+    """The resolved configuration, in the order of the schema; loads back as a config file."""
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
+    write_atomically(run_dir / CONFIG_FILE, text)
+
+
+def append_environment(run_dir: Path, start: dict[str, Any]) -> None:
+    """Add one start of the run (the first, or a resume) to environment.json, which keeps all of them."""
+    starts = read_environment(run_dir)
+    write_atomically(run_dir / ENVIRONMENT_FILE, json.dumps({"starts": [*starts, start]}, indent=2) + "\n")
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    write_atomically(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers, and a kill at any moment, see the old file or the new one."""
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def run_folder(path: str | Path) -> Path:
+    """The folder of a run that has metrics. Raises RunFolderError with one line when there is none."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder}: no such run folder")
+    if not (folder / METRICS_FILE).is_file():
+        raise RunFolderError(f"{folder}: not a run folder, it has no {METRICS_FILE}")
+    return folder
+
+
+def read_metrics(run_dir: Path) -> list[Row]:
+    """All metric rows in the order written. Raises RunFolderError when there are none yet."""
+    rows = list(read_rows(run_dir / METRICS_FILE))
+    if not rows:
+        raise RunFolderError(f"{run_dir}: no metrics yet, the run has not finished its first step")
+    return rows
+
+
+def read_rollouts(run_dir: Path) -> list[Row]:
+    return list(read_rows(run_dir / ROLLOUTS_FILE))
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / CONFIG_FILE
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def read_environment(run_dir: Path) -> list[dict[str, Any]]:
+    """Every start of the run, oldest first."""
+    return _read_object(run_dir / ENVIRONMENT_FILE).get("starts", [])
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """Empty while the run is going, or when it was killed."""
+    return _read_object(run_dir / SUMMARY_FILE)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Objects of a .jsonl file; a last line without its newline was cut by a kill and is left out."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line_number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise RunFolderError(f"{path}:{line_number}: not a JSON line ({error.msg})") from error
+            yield row
+
+
+def first_and_last(rows: Iterable[Row], key: str) -> tuple[Row, Row] | None:
+    """The first and the last row that has a number under `key`."""
+    having = [row for row in rows if row.get(key) is not None]
+    return (having[0], having[-1]) if having else None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise RunFolderError(f"{path}: not JSON ({error.msg})") from error
+
+
+def _reopen(path: Path, first_step: int) -> TextIO:
+    kept = [row for row in read_rows(path) if row["step"] < first_step]
+    write_atomically(path, "".join(map(_json_line, kept)))
+    return path.open("a", encoding="utf-8")
+
+
+def _json_line(row: Row) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _finite(value: float) -> float | None:
+    # JSON has no NaN or infinity: strict readers (browsers, jq, other languages) would refuse the whole file.
+    return value if math.isfinite(value) else None
+
+
+def _rollout_row(kind: str, step: int, group: Group, sample: int) -> Row:
+    rollout = group.rollouts[sample]
+    return {
+        "kind": kind,
+        "step": step,
+        "prompt_index": group.prompt.index,
+        "sample": sample,
+        "source": group.prompt.source,
+        "prompt": group.prompt.text,
+        "completion": rollout.text,
+        "reward": _finite_or_none(rollout.score.reward),
+        "parts": {name: _finite(value) for name, value in rollout.score.parts.items()},
+        "error": rollout.score.error,
+        "finish_reason": rollout.finish_reason,
+        "completion_tokens": len(rollout.token_ids) - rollout.prompt_length,
+        "policy_version": rollout.policy_version,
+    }
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return None if value is None else _finite(value)
+
+
+def _spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]]:
+    """`count` rollouts at even distances in the order of reward, both ends included, worst first.
+
+    A rollout without reward counts as the worst: what went wrong is what a person wants to see.
+    """
+    everything = [(group, sample) for group in groups for sample in range(len(group.rollouts))]
+    return _evenly(sorted(everything, key=lambda one: _reward_order(one[0].rollouts[one[1]])), count)
+
+
+def _reward_order(rollout: Rollout) -> float:
+    reward = _finite_or_none(rollout.score.reward)
+    return -math.inf if reward is None else reward
+
+
+def _evenly(items: list[Item], count: int) -> list[Item]:
+    """At most `count` items, first and last included; the last alone when count is 1."""
+    if count >= len(items):
+        return items
+    if count == 1:
+        return items[-1:]
+    return [items[place * (len(items) - 1) // (count - 1)] for place in range(count)]

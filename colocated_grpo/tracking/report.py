@@ -1,0 +1,189 @@
+"""report.html: one self-contained page about a run, made from the files of its folder and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from colocated_grpo.tracking import files
+from colocated_grpo.tracking.charts import chart_sections
+from colocated_grpo.tracking.files import Row
+from colocated_grpo.tracking.page import STYLE
+from colocated_grpo.tracking.text import duration, number, visible
+
+PAIRS_SHOWN = 8
+TRAINING_ROLLOUTS_SHOWN = 6
+LONGEST_TEXT = 6000
+"""Characters of one text in the page; the whole of it stays in rollouts.jsonl."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """(Re)build report.html and return its path. Raises RunFolderError when the run has no metrics yet."""
+    rows = files.read_metrics(run_dir)
+    rollouts = files.read_rollouts(run_dir)
+    body = [
+        _header(run_dir, rows),
+        *chart_sections(rows),
+        _before_after(rollouts),
+        _last_training_rollouts(rollouts),
+        _config_table(files.read_config(run_dir)),
+        _starts(files.read_environment(run_dir)),
+    ]
+    path = run_dir / files.REPORT_FILE
+    files.write_atomically(path, _page(run_dir.resolve().name, "\n".join(body)))
+    return path
+
+
+def _page(title: str, body: str) -> str:
+    # The policy forbids every script and every request: what a model wrote stays text even if an escape were missed.
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{_text(title)}</title><style>{STYLE}</style></head>
+<body><main>
+{body}
+</main></body></html>
+"""
+
+
+def _header(run_dir: Path, rows: list[Row]) -> str:
+    summary = files.read_summary(run_dir)
+    config = files.read_config(run_dir)
+    model = config.get("model", {}).get("name", "")
+    outcome = summary.get("outcome", "still running, or stopped without a word")
+    title = f'<h1>{_text(run_dir.resolve().name)}</h1><p class="quiet">{_text(model)} - {_text(outcome)}</p>'
+    tiles = "".join(
+        f'<div class="tile"><span>{_text(name)}</span><strong>{_text(value)}</strong><small>{_text(note)}</small></div>'
+        for name, value, note in _tiles(rows, config.get("training_steps"))
+    )
+    return f'{title}<div class="tiles">{tiles}</div>'
+
+
+def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, str, str]]:
+    """The figures at the top: name, value, what stands below."""
+    held_out = files.first_and_last(rows, "held_out/reward")
+    if held_out is not None:
+        first, last = held_out
+        change = f"{number(first['held_out/reward'])} -> {number(last['held_out/reward'])}"
+        yield "held-out reward", change, f"steps {first['step']} to {last['step']}"
+    train = [row for row in rows if row["kind"] == files.TRAIN]
+    if reward := files.first_and_last(train, "reward"):
+        before, after = (number(row["reward"]) for row in reward)
+        yield "reward in training", f"{before} -> {after}", "first and last step"
+    yield "steps", str(len(train)), f"of {training_steps}" if training_steps else ""
+    seconds = _values(train, "seconds/step")
+    if seconds:
+        yield "time in steps", duration(sum(seconds)), f"{number(_median(seconds))} s a step (median)"
+    if speed := _values(train, "tokens_per_second"):
+        yield "tokens per second", number(_median(speed)), "median"
+    if memory := [peak for key in ("memory/generate_gib", "memory/train_gib") for peak in _values(train, key)]:
+        yield "peak memory", f"{number(max(memory))} GiB", "on one device"
+
+
+def _before_after(rollouts: list[Row]) -> str:
+    """The same held-out prompts at the first and at the last evaluation, in the order of the prompts, unpicked."""
+    held_out = [row for row in rollouts if row["kind"] == files.EVALUATION]
+    if not held_out:
+        return ""
+    first, last = held_out[0]["step"], held_out[-1]["step"]
+    before = {row["prompt_index"]: row for row in held_out if row["step"] == first}
+    after = {row["prompt_index"]: row for row in held_out if row["step"] == last}
+    shared = sorted(before.keys() & after.keys())[:PAIRS_SHOWN]
+    if first == last:
+        cards = "".join(_card(_prompt(before[index]), [before[index]]) for index in shared)
+        return _section(f"Held-out rollouts at step {first}", cards)
+    cards = "".join(_card(_prompt(before[index]), [before[index], after[index]]) for index in shared)
+    return _section(f"Held-out rollouts before and after (steps {first} and {last})", cards)
+
+
+def _last_training_rollouts(rollouts: list[Row]) -> str:
+    train = [row for row in rollouts if row["kind"] == files.TRAIN]
+    if not train:
+        return ""
+    step = train[-1]["step"]
+    shown = [row for row in train if row["step"] == step][::-1][:TRAINING_ROLLOUTS_SHOWN]
+    cards = "".join(_card(_prompt(row), [row]) for row in shown)
+    return _section(f"Training rollouts of step {step}, from best to worst", cards)
+
+
+def _card(prompt: str, rollouts: list[Row]) -> str:
+    sides = "".join(_rollout(row) for row in rollouts)
+    return f'<article class="card">{prompt}<div class="sides n{len(rollouts)}">{sides}</div></article>'
+
+
+def _prompt(row: Row) -> str:
+    label = f'<div class="label">{_text(row["source"])}, prompt {row["prompt_index"]}</div>'
+    return f'{label}<pre class="prompt">{_long(row["prompt"])}</pre>'
+
+
+def _rollout(row: Row) -> str:
+    facts = [f"step {row['step']}", f"{row['completion_tokens']} tokens", row["finish_reason"]]
+    facts += [f"{name} {number(value)}" for name, value in row["parts"].items()]
+    if row["error"]:
+        facts.append(row["error"])
+    return (
+        f'<div><div class="label"><b class="reward">{number(row["reward"])}</b> {_text(" | ".join(facts))}</div>'
+        f"<pre>{_long(row['completion'])}</pre></div>"
+    )
+
+
+def _config_table(config: dict[str, Any]) -> str:
+    lines = _table_lines(_flat(config))
+    return _section("Configuration", _folded("every setting of the run", lines))
+
+
+def _starts(starts: list[dict[str, Any]]) -> str:
+    parts = []
+    for start in starts:
+        facts = {key: value for key, value in start.items() if key != "packages"} | start.get("packages", {})
+        lines = _table_lines(facts.items())
+        title = f"started at step {start.get('first_step', 0)}, {start.get('time', '')}"
+        parts.append(_folded(title, lines))
+    return _section("Environment", "".join(parts)) if parts else ""
+
+
+def _table_lines(pairs: Iterable[tuple[str, Any]]) -> str:
+    return "".join(f"<tr><td>{_text(key)}</td><td>{_text(value)}</td></tr>" for key, value in pairs)
+
+
+def _folded(title: str, table_lines: str) -> str:
+    return f"<details><summary>{_text(title)}</summary><table>{table_lines}</table></details>"
+
+
+def _section(title: str, inside: str) -> str:
+    return f"<section><h2>{_text(title)}</h2>{inside}</section>"
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys, as the command line takes them. Example: {'policy': {'lr': 1e-6}} -> ('policy.lr', 1e-6)"""
+    if isinstance(tree, dict) and tree:
+        branches: Iterable[tuple[Any, Any]] = tree.items()
+    elif isinstance(tree, list) and any(isinstance(one, dict) for one in tree):
+        branches = enumerate(tree)
+    else:
+        if prefix:
+            yield prefix, tree
+        return
+    for key, value in branches:
+        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _text(value: Any) -> str:
+    return escape(visible(str(value)))
+
+
+def _long(text: str) -> str:
+    cut = len(text) - LONGEST_TEXT
+    if cut <= 0:
+        return _text(text)
+    return f'{_text(text[:LONGEST_TEXT])}<i class="quiet"> ... and {cut} characters more</i>'
+
+
+def _values(rows: list[Row], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,121 @@
+"""Weights & Biases and TensorBoard, through accelerate's tracker classes. A sink that fails is dropped."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from colocated_grpo.config import Config
+
+WANDB_ID_FILE = "wandb_run_id"
+WANDB_SECONDS = 30
+"""Longest wait for the W&B service at start, and for uploads at the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sink:
+    log: Callable[[int, dict[str, float]], None]
+    finish: Callable[[], None]
+
+
+class Sinks:
+    """The outside trackers that a run asked for; none is the usual case and costs no import."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._sinks: dict[str, Sink] = {}
+
+    def open(self, config: Config, run_dir: Path, first_step: int) -> None:
+        """Not collective, but only after the process group exists: accelerate would make its own otherwise."""
+        if config.tracking.wandb != "off":
+            self._add("tracking.wandb", lambda: _wandb(config, run_dir))
+        if config.tracking.tensorboard:
+            self._add("tracking.tensorboard", lambda: _tensorboard(run_dir, first_step))
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        for name, sink in list(self._sinks.items()):
+            with self._dropped_on_failure(name):
+                sink.log(step, row)
+
+    def close(self) -> None:
+        for name, sink in list(self._sinks.items()):
+            with self._dropped_on_failure(name):
+                sink.finish()
+        self._sinks.clear()
+
+    def _add(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        with self._dropped_on_failure(name):
+            self._sinks[name] = open_sink()
+
+    @contextmanager
+    def _dropped_on_failure(self, name: str) -> Iterator[None]:
+        # Any exception: these are clients of other services, and hours of training must not end because one failed.
+        try:
+            yield
+        except Exception as error:
+            self._sinks.pop(name, None)
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            self._note(f"{name} is off from here on: {reason}")
+
+
+def _wandb(config: Config, run_dir: Path) -> Sink:
+    import wandb
+    from accelerate.tracking import WandBTracker
+
+    _adopt_process_group()
+    # prompt=False: wandb would otherwise ask for a key on the terminal while every other rank waits in a collective.
+    if config.tracking.wandb == "online" and not wandb.login(prompt=False, verify=False):
+        raise RuntimeError("no API key; run 'wandb login', set WANDB_API_KEY, or use --tracking.wandb offline")
+    tracker = WandBTracker(
+        config.tracking.wandb_project,
+        name=run_dir.name,
+        group=config.tracking.wandb_group,
+        id=_wandb_run_id(run_dir),
+        resume="allow",
+        dir=str(run_dir),
+        mode=config.tracking.wandb,
+        config=config.model_dump(mode="json"),
+        settings=wandb.Settings(
+            console="off",  # capturing stdout would fight the live display for the terminal
+            silent=True,
+            init_timeout=WANDB_SECONDS,
+            finish_timeout=WANDB_SECONDS,
+        ),
+    )
+    tracker.start()
+    tracker.run.define_metric("step")
+    tracker.run.define_metric("*", step_metric="step")
+    # Our step travels as a metric: W&B drops rows below the highest step it saw, which a resumed run would send first.
+    return Sink(log=lambda step, row: tracker.log({**row, "step": step}), finish=tracker.finish)
+
+
+def _tensorboard(run_dir: Path, first_step: int) -> Sink:
+    from accelerate.tracking import TensorBoardTracker
+
+    _adopt_process_group()
+    tracker = TensorBoardTracker("tensorboard", run_dir, purge_step=first_step)
+    tracker.start()
+    return Sink(log=lambda step, row: tracker.log(row, step=step), finish=tracker.finish)
+
+
+def _adopt_process_group() -> None:
+    """Create accelerate's process state, which its trackers log through. Not collective."""
+    import torch
+    from accelerate import PartialState
+
+    threads = torch.get_num_threads()
+    PartialState()
+    torch.set_num_threads(threads)  # accelerate may lower it on CPU ranks, which would slow the trainer on this one
+
+
+def _wandb_run_id(run_dir: Path) -> str:
+    """The same id after a resume, so that W&B shows one run."""
+    path = run_dir / WANDB_ID_FILE
+    if not path.is_file():
+        path.write_text(uuid.uuid4().hex, encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

@@ -1,0 +1,137 @@
+"""Where the figures of a run go: console, run folder, W&B, TensorBoard, and the report at the end. Rank 0 only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from colocated_grpo.tracking import files
+from colocated_grpo.tracking.console import make_display
+from colocated_grpo.tracking.environment import describe_start
+from colocated_grpo.tracking.report import write_report
+from colocated_grpo.tracking.sinks import Sinks
+from colocated_grpo.tracking.text import number
+from colocated_grpo.types import Group
+
+if TYPE_CHECKING:
+    from colocated_grpo.config import Config
+
+HELD_OUT_REWARD = "held_out/reward"
+
+
+class Tracker:
+    """Call start, then flush and evaluation as steps finish, then close, also after a failure; note at any time.
+
+    Steps count from 0. An evaluation at `step` measures the weights that training step `step` starts from, so the first
+    is at 0 and the last at training_steps; a run resumed at `first_step` evaluates that step again where it is due.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, console: Console) -> None:
+        self._run_dir = run_dir
+        self._display = make_display(config.tracking.console, console, config.training_steps)
+        self._sinks = Sinks(self.note)
+        self._writer: files.RunWriter | None = None
+        self._held_out: dict[str, float] = {}
+
+    def start(self, config: Config, facts: dict[str, str], first_step: int) -> None:
+        """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
+        files.write_config(self._run_dir, config.model_dump(mode="json"))
+        files.append_environment(self._run_dir, describe_start(first_step))
+        self._writer = files.RunWriter(self._run_dir, first_step, config.tracking.rollouts_per_step)
+        self._sinks.open(config, self._run_dir, first_step)
+        self._display.open(_banner_facts(config, facts, self._run_dir), first_step)
+
+    def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
+        """Record one training step."""
+        self._started().train(step, row, groups)
+        self._sinks.log(step, row)
+        self._display.step(step, {**self._held_out, **row})
+
+    def evaluation(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
+        """Record an evaluation on held-out prompts."""
+        self._started().evaluation(step, row, groups)
+        self._sinks.log(step, row)
+        self._held_out = row
+        figures = (f"{key.removeprefix('held_out/')} {number(value)}" for key, value in row.items())
+        self.note("  ".join([f"held out, step {step}:", *figures]))
+
+    def note(self, line: str) -> None:
+        """Show one line to people without breaking the live display."""
+        self._display.note(line)
+
+    def close(self, outcome: str) -> None:
+        """Restore the terminal, write summary.json and report.html, and say where it is. A second call does nothing."""
+        self._display.close()
+        self._sinks.close()
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._writer = None
+        metrics = list(files.read_rows(self._run_dir / files.METRICS_FILE))
+        summary = _summary(outcome, metrics)
+        files.write_summary(self._run_dir, summary)
+        self.note(_summary_line(summary))
+        if metrics:
+            self.note(f"report: {write_report(self._run_dir)}")
+
+    def _started(self) -> files.RunWriter:
+        assert self._writer is not None, "Tracker.start comes before the first step and close after the last"
+        return self._writer
+
+
+class NullTracker:
+    """The tracker of every rank but the first."""
+
+    def start(self, config: Config, facts: dict[str, str], first_step: int) -> None: ...
+    def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None: ...
+    def evaluation(self, step: int, row: dict[str, float], groups: list[Group]) -> None: ...
+    def note(self, line: str) -> None: ...
+    def close(self, outcome: str) -> None: ...
+
+
+def make_tracker(config: Config, run_dir: Path, is_main: bool) -> Tracker | NullTracker:
+    return Tracker(config, run_dir, Console()) if is_main else NullTracker()
+
+
+def _banner_facts(config: Config, facts: dict[str, str], run_dir: Path) -> dict[str, str]:
+    """What the configuration says, with the trainer's own facts (parameters, ranks, device) after the model."""
+    rollout, batch = config.rollout, config.batch
+    updates = batch.minibatches * batch.epochs
+    shape = (
+        f"{rollout.prompts_per_step} prompts x {rollout.group_size} completions, {updates} optimizer "
+        f"step{'s' if updates > 1 else ''}, micro-batches of {batch.max_tokens_per_micro_batch} tokens"
+    )
+    return {
+        "model": config.model.name,
+        **facts,
+        "environments": ", ".join(environment.name for environment in config.environments),
+        "loss": f"{config.loss.type}, advantages scaled by {config.advantage.scale}, lr {config.policy.lr:g}",
+        "batch": shape,
+        "steps": str(config.training_steps),
+        "run folder": str(run_dir),
+    }
+
+
+def _summary(outcome: str, metrics: list[files.Row]) -> dict[str, Any]:
+    held_out = files.first_and_last(metrics, HELD_OUT_REWARD)
+    steps = [row["step"] for row in metrics if row["kind"] == files.TRAIN]
+    summary: dict[str, Any] = {"outcome": outcome, "steps": max(steps, default=-1) + 1}
+    if held_out is not None:
+        summary["held_out_reward"] = {
+            name: {"step": row["step"], "value": row[HELD_OUT_REWARD]}
+            for name, row in zip(("before", "after"), held_out, strict=True)
+        }
+    return summary
+
+
+def _summary_line(summary: dict[str, Any]) -> str:
+    line = f"{summary['outcome']} after {summary['steps']} steps"
+    if "held_out_reward" in summary:
+        before, after = summary["held_out_reward"]["before"], summary["held_out_reward"]["after"]
+        line += f": held-out reward {number(before['value'])} -> {number(after['value'])}"
+        line += f" (steps {before['step']} -> {after['step']})"
+    return line

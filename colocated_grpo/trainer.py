@@ -1,0 +1,200 @@
+"""The loop. Every rank runs this same text; there is no controller."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from colocated_grpo.advantages import group_advantages, is_constant
+from colocated_grpo.batching import Batch, pack
+from colocated_grpo.build import Run, build_run, describe
+from colocated_grpo.config.schema import Config
+from colocated_grpo.distributed import derive_seed, init_world, seed_everything
+from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.policy.export import export
+from colocated_grpo.policy.policy import DTYPES, score
+from colocated_grpo.rollout.collect import Stopped
+from colocated_grpo.rollout.sharing import Job
+from colocated_grpo.run_folder import choose_run_folder
+from colocated_grpo.summaries import check_reward_errors, group_rewards, held_out_metrics, rollout_metrics
+from colocated_grpo.supervision import StopRequest, Watchdog
+from colocated_grpo.types import Group, Prompt
+
+FINISHED, STOPPED = "finished", "stopped"
+
+
+def main(config: Config, *, resume: str | None, name: str) -> None:
+    """Train `config` on this rank. `name` heads the run folder; `resume` is a run folder, 'auto' or None."""
+    world = init_world()
+    stop = StopRequest(world.store)
+    watchdog = Watchdog(world, stop, world.store)
+    try:
+        seed_everything(derive_seed(config.seed, "build"))
+        folder = world.from_main(lambda: choose_run_folder(config, resume, name))
+        run = build_run(config, folder, world, stop)
+        run.tracker.start(config, describe(run), run.start)
+        outcome = "failed"
+        try:
+            outcome = train(run)
+        finally:
+            run.tracker.close(outcome)
+        run.close()
+    except BaseException:
+        watchdog.failed()
+        raise
+    watchdog.close()
+    world.barrier()
+    dist.destroy_process_group()
+
+
+def train(run: Run) -> str:
+    """Run every remaining step; how it ended."""
+    config = run.config
+    for step in range(run.start, config.training_steps):
+        cursor = run.source.state_dict() if run.source else None
+        with run.clock.time("step"):
+            seed_everything(derive_seed(config.seed, step, run.world.rank))
+            prompts = next_prompts(run)
+            try:
+                groups = rollout(run, step, prompts)
+            except Stopped:
+                save(run, step, cursor)
+                run.checkpoints.wait()
+                return STOPPED
+            check_reward_errors(groups, config.rollout)
+            batch = make_batch(run, step, groups)
+            row = rollout_metrics(groups, run.policy.version)
+            with run.choreography.training_phase():
+                metrics = update(run, with_logprobs(run, batch))
+            row |= reduce(metrics, run.world.sum_, run.world.max_)
+            if run.checkpoints.due(step + 1):
+                with run.clock.time("checkpoint"):
+                    save(run, step + 1, run.source.state_dict() if run.source else None)
+        run.tracker.flush(step, row | throughput(run, groups, batch), groups)
+        maybe_export(run, step + 1)
+    finish(run)
+    return FINISHED
+
+
+def next_prompts(run: Run) -> list[Prompt] | None:
+    """This step's prompts, pulled by rank 0. None on every rank once a stop has been asked for."""
+
+    def pull() -> list[Prompt] | None:
+        return None if run.stop.asked() else run.source.next(run.config.rollout.prompts_per_step)
+
+    return run.world.from_main(pull)
+
+
+def rollout(run: Run, step: int, prompts: list[Prompt] | None) -> list[Group]:
+    """Scored groups of this step, on every rank; evaluates first where that is due. Raises Stopped."""
+    if prompts is None:
+        raise Stopped
+    job = Job(name=f"train/{step}", prompts=prompts, group_size=run.config.rollout.group_size, sampling=run.sampling)
+    with run.choreography.rollout_phase(step, probe=prompts[0].token_ids):
+        if evaluation_due(run, step):
+            evaluate(run, step)
+        with run.clock.time("collect"):
+            return run.collector.collect(job)
+
+
+def evaluation_due(run: Run, step: int) -> bool:
+    every = run.config.evaluation.every
+    return bool(every and run.held_out) and step % every == 0
+
+
+def evaluate(run: Run, step: int) -> None:
+    """Sample held-out prompts with the engine's present weights. The engine must be awake."""
+    job = Job(
+        name=f"held_out/{step}",
+        prompts=run.held_out,
+        group_size=run.config.evaluation.samples_per_prompt,
+        sampling=run.held_out_sampling,
+    )
+    with run.clock.time("evaluate"):
+        groups = run.collector.collect(job)
+    run.tracker.evaluation(step, held_out_metrics(groups), groups)
+
+
+def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
+    with run.clock.time("pack"):
+        rewards = [group_rewards(group) for group in groups]
+        per_rollout = group_advantages(rewards, run.config.advantage)
+        advantages = [
+            [rollout.advantages or [value] * sum(rollout.loss_mask) for rollout, value in zip(g.rollouts, values, strict=True)]
+            for g, values in zip(groups, per_rollout, strict=True)
+        ]
+        # Without a KL penalty a group of equal rewards has no gradient at all.
+        idle = [run.config.loss.kl.coef == 0 and is_constant(values) for values in rewards]
+        return pack(
+            groups,
+            advantages,
+            idle,
+            run.config.batch,
+            rank=run.world.rank,
+            world_size=run.world.size,
+            shuffle_seed=derive_seed(run.config.seed, "minibatches", step),
+        )
+
+
+def with_logprobs(run: Run, batch: Batch) -> Batch:
+    """Add what the loss compares with: nothing when the only update is on-policy and no reference is asked for."""
+    config = run.config
+    several_updates = config.batch.minibatches * config.batch.epochs > 1
+    if several_updates and config.loss.old_logprobs == "trainer":
+        batch = run.policy.with_old_logprobs(batch)
+    if run.reference is not None:
+        batch = batch.map(lambda m: replace(m, ref_logprobs_N=score(run.reference, m, run.world.device)))
+    return batch
+
+
+def update(run: Run, batch: Batch) -> Metrics:
+    """One optimizer step for each minibatch of each epoch."""
+    metrics = Metrics(run.world.device)
+    for _ in range(run.config.batch.epochs):
+        for minibatch in batch.minibatches:
+            run.policy.forward_backward(minibatch, metrics)
+            run.policy.optimizer_step(metrics)
+    return metrics
+
+
+def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
+    """Seconds and memory by phase, and tokens a second of the whole step over all ranks."""
+    row = run.clock.read()
+    tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    trained = batch.num_tokens * run.config.batch.epochs
+    row["tokens_per_second"] = tokens / row["seconds/step"]
+    row["tokens_per_second/train"] = trained / row["seconds/train"]
+    row["imbalance"] = batch.imbalance
+    return row
+
+
+def save(run: Run, step: int, cursor: dict | None) -> None:
+    run.checkpoints.save(step, run.policy, {"source": cursor})
+
+
+def maybe_export(run: Run, step: int) -> None:
+    every = run.config.checkpoint.export_every
+    if every and step % every == 0:
+        export_to(run, run.folder / f"step_{step}")
+
+
+def export_to(run: Run, target: Path) -> None:
+    name = run.config.checkpoint.export_dtype
+    dtype = run.policy.dtype if name == "auto" else DTYPES[name]
+    export(run.policy, run.hf_config, run.tokenizer, run.model_folder, target, dtype, run.world)
+    run.tracker.note(f"exported {target}")
+
+
+def finish(run: Run) -> None:
+    """Evaluate the trained weights, save them and export them."""
+    steps = run.config.training_steps
+    if run.config.evaluation.every and run.held_out:
+        # A stop now gives up this evaluation only: every step is done.
+        with suppress(Stopped), run.choreography.rollout_phase(steps, probe=run.held_out[0].token_ids, sync=True):
+            evaluate(run, steps)
+    save(run, steps, run.source.state_dict() if run.source else None)
+    run.checkpoints.wait()
+    export_to(run, run.folder / "final_model")

@@ -1,0 +1,81 @@
+"""Plain data that crosses module and rank boundaries. No behaviour, no torch.
+
+Lists are aligned token by token unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One question, tokenized. Example: Prompt(index=7, token_ids=[3, 9], text="3+4=", item={"answer": "7"}, source="arithmetic")"""
+
+    index: int
+    """Position in the run's stream of prompts (training) or in the held-out list (evaluation)."""
+    token_ids: list[int]
+    text: str
+    """What the model reads, after the chat template."""
+    item: dict[str, Any]
+    """The dataset row or task instance, as the scorer sees it; 'prompt' holds the user's own form of the prompt."""
+    source: str
+    """Name of the environment that made it; key into the table of scorers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One sampled sequence. Example: Completion(token_ids=[12, 9], sampling_logprobs=[-0.2, -1.1], finish_reason="stop", policy_version=7)"""
+
+    token_ids: list[int]
+    sampling_logprobs: list[float]
+    """The engine's log-probability of each sampled token, at the sampling temperature."""
+    finish_reason: FinishReason
+    policy_version: int
+    """Completed optimizer steps of the weights that sampled it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """What a task says of one completion. Example: Score(reward=1.0, parts={"format": 0.5, "correct": 1.0})"""
+
+    reward: float | None
+    """None: not applicable, or failed; the rollout then carries no learning signal."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named components, for metrics."""
+    error: str | None = None
+    """One line about the exception that cost this completion its reward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """All turns of one episode, prompt included, and its reward."""
+
+    token_ids: list[int]
+    """Prompt, then every sampled and observed token."""
+    loss_mask: list[bool]
+    """True on tokens that the policy sampled and that are trained."""
+    sampling_logprobs: list[float]
+    """0.0 where loss_mask is False."""
+    prompt_length: int
+    """Tokens before the first sampled one."""
+    text: str
+    """The completion as text, for people and logs."""
+    finish_reason: FinishReason
+    policy_version: int
+    temperature: float
+    """At which sampling_logprobs were taken; the trainer divides its logits by it."""
+    score: Score
+    advantages: list[float] | None = None
+    """Per-token advantages given by the environment; None: computed from the group's rewards."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Siblings of one prompt."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]

@@ -1,0 +1,37 @@
+"""Loading settings from text, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.loading import LoadedConfig, read_config
+from colocated_grpo.config.schema import Config
+
+MINIMAL = "model: {name: some/model}\nenvironments: [{type: task, name: sorting}]\n"
+
+
+def load(text: str = "", *overrides: str, alone: bool = False) -> Config:
+    """`text` after a minimal config, or alone, in a file named x.yaml."""
+    return _read(text, overrides, alone).config
+
+
+def notes(text: str, *overrides: str) -> list[str]:
+    return _read(text, overrides, alone=False).notes
+
+
+def complaint(text: str = "", *overrides: str, alone: bool = False) -> str:
+    """The error lines of settings that must not load."""
+    with pytest.raises(ConfigError) as caught:
+        _read(text, overrides, alone)
+    return str(caught.value)
+
+
+def _read(text: str, overrides: tuple[str, ...], alone: bool) -> LoadedConfig:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "x.yaml"
+        path.write_text(text if alone else MINIMAL + text)
+        return read_config(path, overrides)

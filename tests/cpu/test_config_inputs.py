@@ -1,0 +1,145 @@
+"""The model, data files and modules that a config names: what is told when they are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from config_text import load
+
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.inputs import check_inputs, longest_sequence
+from colocated_grpo.config.schema import Config
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model folder with the given config.json."""
+
+    def model(**settings: object) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(settings))
+        (folder / "model.safetensors").touch()
+        return folder
+
+    return model
+
+
+def input_complaint(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(config)
+    return str(caught.value)
+
+
+def test_a_model_folder_that_exists_needs_no_network(model):
+    config = load("", "--model.name", str(model(max_position_embeddings=4096)))
+    assert check_inputs(config) == (config, [])
+
+
+@pytest.mark.parametrize("name", ["./nope", "/nope", "~/nope", "a/b/c"])
+def test_a_name_that_can_only_be_a_folder_must_be_one(name):
+    assert input_complaint(load("", "--model.name", name)) == f"model.name={name!r}: no such folder"
+
+
+def test_a_folder_without_config_json_is_no_model(tmp_path):
+    line = input_complaint(load("", "--model.name", str(tmp_path)))
+    assert line == f"model.name={str(tmp_path)!r}: this folder has no config.json, so it is no saved model"
+
+
+def test_a_folder_without_weights_is_no_model(model):
+    folder = model()
+    (folder / "model.safetensors").unlink()
+    assert "this folder has no weights" in input_complaint(load("", "--model.name", str(folder)))
+
+
+def test_a_broken_config_json_is_told_in_one_line(model):
+    folder = model()
+    (folder / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in input_complaint(load("", "--model.name", str(folder)))
+
+
+def test_an_unreachable_hub_is_told_in_one_line(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    line = input_complaint(load("", "--model.name", "nobody/nothing-of-this-name"))
+    assert line.startswith(
+        "model.name='nobody/nothing-of-this-name': no such folder, not in the local cache, "
+        "and the Hub cannot be reached ("
+    )
+    assert "\n" not in line
+
+
+def test_an_offline_hub_is_not_asked(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert input_complaint(load("", "--model.name", "nobody/nothing-of-this-name")) == (
+        "model.name='nobody/nothing-of-this-name': no such folder, not in the local cache, "
+        "and HF_HUB_OFFLINE forbids the Hub"
+    )
+
+
+def test_a_name_that_the_hub_does_not_allow_is_told_in_one_line():
+    assert input_complaint(load("", "--model.name", "a b")) == (
+        "model.name='a b': no such folder, and no valid Hugging Face name"
+    )
+
+
+def test_a_sequence_longer_than_the_model_reads_is_refused(model):
+    folder = model(n_positions=1024)
+    assert input_complaint(load("", "--model.name", str(folder))) == (
+        f"rollout.max_prompt_tokens + rollout.max_completion_tokens=2048 is longer than {folder} reads: "
+        "its config.json allows 1024 positions"
+    )
+
+
+def test_an_engine_longer_than_the_model_is_cut_to_it_with_a_note(model):
+    folder = model(n_positions=2500)
+    config, notes = check_inputs(load("engine: {max_model_len: 4096}", "--model.name", str(folder)))
+    assert config.engine.max_model_len == 2500
+    assert notes == [f"engine.max_model_len=4096: {folder} has 2500 positions; using 2500"]
+
+
+def test_attention_heads_must_divide_over_an_engine(model):
+    folder = model(num_attention_heads=6)
+    line = input_complaint(load("engine: {tensor_parallel_size: 4}", "--model.name", str(folder)))
+    assert line == f"engine.tensor_parallel_size=4 does not divide the 6 attention heads of {folder}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "positions"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default"}}, 2048),
+    ],
+)
+def test_the_longest_sequence_includes_rope_scaling(settings, positions):
+    assert longest_sequence(settings) == positions
+
+
+def test_a_data_file_that_does_not_exist_is_told_in_one_line():
+    text = "model: {name: a}\nenvironments: [{type: dataset, name: nope.jsonl, rewards: [gsm8k]}]"
+    assert input_complaint(load(text, alone=True)).startswith("environments.0.name='nope.jsonl': no such file (in ")
+
+
+@pytest.mark.parametrize("name", ["no_such_module_here:task", "no_such_package.part:task"])
+def test_a_module_that_does_not_exist_is_told_in_one_line(name):
+    top = name.split(":")[0].split(".")[0]
+    assert input_complaint(load("", "--environments.0.name", name)) == (
+        f"environments.0.name={name!r}: no module named {top!r}, neither here nor installed"
+    )
+
+
+def test_a_module_in_the_working_folder_is_found_and_not_imported(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_task_for_this_test.py").write_text("raise SystemExit('imported')")
+    names = ["--environments.0.name", "my_task_for_this_test:task", "--model.name", str(model())]
+    check_inputs(load("", *names))

@@ -1,0 +1,190 @@
+"""Local files and Hugging Face datasets as a source of prompts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+
+from colocated_grpo.config import Config
+from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+
+ROWS = [{"question": f"{number}+1=", "answer": str(number + 1), "level": "easy"} for number in range(10)]
+
+
+def write(path, rows=ROWS):
+    if path.suffix == ".jsonl":
+        path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def environments(path, *, seed=0, max_prompt_tokens=1024, **fields):
+    entry = {"type": "dataset", "name": str(path), "rewards": ["exact_match"], "held_out": 3} | fields
+    config = Config(
+        model={"name": "none"},
+        environments=[{"prompt_column": "question"} | entry],
+        rollout={"max_prompt_tokens": max_prompt_tokens},
+        seed=seed,
+    )
+    return build_environments(config, build_char_tokenizer())
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_file_format_gives_the_same_items(tmp_path, suffix):
+    made = environments(write(tmp_path / f"rows{suffix}"), shuffle=False)
+    prompts = made.open_source().next(7)
+    expected = [{"answer": row["answer"], "level": "easy", "prompt": row["question"]} for row in ROWS[:7]]
+    assert [prompt.item for prompt in prompts] == expected
+    assert [prompt.item["prompt"] for prompt in made.held_out(64)] == ["7+1=", "8+1=", "9+1="]
+
+
+def test_local_files_need_neither_datasets_nor_torch(file):
+    script = (
+        "import sys\n"
+        "from types import SimpleNamespace\n"
+        "from colocated_grpo.config import Config\n"
+        "from colocated_grpo.environments import build_environments\n"
+        "tokenizer = SimpleNamespace(chat_template=None, encode=lambda text: [1] * len(text))\n"
+        f"entry = dict(type='dataset', name={str(file)!r}, rewards=['exact_match'], held_out=2)\n"
+        "entry['prompt_column'] = 'question'\n"
+        "build_environments(Config(model=dict(name='x'), environments=[entry]), tokenizer).open_source().next(3)\n"
+        "sys.exit(bool({'datasets', 'torch', 'transformers', 'trl'} & sys.modules.keys()))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_each_epoch_holds_every_training_row_once_in_an_order_of_its_own(file):
+    prompts = [prompt.item["prompt"] for prompt in environments(file).open_source().next(28)]
+    epochs = [prompts[start : start + 7] for start in range(0, 28, 7)]
+    assert all(sorted(epoch) == [row["question"] for row in ROWS[:7]] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert prompts == [prompt.item["prompt"] for prompt in environments(file).open_source().next(28)]
+    assert prompts != [prompt.item["prompt"] for prompt in environments(file, seed=1).open_source().next(28)]
+
+
+def test_columns_are_renamed_before_rewards_see_them(file):
+    [prompt] = environments(file, columns={"answer": "solution"}, rewards=["math_verify"]).open_source().next(1)
+    assert prompt.item.keys() == {"prompt", "solution", "level"}
+
+
+def test_a_system_prompt_makes_chat_messages_and_leaves_a_rows_own_one_alone(tmp_path, file):
+    [prompt] = environments(file, shuffle=False, system_prompt="Be brief.").open_source().next(1)
+    assert prompt.item["prompt"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "0+1="},
+    ]
+    assert prompt.text == "<|system|>Be brief.<|end|><|user|>0+1=<|end|><|assistant|>"
+    own = [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]
+    rows = write(tmp_path / "chat.jsonl", [{"question": own, "answer": "x"}] * 4)
+    [prompt] = environments(rows, system_prompt="Be brief.").open_source().next(1)
+    assert prompt.item["prompt"] == own
+
+
+def test_empty_fields_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path):
+    rows = [
+        {"question": [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "x"}]}
+    ]
+    path = write(tmp_path / "chat.parquet", rows * 4)
+    [prompt] = environments(path, rewards=["format_think"]).open_source().next(1)
+    assert prompt.item["prompt"][0] == {"role": "user", "content": "a"}
+
+
+def test_eval_split_of_a_file_is_another_file(tmp_path, file):
+    other = write(tmp_path / "test.json", [{"question": "new?", "answer": "y"}])
+    made = environments(file, eval_split=str(other))
+    assert [prompt.item["prompt"] for prompt in made.held_out(8)] == ["new?"]
+    assert len({prompt.item["prompt"] for prompt in made.open_source().next(10)}) == 10
+
+
+def test_a_hugging_face_dataset_is_read_by_subset_and_split(tmp_path):
+    (tmp_path / "main").mkdir()
+    write(tmp_path / "main" / "train.jsonl")
+    write(tmp_path / "main" / "test.jsonl", ROWS[:2])
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n"
+        "  - split: test\n    path: main/test.jsonl\n---\n"
+    )
+    made = environments(tmp_path, subset="main", eval_split="test", shuffle=False)
+    assert [prompt.item["prompt"] for prompt in made.open_source().next(10)] == [row["question"] for row in ROWS]
+    assert len(made.held_out(8)) == 2
+    tail = environments(tmp_path, subset="main", shuffle=False)
+    assert [prompt.item["prompt"] for prompt in tail.held_out(8)] == ["7+1=", "8+1=", "9+1="]
+    with pytest.raises(EnvironmentSetupError, match="cannot load split 'nothing'"):
+        environments(tmp_path, subset="main", split="nothing").open_source()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_column": "prompt"}, "prompt_column: no column 'prompt'; the data has: question, answer, level"),
+        ({"columns": {"reply": "answer"}}, "columns: no column 'reply'; the data has: question, answer, level"),
+        ({"columns": {"answer": "gold"}}, "'exact_match' needs the column 'answer'; there is: gold, level"),
+        ({"held_out": 10}, "held_out=10 leaves no training row, the data has 10"),
+        ({"subset": "main"}, "subset='main' has no meaning for a local file"),
+        ({"eval_split": "test"}, "no such file: test"),
+    ],
+)
+def test_settings_that_do_not_fit_the_data_are_said_in_one_line(file, fields, message):
+    with pytest.raises(EnvironmentSetupError) as error:
+        environments(file, **fields).open_source()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.jsonl", '{"question": "a"}\n{"question": \n', "line 2: Expecting value"),
+        ("x.jsonl", '["question"]\n', "line 1: a row must be an object"),
+        ("x.jsonl", "\n", "no rows in 'train'"),
+        ("x.jsonl", '{"question": 7, "answer": "a"}\n' * 9, "row 0': a prompt must be text or a list of messages"),
+        ("x.json", '{"rows": []}', "must hold a list of objects, this one holds a dict"),
+        ("x.json", "[", "cannot read"),
+        ("x.parquet", "nothing", "cannot read"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_said_in_one_line(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(EnvironmentSetupError) as error:
+        environments(path).open_source()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_later_row_without_the_prompt_column_is_named(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [*ROWS[:2], {"answer": "x"}, *ROWS[3:]])
+    source = environments(path, shuffle=False).open_source()
+    source.next(2)
+    with pytest.raises(EnvironmentSetupError, match="no column 'question'; the data has: answer"):
+        source.next(1)
+
+
+def test_a_resume_on_other_data_is_refused(tmp_path, file):
+    state = environments(file).open_source().state_dict()
+    shorter = environments(write(tmp_path / "short.jsonl", ROWS[:8])).open_source()
+    state["streams"] = {str(tmp_path / "short.jsonl"): state["streams"][str(file)]}
+    state["counts"] = {str(tmp_path / "short.jsonl"): 0}
+    with pytest.raises(EnvironmentSetupError, match="made with 7 training rows, now there are 5"):
+        shorter.load_state_dict(state)

@@ -1,0 +1,275 @@
+"""The launcher: what it would run, what it refuses, and what the ranks are told."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from colocated_grpo.launcher import Launch, child_environment, main, torchrun_command, visible_gpus
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ROOT / "run_colocated_grpo.py"
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> str:
+    """A config file whose model exists, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "model/model.safetensors").touch()
+    (tmp_path / "x.yaml").write_text("model: {name: ./model}\nenvironments: [{type: task, name: sorting}]\n")
+    return "x.yaml"
+
+
+@pytest.fixture
+def eight_gpus(tmp_path, monkeypatch) -> None:
+    """An nvidia-smi that lists eight GPUs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    lines = "".join(f"GPU {number}: NVIDIA (UUID: GPU-{number})\\n" for number in range(8))
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def dry_run(config, eight_gpus, capsys):
+    """The command that a dry run shows, without the Python interpreter in front."""
+
+    def dry_run(*flags: str) -> str:
+        assert main(["--config", config, "--dry-run", *flags]) == 0
+        output = capsys.readouterr().out
+        assert output.endswith("Dry run mode - command not executed\n")
+        command = next(line for line in output.splitlines() if line.startswith("  Command"))
+        return command.removeprefix("  Command").strip().removeprefix(f"{shlex.quote(sys.executable)} -m ")
+
+    return dry_run
+
+
+# What would run
+
+ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yaml"
+
+
+@pytest.mark.parametrize(
+    ("flags", "command"),
+    [
+        ("", f"torch.distributed.run --nnodes 1 --nproc-per-node 8 {ONE_NODE}"),
+        ("--gpus 1", f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
+        ("--gpus 4", f"torch.distributed.run --nnodes 1 --nproc-per-node 4 {ONE_NODE}"),
+        ("--gpus 0", f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
+        ("--gpus 0 --nproc 2", f"torch.distributed.run --nnodes 1 --nproc-per-node 2 {ONE_NODE}"),
+        (
+            "--gpus 4 --nodes 2 --node-rank 1 --master-addr 192.168.1.100",
+            "torch.distributed.run --nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr 192.168.1.100 "
+            "--master-port 29500 -m colocated_grpo --config x.yaml",
+        ),
+        (
+            "--gpus 1 --master-port 4000",
+            "torch.distributed.run --nnodes 1 --nproc-per-node 1 --node-rank 0 --master-addr localhost "
+            "--master-port 4000 -m colocated_grpo --config x.yaml",
+        ),
+        ("--gpus 1 --resume", f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE} --resume auto"),
+        ("--gpus 1 --resume model", f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE} --resume model"),
+        ("--gpus 1 --log-level DEBUG", f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
+        (
+            "--gpus 1 --policy.lr 2e-6 --engine.sleep=false --seed 3",
+            f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE} "
+            "--policy.lr 2e-6 --engine.sleep=false --seed 3",
+        ),
+        (
+            "--gpus 1 --rollout.stop '[a, b]'",
+            f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE} --rollout.stop '[a, b]'",
+        ),
+    ],
+)
+def test_a_dry_run_shows_the_exact_command(dry_run, flags, command):
+    assert dry_run(*shlex.split(flags)) == command
+
+
+def test_a_dry_run_shows_the_whole_banner(config, eight_gpus, capsys):
+    flags = "--gpus 4 --nodes 2 --node-rank 1 --master-addr node0 --policy.lr 1e-5 --dry-run"
+    main(["--config", config, *flags.split()])
+    assert capsys.readouterr().out == (
+        "Co-located GRPO\n"
+        "  GPUs per node  4\n"
+        "  Nodes          2\n"
+        "  Total ranks    8\n"
+        "  Node rank      1\n"
+        "  Master         node0:29500\n"
+        "  Config         x.yaml\n"
+        "  Overrides      --policy.lr 1e-5\n"
+        "  Resume         no\n"
+        "  Log level      INFO\n"
+        f"  Command        {sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 4 --node-rank 1 "
+        "--master-addr node0 --master-port 29500 -m colocated_grpo --config x.yaml --policy.lr 1e-5\n"
+        "Dry run mode - command not executed\n"
+    )
+
+
+def test_a_dry_run_plans_for_another_machine_and_warns(config, eight_gpus, capsys):
+    assert main(["--config", config, "--gpus", "16", "--model.name", "./nope", "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "warning: --gpus=16: only 8 visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)\n" in output
+    assert "warning: model.name='./nope': no such folder\n" in output
+
+
+def test_a_dry_run_shows_the_notes_about_old_names(config, eight_gpus, capsys):
+    main(["--config", config, "--dry-run", "--learning_rate", "1e-5"])
+    assert "note: old names read as new ones: learning_rate -> policy.lr\n" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "x.yaml").rename(tmp_path / "runs/config.yaml")
+    assert main(["--gpus", "1", "--resume", "runs", "--dry-run"]) == 0
+    assert "-m colocated_grpo --config runs/config.yaml --resume runs\n" in capsys.readouterr().out
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--gpus -1", "--gpus=-1: must be at least 0"),
+        ("--gpus x", "--gpus: invalid int value: 'x'"),
+        ("--gpus 9", "--gpus=9: only 8 visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)"),
+        ("--gpus 1 --nproc 2", "--nproc=2: only for CPU runs (--gpus 0); a GPU run has one process per GPU"),
+        ("--gpus 0 --nproc 0", "--nproc=0: must be at least 1"),
+        ("--nodes 0", "--nodes=0: must be at least 1"),
+        ("--nodes 2 --node-rank 2", "--node-rank=2: must be at least 0 and less than --nodes=2"),
+        ("--node-rank -1", "--node-rank=-1: must be at least 0 and less than --nodes=1"),
+        ("--master-port 99999", "--master-port=99999: must be between 1 and 65535"),
+        ("--gpu 4", "--gpu: unknown flag; did you mean --gpus?"),
+        ("--dryrun", "--dryrun: unknown flag; did you mean --dry-run?"),
+        ("--config nope.yaml", "config='nope.yaml': no such file"),
+        ("--resume nope", "--resume='nope': no such run folder"),
+        ("--policy.lr -1", "policy.lr=-1: must be greater than 0 (command line)"),
+        ("--polcy.lr 1", "polcy: unknown key; did you mean policy?"),
+        ("--policy.lr", "--policy.lr: needs a value, for example --policy.lr VALUE or --policy.lr=VALUE"),
+        ("extra", "'extra': expected --section.key VALUE"),
+        ("--model.name ./nope", "model.name='./nope': no such folder"),
+        (
+            "--gpus 3 --engine.tensor_parallel_size 2",
+            "engine.tensor_parallel_size=2 does not divide the 3 ranks: each engine spans so many",
+        ),
+        (
+            "--gpus 8 --nodes 8 --rollout.prompts_per_step 32",
+            "rollout.prompts_per_step=32 is smaller than the number of engines=64: some would idle",
+        ),
+        (
+            "--redirect-output nope/x.log",
+            "--redirect-output='nope/x.log': cannot be written (No such file or directory)",
+        ),
+    ],
+)
+def test_what_cannot_run_is_told_in_one_line_before_anything_starts(
+    config, eight_gpus, monkeypatch, capsys, flags, line
+):
+    monkeypatch.setattr("colocated_grpo.processes.run_command", lambda *_: pytest.fail("started"))
+    try:
+        code = main(["--config", config, *flags.split()])
+    except SystemExit as usage:
+        code = usage.code
+    assert code == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_the_default_config_is_looked_for_in_the_working_folder(tmp_path, eight_gpus, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 2
+    assert capsys.readouterr().err == "error: config='training_configs/dr_grpo_config.yaml': no such file\n"
+
+
+# What runs
+
+
+def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(config, eight_gpus, monkeypatch, capfd):
+    started = []
+    monkeypatch.setattr(
+        "colocated_grpo.processes.run_command",
+        lambda command, env, redirect: started.append((command, env, redirect)) or 7,
+    )
+    assert main(["--config", config, "--gpus", "2"]) == 7
+    [(command, environment, redirect)] = started
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert environment["COLOCATED_GRPO_LOG_LEVEL"] == "INFO"
+    assert redirect is None
+    assert capfd.readouterr().out.startswith("Co-located GRPO\n")
+
+
+def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr("colocated_grpo.processes.run_command", lambda *_: 0)
+    (tmp_path / "x.log").write_text("earlier run\n")
+    assert main(["--config", config, "--gpus", "2", "--redirect-output", "x.log"]) == 0
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "x.log").read_text().startswith("earlier run\nCo-located GRPO\n")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [(None, 8), ("", 0), ("0", 1), ("3,5", 2), ("0, 1", 2), ("-1", 0), ("0,9,1", 1), ("GPU-2,GPU-3", 2)],
+)
+def test_visible_gpus_are_those_that_cuda_would_see(eight_gpus, chosen, count):
+    assert visible_gpus({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) == count
+
+
+def test_a_machine_without_nvidia_smi_has_no_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0
+
+
+def launch(**changes: object) -> Launch:
+    place = {"gpus": 2, "ranks": 2, "nodes": 1, "node_rank": 0, "master_addr": "localhost", "master_port": None}
+    return Launch(**(place | {"config": "x.yaml", "resume": None, "log_level": "INFO", "overrides": ()} | changes))
+
+
+@pytest.mark.parametrize(("level", "nccl", "distributed"), [("DEBUG", "INFO", "INFO"), ("INFO", "WARN", "OFF")])
+def test_the_log_level_reaches_the_libraries_and_the_ranks(level, nccl, distributed):
+    environment = child_environment(launch(log_level=level), {})
+    assert environment["NCCL_DEBUG"] == nccl
+    assert environment["TORCH_DISTRIBUTED_DEBUG"] == distributed
+    assert environment["COLOCATED_GRPO_LOG_LEVEL"] == level
+    assert environment["PYTHONUNBUFFERED"] == "1"
+
+
+def test_variables_of_libraries_that_the_user_has_set_stay():
+    assert child_environment(launch(), {"NCCL_DEBUG": "TRACE"})["NCCL_DEBUG"] == "TRACE"
+
+
+def test_the_package_is_importable_from_any_working_folder(tmp_path):
+    environment = child_environment(launch(), {**os.environ, "PYTHONPATH": "first"})
+    assert environment["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "first"]
+
+
+def test_a_cpu_run_hides_gpus_and_shares_the_cores():
+    environment = child_environment(launch(gpus=0, ranks=2), {"CUDA_VISIBLE_DEVICES": "0"})
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert child_environment(launch(gpus=0, ranks=9999), {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_gpu_run_leaves_the_choice_of_gpus_alone():
+    assert child_environment(launch(), {"CUDA_VISIBLE_DEVICES": "3,4"})["CUDA_VISIBLE_DEVICES"] == "3,4"
+
+
+def test_the_command_uses_the_launchers_own_python():
+    assert torchrun_command(launch())[0] == sys.executable
+
+
+def test_help_answers_within_three_tenths_of_a_second():
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, LAUNCHER, "--help"], stdout=subprocess.DEVNULL, check=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.3

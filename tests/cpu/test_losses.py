@@ -1,0 +1,438 @@
+"""Every objective against hand arithmetic, and the properties that hold for all of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from colocated_grpo.config.losses import (
+    BNPOConfig,
+    CISPOConfig,
+    CorrectionConfig,
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    KLConfig,
+    LossConfig,
+)
+from colocated_grpo.losses import Counts, LossInputs, make_denominator, make_loss
+from colocated_grpo.metrics import Metrics, reduce
+
+OFF = CorrectionConfig(mode="off")
+ALL_LOSSES = [GRPOConfig, DrGRPOConfig, DAPOConfig, BNPOConfig, CISPOConfig, GSPOConfig]
+# Every tensor takes part: ratio, correction and both penalties.
+BUSY_SETTINGS = [
+    {"kl": KLConfig(coef=0.1), "correction": CorrectionConfig(level=level, mode=mode, cap=1.3, floor=floor)}
+    for level in ("token", "sequence")
+    for mode, floor in (("truncate", 0.0), ("mask", 0.7))
+] + [{"kl": KLConfig(coef=0.1, target="rollout"), "old_logprobs": "sampling"}]
+
+
+def make_inputs(
+    ratios: list[float],
+    advantages: list[float],
+    sequence: list[int] | None = None,
+    mask: list[bool] | None = None,
+    mismatch: list[float] | None = None,
+    reference: list[float] | None = None,
+) -> LossInputs:
+    """Tokens given by policy / old, old / sampler (`mismatch`) and reference / policy; every old probability is 1/2."""
+    old_T = torch.full((len(ratios),), math.log(0.5))
+    logprobs_T = (old_T + torch.tensor(ratios).log()).requires_grad_()
+    sequence_T = torch.tensor(sequence or [0] * len(ratios))
+    return LossInputs(
+        logprobs_T=logprobs_T,
+        old_logprobs_T=old_T,
+        sampling_logprobs_T=old_T - torch.tensor(mismatch or [1.0] * len(ratios)).log(),
+        ref_logprobs_T=None if reference is None else logprobs_T.detach() + torch.tensor(reference).log(),
+        advantages_T=torch.tensor(advantages),
+        loss_mask_T=torch.tensor(mask or [True] * len(ratios)),
+        sequence_T=sequence_T,
+        num_sequences=int(sequence_T.max()) + 1,
+    )
+
+
+def random_inputs(seed: int, lengths: list[int], spread: float = 0.3) -> LossInputs:
+    """Off-policy tokens of completions of these lengths, about a quarter of them masked."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+
+    def noise() -> Tensor:
+        return spread * torch.randn(num_tokens, generator=generator)
+
+    old_T = -2 * torch.rand(num_tokens, generator=generator)
+    return LossInputs(
+        logprobs_T=(old_T + noise()).requires_grad_(),
+        old_logprobs_T=old_T,
+        sampling_logprobs_T=old_T + noise(),
+        ref_logprobs_T=old_T + noise(),
+        advantages_T=torch.randn(num_tokens, generator=generator),
+        loss_mask_T=torch.rand(num_tokens, generator=generator) > 0.25,
+        sequence_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        num_sequences=len(lengths),
+    )
+
+
+def loss_and_gradient(config: LossConfig, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    loss_sum = make_loss(config)(inputs).loss_sum
+    return loss_sum.detach(), torch.autograd.grad(loss_sum, inputs.logprobs_T)[0]
+
+
+def metrics_of(config: LossConfig, inputs: LossInputs) -> dict[str, float]:
+    metrics = Metrics("cpu")
+    metrics.add(make_loss(config)(inputs).metrics)
+    return reduce(metrics, lambda tensor: None, lambda tensor: None)
+
+
+# Hand arithmetic
+
+
+def test_grpo_is_the_mean_of_each_completion_summed_over_completions():
+    inputs = make_inputs([1.1, 0.9, 1.0], [2.0, 2.0, -1.0], sequence=[0, 0, 1])
+    loss, gradient = loss_and_gradient(GRPOConfig(), inputs)
+    assert_close(loss, torch.tensor(-(1.1 * 2 + 0.9 * 2) / 2 - (1.0 * -1)))
+    assert_close(gradient, torch.tensor([-1.1 * 2 / 2, -0.9 * 2 / 2, 1.0]))
+
+
+@pytest.mark.parametrize("config_class", [DrGRPOConfig, DAPOConfig, BNPOConfig])
+def test_token_sums_weigh_every_token_the_same(config_class: type):
+    inputs = make_inputs([1.1, 0.9, 1.0], [2.0, 2.0, -1.0], sequence=[0, 0, 1])
+    loss, gradient = loss_and_gradient(config_class(), inputs)
+    assert_close(loss, torch.tensor(-(1.1 * 2 + 0.9 * 2 - 1.0)))
+    assert_close(gradient, torch.tensor([-1.1 * 2, -0.9 * 2, 1.0]))
+
+
+def test_cispo_weighs_reinforce_by_the_truncated_ratio_as_a_constant():
+    inputs = make_inputs([1.5, 3.0, 3.0], [2.0, 2.0, -1.0])
+    loss, gradient = loss_and_gradient(CISPOConfig(clip_high=2.0), inputs)
+    logprobs = [math.log(0.5 * ratio) for ratio in (1.5, 3.0, 3.0)]
+    assert_close(loss, torch.tensor(-(1.5 * 2 * logprobs[0] + 2.0 * 2 * logprobs[1] + 2.0 * -1 * logprobs[2])))
+    assert_close(gradient, torch.tensor([-1.5 * 2, -2.0 * 2, 2.0]))
+
+
+def test_gspo_uses_the_geometric_mean_ratio_of_the_completion():
+    config = GSPOConfig(clip_low=0.3, clip_high=0.3)
+    inputs = make_inputs([1.2, 1.0, 0.9, 1.1], [2.0] * 3 + [-1.0], sequence=[0, 0, 0, 1])
+    ratio = (1.2 * 1.0 * 0.9) ** (1 / 3)
+    loss, gradient = loss_and_gradient(config, inputs)
+    assert_close(loss, torch.tensor(-ratio * 2 + 1.1))
+    assert_close(gradient, torch.tensor([-ratio * 2 / 3] * 3 + [1.1]))
+
+
+def test_gspo_clips_whole_completions():
+    config = GSPOConfig(clip_low=0.05, clip_high=0.05)
+    inputs = make_inputs([1.5, 0.9, 1.5, 0.9], [1.0, 1.0, -1.0, -1.0], sequence=[0, 0, 1, 1])
+    ratio = (1.5 * 0.9) ** (1 / 2)
+    loss, gradient = loss_and_gradient(config, inputs)
+    assert_close(loss, torch.tensor(-1.05 + ratio))
+    assert_close(gradient, torch.tensor([0.0, 0.0, ratio / 2, ratio / 2]))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "used", "has_gradient"),
+    [
+        (1.0, 0.5, 0.5, True),  # too unlikely and good: pull it back up
+        (1.0, 1.1, 1.1, True),
+        (1.0, 1.5, 1.3, False),  # likely enough
+        (-1.0, 0.5, 0.8, False),  # unlikely enough
+        (-1.0, 0.9, 0.9, True),
+        (-1.0, 1.5, 1.5, True),  # too likely and bad: push it down
+    ],
+)
+def test_ppo_quadrants(advantage: float, ratio: float, used: float, has_gradient: bool):
+    config = DAPOConfig(clip_low=0.2, clip_high=0.3)
+    loss, gradient = loss_and_gradient(config, make_inputs([ratio], [advantage]))
+    assert_close(loss, torch.tensor(-used * advantage))
+    assert_close(gradient, torch.tensor([-ratio * advantage if has_gradient else 0.0]))
+
+
+def test_dual_clip_bounds_the_ratio_of_bad_tokens_only():
+    config = DAPOConfig(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    loss, gradient = loss_and_gradient(config, make_inputs([4.0, 2.0, 4.0], [-1.0, -1.0, 1.0]))
+    assert_close(loss, torch.tensor(3.0 + 2.0 - 1.3))
+    assert_close(gradient, torch.tensor([0.0, 2.0, 0.0]))
+
+
+def test_dual_clip_inside_the_clip_range_is_refused():
+    with pytest.raises(ValueError, match=r"dual_clip=1.2 must be above 1 \+ clip_high = 1.28"):
+        DAPOConfig(dual_clip=1.2)
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights"),
+    [
+        (CorrectionConfig(mode="truncate", cap=2.0), [0.5, 1.5, 2.0]),
+        (CorrectionConfig(mode="mask", cap=2.0, floor=0.6), [0.0, 1.5, 0.0]),
+        (CorrectionConfig(mode="mask", cap=2.0), [0.5, 1.5, 0.0]),
+        (CorrectionConfig(level="sequence", mode="truncate", cap=2.0), [0.75, 0.75, 2.0]),
+        (CorrectionConfig(level="sequence", mode="mask", cap=2.0, floor=0.7), [0.75, 0.75, 0.0]),
+        (CorrectionConfig(level="sequence", mode="mask", cap=2.0, floor=0.8), [0.0, 0.0, 0.0]),
+        (OFF, [1.0, 1.0, 1.0]),
+    ],
+)
+def test_correction_weighs_each_token(correction: CorrectionConfig, weights: list[float]):
+    inputs = make_inputs([1.1] * 3, [1.0] * 3, sequence=[0, 0, 1], mismatch=[0.5, 1.5, 4.0])
+    config = DAPOConfig(correction=correction)
+    loss, gradient = loss_and_gradient(config, inputs)
+    assert_close(loss, torch.tensor(-1.1 * sum(weights)))
+    assert_close(gradient, torch.tensor([-1.1 * weight for weight in weights]))
+    assert metrics_of(config, inputs)["correction/weight"] == pytest.approx(sum(weights) / 3)
+
+
+def test_sequence_correction_multiplies_over_trained_tokens_only():
+    inputs = make_inputs([1.0] * 3, [1.0] * 3, mask=[True, False, True], mismatch=[0.5, 50.0, 1.5])
+    loss, gradient = loss_and_gradient(DAPOConfig(correction=CorrectionConfig(level="sequence")), inputs)
+    assert_close(gradient, torch.tensor([-0.75, 0.0, -0.75]))
+    assert_close(loss, torch.tensor(-1.5))
+
+
+def test_a_sequence_weight_too_large_for_float32_is_still_capped():
+    inputs = make_inputs([1.0] * 100, [1.0] * 100, mismatch=[3.0] * 100)
+    loss, gradient = loss_and_gradient(DAPOConfig(correction=CorrectionConfig(level="sequence", cap=2.0)), inputs)
+    assert_close(loss, torch.tensor(-200.0))
+    assert_close(gradient, torch.full((100,), -2.0))
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_with_sampling_as_denominator_the_ratio_is_against_the_sampler_and_nothing_is_corrected(on_policy: bool):
+    config = DAPOConfig(old_logprobs="sampling", correction=CorrectionConfig(cap=1.01))
+    inputs = make_inputs([1.1], [-1.0], mismatch=[1.5])
+    if on_policy:
+        inputs = replace(inputs, old_logprobs_T=None)
+    loss, gradient = loss_and_gradient(config, inputs)
+    assert_close(loss, torch.tensor(1.1 * 1.5))
+    assert_close(gradient, torch.tensor([1.1 * 1.5]))
+
+
+def test_on_policy_correction_compares_the_current_policy_with_the_sampler():
+    inputs = replace(make_inputs([1.5], [1.0], mismatch=[1.2]), old_logprobs_T=None)
+    loss, gradient = loss_and_gradient(DAPOConfig(correction=CorrectionConfig(cap=5.0)), inputs)
+    assert_close(loss, torch.tensor(-1.5 * 1.2))
+    assert_close(gradient, torch.tensor([-1.5 * 1.2]))
+
+
+@pytest.mark.parametrize("target", ["reference", "rollout"])
+def test_kl_is_k3_to_its_target_and_is_not_weighed_by_the_correction(target: str):
+    x = {"reference": 1.6, "rollout": 1 / (1.1 * 0.25)}[target]  # target / policy
+    config = DAPOConfig(kl=KLConfig(coef=0.5, target=target), correction=CorrectionConfig(cap=2.0))
+    inputs = make_inputs([1.1, 1.1], [1.0, 1.0], mismatch=[0.25, 0.25], reference=[1.6, 1.6], mask=[True, False])
+    loss, gradient = loss_and_gradient(config, inputs)
+    assert_close(loss, torch.tensor(-1.1 * 0.25 + 0.5 * (x - math.log(x) - 1)))
+    assert_close(gradient, torch.tensor([-1.1 * 0.25 + 0.5 * (1 - x), 0.0]))
+    assert metrics_of(config, inputs)["kl"] == pytest.approx(x - math.log(x) - 1)
+
+
+def test_a_kl_penalty_without_reference_logprobs_is_refused():
+    with pytest.raises(ValueError, match="needs ref_logprobs_T"):
+        make_loss(GRPOConfig(kl=KLConfig(coef=0.1)))(make_inputs([1.0], [1.0]))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GRPOConfig(), 8),
+        (GSPOConfig(), 8),
+        (DrGRPOConfig(), 8 * 512),
+        (BNPOConfig(), 100),
+        (DAPOConfig(), 900 / 3),
+        (CISPOConfig(), 900 / 3),
+    ],
+)
+def test_denominators(config: LossConfig, expected: float):
+    denominator = make_denominator(config, max_completion_tokens=512)
+    assert denominator(Counts(tokens=100, sequences=8, batch_tokens=900, minibatches=3)) == expected
+    assert denominator(Counts(tokens=0, sequences=0, batch_tokens=0, minibatches=3)) == 1
+
+
+# Properties of every objective
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
+@pytest.mark.parametrize("settings", BUSY_SETTINGS)
+def test_masked_positions_contribute_exactly_zero_whatever_they_hold(config_class: type, settings: dict):
+    config, clean = config_class(**settings), random_inputs(seed=1, lengths=[3, 5, 1, 4])
+    garbage = torch.tensor([math.nan, math.inf, -math.inf, 1e38]).repeat(4)[: len(clean.loss_mask_T)]
+    masked_T = ~clean.loss_mask_T
+    assert masked_T.sum() >= 3
+
+    def spoiled(values_T: Tensor, shift: int) -> Tensor:
+        return torch.where(masked_T, garbage.roll(shift), values_T.detach())
+
+    dirty = replace(
+        clean,
+        logprobs_T=spoiled(clean.logprobs_T, 0).requires_grad_(),
+        old_logprobs_T=spoiled(clean.old_logprobs_T, 1),
+        sampling_logprobs_T=spoiled(clean.sampling_logprobs_T, 2),
+        ref_logprobs_T=spoiled(clean.ref_logprobs_T, 3),
+        advantages_T=spoiled(clean.advantages_T, 0),
+    )
+    (loss, gradient), (clean_loss, clean_gradient) = loss_and_gradient(config, dirty), loss_and_gradient(config, clean)
+    assert torch.equal(loss, clean_loss) and torch.equal(gradient, clean_gradient)
+    assert gradient[masked_T].eq(0).all() and gradient.ne(0).any()
+    assert metrics_of(config, dirty) == metrics_of(config, clean)
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", ["logprobs_T", "old_logprobs_T", "sampling_logprobs_T", "ref_logprobs_T", "advantages_T"]
+)
+@pytest.mark.parametrize("settings", BUSY_SETTINGS[:4])
+def test_a_bad_number_at_a_trained_position_shows_in_loss_and_gradient(
+    config_class: type, name: str, bad: float, settings: dict
+):
+    inputs = random_inputs(seed=1, lengths=[3, 5])
+    values_T = getattr(inputs, name).detach().clone()
+    values_T[int(inputs.loss_mask_T.nonzero()[0])] = bad
+    inputs = replace(inputs, **{name: values_T})
+    inputs.logprobs_T.requires_grad_()
+    loss, gradient = loss_and_gradient(config_class(**settings), inputs)
+    assert loss.isnan() and gradient.isnan().any()
+    assert gradient[~inputs.loss_mask_T].eq(0).all()
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
+def test_a_micro_batch_without_trained_tokens_is_zero_and_can_be_differentiated(config_class: type):
+    inputs = random_inputs(seed=2, lengths=[2, 3])
+    inputs = replace(inputs, loss_mask_T=torch.zeros_like(inputs.loss_mask_T), advantages_T=torch.full((5,), math.nan))
+    loss, gradient = loss_and_gradient(config_class(kl=KLConfig(coef=0.1)), inputs)
+    assert loss == 0 and torch.equal(gradient, torch.zeros(5))
+    assert metrics_of(config_class(), inputs) == {"mismatch/max": 0.0}
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
+def test_on_policy_the_gradient_is_reinforce_with_baseline(config_class: type):
+    inputs = random_inputs(seed=3, lengths=[3, 5, 2])
+    advantages_T = torch.tensor([0.5, -2.0, 1.0])[inputs.sequence_T]
+    inputs = replace(inputs, old_logprobs_T=None, advantages_T=advantages_T)
+    _, gradient = loss_and_gradient(config_class(correction=OFF), inputs)
+    share_T = inputs.loss_mask_T.float()
+    if config_class in (GRPOConfig, GSPOConfig):
+        share_T = share_T / torch.zeros(3).index_add(0, inputs.sequence_T, share_T)[inputs.sequence_T]
+    assert_close(gradient, -inputs.advantages_T * share_T)
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_that_of_equal_old_logprobs(config_class: type):
+    inputs = random_inputs(seed=4, lengths=[4, 3])
+    explicit = replace(inputs, old_logprobs_T=inputs.logprobs_T.detach())
+    implicit = replace(inputs, old_logprobs_T=None)
+    assert_close(loss_and_gradient(config_class(), implicit), loss_and_gradient(config_class(), explicit))
+    assert metrics_of(config_class(), implicit)["ratio"] == 1.0
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.integers(1, 6), min_size=2, max_size=6),
+    cut=st.integers(1, 5),
+    config_class=st.sampled_from(ALL_LOSSES),
+    busy=st.sampled_from(BUSY_SETTINGS),
+)
+def test_gradient_does_not_depend_on_how_a_batch_is_split(
+    seed: int, lengths: list[int], cut: int, config_class: type, busy: dict
+):
+    config, whole = config_class(**busy), random_inputs(seed, lengths)
+    cut = min(cut, len(lengths) - 1)
+    parts = [part_of(whole, 0, cut), part_of(whole, cut, len(lengths))]
+    loss, gradient = loss_and_gradient(config, whole)
+    losses, gradients = zip(*(loss_and_gradient(config, part) for part in parts), strict=True)
+    assert_close(sum(losses), loss, rtol=1e-5, atol=1e-5)
+    assert_close(torch.cat(gradients), gradient, rtol=1e-5, atol=1e-6)
+
+
+def part_of(whole: LossInputs, first: int, end: int) -> LossInputs:
+    tokens = (whole.sequence_T >= first) & (whole.sequence_T < end)
+    tensors = {name: value[tokens].detach() for name, value in vars(whole).items() if isinstance(value, Tensor)}
+    tensors["logprobs_T"].requires_grad_()
+    tensors["sequence_T"] -= first
+    return LossInputs(**tensors, num_sequences=end - first)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**31), config_class=st.sampled_from(ALL_LOSSES), busy=st.sampled_from(BUSY_SETTINGS))
+def test_the_order_of_tokens_does_not_matter(seed: int, config_class: type, busy: dict):
+    inputs = random_inputs(seed, [3, 4, 2])
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
+    shuffled = {name: value[order].detach() for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    shuffled["logprobs_T"].requires_grad_()
+    loss, gradient = loss_and_gradient(config_class(**busy), inputs)
+    shuffled_loss, shuffled_gradient = loss_and_gradient(config_class(**busy), replace(inputs, **shuffled))
+    assert_close(shuffled_loss, loss, rtol=1e-5, atol=1e-5)
+    assert_close(shuffled_gradient, gradient[order], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
+def test_half_precision_inputs_are_computed_in_float32(config_class: type):
+    inputs = random_inputs(seed=6, lengths=[4, 4])
+    names = [name for name in vars(inputs) if name.endswith(("logprobs_T", "advantages_T"))]
+    halved = {name: getattr(inputs, name).detach().bfloat16() for name in names}
+    half, full = replace(inputs, **halved), replace(inputs, **{name: v.float() for name, v in halved.items()})
+    loss = make_loss(config_class())
+    assert torch.equal(loss(half).loss_sum, loss(full).loss_sum) and loss(half).loss_sum.dtype == torch.float32
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
+def test_nothing_is_read_back_from_the_device_and_metrics_carry_no_graph(config_class: type):
+    inputs = random_inputs(seed=7, lengths=[4, 4])
+    on_meta = {name: v.to("meta") for name, v in vars(inputs).items() if isinstance(v, Tensor)}
+    for busy in BUSY_SETTINGS:
+        output = make_loss(config_class(**busy))(replace(inputs, **on_meta))  # a meta tensor has no value to read
+        assert output.loss_sum.requires_grad
+        assert not any(part.requires_grad for stat in output.metrics.values() for part in stat.parts)
+
+
+# Metrics
+
+
+def test_clip_fractions_count_trained_tokens_that_lost_their_gradient():
+    config = DAPOConfig(clip_low=0.2, clip_high=0.2, dual_clip=3.0, correction=OFF)
+    ratios, advantages = [0.5, 0.5, 1.5, 1.5, 4.0, 1.5, 9.0, 1.0], [1.0, -1.0, 1.0, -1.0, -1.0, 0.0, 1.0, 1.0]
+    inputs = make_inputs(ratios, advantages, mask=[True] * 6 + [False, True])
+    metrics = metrics_of(config, inputs)
+    assert metrics["clip_fraction/low"] == pytest.approx(1 / 7)
+    assert metrics["clip_fraction/high"] == pytest.approx(2 / 7)
+    assert metrics["ratio"] == pytest.approx((0.5 + 0.5 + 1.5 + 1.5 + 4.0 + 1.5 + 1.0) / 7)
+
+
+def test_cispo_counts_truncated_weights():
+    assert metrics_of(CISPOConfig(clip_high=2.0), make_inputs([3.0, 1.0, 3.0, 2.0], [1.0, 1.0, -1.0, 1.0]))[
+        "clip_fraction/high"
+    ] == pytest.approx(0.5)
+
+
+def test_mismatch_metrics_compare_trainer_and_sampler_before_truncation():
+    weights = [0.25, 1.0, 2.5]
+    inputs = make_inputs([1.1] * 4, [1.0] * 4, mask=[True, True, True, False], mismatch=[*weights, 100.0])
+    metrics = metrics_of(GRPOConfig(), inputs)
+    logs = [math.log(weight) for weight in weights]
+    assert metrics["mismatch/kl"] == pytest.approx(sum(w - 1 - x for w, x in zip(weights, logs, strict=True)) / 3)
+    assert metrics["mismatch/abs"] == pytest.approx(sum(map(abs, logs)) / 3)
+    assert metrics["mismatch/max"] == pytest.approx(math.log(4))
+    assert metrics["mismatch/outside"] == pytest.approx(2 / 3)
+    assert metrics["mismatch/ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
+
+
+def test_a_tiny_mismatch_keeps_its_digits_in_float32():
+    x = 1e-3
+    inputs = make_inputs([1.0], [1.0], mismatch=[math.exp(x)])
+    x = float(inputs.old_logprobs_T - inputs.sampling_logprobs_T)
+    assert metrics_of(GRPOConfig(), inputs)["mismatch/kl"] == pytest.approx(math.expm1(x) - x, rel=1e-3)
+
+
+@pytest.mark.parametrize(("config_class", "share"), [(GRPOConfig, [0.5, 0.5, 1.0]), (DAPOConfig, [1.0, 1.0, 1.0])])
+def test_loss_terms_are_in_the_units_of_the_loss(config_class: type, share: list[float]):
+    config = config_class(kl=KLConfig(coef=0.5), correction=OFF)
+    inputs = make_inputs([1.1, 0.9, 1.0], [2.0, 2.0, -1.0], sequence=[0, 0, 1], reference=[2.0, 1.0, 1.0])
+    metrics = metrics_of(config, inputs)
+    policy = [-2.2, -1.8, 1.0]
+    assert metrics["loss/policy"] == pytest.approx(sum(p * s for p, s in zip(policy, share, strict=True)) / sum(share))
+    assert metrics["loss/kl"] == pytest.approx(0.5 * (1 - math.log(2)) * share[0] / sum(share))

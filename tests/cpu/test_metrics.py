@@ -1,0 +1,127 @@
+"""Statistics over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from colocated_grpo.metrics import Metrics, Stat, reduce, union
+
+
+def one_rank(tensor: Tensor) -> None:
+    """An all-reduce over one rank."""
+
+
+def reduce_over_ranks(ranks: list[Metrics]) -> list[dict[str, float]]:
+    """Each rank's result of `reduce`: a dry run records what every rank sends, a second one hands out the reduction."""
+    sent: dict[str, list[Tensor]] = {"sum": [], "max": []}
+    for rank in ranks:
+        reduce(rank, lambda t: sent["sum"].append(t.clone()), lambda t: sent["max"].append(t.clone()))
+    total, largest = torch.stack(sent["sum"]).sum(0), torch.stack(sent["max"]).amax(0)
+    return [reduce(rank, lambda t: t.copy_(total), lambda t: t.copy_(largest)) for rank in ranks]
+
+
+def metrics_of(*batches: dict[str, Stat]) -> Metrics:
+    metrics = Metrics("cpu")
+    for stats in batches:
+        metrics.add(stats)
+    return metrics
+
+
+def test_a_mean_is_weighted_by_counts_and_not_a_mean_of_means():
+    metrics = metrics_of(
+        {"kl": Stat.mean(torch.tensor(9.0), torch.tensor(1.0))}, {"kl": Stat.mean(torch.tensor(3.0), torch.tensor(3.0))}
+    )
+    assert reduce(metrics, one_rank, one_rank) == {"kl": 3.0}
+
+
+def test_every_kind_is_reduced_over_micro_batches_and_ranks():
+    weights = [torch.tensor([1.0, 3.0]), torch.tensor([2.0]), torch.tensor([0.5, 0.5])]
+
+    def stats(w: Tensor) -> dict[str, Stat]:
+        count = torch.tensor(float(len(w)))
+        return {
+            "z/ess": Stat.ess(w.sum(), w.square().sum(), count),
+            "max": Stat.max(-w.amin()),
+            "mean": Stat.mean(w.sum(), count),
+            "a/sum": Stat.sum(count),
+        }
+
+    results = reduce_over_ranks([metrics_of(stats(weights[0]), stats(weights[1])), metrics_of(stats(weights[2]))])
+    expected = {"a/sum": 5.0, "max": -0.5, "mean": 7 / 5, "z/ess": 7**2 / (5 * (1 + 9 + 4 + 0.25 + 0.25))}
+    assert results == [pytest.approx(expected)] * 2
+
+
+def test_ranks_with_different_names_agree_once_they_declare_the_union():
+    first = metrics_of({"b": Stat.mean(2.0, 4.0), "only/first": Stat.max(-7.0)})
+    second = metrics_of({"a": Stat.sum(5.0), "b": Stat.mean(1.0, 2.0)})
+    names = union([first.schema, second.schema])
+    for rank in (first, second):
+        rank.declare(names)
+    expected = {"a": 5.0, "b": 0.5, "only/first": -7.0}
+    assert reduce_over_ranks([first, second]) == [expected, expected]
+
+
+def test_declaring_twice_or_before_adding_changes_no_value():
+    metrics = Metrics("cpu")
+    metrics.declare({"mean": "mean", "max": "max", "sum": "sum"})
+    metrics.add({"mean": Stat.mean(3.0, 2.0), "max": Stat.max(torch.tensor(-3.0)), "sum": Stat.sum(2)})
+    metrics.declare(metrics.schema)
+    assert reduce(metrics, one_rank, one_rank) == {"mean": 1.5, "max": -3.0, "sum": 2.0}
+
+
+def test_a_name_without_data_on_any_rank_is_left_out():
+    metrics = Metrics("cpu")
+    metrics.declare({"mean": "mean", "max": "max", "ess": "ess"})
+    assert reduce(metrics, one_rank, one_rank) == {}
+    assert reduce(Metrics("cpu"), one_rank, one_rank) == {}
+
+
+def test_not_a_number_is_shown_and_not_left_out():
+    metrics = metrics_of({"kl": Stat.mean(math.nan, 2.0), "max": Stat.max(torch.tensor(math.nan))})
+    assert all(math.isnan(value) for value in reduce(metrics, one_rank, one_rank).values())
+
+
+def test_one_name_with_two_kinds_is_refused():
+    with pytest.raises(ValueError, match="metric 'kl' is a mean and a max"):
+        metrics_of({"kl": Stat.mean(1.0, 1.0)}, {"kl": Stat.max(1.0)})
+    with pytest.raises(ValueError, match="metric 'kl' is a mean and a sum"):
+        union([{"kl": "mean"}, {"kl": "sum"}])
+
+
+def test_counts_beyond_float32_stay_exact():
+    metrics = metrics_of({"tokens": Stat.sum(2.0**24)}, {"tokens": Stat.sum(1.0)})
+    assert reduce(metrics, one_rank, one_rank) == {"tokens": 2.0**24 + 1}
+
+
+def test_the_device_is_read_exactly_once(monkeypatch: pytest.MonkeyPatch):
+    reads: list[str] = []
+
+    def counted(name: str) -> Callable:
+        original = getattr(Tensor, name)
+        return lambda self, *args: reads.append(name) or original(self, *args)
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(Tensor, name, counted(name))
+    one = torch.tensor(1.0)
+    metrics = metrics_of(*[{"a": Stat.mean(one, one), "b": Stat.max(one), "c": Stat.ess(one, one, one)}] * 3)
+    assert reads == []
+    reduce(metrics, one_rank, one_rank)
+    assert reads == ["tolist"]
+
+
+@given(st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5), min_size=1, max_size=5))
+def test_any_split_gives_the_statistics_of_the_whole(parts: list[list[float]]):
+    metrics = metrics_of(
+        *({"mean": Stat.mean(sum(part), len(part)), "max": Stat.max(torch.tensor(max(part)))} for part in parts)
+    )
+    whole = [value for part in parts for value in part]
+    values = reduce(metrics, one_rank, one_rank)
+    assert values["mean"] == pytest.approx(math.fsum(whole) / len(whole), abs=1e-9)
+    assert values["max"] == max(whole)

@@ -1,0 +1,156 @@
+"""The stream of prompts: tokens, mixture, length limit, exact resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocated_grpo.config import Config
+from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+
+TOKENIZER = build_char_tokenizer()
+
+
+def environments(*entries, tokenizer=TOKENIZER, seed=0, max_prompt_tokens=1024):
+    config = Config(
+        model={"name": "none"},
+        environments=[{"type": "task"} | entry for entry in entries],
+        rollout={"max_prompt_tokens": max_prompt_tokens},
+        seed=seed,
+    )
+    return build_environments(config, tokenizer)
+
+
+def user_task(folder, body):
+    file = folder / "my_task.py"
+    file.write_text(
+        f"class Mine:\n    def score(self, item, completion): return 1.0\n    def prompts(self, seed, split):\n{body}"
+    )
+    return {"name": f"{file}:Mine"}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    rows = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "x" * number}) + "\n" for number in range(1, 14)))
+    dataset = {"type": "dataset", "name": str(rows), "rewards": ["format_think"], "held_out": 2, "weight": 2.0}
+    return lambda: environments(
+        {"name": "sorting"}, {"name": "arithmetic", "weight": 0.5, "args": {"template": "{question}"}}, dataset,
+        max_prompt_tokens=13,
+    )  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(before=st.lists(st.integers(0, 9), max_size=5), after=st.lists(st.integers(0, 9), max_size=5))
+def test_a_resumed_source_repeats_what_an_uninterrupted_one_gives(mixed, before, after):
+    made = mixed()
+    whole = made.open_source()
+    expected = whole.next(sum(before) + sum(after))
+
+    first = made.open_source()
+    given_before = [prompt for n in before for prompt in first.next(n)]
+    state = json.loads(json.dumps(first.state_dict()))
+    first.next(3)
+
+    resumed = mixed().open_source()
+    resumed.next(2)
+    resumed.load_state_dict(state)
+    given_after = [prompt for n in after for prompt in resumed.next(n)]
+    assert given_before + given_after == expected
+    assert resumed.state_dict() == whole.state_dict()
+    assert [prompt.index for prompt in expected] == list(range(len(expected)))
+
+
+def test_environments_are_mixed_by_weight_and_every_prompt_has_its_scorer(mixed):
+    made = mixed()
+    source = made.open_source()
+    prompts = source.next(70)
+    counts = {name: sum(prompt.source == name for prompt in prompts) for name in made.scorers}
+    assert sorted(counts.values()) == [10, 20, 40]
+    assert source.dropped > 0
+    assert all(len(prompt.token_ids) <= 13 for prompt in prompts)
+
+
+def test_the_same_environment_twice_keeps_two_cursors():
+    made = environments({"name": "sorting"}, {"name": "sorting", "args": {"max_digits": 4}})
+    assert list(made.scorers) == ["sorting", "sorting#2"]
+    assert {prompt.source for prompt in made.open_source().next(4)} == {"sorting", "sorting#2"}
+
+
+def test_held_out_prompts_are_shared_out_by_weight_and_never_trained_on():
+    made = environments({"name": "sorting", "weight": 3.0}, {"name": "reversal"})
+    held_out = made.held_out(20)
+    assert held_out == made.held_out(20)
+    assert [prompt.index for prompt in held_out] == list(range(20))
+    assert sum(prompt.source == "sorting" for prompt in held_out) == 15
+    trained = {prompt.text for prompt in made.open_source().next(500)}
+    assert not trained & {prompt.text for prompt in held_out}
+
+
+def test_text_becomes_a_user_message_where_there_is_a_chat_template():
+    [prompt] = environments({"name": "sorting"}).open_source().next(1)
+    question = prompt.item["question"]
+    assert prompt.item["prompt"] == f"sort {question}"
+    assert prompt.text == f"<|user|>sort {question}<|end|><|assistant|>"
+    assert prompt.token_ids == TOKENIZER.encode(prompt.text, add_special_tokens=False)
+    assert type(prompt.token_ids) is list
+
+
+def test_text_is_read_as_it_stands_without_a_chat_template():
+    plain = build_char_tokenizer()
+    plain.chat_template = None
+    [prompt] = environments({"name": "sorting"}, tokenizer=plain).open_source().next(1)
+    assert prompt.text == prompt.item["prompt"]
+    assert prompt.token_ids == plain.encode(prompt.text)
+
+
+def test_chat_messages_need_a_chat_template(tmp_path):
+    entry = user_task(tmp_path, "        yield {'prompt': [{'role': 'user', 'content': 'hi'}]}\n")
+    [prompt] = environments(entry).open_source().next(1)
+    assert prompt.text == "<|user|>hi<|end|><|assistant|>"
+    plain = build_char_tokenizer()
+    plain.chat_template = None
+    with pytest.raises(EnvironmentSetupError, match=r"set model\.chat_template"):
+        environments(entry, tokenizer=plain).open_source().next(1)
+
+
+def test_a_train_sequence_that_ends_starts_again_and_resumes_exactly(tmp_path):
+    entry = user_task(tmp_path, "        yield from ({'prompt': str(number)} for number in range(3))\n")
+    source = environments(entry).open_source()
+    assert [prompt.item["prompt"] for prompt in source.next(7)] == list("0120120")
+    resumed = environments(entry).open_source()
+    resumed.load_state_dict(source.state_dict())
+    assert [prompt.item["prompt"] for prompt in resumed.next(4)] == list("1201")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("        return iter(())\n", r"prompts\(seed, 'train'\) gave nothing"),
+        ("        yield 'text'\n", "an item must be a dict with 'prompt', got a str"),
+        ("        yield {'question': 'x'}\n", "an item must be a dict with 'prompt', got the keys question"),
+        ("        yield {'prompt': []}\n", r"a prompt must be text or a list of messages with a role, got \[\]"),
+        ("        yield {'prompt': 'long' * 300}\n", "1000 prompts in a row are empty or longer than"),
+    ],
+)
+def test_a_task_that_gives_nothing_usable_is_said_in_one_line(tmp_path, body, message):
+    with pytest.raises(EnvironmentSetupError, match=message):
+        environments(user_task(tmp_path, body)).open_source().next(1)
+
+
+def test_a_limit_below_every_prompt_is_named_for_training_and_for_held_out_prompts():
+    made = environments({"name": "sorting"}, max_prompt_tokens=5)
+    for give in (lambda: made.open_source().next(1), lambda: made.held_out(4)):
+        with pytest.raises(EnvironmentSetupError, match=r"rollout\.max_prompt_tokens=5; nothing is left"):
+            give()
+
+
+def test_a_resume_with_other_environments_is_refused():
+    state = environments({"name": "sorting"}).open_source().state_dict()
+    other = environments({"name": "reversal"}).open_source()
+    with pytest.raises(EnvironmentSetupError, match="the checkpoint has sorting and the config has reversal"):
+        other.load_state_dict(state)
