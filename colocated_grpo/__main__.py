@@ -1,5 +1,11 @@
+import os
 import sys
 
 from colocated_grpo.cli import main
 
-sys.exit(main())
+code = main()
+if code:
+    # A rank that gives up leaves its process group as it is; tearing that down would abort and hide the exit code.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -14,12 +14,13 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
 AUTO = "auto"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
+RUN_ERROR = 1
 USAGE_ERROR = 2
 
 
@@ -58,7 +59,7 @@ def config_file(options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this rank to the end. Returns its exit code; an exception of the trainer passes through."""
+    """Run this rank to the end. Returns its exit code; an exception that no user can act on passes through."""
     parser = OneLineParser(prog="python -m colocated_grpo", description=__doc__, allow_abbrev=False)
     add_run_arguments(parser)
     options, overrides = parser.parse_known_args(arguments)
@@ -76,27 +77,34 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from colocated_grpo.config.inputs import check_inputs
     from colocated_grpo.config.loading import read_config
     from colocated_grpo.config.rules import check_world
+    from colocated_grpo.errors import RunError
 
-    is_main = os.environ["RANK"] == "0"
     try:
         loaded = read_config(config_file(options), overrides)
         check_world(loaded.config, int(os.environ["WORLD_SIZE"]))
         config, notes = check_inputs(loaded.config)
+        _say(*(f"note: {note}" for note in loaded.notes + notes), to=sys.stdout)
+
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        from colocated_grpo.trainer import main as train
+
+        # torchrun shows what `record` keeps of the first rank that failed, and shows it last
+        record(train)(config, resume=options.resume, name=Path(config_file(options)).stem)
     except ConfigError as error:
-        if is_main:
-            for line in str(error).splitlines():
-                print(f"error: {line}", file=sys.stderr)
+        _say(*(f"error: {line}" for line in str(error).splitlines()), to=sys.stderr)
         return USAGE_ERROR
-    if is_main:
-        for note in loaded.notes + notes:
-            print(f"note: {note}", flush=True)
-
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from colocated_grpo.trainer import main as train
-
-    record(train)(config, resume=options.resume, name=Path(config_file(options)).stem)  # torchrun then shows this rank's own traceback, and shows it last
+    except RunError as error:
+        _say(f"error: {error}", to=sys.stderr)
+        return RUN_ERROR
     return 0
+
+
+def _say(*lines: str, to: TextIO) -> None:
+    """Print on rank 0 only: the ranks read the same settings and fail alike."""
+    if os.environ["RANK"] == "0":
+        for line in lines:
+            print(line, file=to, flush=True)
 
 
 def library_environment(log_level: str) -> dict[str, str]:

@@ -261,3 +261,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
         print(f"error: --redirect-output={str(redirect)!r}: cannot be written ({error.strerror})", file=sys.stderr)
         return USAGE_ERROR
     return run_command(command, environment, redirect)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

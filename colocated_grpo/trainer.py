@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from colocated_grpo.distributed import derive_seed, init_world, seed_everything
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
 from colocated_grpo.policy.policy import DTYPES, score
+from colocated_grpo.profiling import profiled
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.sharing import Job
 from colocated_grpo.run_folder import choose_run_folder
@@ -36,6 +38,7 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
         folder = world.from_main(lambda: choose_run_folder(config, resume, name))
         run = build_run(config, folder, world, stop)
         run.tracker.start(config, describe(run), run.start)
+        settle_garbage_collector()
         outcome = "failed"
         try:
             outcome = train(run)
@@ -48,6 +51,12 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
     watchdog.close()
     world.barrier()
     dist.destroy_process_group()
+
+
+def settle_garbage_collector() -> None:
+    """Put what the build made out of the collector's sight: vLLM collects at every sleep, 0.3 s over a full heap."""
+    gc.collect()
+    gc.freeze()
 
 
 def train(run: Run) -> str:
@@ -67,7 +76,7 @@ def train(run: Run) -> str:
             check_reward_errors(groups, config.rollout)
             batch = make_batch(run, step, groups)
             row = rollout_metrics(groups, run.policy.version)
-            with run.choreography.training_phase():
+            with run.choreography.training_phase(), profiled(profile_folder(run, step)):
                 metrics = update(run, with_logprobs(run, batch))
             row |= reduce(metrics, run.world.sum_, run.world.max_)
             if run.checkpoints.due(step + 1):
@@ -160,6 +169,11 @@ def update(run: Run, batch: Batch) -> Metrics:
     return metrics
 
 
+def profile_folder(run: Run, step: int) -> Path | None:
+    wanted = run.world.is_main and step == run.config.tracking.profile_step
+    return run.folder / "profile" if wanted else None
+
+
 def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
     """Seconds and memory by phase, and tokens a second of the whole step over all ranks."""
     row = run.clock.read()
@@ -195,6 +209,7 @@ def finish(run: Run) -> None:
         # A stop now gives up this evaluation only: every step is done.
         with suppress(Stopped), run.choreography.rollout_phase(steps, probe=run.held_out[0].token_ids, sync=True):
             evaluate(run, steps)
-    save(run, steps, run.source.state_dict() if run.source else None)
+    if run.config.checkpoint.final:
+        save(run, steps, run.source.state_dict() if run.source else None)
+        export_to(run, run.folder / "final_model")
     run.checkpoints.wait()
-    export_to(run, run.folder / "final_model")

@@ -106,12 +106,10 @@ def _short(bound: Any) -> Any:
 
 def setting_path(error: ErrorDetails, tree: Any) -> Path:
     """A pydantic location without the union tags that pydantic puts into it."""
-    location, ends_in_key = error["loc"], error["type"] in ("missing", "extra_forbidden")
     path: list[str | int] = []
     node = tree
-    for number, step in enumerate(location):
-        is_key = ends_in_key and number == len(location) - 1
-        if isinstance(node, dict) and step not in node and node.get("type") == step and not is_key:
+    for step in error["loc"]:
+        if isinstance(node, dict) and step not in node and node.get("type") == step:
             continue
         path.append(step)
         if isinstance(node, dict):

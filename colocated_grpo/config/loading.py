@@ -42,7 +42,6 @@ def read_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Load
         origins[key] = Origin(where="command line", on_command_line=True, text=text)
     notes = translate_aliases(tree, origins)
     notes += _fill_in(tree)
-    tree.setdefault("config_file", str(path))
     config = _validate(tree, origins)
     check(config)
     return LoadedConfig(config, notes + remarks(config))

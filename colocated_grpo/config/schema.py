@@ -201,6 +201,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 is only at the end and on a signal."""
     keep_last: Positive = 2
     """Older checkpoints are deleted."""
+    final: bool = True
+    """Save a checkpoint and export final_model/ when all steps are done."""
     export_every: NonNegative = 0
     """Steps between Hugging Face exports (step_N/); 0 is only final_model/."""
     export_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -218,6 +220,8 @@ class TrackingConfig(Section):
     """W&B group."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder."""
+    profile_step: NonNegative | None = None
+    """Step whose training phase is profiled into profile/ of the run folder (rank 0)."""
     rollouts_per_step: NonNegative = 4
     """Rollouts of each step written to rollouts.jsonl."""
 
@@ -248,8 +252,6 @@ class Config(Section):
     """Folder that holds run folders."""
     run_name: str | None = None
     """Name of the run folder. Default: config file's name and the start time."""
-    config_file: str | None = None
-    """File that the run was started from; filled in when it is loaded."""
     policy: PolicyConfig = PolicyConfig()
     """Optimizer, precision and memory of the trained model."""
     engine: EngineConfig = EngineConfig()

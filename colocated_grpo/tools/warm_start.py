@@ -16,7 +16,7 @@ from colocated_grpo.environments.scoring import score_text
 from colocated_grpo.types import Prompt
 
 IGNORED = -100
-CHECK_EVERY = 10
+CHECK_EVERY = 5
 PROBES = 128
 
 
@@ -24,7 +24,7 @@ PROBES = 128
 class WarmStart:
     """How far to teach: until the mean sampled reward reaches `target`, but no more than `max_steps`."""
 
-    target: float = 0.38
+    target: float = 0.33
     max_steps: int = 300
     batch_size: int = 64
     lr: float = 2e-3

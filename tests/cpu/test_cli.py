@@ -90,21 +90,47 @@ def test_settings_that_do_not_load_end_every_rank_and_rank_0_says_why(number, me
     assert (result.returncode, result.stderr) == (2, message)
 
 
-def test_a_rank_prepares_its_libraries_and_starts_the_trainer(tmp_path):
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A config file whose model exists."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "model/model.safetensors").touch()
-    config = tmp_path / "x.yaml"
-    config.write_text(f"model: {{name: {tmp_path}/model}}\nenvironments: [{{name: sorting}}]\n")
+    path = tmp_path / "my_run.yaml"
+    path.write_text(f"model: {{name: {tmp_path}/model}}\nenvironments: [{{name: sorting}}]\n")
+    return path
+
+
+def trained(config: Path, body: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A rank whose trainer is one line of Python."""
     code = (
         "import os, sys, types\n"
+        "from colocated_grpo.config.errors import ConfigError\n"
+        "from colocated_grpo.errors import RunError\n"
         "trainer = sys.modules['colocated_grpo.trainer'] = types.ModuleType('trainer')\n"
-        "def train(config, resume):\n"
-        "    print(config.policy.lr, resume, os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'], os.environ['WORLD_SIZE'])\n"
+        f"def train(config, *, resume, name):\n    {body}\n"
         "trainer.main = train\n"
     )
-    arguments = f"['--config', '{config}', '--resume', '--learning_rate', '2e-6']"
-    result = rank(code + START.replace("ARGUMENTS", arguments))
+    return rank(code + START.replace("ARGUMENTS", repr(["--config", str(config), *arguments])))
+
+
+def test_a_rank_prepares_its_libraries_and_starts_the_trainer(config):
+    body = (
+        "print(name, resume, config.policy.lr, os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'], os.environ['WORLD_SIZE'])"
+    )
+    result = trained(config, body, "--resume", "--learning_rate", "2e-6")
     assert result.stderr == ""
-    assert result.stdout == "note: old names read as new ones: learning_rate -> policy.lr\n2e-06 auto 0 1\n"
+    assert result.stdout == "note: old names read as new ones: learning_rate -> policy.lr\nmy_run auto 2e-06 0 1\n"
     assert result.returncode == 0
+
+
+@pytest.mark.parametrize(("error", "code"), [("ConfigError", 2), ("RunError", 1)])
+def test_what_the_user_can_act_on_ends_a_rank_with_one_line(config, error, code):
+    result = trained(config, f"raise {error}('batch.size=3: too small')")
+    assert (result.returncode, result.stderr) == (code, "error: batch.size=3: too small\n")
+
+
+def test_a_defect_ends_a_rank_with_its_traceback(config):
+    result = trained(config, "raise KeyError('x')")
+    assert result.returncode == 1
+    assert result.stderr.endswith("KeyError: 'x'\n")

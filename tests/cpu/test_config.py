@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from config_text import MINIMAL, load, notes
+from config_text import load, notes
 
 from colocated_grpo.config.aliases import ALIASES
 from colocated_grpo.config.errors import setting_names
@@ -106,12 +106,6 @@ def test_a_resolved_config_written_as_yaml_loads_to_the_same_config(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     assert load_config(saved) == config
-
-
-def test_the_config_remembers_the_file_it_came_from(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text(MINIMAL)
-    assert load_config(path).config_file == str(path)
 
 
 # Values

@@ -21,6 +21,7 @@ from colocated_grpo.tools.make_model import (
     model_config,
 )
 from colocated_grpo.tools.warm_start import (
+    CHECK_EVERY,
     IGNORED,
     WarmStart,
     encoded_prompts,
@@ -182,6 +183,6 @@ def test_a_warm_start_teaches_until_the_target_and_then_stops():
     settings = WarmStart(target=0.5, max_steps=200, batch_size=8, max_completion_tokens=4)
     steps = warm_start(model, TOKENIZER, AlwaysA(), settings, lambda *row: seen.append(row))
     assert steps < 200
-    assert [row[0] for row in seen] == list(range(10, steps + 1, 10))
+    assert [row[0] for row in seen] == list(range(CHECK_EVERY, steps + 1, CHECK_EVERY))
     assert (seen[-1][2] + (seen[-2][2] if len(seen) > 1 else 0.0)) / 2 >= 0.5
     assert sampled_reward(model, TOKENIZER, AlwaysA(), prompts, 4) > 0.5

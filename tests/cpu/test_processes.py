@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 60
+TIMEOUT = 30
 
 # Stands in for the launcher: runs a command and leaves with its exit code. A bystander is its child from before.
 DRIVER = """
@@ -127,10 +127,14 @@ def test_ranks_that_outlive_torchrun_are_killed():
 
 def test_a_launcher_that_is_killed_takes_the_command_with_it():
     process = start("-c", POLITE_RANK)
-    lines(process, 1)
+    [ready] = lines(process, 1)
+    command = psutil.Process(int(ready.removeprefix("ready ")))
     process.kill()
-    assert process.stdout.readline() == "saved\n"
-    assert process.stdout.read() == ""
+    _, alive = psutil.wait_procs([command], timeout=TIMEOUT)
+    for survivor in alive:
+        survivor.kill()
+    assert not alive
+    assert process.stdout.read() == "saved\n"
 
 
 def test_ranks_under_the_real_torchrun_save_before_they_end(tmp_path):

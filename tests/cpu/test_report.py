@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tracked_run import HOSTILE, TrackedRun, finished_run, groups_of, rollout_of, row_of
 
@@ -166,6 +166,7 @@ def test_a_long_series_is_averaged_and_never_thinned_out(length: int) -> None:
     assert math.fsum(sums) == pytest.approx(sum(step % 7 for step in range(length)))
 
 
+@example([5e-324])
 @given(st.lists(st.floats(-1e99, 1e99), min_size=1, max_size=60))
 def test_any_finite_series_becomes_well_formed_svg_inside_its_frame(values: list[float]) -> None:
     svg = line_chart([Series(name="<&>", points=list(enumerate(values)))])

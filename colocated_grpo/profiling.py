@@ -1,0 +1,29 @@
+"""A kernel-level look at one training step, on request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+ROWS = 40
+
+
+def profiled(folder: Path | None) -> Iterator[None]:
+    """Profile the block into `folder` (trace.json.gz for a trace viewer, kernels.txt for reading); None does nothing."""
+    return nullcontext() if folder is None else _profile(folder)
+
+
+@contextmanager
+def _profile(folder: Path) -> Iterator[None]:
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    with profile(activities=activities) as recorded:
+        yield
+    folder.mkdir(parents=True, exist_ok=True)
+    order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    averages = recorded.key_averages()
+    (folder / "kernels.txt").write_text(averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=90))
+    recorded.export_chrome_trace(str(folder / "trace.json.gz"))
