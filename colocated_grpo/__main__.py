@@ -1,11 +1,16 @@
 import os
 import sys
+import traceback
 
-from colocated_grpo.cli import main
+from colocated_grpo.cli import RUN_ERROR, main
 
-code = main()
-if code:
-    # A rank that gives up leaves its process group as it is; tearing that down would abort and hide the exit code.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+try:
+    code = main()
+except Exception:
+    traceback.print_exc()
+    code = RUN_ERROR
+# Not sys.exit: a reward that never returns has a thread that Python would wait for, and the process group of a rank
+# that gives up would abort while it is torn down and hide the exit code.
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)

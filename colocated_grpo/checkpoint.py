@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Checkpoints:
         self._folder = run_dir / FOLDER
         self._config = config
         self._world = world
-        self._writing: Future | None = None
+        self._published: Future[None] | None = None
 
     def due(self, step: int) -> bool:
         return self._config.every > 0 and step % self._config.every == 0
@@ -53,25 +54,29 @@ class Checkpoints:
             record = {"step": step, "policy_version": policy.version, "world_size": self._world.size, "state": state}
             (partial / STATE_FILE).write_text(json.dumps(record))
         self._world.barrier()
-        self._writing = dcp.async_save(
+        policy.init_optimizer_state()  # a run that is stopped before its first step must be restorable as well
+        writing = dcp.async_save(
             _tensors(policy, self._world), checkpoint_id=partial, process_group=self._world.checkpoints
         )
-        if self._world.is_main:
-            self._writing.add_done_callback(lambda future: self._publish(future, partial, final))
+        # Waiting for the write alone is not enough: its callbacks, and so the renaming, run after it counts as done.
+        self._published = Future()
+        published = self._published
+        writing.add_done_callback(lambda future: _settle(published, future, lambda: self._publish(partial, final)))
 
-    def _publish(self, writing: Future, partial: Path, final: Path) -> None:
+    def _publish(self, partial: Path, final: Path) -> None:
         """Rank 0's write ends after it has heard from every rank, so all files are there now."""
-        if writing.exception() is None:
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            for old in complete_checkpoints(self._folder)[: -self._config.keep_last]:
-                shutil.rmtree(old)
+        if not self._world.is_main:
+            return
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in complete_checkpoints(self._folder)[: -self._config.keep_last]:
+            shutil.rmtree(old)
 
     def wait(self) -> None:
         """Until the checkpoint under way is complete and visible. Raises what went wrong while writing."""
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+        if self._published is not None:
+            self._published.result()
+            self._published = None
             self._world.barrier()
 
     def restore(self, policy: Policy) -> tuple[int, dict[str, Any]]:
@@ -96,6 +101,17 @@ class Checkpoints:
                 f"checkpoint {folder}: lacks {missing[0]!r} and {len(missing) - 1} more; it was saved by "
                 f"{record['world_size']} ranks with another model, optimizer, or (adamw_8bit) number of ranks"
             )
+
+
+def _settle(settled: Future[None], before: Future, action: Callable[[], None]) -> None:
+    """Settle a future with the outcome of `before`, then of `action`; a callback's own exception would be lost."""
+    try:
+        before.result()
+        action()
+    except BaseException as error:
+        settled.set_exception(error)
+    else:
+        settled.set_result(None)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

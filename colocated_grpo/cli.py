@@ -14,7 +14,10 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from colocated_grpo.config.schema import Config
 
 DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
 AUTO = "auto"
@@ -77,27 +80,41 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from colocated_grpo.config.inputs import check_inputs
     from colocated_grpo.config.loading import read_config
     from colocated_grpo.config.rules import check_world
-    from colocated_grpo.errors import RunError
 
     try:
         loaded = read_config(config_file(options), overrides)
         check_world(loaded.config, int(os.environ["WORLD_SIZE"]))
         config, notes = check_inputs(loaded.config)
-        _say(*(f"note: {note}" for note in loaded.notes + notes), to=sys.stdout)
-
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        from colocated_grpo.trainer import main as train
-
-        # torchrun shows what `record` keeps of the first rank that failed, and shows it last
-        record(train)(config, resume=options.resume, name=Path(config_file(options)).stem)
     except ConfigError as error:
-        _say(*(f"error: {line}" for line in str(error).splitlines()), to=sys.stderr)
+        _say(*_error_lines(error), to=sys.stderr)
         return USAGE_ERROR
-    except RunError as error:
-        _say(f"error: {error}", to=sys.stderr)
+    _say(*(f"note: {note}" for note in loaded.notes + notes), to=sys.stdout)
+
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    # torchrun shows what `record` keeps of the first rank that failed, and shows it last
+    return record(_run)(config, options.resume, Path(config_file(options)).stem)
+
+
+def _run(config: Config, resume: str | None, name: str) -> int:
+    """Train. What the user can act on becomes one line, from the first rank that met it, and an exit code."""
+    from colocated_grpo.config.errors import ConfigError
+    from colocated_grpo.errors import ReportedElsewhere, RunError
+    from colocated_grpo.trainer import main as train
+
+    try:
+        train(config, resume=resume, name=name)
+    except (ConfigError, RunError) as error:
+        print(*_error_lines(error), sep="\n", file=sys.stderr, flush=True)
+        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+    except ReportedElsewhere:
+        logging.getLogger(__name__).debug("another rank failed first; what this one met:", exc_info=True)
         return RUN_ERROR
     return 0
+
+
+def _error_lines(error: Exception) -> list[str]:
+    return [f"error: {line}" for line in str(error).splitlines()]
 
 
 def _say(*lines: str, to: TextIO) -> None:

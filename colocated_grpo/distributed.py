@@ -89,7 +89,8 @@ class World:
 def init_world() -> World:
     """Join the process group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe."""
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    # Modulo: some schedulers show each process one GPU and still number the processes.
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(minutes=10))))
@@ -110,6 +111,15 @@ def init_world() -> World:
         control=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
         checkpoints=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
     )
+
+
+def use_deterministic_kernels() -> None:
+    """Kernels that add in a fixed order, for runs that must repeat bit by bit. Call before the first CUDA kernel.
+
+    Slower: attention's backward pass and scattered sums give up their atomic additions. Not collective.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -3,3 +3,7 @@
 
 class RunError(RuntimeError):
     """The run cannot go on. The message is one line: what was measured, the limit, and what to do."""
+
+
+class ReportedElsewhere(Exception):
+    """This rank ends after another one that failed first and says why."""

@@ -20,7 +20,7 @@ class StopRequest:
     """SIGTERM or SIGINT to any rank asks every rank to stop at the next safe point."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store = store
+        self._store = store.clone()  # see Watchdog
         self._asked = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -45,10 +45,12 @@ class Watchdog:
 
     A rank that waits in a collective for a dead peer cannot notice by itself: the wait happens in C++ and may last
     hours. The thread looks at the processes of its own node, and at a key in the shared store for the other nodes.
+    Its connection to the store is its own: a shared one is locked while the main thread waits for a key, as it does
+    when groups are made, and a rank that dies then would go unnoticed.
     """
 
     def __init__(self, world: World, stop: StopRequest, store: dist.Store) -> None:
-        self._store = store
+        self._store = store.clone()
         self._stop = stop
         self._done = threading.Event()
         host = os.uname().nodename
@@ -71,16 +73,17 @@ class Watchdog:
                 sys.stderr.flush()
                 os._exit(1)
 
-    def _report_failure(self) -> None:
+    def _report_failure(self) -> bool:
+        """Whether nobody else has done so before."""
         try:
-            self._store.set(FAILED, "1")
+            return self._store.add(FAILED, 1) == 1
         except (RuntimeError, dist.DistNetworkError):
-            pass  # nobody left to tell
+            return True  # nobody left to tell
 
-    def failed(self) -> None:
-        """Tell every node at once that this rank is about to end with an error."""
+    def failed(self) -> bool:
+        """Tell every node at once that this rank is about to end with an error; whether it is the first that does."""
         self._done.set()
-        self._report_failure()
+        return self._report_failure()
 
     def close(self) -> None:
         """Stop watching. Call on every rank, then a barrier, before any process ends in good order."""

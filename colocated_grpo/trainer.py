@@ -13,7 +13,8 @@ from colocated_grpo.advantages import group_advantages, is_constant
 from colocated_grpo.batching import Batch, pack
 from colocated_grpo.build import Run, build_run, describe
 from colocated_grpo.config.schema import Config
-from colocated_grpo.distributed import derive_seed, init_world, seed_everything
+from colocated_grpo.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
+from colocated_grpo.errors import ReportedElsewhere
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
 from colocated_grpo.policy.policy import DTYPES, score
@@ -30,6 +31,8 @@ FINISHED, STOPPED = "finished", "stopped"
 
 def main(config: Config, *, resume: str | None, name: str) -> None:
     """Train `config` on this rank. `name` heads the run folder; `resume` is a run folder, 'auto' or None."""
+    if config.deterministic:
+        use_deterministic_kernels()
     world = init_world()
     stop = StopRequest(world.store)
     watchdog = Watchdog(world, stop, world.store)
@@ -45,9 +48,11 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
         finally:
             run.tracker.close(outcome)
         run.close()
-    except BaseException:
-        watchdog.failed()
-        raise
+    except BaseException as error:
+        if watchdog.failed():
+            raise
+        # The same error as the first rank's, or a connection that broke when that rank left: showing it would mislead.
+        raise ReportedElsewhere from error
     watchdog.close()
     world.barrier()
     dist.destroy_process_group()

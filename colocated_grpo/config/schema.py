@@ -64,7 +64,7 @@ class PolicyConfig(Section):
     """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload)."""
     offload_optimizer: bool = False
     """Move optimizer state to host memory while the engine generates."""
-    logprob_chunk_tokens: Positive = 4096
+    logprob_chunk_tokens: Positive = 2048
     """Tokens whose logits exist at one time in the fused log-probability operator."""
 
 

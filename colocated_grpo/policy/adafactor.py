@@ -42,7 +42,7 @@ class Adafactor(torch.optim.Optimizer):
         for p in parameters:
             state = self.state[p] or self._init_state(p)
             state["step"] += 1
-            squared = _local(p.grad).float().square_().add_(EPS)
+            squared = _local(p.grad).float().square().add_(EPS)
             if p.dim() == 2:
                 _local(state["row"]).lerp_(squared.mean(1), _keep(state["step"]))
                 column_sums.append(squared.sum(0))

@@ -133,9 +133,12 @@ def shard(model: PackedLM, config: PolicyConfig, mesh: DeviceMesh, dtype: torch.
             module.set_force_sum_reduction_for_comms(True)
 
 
-def load_shards(model: PackedLM, folder: Path, device: torch.device) -> None:
-    """Give the parameters storage on `device` and fill this rank's rows from the checkpoint in `folder`."""
-    _allocate(model, device)
+def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloaded: bool) -> None:
+    """Give the parameters storage and fill this rank's rows from the checkpoint in `folder`.
+
+    device: where the model computes. offloaded: its parameters rest in host memory between uses (FSDP2 CPU offload).
+    """
+    _allocate(model, torch.device("cpu") if offloaded else device, device)
     reader = CheckpointReader(folder)
     names = reader.names()
     prefix = model.lm.base_model_prefix + "."
@@ -151,13 +154,12 @@ def load_shards(model: PackedLM, folder: Path, device: torch.device) -> None:
         raise ValueError(f"model.name={str(folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}")
 
 
-def _allocate(model: PackedLM, device: torch.device) -> None:
+def _allocate(model: PackedLM, parameters_on: torch.device, buffers_on: torch.device) -> None:
     """Storage for parameters, and buffers moved; `to_empty` alone would lose the values of the buffers."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    offloaded = any(isinstance(p, DTensor) and p.device_mesh.device_type != device.type for p in model.parameters())
-    model.to_empty(device="cpu" if offloaded else device)
+    model.to_empty(device=parameters_on)
     for name, buffer in model.named_buffers():
-        buffer.data = buffers[name].to(device)
+        buffer.data = buffers[name].to(buffers_on)
 
 
 def _fill(parameter: nn.Parameter, reader: CheckpointReader, source: str) -> None:

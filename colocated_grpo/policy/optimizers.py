@@ -105,8 +105,9 @@ class OptimizerOffload:
 
     def to_host(self) -> None:
         for state in self._device_tensors():
-            host = self._host.setdefault(state, torch.empty_like(state, device="cpu", pin_memory=True))
-            host.copy_(state, non_blocking=True)
+            if state not in self._host:
+                self._host[state] = torch.empty_like(state, device="cpu", pin_memory=True)
+            self._host[state].copy_(state, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         for state in self._host:
             state.untyped_storage().resize_(0)
@@ -116,7 +117,9 @@ class OptimizerOffload:
             state.untyped_storage().resize_(host.untyped_storage().nbytes())
             state.copy_(host, non_blocking=True)
 
+    @torch.no_grad()
     def _device_tensors(self) -> list[Tensor]:
+        # With gradients on, to_local() makes a new view each time: no key would ever be found again.
         values = (value for state in self._optimizer.state.values() for value in state.values())
         tensors = (value.to_local() if isinstance(value, DTensor) else value for value in values if isinstance(value, Tensor))
         return [tensor for tensor in tensors if tensor.is_cuda and tensor.numel() > 1]

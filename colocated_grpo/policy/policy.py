@@ -39,7 +39,7 @@ def build_model(config: Config, hf_config: PretrainedConfig, folder: Path, world
         trust_remote_code=config.model.trust_remote_code,
     )
     shard(model, config.policy, world.mesh, compute_dtype(config, world.device), compiled=compiled)
-    load_shards(model, folder, world.device)
+    load_shards(model, folder, world.device, offloaded=config.policy.cpu_offload)
     return model
 
 
@@ -146,11 +146,13 @@ class Policy:
         metrics.add({"grad_norm": Stat.mean(grad_norm, 1.0), "lr": Stat.mean(lr, 1.0)})
 
     def init_optimizer_state(self) -> None:
-        """Allocate the optimizer's state now, so that memory measured afterwards is what a training step leaves.
+        """Allocate the optimizer's state now, unless it is there: memory measured afterwards is what a training step leaves.
 
         A step with zero gradients and learning rate zero leaves weights and moments as they are; only step counters
         move, and those are put back.
         """
+        if self.optimizer.state:
+            return
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for group in self.optimizer.param_groups:

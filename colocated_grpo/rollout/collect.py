@@ -19,6 +19,7 @@ from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 Decode = Callable[[Sequence[int]], str]
 """Token ids of a completion to text, special tokens left out."""
 
+
 class Stopped(Exception):
     """A stop was requested while the batch was being generated; its unfinished groups are given up."""
 
@@ -47,6 +48,7 @@ class Collector:
         self._seed = seed
         self._reward_timeout = reward_timeout
         self._stop_asked = stop_asked
+        self._reward_workers = reward_workers
         self._pool = ThreadPoolExecutor(reward_workers, thread_name_prefix="reward")
 
     def collect(self, job: Job) -> list[Group]:
@@ -70,7 +72,17 @@ class Collector:
                 self._engine.abort()
                 return None
         deadline = time.monotonic() + self._reward_timeout
-        return {index: self._group(job, batch.completions[index], index, future, deadline) for index, future in pending.items()}
+        groups = {
+            index: self._group(job, batch.completions[index], index, future, deadline) for index, future in pending.items()
+        }
+        if not all(future.done() for future in pending.values()):
+            self._replace_pool()
+        return groups
+
+    def _replace_pool(self) -> None:
+        """Leave threads that hang in a reward behind: they cannot be ended, and would take workers from every later batch."""
+        self.close()
+        self._pool = ThreadPoolExecutor(self._reward_workers, thread_name_prefix="reward")
 
     def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         texts = [self._decode(completion.token_ids) for completion in completions]
@@ -104,20 +116,23 @@ class _Batch:
         self.running = 0
         self.completions: dict[int, list[Completion | None]] = {}
         self._missing: dict[int, int] = {}
+        self._exhausted = False
 
     def admit(self, share: Share, engine: RolloutEngine) -> bool:
         """Submit whole groups while there is room; False when nothing is left to take."""
         room = min(engine.max_num_seqs, share.most_running)
-        while self.running < room:
+        while self.running < room and not self._exhausted:
             index = share.take()
             if index is None:
-                return False
+                # Asking again would cost a round trip to the store with every decode step of the tail.
+                self._exhausted = True
+                break
             size = self._job.group_size
             self.completions[index] = [None] * size
             self._missing[index] = size
             self.running += size
             engine.submit(self._request(index, sibling) for sibling in range(size))
-        return True
+        return not self._exhausted
 
     def _request(self, index: int, sibling: int) -> Request:
         prompt = self._job.prompts[index]
@@ -151,5 +166,3 @@ def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, te
         temperature=temperature,
         score=score,
     )
-
-

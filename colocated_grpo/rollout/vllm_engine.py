@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from colocated_grpo.config.schema import Config
@@ -16,10 +16,15 @@ from colocated_grpo.distributed import World, derive_seed
 from colocated_grpo.rollout.engine import Part, Request, Sampling
 from colocated_grpo.rollout.kv_budget import kv_cache_arguments
 from colocated_grpo.rollout.vllm_process import discard_kv_cache, keep_trainer_state, prepare_process
+from colocated_grpo.rollout.vllm_requests import CoreRequests, Requests, Sampled, TextRequests, prompt_logprobs
 from colocated_grpo.types import Completion
 
 # Full decode graphs without inductor: the engine is ready in a third of the time and decodes as fast.
 CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+SCORING = SamplingParams(
+    temperature=1.0, seed=0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+)
 
 
 class VLLMEngine:
@@ -38,6 +43,7 @@ class VLLMEngine:
         self._worker = self._engine.model_executor.driver_worker.worker
         self.max_num_seqs: int = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization"))
+        self._requests: Requests = (TextRequests if config.rollout.stop else CoreRequests)(self._engine)
         self._keys: dict[str, tuple[int, int]] = {}
         self._submitted = 0
         self._policy_version = 0
@@ -53,45 +59,31 @@ class VLLMEngine:
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            name = str(self._submitted)
-            self._submitted += 1
+            name = self._new_name()
             self._keys[name] = request.key
-            prompt = TokensPrompt(prompt_token_ids=request.token_ids)
-            self._engine.add_request(name, prompt, _sampling_params(request.sampling, request.seed))
+            self._requests.add(name, request.token_ids, _sampling_params(request.sampling, request.seed))
+
+    def _new_name(self) -> str:
+        self._submitted += 1
+        return str(self._submitted)
 
     def step(self) -> list[tuple[tuple[int, int], Completion]]:
-        return [(self._keys.pop(output.request_id), self._completion(output)) for output in self._finished()]
+        return [(self._keys.pop(sampled.name), self._completion(sampled)) for sampled in self._requests.step()]
 
-    def _finished(self) -> list[RequestOutput]:
-        return [output for output in self._engine.step() if output.finished]
-
-    def _completion(self, output: RequestOutput) -> Completion:
-        sampled = output.outputs[0]
-        token_ids = list(sampled.token_ids)
-        logprobs = [entry[token].logprob for entry, token in zip(sampled.logprobs, token_ids, strict=True)]
+    def _completion(self, sampled: Sampled) -> Completion:
         return Completion(
-            token_ids=token_ids,
-            sampling_logprobs=logprobs,
+            token_ids=sampled.token_ids,
+            sampling_logprobs=sampled.logprobs,
             finish_reason=sampled.finish_reason,
             policy_version=self._policy_version,
         )
 
     def abort(self) -> None:
-        self._engine.abort_request(list(self._keys))
+        self._requests.abort()
         self._keys.clear()
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        name = str(self._submitted)
-        self._submitted += 1
-        params = SamplingParams(
-            temperature=1.0, seed=0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        self._engine.add_request(name, TokensPrompt(prompt_token_ids=list(token_ids)), params)
-        finished: list[RequestOutput] = []
-        while not finished:
-            finished = self._finished()
-        entries = finished[0].prompt_logprobs[1:]
-        return [entry[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True)]
+        return prompt_logprobs(self._engine, self._new_name(), token_ids, SCORING)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.transforms_weights:

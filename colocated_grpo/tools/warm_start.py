@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from random import Random
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -16,7 +17,7 @@ from colocated_grpo.environments.scoring import score_text
 from colocated_grpo.types import Prompt
 
 IGNORED = -100
-CHECK_EVERY = 5
+CHECK_EVERY = 25
 PROBES = 128
 
 
@@ -24,12 +25,16 @@ PROBES = 128
 class WarmStart:
     """How far to teach: until the mean sampled reward reaches `target`, but no more than `max_steps`."""
 
-    target: float = 0.33
-    max_steps: int = 300
+    target: float = 0.36
+    max_steps: int = 250
     batch_size: int = 64
     lr: float = 2e-3
     seed: int = 0
     max_completion_tokens: int = 32
+    slips: float = 0.35
+    """Share of answer characters that the teacher gets wrong. A student of such a teacher knows the task and is unsure
+    of each character: much to gain by reinforcement, and quickly. One that was merely taught too little has to find
+    the task out by trial."""
 
 
 def warm_start(
@@ -46,11 +51,13 @@ def warm_start(
     """
     torch.manual_seed(settings.seed)
     lessons = encoded_prompts(task, tokenizer, settings.seed, "train")
+    slips = Random(settings.seed)
     probes = list(islice(encoded_prompts(task, tokenizer, settings.seed + 1, "train"), PROBES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
     previous = 0.0
     for step in range(1, settings.max_steps + 1):
-        loss = model(**supervised_batch(tokenizer, islice(lessons, settings.batch_size), model.device)).loss
+        pairs = [(p.token_ids, with_slips(p.item["answer"], settings.slips, slips)) for p in islice(lessons, settings.batch_size)]
+        loss = model(**supervised_batch(tokenizer, pairs, model.device)).loss
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -73,13 +80,16 @@ def encoded_prompts(task: Task, tokenizer: PreTrainedTokenizerFast, seed: int, s
             yield prompt
 
 
+def with_slips(answer: str, share: float, rng: Random) -> str:
+    """The answer with that share of its characters replaced by others that occur in it."""
+    return "".join(rng.choice(answer) if rng.random() < share else character for character in answer)
+
+
 def supervised_batch(
-    tokenizer: PreTrainedTokenizerFast, prompts: Iterable[Prompt], device: torch.device
+    tokenizer: PreTrainedTokenizerFast, lessons: Iterable[tuple[list[int], str]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Right-padded prompts with their item's "answer"; only the answer and the end of turn carry a label."""
-    pairs = [
-        (prompt.token_ids, [*tokenizer.encode(prompt.item["answer"]), tokenizer.eos_token_id]) for prompt in prompts
-    ]
+    """Right-padded (prompt, answer) pairs; only the answer and the end of turn carry a label."""
+    pairs = [(question, [*tokenizer.encode(answer), tokenizer.eos_token_id]) for question, answer in lessons]
     width = max(len(question) + len(answer) for question, answer in pairs)
     ids = torch.full((len(pairs), width), tokenizer.pad_token_id)
     labels = torch.full_like(ids, IGNORED)

@@ -1,0 +1,117 @@
+"""How completions travel through vLLM: two ways, one of which is chosen when the engine is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from vllm import RequestOutput, SamplingParams, TokensPrompt
+from vllm.v1.engine.llm_engine import LLMEngine
+
+
+class Sampled(NamedTuple):
+    """One finished completion."""
+
+    name: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+class Requests(Protocol):
+    def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None: ...
+
+    def step(self) -> list[Sampled]:
+        """One decode step; what finished in it."""
+        ...
+
+    def abort(self) -> None:
+        """Give up everything under way."""
+        ...
+
+
+class CoreRequests:
+    """Token ids in, token ids out, straight at the engine's core.
+
+    vLLM's own output processing builds objects for every token of every request, which the trainer does not need: with
+    512 requests under way it cost a seventh of the generation time (7.7 s against 6.6 s for 236,000 tokens, 0.6B, H200).
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._running: dict[str, _Running] = {}
+
+    def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
+        prompt = {"type": "token", "prompt_token_ids": token_ids}
+        processor = self._engine.input_processor
+        request = processor.process_inputs(name, prompt, params, supported_tasks=self._engine.get_supported_tasks())
+        processor.assign_request_id(request)
+        self._running[request.request_id] = _Running(name, [], [])
+        self._engine.engine_core.add_request(request)
+
+    def step(self) -> list[Sampled]:
+        finished = []
+        running = self._running
+        for output in self._engine.engine_core.get_output().outputs:
+            request = running.get(output.request_id)
+            if request is None:
+                continue  # aborted while its last token was being computed
+            request.token_ids.extend(output.new_token_ids)
+            request.logprobs.append(output.new_logprobs.logprobs[:, 0])
+            if output.finish_reason is not None:
+                del running[output.request_id]
+                finished.append(request.sampled(str(output.finish_reason)))
+        return finished
+
+    def abort(self) -> None:
+        self._engine.engine_core.abort_requests(list(self._running))
+        self._running.clear()
+
+
+class _Running(NamedTuple):
+    name: str
+    token_ids: list[int]
+    logprobs: list[np.ndarray]
+    """One array for each step: the sampled tokens' log-probabilities."""
+
+    def sampled(self, finish_reason: str) -> Sampled:
+        return Sampled(self.name, self.token_ids, np.concatenate(self.logprobs).tolist(), finish_reason)
+
+
+class TextRequests:
+    """Through vLLM's output processing, which finds stop strings in the text."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._running: set[str] = set()
+
+    def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
+        self._running.add(name)
+        self._engine.add_request(name, TokensPrompt(prompt_token_ids=token_ids), params)
+
+    def step(self) -> list[Sampled]:
+        finished = [_sampled(output) for output in self._engine.step() if output.finished]
+        self._running.difference_update(sampled.name for sampled in finished)
+        return finished
+
+    def abort(self) -> None:
+        self._engine.abort_request(list(self._running))
+        self._running.clear()
+
+
+def _sampled(output: RequestOutput) -> Sampled:
+    completion = output.outputs[0]
+    token_ids = list(completion.token_ids)
+    logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, token_ids, strict=True)]
+    return Sampled(output.request_id, token_ids, logprobs, completion.finish_reason)
+
+
+def prompt_logprobs(engine: LLMEngine, name: str, token_ids: Sequence[int], params: SamplingParams) -> list[float]:
+    """Log-probability of token_ids[1:]; the engine must have nothing else to do."""
+    engine.add_request(name, TokensPrompt(prompt_token_ids=list(token_ids)), params)
+    finished: list[RequestOutput] = []
+    while not finished:
+        finished = [output for output in engine.step() if output.finished]
+    entries = finished[0].prompt_logprobs[1:]
+    return [entry[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True)]

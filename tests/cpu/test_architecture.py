@@ -1,0 +1,114 @@
+"""The shape of the code: imports point down, seams hold, and nothing grows too long to read."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "colocated_grpo"
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
+
+LAYERS = [
+    {"errors", "types", "config"},
+    {"metrics"},
+    {"advantages", "losses", "distributed"},
+    {"batching", "summaries", "profiling"},
+    {"policy", "rollout", "environments", "weights", "tracking"},
+    {"freshness", "checkpoint", "supervision"},
+    {"phases", "run_folder"},
+    {"build"},
+    {"trainer"},
+    {"processes", "cli"},
+    {"launcher", "__main__"},
+    {"tools"},
+    {"benchmarks"},
+]
+"""From the bottom up. A part imports itself and what lies below it; parts of one layer do not know each other."""
+
+ALLOWED_WITHIN_A_LAYER = {
+    ("rollout", "environments"),  # the collector scores completions as they finish
+}
+VLLM_ONLY_IN = {"rollout", "weights", "benchmarks"}
+NOT_IN_CONFIG = {"torch", "vllm", "transformers"}
+PURE = {"advantages", "batching", "losses"}
+NOT_IN_PURE = {"torch.distributed", "vllm", "transformers"}
+LONGEST_FILE, LONGEST_FUNCTION = 350, 80
+
+
+def part_of(file: Path) -> str:
+    """The first name below the package: 'policy' for policy/model.py, 'trainer' for trainer.py."""
+    return file.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Dotted names that the file imports, at any depth."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_parts(file: Path) -> set[str]:
+    """Parts of this package that the file imports."""
+    names = [name.split(".") for name in imports(file)]
+    return {name[1] for name in names if name[0] == PACKAGE and len(name) > 1 and not name[1].startswith("__version")}
+
+
+def starts_with_any(name: str, packages: set[str]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT / PACKAGE)))
+def test_imports_point_down(file):
+    part = part_of(file)
+    if part == "__init__":
+        assert not own_parts(file)
+        return
+    for other in own_parts(file) - {part}:
+        below = LEVEL[other] < LEVEL[part]
+        assert below or (part, other) in ALLOWED_WITHIN_A_LAYER, f"{part} imports {other}"
+
+
+def test_policy_and_rollout_never_import_each_other():
+    met = {part: set().union(*(own_parts(file) for file in FILES if part_of(file) == part)) for part in LEVEL}
+    assert "rollout" not in met["policy"]
+    assert "policy" not in met["rollout"]
+
+
+def test_vllm_is_imported_only_where_engines_live():
+    users = {part_of(file) for file in FILES if any(starts_with_any(name, {"vllm"}) for name in imports(file))}
+    assert users <= VLLM_ONLY_IN
+    assert "rollout" in users
+
+
+def test_settings_import_neither_torch_nor_an_engine():
+    for file in FILES:
+        if part_of(file) in {"config", "types", "errors"}:
+            assert not [name for name in imports(file) if starts_with_any(name, NOT_IN_CONFIG)], file
+
+
+def test_the_arithmetic_is_pure():
+    for file in FILES:
+        if part_of(file) in PURE:
+            assert not [name for name in imports(file) if starts_with_any(name, NOT_IN_PURE)], file
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT / PACKAGE)))
+def test_nothing_is_too_long_to_read(file):
+    text = file.read_text()
+
+    assert len(text.splitlines()) <= LONGEST_FILE
+    assert text.isascii()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= LONGEST_FUNCTION, f"{node.name} has {length} lines"

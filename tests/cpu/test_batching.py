@@ -1,0 +1,266 @@
+"""Packing: every sequence once, in budget, equally many forwards on every rank, and nothing lost on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_policy import advantages_of, group_of, random_groups, rollout_of
+
+from colocated_grpo.batching import MicroBatch, TrainSequence, build_micro_batch, pack, plan
+from colocated_grpo.config.schema import BatchConfig
+from colocated_grpo.types import Group, Rollout
+
+BUDGET = 32
+LONGEST = 24
+
+
+@st.composite
+def rollouts(draw) -> Rollout:
+    prompt = draw(st.lists(st.integers(0, 99), min_size=1, max_size=8))
+    completion = draw(st.lists(st.integers(0, 99), min_size=1, max_size=LONGEST - 8))
+    return rollout_of(
+        prompt,
+        completion,
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        temperature=draw(st.sampled_from([0.5, 1.0])),
+        observed=draw(st.integers(0, len(completion) - 1)),
+        logprob=draw(st.floats(-9, 0, width=32)),
+    )
+
+
+groups_of_rollouts = st.lists(st.lists(rollouts(), min_size=2, max_size=4), min_size=1, max_size=8).map(
+    lambda siblings: [group_of(index, members) for index, members in enumerate(siblings)]
+)
+world_sizes = st.integers(1, 4)
+
+
+def pack_everywhere(groups, config, world_size, constant=None, advantages=None, shuffle_seed=0):
+    """The batch of each rank."""
+    return [
+        pack(
+            groups,
+            advantages or advantages_of(groups),
+            constant or [False] * len(groups),
+            config,
+            rank=rank,
+            world_size=world_size,
+            shuffle_seed=shuffle_seed,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def is_stand_in(micro_batch: MicroBatch) -> bool:
+    return micro_batch.num_tokens == 2 and not micro_batch.loss_mask_N.any() and len(micro_batch.source_N) == 1
+
+
+def unpack(micro_batch: MicroBatch) -> list[tuple]:
+    """What training sees of each sequence: tokens, then (position, target, temperature, advantage, ...) as scored."""
+    cu = micro_batch.cu_seqlens.tolist()
+    sequences = []
+    for index, (start, end) in enumerate(zip(cu, cu[1:], strict=False)):
+        own = (micro_batch.sequence_N == index).nonzero()[:, 0]
+        scored = zip(
+            (micro_batch.source_N[own] + 1 - start).tolist(),
+            micro_batch.targets_N[own].tolist(),
+            micro_batch.temperature_N[own].tolist(),
+            micro_batch.advantages_N[own].tolist(),
+            micro_batch.sampling_logprobs_N[own].tolist(),
+            micro_batch.loss_mask_N[own].tolist(),
+            strict=True,
+        )
+        sequences.append((tuple(micro_batch.input_ids_T[start:end].tolist()), tuple(scored)))
+    return sequences
+
+
+def expected_sequence(rollout: Rollout, advantages: list[float], mask_truncated: bool) -> tuple:
+    trained = not (mask_truncated and rollout.finish_reason == "length")
+    numbers = iter(torch.tensor(advantages).tolist())
+    scored = tuple(
+        (position, rollout.token_ids[position], rollout.temperature, next(numbers), logprob, trained)
+        for position, (sampled, logprob) in enumerate(zip(rollout.loss_mask, rollout.sampling_logprobs, strict=True))
+        if sampled
+    )
+    return tuple(rollout.token_ids), scored
+
+
+@given(groups_of_rollouts, world_sizes, st.booleans())
+def test_every_sequence_is_packed_exactly_once_and_survives_the_round_trip(groups, world_size, mask_truncated):
+    config = BatchConfig(max_tokens_per_micro_batch=BUDGET, mask_truncated=mask_truncated)
+    advantages = advantages_of(groups)
+    batches = pack_everywhere(groups, config, world_size, advantages=advantages)
+    parts = [m for batch in batches for m in batch.minibatches[0].micro_batches if not is_stand_in(m)]
+    expected = Counter(
+        expected_sequence(rollout, values, mask_truncated)
+        for group, per_rollout in zip(groups, advantages, strict=True)
+        for rollout, values in zip(group.rollouts, per_rollout, strict=True)
+    )
+    assert Counter(sequence for part in parts for sequence in unpack(part)) == expected
+    for part in parts:
+        lengths = part.cu_seqlens.diff().tolist()
+        assert part.num_tokens == sum(lengths) == part.cu_seqlens[-1], "no padding"
+        assert part.position_ids_T.tolist() == [position for length in lengths for position in range(length)]
+        assert part.max_seqlen == max(lengths)
+        assert part.num_sequences == len(lengths)
+    tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    assert all(batch.num_tokens == tokens for batch in batches)
+
+
+@given(groups_of_rollouts, world_sizes, st.integers(1, 3), st.lists(st.booleans(), min_size=8, max_size=8))
+def test_no_micro_batch_exceeds_the_budget_and_every_rank_has_equally_many(groups, world_size, minibatches, constant):
+    config = BatchConfig(max_tokens_per_micro_batch=BUDGET, minibatches=minibatches)
+    batches = pack_everywhere(groups, config, world_size, constant[: len(groups)])
+    for part in range(minibatches):
+        of_ranks = [batch.minibatches[part].micro_batches for batch in batches]
+        assert all(m.num_tokens <= BUDGET for micro_batches in of_ranks for m in micro_batches)
+        assert len({len(micro_batches) for micro_batches in of_ranks}) == 1
+        assert of_ranks[0], "a rank without work still joins the collectives"
+    assert all(batch.minibatches[part].counts == batches[0].minibatches[part].counts for batch in batches)
+
+
+def sequences_of(lengths: list[int]) -> list[TrainSequence]:
+    return [
+        TrainSequence(
+            group=index,
+            sibling=0,
+            token_ids=[1] * length,
+            scored=[1],
+            sampling_logprobs=[0.0],
+            advantages=[0.0],
+            temperature=1.0,
+            trained=True,
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def rank_loads(lengths: list[int], budget: int, world_size: int) -> list[int]:
+    return [sum(seq.length for bin in share for seq in bin) for share in plan(sequences_of(lengths), budget, world_size)]
+
+
+@given(st.lists(st.integers(LONGEST // 2, LONGEST), max_size=30), world_sizes)
+def test_long_sequences_that_hardly_share_a_micro_batch_stay_in_budget(lengths, world_size):
+    shares = plan(sequences_of(lengths), BUDGET, world_size)
+    assert all(sum(seq.length for seq in bin) <= BUDGET for share in shares for bin in share)
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(seq.length for share in shares for bin in share for seq in bin) == sorted(lengths)
+
+
+@given(st.lists(st.integers(2, LONGEST), max_size=60), world_sizes)
+def test_loads_of_the_ranks_differ_by_less_than_one_micro_batch(lengths, world_size):
+    loads = rank_loads(lengths, BUDGET, world_size)
+    assert sum(loads) == sum(lengths)
+    assert max(loads) - min(loads) <= BUDGET
+
+
+def test_the_rank_with_less_so_far_gets_the_fuller_micro_batch():
+    assert rank_loads([30, 28, 22, 20], 30, 2) == [50, 50]
+
+
+@given(st.lists(st.integers(2, 64), min_size=200, max_size=300), st.integers(2, 4))
+@settings(max_examples=20)
+def test_many_sequences_balance_to_within_five_percent(lengths, world_size):
+    loads = rank_loads(lengths, 512, world_size)
+    assert max(loads) <= 1.05 * sum(loads) / world_size
+
+
+@given(st.lists(st.integers(2, LONGEST), min_size=1, max_size=40), world_sizes)
+def test_the_number_of_micro_batches_stays_close_to_the_least_possible(lengths, world_size):
+    """Bins that could not take one more of the longest sequence are more than BUDGET - LONGEST full."""
+    bins = sum(len(share) for share in plan(sequences_of(lengths), BUDGET, world_size))
+    at_most = sum(lengths) // (BUDGET - LONGEST) + world_size
+    assert bins <= max(world_size, at_most)
+
+
+def test_constant_groups_are_left_out_of_the_forward_but_counted():
+    groups = random_groups(4, 3)
+    config = BatchConfig(max_tokens_per_micro_batch=1000)
+    constant = [False, True, False, True]
+    (kept,) = pack_everywhere(groups, config, 1)
+    (dropped,) = pack_everywhere(groups, config, 1, constant)
+    (asked_to_keep,) = pack_everywhere(groups, config.model_copy(update={"drop_constant_groups": False}), 1, constant)
+    assert dropped.minibatches[0].counts == kept.minibatches[0].counts
+    assert dropped.minibatches[0].counts.sequences == 12
+    assert dropped.minibatches[0].micro_batches[0].num_sequences == 6
+    assert asked_to_keep.num_tokens == kept.num_tokens > dropped.num_tokens
+
+
+def test_truncated_completions_are_scored_without_loss_and_their_tokens_are_not_counted():
+    finished = rollout_of([1], [2, 3, 4])
+    cut = rollout_of([1], [5, 6], finish_reason="length")
+    groups = [group_of(0, [finished, cut])]
+    for mask_truncated, trained, tokens in [(True, [3], 3), (False, [2, 3], 5)]:
+        (batch,) = pack_everywhere(groups, BatchConfig(mask_truncated=mask_truncated), 1)
+        (micro_batch,) = batch.minibatches[0].micro_batches
+        per_sequence = micro_batch.sequence_N[micro_batch.loss_mask_N].bincount().tolist()
+        assert sorted(count for count in per_sequence if count) == trained
+        assert batch.minibatches[0].counts.tokens == batch.minibatches[0].counts.batch_tokens == tokens
+        assert batch.minibatches[0].counts.sequences == 2
+        assert len(micro_batch.targets_N) == 5
+
+
+def test_observed_tokens_are_read_but_never_scored():
+    (batch,) = pack_everywhere([group_of(0, [rollout_of([7], [1, 2, 3, 4], observed=2)])], BatchConfig(), 1)
+    (micro_batch,) = batch.minibatches[0].micro_batches
+    assert micro_batch.input_ids_T.tolist() == [7, 1, 2, 3, 4]
+    assert micro_batch.targets_N.tolist() == [1, 4]
+    assert micro_batch.source_N.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("nothing", ["every group is constant", "fewer sequences than ranks"])
+def test_a_rank_without_work_gets_a_stand_in_that_carries_no_loss(nothing):
+    groups = [group_of(0, [rollout_of([1], [2, 3])])]
+    constant = [nothing == "every group is constant"]
+    batches = pack_everywhere(groups, BatchConfig(), 2, constant)
+    idle = [batch for batch in batches if is_stand_in(batch.minibatches[0].micro_batches[0])]
+    assert len(idle) == (2 if constant[0] else 1)
+    stand_in = idle[0].minibatches[0].micro_batches[0]
+    assert stand_in.cu_seqlens.tolist() == [0, 2]
+    assert stand_in.source_N.max() < stand_in.num_tokens
+    assert idle[0].minibatches[0].counts.sequences == 1
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 5))
+def test_minibatches_partition_the_groups_and_keep_siblings_together(count, minibatches, shuffle_seed):
+    groups = [group_of(index, [rollout_of([index], [50, 51])] * 2) for index in range(count)]
+    (batch,) = pack_everywhere(groups, BatchConfig(minibatches=minibatches), 1, shuffle_seed=shuffle_seed)
+    prompts = [
+        Counter(tokens[0] for m in part.micro_batches if not is_stand_in(m) for tokens, _ in unpack(m))
+        for part in batch.minibatches
+    ]
+    assert sum(prompts, Counter()) == Counter(dict.fromkeys(range(count), 2))
+    assert all(seen == 2 for part in prompts for seen in part.values())
+    sizes = [len(part) for part in prompts]
+    assert max(sizes) - min(sizes) <= 1
+    assert [part.counts.sequences for part in batch.minibatches] == [2 * size for size in sizes]
+    assert {part.counts.batch_tokens for part in batch.minibatches} == {4 * count}
+
+
+def test_minibatches_are_shuffled_by_the_seed_and_by_nothing_else():
+    groups = random_groups(8, 2)
+    config = BatchConfig(minibatches=4)
+
+    def first_minibatch(seed: int, groups: list[Group] = groups) -> list:
+        (batch,) = pack_everywhere(groups, config, 1, shuffle_seed=seed)
+        return [unpack(m) for m in batch.minibatches[0].micro_batches]
+
+    assert first_minibatch(1) == first_minibatch(1)
+    assert len({repr(first_minibatch(seed)) for seed in range(6)}) > 1
+
+
+def test_imbalance_is_what_the_fullest_rank_has_above_the_mean():
+    groups = [group_of(0, [rollout_of([1], [2] * 5), rollout_of([1], [2])])]
+    even, uneven = (pack_everywhere(groups, BatchConfig(), world_size)[0].imbalance for world_size in (1, 2))
+    assert even == 0.0
+    assert uneven == pytest.approx(6 / 4 - 1)
+
+
+def test_targets_follow_their_sources_across_sequence_borders():
+    first, second = sequences_of([3, 2])
+    micro_batch = build_micro_batch([first, second])
+    assert micro_batch.source_N.tolist() == [0, 3]
+    assert micro_batch.sequence_N.tolist() == [0, 1]

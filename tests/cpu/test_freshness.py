@@ -1,0 +1,100 @@
+"""The proof after a sync: it passes where engine and policy agree, and ends the run where they do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import PROBE, Pair
+from fakes import FakeEngine
+from ranks import run_on_ranks
+from runs import tiny_model
+
+from colocated_grpo.config.schema import FreshnessConfig
+from colocated_grpo.distributed import World
+from colocated_grpo.errors import RunError
+from colocated_grpo.freshness import FreshnessCheck
+
+
+def one_changed_parameter(world: World, folder: Path) -> dict[str, Any]:
+    pair = Pair(world, folder)
+    pair.write()
+    check = FreshnessCheck(pair.policy, pair.engine, FreshnessConfig())
+    check.before_sync(PROBE)
+    facts: dict[str, Any] = {"fresh": check.after_sync(), "complaints": {}}
+    for name in ("model.layers.0.self_attn.qkv_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+        check.before_sync(PROBE)
+        pair.write()
+        pair.engine.model.get_parameter(name).data.mul_(1.1)
+        try:
+            check.after_sync()
+        except RunError as error:
+            facts["complaints"][name] = str(error)
+    pair.engine.close()
+    return facts
+
+
+def test_any_engine_parameter_that_differs_ends_the_run_with_both_numbers():
+    [facts] = run_on_ranks(one_changed_parameter, 1, tiny_model(), timeout=300.0)
+    assert facts["fresh"] < 1e-5
+    assert len(facts["complaints"]) == 3
+    for line in facts["complaints"].values():
+        assert line.startswith("freshness: after the weight sync engine and policy disagree by 0.")
+        assert "(limit freshness.max_mean_diff=0.001; worst token: engine -" in line
+        assert ", policy -" in line
+        assert "\n" not in line
+
+
+class Scorer:
+    """A policy that gives every token the same log-probability."""
+
+    dtype = torch.float32
+
+    def __init__(self, logprob: float) -> None:
+        self.logprob = logprob
+        self.lengths: list[int] = []
+
+    def score(self, micro_batch: Any) -> torch.Tensor:
+        self.lengths.append(len(micro_batch.sampling_logprobs_N))
+        return torch.full((self.lengths[-1],), self.logprob)
+
+
+def outcome(policy: Scorer, config: FreshnessConfig, probe: Sequence[int] = PROBE) -> float | None:
+    """Of one sync; a FakeEngine scores every token -1."""
+    check = FreshnessCheck(policy, FakeEngine(), config)
+    check.before_sync(probe)
+    return check.after_sync()
+
+
+def test_the_limit_is_the_mean_difference_and_can_be_set():
+    assert outcome(Scorer(-1.0009), FreshnessConfig()) == pytest.approx(0.0009, rel=1e-3)
+    with pytest.raises(RunError, match=r"disagree by 0.0011.*engine -1.0000, policy -1.0011"):
+        outcome(Scorer(-1.0011), FreshnessConfig())
+    assert outcome(Scorer(-1.4), FreshnessConfig(max_mean_diff=0.5)) == pytest.approx(0.4)
+
+
+def test_a_policy_that_scores_nan_is_not_fresh():
+    with pytest.raises(RunError, match="disagree by nan"):
+        outcome(Scorer(math.nan), FreshnessConfig())
+
+
+def test_only_every_nth_sync_is_checked():
+    policy = Scorer(-1.0)
+    check = FreshnessCheck(policy, FakeEngine(), FreshnessConfig(every=3))
+    checked = []
+    for _ in range(7):
+        check.before_sync(PROBE)
+        checked.append(check.after_sync() is not None)
+    assert checked == [True, False, False, True, False, False, True]
+
+
+def test_a_probe_is_cut_and_one_too_short_or_unwanted_is_left_out():
+    policy = Scorer(-1.0)
+    assert outcome(policy, FreshnessConfig(probe_tokens=4)) == 0
+    assert policy.lengths == [3]
+    assert outcome(policy, FreshnessConfig(), probe=[7]) is None
+    assert outcome(policy, FreshnessConfig(every=0)) is None

@@ -1,0 +1,74 @@
+"""Which folder a run writes into, and which one it continues."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from small_policy import config_of
+
+from colocated_grpo.checkpoint import FOLDER, STATE_FILE
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.run_folder import choose_run_folder
+
+
+def config_in(output: Path, **settings):
+    return config_of(Path("model"), output_dir=str(output), **settings)
+
+
+def past_run(folder: Path, *, age: int = 0, complete: bool = True) -> Path:
+    checkpoint = folder / FOLDER / ("step_000003" if complete else "step_000003.partial")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / STATE_FILE).write_text("{}")
+    os.utime(folder, (1_000_000 - age, 1_000_000 - age))
+    return folder
+
+
+def test_a_new_run_gets_a_folder_of_its_own(tmp_path):
+    folder = choose_run_folder(config_in(tmp_path), None, "sorting")
+    assert folder.parent == tmp_path
+    assert re.fullmatch(r"sorting-\d{8}-\d{6}", folder.name)
+    assert choose_run_folder(config_in(tmp_path, run_name="mine"), None, "sorting") == tmp_path / "mine"
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
+    past_run(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="run_name='mine'.*holds a run already; add --resume"):
+        choose_run_folder(config_in(tmp_path, run_name="mine"), None, "sorting")
+
+
+def test_a_run_that_died_before_its_first_checkpoint_may_be_started_again(tmp_path):
+    past_run(tmp_path / "mine", complete=False)
+    assert choose_run_folder(config_in(tmp_path, run_name="mine"), None, "sorting") == tmp_path / "mine"
+
+
+def test_resume_auto_continues_the_newest_run_of_the_same_config(tmp_path):
+    past_run(tmp_path / "sorting-20250101-000000", age=50)
+    newest = past_run(tmp_path / "sorting-20240101-000000", age=10)
+    past_run(tmp_path / "countdown-20260101-000000")
+    assert choose_run_folder(config_in(tmp_path), "auto", "sorting") == newest
+
+
+def test_resume_auto_starts_afresh_where_there_is_nothing_to_continue(tmp_path):
+    past_run(tmp_path / "countdown-20260101-000000")
+    assert not choose_run_folder(config_in(tmp_path), "auto", "sorting").exists()
+
+
+def test_resume_auto_with_a_run_name_means_that_run(tmp_path):
+    past_run(tmp_path / "sorting-20250101-000000")
+    mine = past_run(tmp_path / "mine")
+    assert choose_run_folder(config_in(tmp_path, run_name="mine"), "auto", "sorting") == mine
+
+
+def test_a_named_folder_is_continued_wherever_it_is(tmp_path):
+    elsewhere = past_run(tmp_path / "elsewhere")
+    assert choose_run_folder(config_in(tmp_path / "runs"), str(elsewhere), "sorting") == elsewhere
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["missing", "without a complete checkpoint"])
+def test_a_named_folder_that_holds_nothing_to_continue_is_refused(tmp_path, made):
+    folder = past_run(tmp_path / "dead", complete=False) if made else tmp_path / "dead"
+    with pytest.raises(ConfigError, match="--resume .*dead: no complete checkpoint"):
+        choose_run_folder(config_in(tmp_path), str(folder), "sorting")

@@ -1,0 +1,58 @@
+"""The numbers that people read of a training batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_policy import group_of, rollout_of
+
+from colocated_grpo.config.schema import RolloutConfig
+from colocated_grpo.errors import RunError
+from colocated_grpo.summaries import check_reward_errors, held_out_metrics, rollout_metrics
+from colocated_grpo.types import Group, Score
+
+
+def groups() -> list[Group]:
+    varied = [
+        replace(rollout_of([1, 2], [3, 4, 5], finish_reason="length"), score=Score(reward=1.0, parts={"format": 0.5})),
+        replace(rollout_of([1, 2], [3]), score=Score(reward=0.0, parts={"format": 0.0}), policy_version=2),
+    ]
+    failed = Score(reward=None, error="ValueError: no answer")
+    constant = [rollout_of([1] * 4, [2, 2], reward=1.0), replace(rollout_of([1] * 4, [2, 2]), score=failed)]
+    return [group_of(0, varied), group_of(1, constant)]
+
+
+def test_rewards_are_averaged_over_the_rollouts_that_have_one():
+    row = rollout_metrics(groups(), policy_version=2)
+    assert row["reward"] == pytest.approx(2 / 3)
+    assert row["reward_std"] == pytest.approx((2 / 9) ** 0.5)
+    assert row["reward/format"] == pytest.approx(0.25)
+    assert row["reward_errors"] == 1
+
+
+def test_lengths_truncation_constant_groups_and_staleness_count_every_rollout():
+    row = rollout_metrics(groups(), policy_version=2)
+    assert row["completion_tokens"] == pytest.approx((3 + 1 + 2 + 2) / 4)
+    assert row["prompt_tokens"] == pytest.approx((2 + 2 + 4 + 4) / 4)
+    assert row["truncated"] == 0.25
+    assert row["groups/constant"] == 0.5
+    assert row["staleness"] == pytest.approx((2 + 0 + 2 + 2) / 4)
+
+
+def test_held_out_numbers_carry_their_own_names():
+    row = held_out_metrics(groups())
+    assert row["held_out/reward"] == pytest.approx(2 / 3)
+    assert all(name.startswith("held_out/") for name in row)
+
+
+def test_a_batch_without_any_reward_has_no_mean_reward():
+    unscored = [group_of(0, [rollout_of([1], [2], reward=None)] * 2)]
+    assert "reward" not in rollout_metrics(unscored, policy_version=0)
+    assert rollout_metrics(unscored, policy_version=0)["groups/constant"] == 1.0
+
+
+def test_too_many_failed_rewards_stop_the_run_with_the_first_error():
+    check_reward_errors(groups(), RolloutConfig(max_reward_errors=0.25))
+    with pytest.raises(RunError, match=r"1 of 4 failed.*max_reward_errors=0.2; the first: ValueError: no answer"):
+        check_reward_errors(groups(), RolloutConfig(max_reward_errors=0.2))

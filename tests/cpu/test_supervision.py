@@ -1,0 +1,122 @@
+"""No rank outlives a dead one, and one rank's signal stops them all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+
+from colocated_grpo.distributed import World
+from colocated_grpo.supervision import StopRequest, Watchdog
+
+SECONDS_TO_NOTICE = 5.0
+STARTED = 60.0
+
+
+def watched(world: World) -> tuple[StopRequest, Watchdog]:
+    stop = StopRequest(world.store)
+    return stop, Watchdog(world, stop, world.store)
+
+
+def wait_in_a_collective(world: World) -> None:
+    dist.all_reduce(torch.zeros(1), group=world.control)
+
+
+def wait_for_a_key(world: World) -> None:
+    """Blocked in C++ on a healthy connection, as while groups are made: nothing but the watchdog ends this."""
+    world.store.wait(["never set"])
+
+
+def block_on_all_ranks_but_one(world: World, waiting, way_to_wait, idle_rank: int) -> None:
+    watched(world)
+    waiting[world.rank].set()
+    if world.rank == idle_rank:
+        signal.pause()
+    way_to_wait(world)
+
+
+def end_of(process) -> float:
+    """Seconds until the process has ended."""
+    start = time.monotonic()
+    process.join(2 * SECONDS_TO_NOTICE)
+    assert process.exitcode is not None, "still alive"
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("way_to_wait", [wait_in_a_collective, wait_for_a_key])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_waits_for_a_killed_one_ends_within_seconds(way_to_wait, victim):
+    waiting = [Ranks.context.Event() for _ in range(2)]
+    with Ranks(block_on_all_ranks_but_one, 2, waiting, way_to_wait, victim) as ranks:
+        assert all(event.wait(STARTED) for event in waiting)
+        survivor = ranks.processes[1 - victim]
+        assert survivor.is_alive()
+        ranks.processes[victim].kill()
+        assert end_of(survivor) < SECONDS_TO_NOTICE
+        assert survivor.exitcode != 0
+
+
+def fail_on_rank_one(world: World, waiting) -> None:
+    _, watchdog = watched(world)
+    waiting[world.rank].set()
+    if world.rank == 1:
+        assert watchdog.failed(), "the first to fail"
+        signal.pause()  # alive and silent: the other rank learns it from the store, not from a death
+    wait_for_a_key(world)
+
+
+def test_a_rank_that_reports_its_failure_ends_the_others_while_it_still_lives():
+    waiting = [Ranks.context.Event() for _ in range(2)]
+    with Ranks(fail_on_rank_one, 2, waiting) as ranks:
+        assert all(event.wait(STARTED) for event in waiting)
+        assert end_of(ranks.processes[0]) < SECONDS_TO_NOTICE
+        assert ranks.processes[0].exitcode == 1
+        assert ranks.processes[1].is_alive()
+
+
+def stop_when_asked(world: World, ready) -> tuple[bool, bool]:
+    """Whether a stop was asked for before and after the signal."""
+    stop, watchdog = watched(world)
+    before = stop.asked()
+    ready[world.rank].set()
+    deadline = time.monotonic() + 2 * SECONDS_TO_NOTICE
+    while not stop.asked() and time.monotonic() < deadline:
+        signal.sigtimedwait([], 0.05)
+    after = stop.asked()
+    world.barrier()
+    watchdog.close()
+    return before, after
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_is_seen_by_all(number):
+    ready = [Ranks.context.Event() for _ in range(2)]
+    with Ranks(stop_when_asked, 2, ready) as ranks:
+        assert all(event.wait(STARTED) for event in ready)
+        os.kill(ranks.processes[1].pid, number)
+        assert ranks.results() == [(False, True), (False, True)]
+
+
+def leave_one_after_the_other(world: World, first_has_left) -> int:
+    """Rank 1 closes its watchdog after rank 0 is gone; 0 means that nothing was taken for a failure."""
+    _, watchdog = watched(world)
+    watchdog.close()
+    world.barrier()
+    if world.rank == 1:
+        assert first_has_left.wait(STARTED)
+    return int(world.store.check(["failed"]))
+
+
+def test_ranks_that_end_in_good_order_are_not_taken_for_dead():
+    first_has_left = Ranks.context.Event()
+    with Ranks(leave_one_after_the_other, 2, first_has_left) as ranks:
+        first_has_left.set()
+        assert ranks.results() == [0, 0]
+        for process in ranks.processes:
+            process.join(STARTED)
+        assert [process.exitcode for process in ranks.processes] == [0, 0]

@@ -1,0 +1,100 @@
+"""A policy and a real engine beside it, inside a rank started by `run_on_ranks`. Nothing here runs in pytest's process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from runs import settings
+
+from colocated_grpo.batching import TrainSequence, build_micro_batch
+from colocated_grpo.cli import library_environment
+from colocated_grpo.config import Config
+from colocated_grpo.distributed import World
+from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.types import Completion
+
+if TYPE_CHECKING:
+    from colocated_grpo.rollout.vllm_engine import VLLMEngine
+    from colocated_grpo.weights.colocated import ColocatedSync
+
+PROBE = [5, 40, 17, 62, 8, 33, 21, 54, 12, 70, 3, 29]
+
+
+class Pair:
+    """A policy, its engine, and the sync between them, built as the trainer builds them. Collective."""
+
+    def __init__(self, world: World, model: Path, **changes: Any) -> None:
+        os.environ.update(library_environment("INFO"))
+        # The engine's own imports read the variables above.
+        from colocated_grpo.build import build_engine
+        from colocated_grpo.weights.colocated import ColocatedSync
+
+        self.world = world
+        self.config = Config.model_validate(settings(model, **changes))
+        self.policy = Policy(self.config, read_model_config(self.config.model, model), model, world)
+        self.engine: VLLMEngine = build_engine(self.config, self.policy, model, world)
+        self.sync: ColocatedSync = ColocatedSync(
+            self.policy.parameters(),
+            self.engine.model,
+            self.engine.tensor_parallel_rank,
+            self.engine.load_weights,
+            lambda ok: all(world.gather_objects(ok)),
+            transformed=self.engine.transforms_weights,
+            device=world.device,
+        )
+
+    def write(self) -> None:
+        """The policy's weights into the engine."""
+        self.sync.sync()
+        self.engine.weights_changed(self.policy.version)
+
+    @torch.no_grad()
+    def change_weights(self) -> None:
+        """Every weight of the policy moves by an amount of its own, the same for any number of ranks."""
+        for index, parameter in enumerate(self.policy.parameters().values()):
+            parameter.mul_(1.0 + 0.02 * (index % 7 - 3)).add_(0.004 * (index % 3 - 1))
+
+    def disagreement(self, tokens: Sequence[int] = PROBE) -> float:
+        """Largest |engine - policy| of the tokens' log-probabilities. Collective."""
+        expected = self.policy_logprobs(tokens, first=1, temperature=1.0)
+        actual = self.engine.score(tokens)
+        return max(abs(a - b) for a, b in zip(actual, expected, strict=True))
+
+    def policy_logprobs(self, tokens: Sequence[int], *, first: int, temperature: float) -> list[float]:
+        """Of tokens[first:], by the policy. Collective."""
+        unused = [0.0] * (len(tokens) - first)
+        sequence = TrainSequence(
+            group=0,
+            sibling=0,
+            token_ids=list(tokens),
+            scored=list(range(first, len(tokens))),
+            sampling_logprobs=unused,
+            advantages=unused,
+            temperature=temperature,
+            trained=False,
+        )
+        return self.policy.score(build_micro_batch([sequence])).tolist()
+
+    def sampling_error(self, prompt: Sequence[int], completion: Completion, temperature: float) -> float:
+        """Largest |sampling logprob - policy's| of a completion. Collective."""
+        expected = self.policy_logprobs([*prompt, *completion.token_ids], first=len(prompt), temperature=temperature)
+        return max(abs(a - b) for a, b in zip(completion.sampling_logprobs, expected, strict=True))
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """In the order of the requests."""
+        self.engine.submit(requests)
+        done: dict[tuple[int, int], Completion] = {}
+        while len(done) < len(requests):
+            done.update(self.engine.step())
+        return [done[request.key] for request in requests]
+
+
+def request_of(number: int, seed: int, prompt: Sequence[int] = PROBE, **sampling: Any) -> Request:
+    draw = Sampling(**{"temperature": 0.7, "max_tokens": 8, **sampling})
+    return Request(key=(number, 0), token_ids=list(prompt), seed=seed, sampling=draw)

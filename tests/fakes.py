@@ -1,0 +1,88 @@
+"""Stand-ins that keep the contracts of the real things, for tests of what uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from random import Random
+
+from torch import Tensor
+
+from colocated_grpo.rollout.engine import Part, Request
+from colocated_grpo.types import Completion
+
+VOCABULARY = 10
+
+
+class FakeEngine:
+    """A `RolloutEngine` whose completions are functions of their request's seed.
+
+    `decode_steps(request)` says how many steps a completion takes, and so in which order completions finish. Everything
+    that is asked of the engine is appended to `events`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int = 64,
+        decode_steps: Callable[[Request], int] | None = None,
+        on_step: Callable[[], None] = lambda: None,
+        events: list[str] | None = None,
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.most_running = 0
+        self.submitted: list[Request] = []
+        self.running: dict[tuple[int, int], tuple[int, Completion]] = {}
+        self.events = [] if events is None else events
+        self._decode_steps = decode_steps
+        self._on_step = on_step
+        self._policy_version = 0
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.submitted.append(request)
+            completion = completion_of(request, self._policy_version)
+            steps = self._decode_steps(request) if self._decode_steps else len(completion.token_ids)
+            self.running[request.key] = (steps, completion)
+        self.most_running = max(self.most_running, len(self.running))
+
+    def step(self) -> list[tuple[tuple[int, int], Completion]]:
+        self._on_step()
+        finished = [(key, completion) for key, (steps, completion) in self.running.items() if steps <= 1]
+        self.running = {key: (steps - 1, one) for key, (steps, one) in self.running.items() if steps > 1}
+        return finished
+
+    def abort(self) -> None:
+        self.events.append("abort")
+        self.running.clear()
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        self.events.append("score")
+        return [-1.0] * (len(token_ids) - 1)
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.events.append(f"load {len(list(weights))}")
+
+    def weights_changed(self, policy_version: int) -> None:
+        self.events.append(f"weights changed {policy_version}")
+        self._policy_version = policy_version
+
+    def wake(self, part: Part) -> None:
+        self.events.append(f"wake {part}")
+
+    def sleep(self) -> None:
+        self.events.append("sleep")
+
+    def close(self) -> None:
+        self.events.append("close")
+
+
+def completion_of(request: Request, policy_version: int = 0) -> Completion:
+    """What a FakeEngine answers."""
+    draw = Random(request.seed)
+    length = draw.randint(1, request.sampling.max_tokens)
+    return Completion(
+        token_ids=draw.choices(range(VOCABULARY), k=length),
+        sampling_logprobs=[-draw.random() for _ in range(length)],
+        finish_reason="length" if length == request.sampling.max_tokens else "stop",
+        policy_version=policy_version,
+    )

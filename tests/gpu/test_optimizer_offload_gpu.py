@@ -1,0 +1,30 @@
+"""Optimizer state that lives on the host while the engine generates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_policy import assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw_8bit"])
+def test_offloading_between_steps_changes_no_weight_and_keeps_one_host_buffer_for_each_tensor(
+    world, model_folder, optimizer
+):
+    policy_settings = {"lr": 1e-2, "optimizer": {"type": optimizer}, "offload_optimizer": True, "compile": "off"}
+    config = config_of(model_folder(), policy=policy_settings)
+    moved, resident = policy_of(config, world), policy_of(config, world)
+    batch = pack_for(world, random_groups(2, 3), config)
+    buffers = []
+    for _ in range(3):
+        for policy in (moved, resident):
+            train(policy, batch)
+        moved.offload.to_host()
+        buffers.append(len(moved.offload._host))
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in moved.offload._host)
+        moved.offload.to_device()
+    assert buffers[0] == buffers[-1] > 0
+    torch.cuda.synchronize()
+    assert_same(weights_of(moved), weights_of(resident), rtol=0, atol=0)

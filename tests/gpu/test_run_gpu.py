@@ -1,0 +1,63 @@
+"""Whole runs on CUDA devices: they finish, keep fresh, stop when asked and go on from there."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from runs import Settings, TrainingRun, settings, tiny_model, train
+
+from colocated_grpo.tracking import files
+
+STEPS = 12
+
+
+def gpu_settings(**changes: object) -> Settings:
+    """bfloat16, CUDA graphs and sleep as a real run has them."""
+    engine = {"enforce_eager": False, "max_num_seqs": 32}
+    return settings(tiny_model(), training_steps=STEPS, engine=engine, **changes)
+
+
+def check_finished(run: TrainingRun) -> None:
+    rows = run.rows(files.TRAIN)
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(row["staleness"] == 0 and row["seconds/sleep"] > 0 for row in rows)
+    assert (run.folder / "final_model/model.safetensors").exists()
+    assert (run.folder / "report.html").exists()
+
+
+def stop_and_go_on(folder: Path, gpus: int) -> None:
+    config = gpu_settings(checkpoint={"every": 0})
+    with TrainingRun(folder, config, gpus=gpus) as run:
+        run.wait_for_step(3)
+        run.launcher.send_signal(signal.SIGTERM)
+        assert run.wait() == 143, run.tail()
+        assert run.processes() == []
+    done = len(run.rows(files.TRAIN))
+    assert 3 < done < STEPS
+    resumed = train(folder, config, "--resume", "auto", gpus=gpus)
+    assert [start["first_step"] for start in files.read_environment(resumed.folder)] == [0, done]
+    check_finished(resumed)
+
+
+@pytest.mark.gpu
+def test_a_run_on_one_device_stops_when_asked_and_goes_on_from_there(tmp_path):
+    stop_and_go_on(tmp_path, gpus=1)
+
+
+@pytest.mark.gpu
+def test_a_run_keeps_its_engines_weights_between_syncs(tmp_path):
+    run = train(tmp_path, gpu_settings(sync_frequency=3, evaluation={"every": 0}), gpus=1)
+    assert [row["staleness"] for row in run.rows(files.TRAIN)] == [0, 1, 2] * (STEPS // 3)
+
+
+@pytest.mark.multigpu(2)
+def test_a_run_on_two_devices_that_is_killed_goes_on(tmp_path):
+    config = gpu_settings(checkpoint={"every": 2})
+    with TrainingRun(tmp_path, config, gpus=2) as run:
+        run.wait_for_step(5)
+        run.ranks()[1].kill()
+        assert run.wait() != 0
+        assert run.processes() == []
+    check_finished(train(tmp_path, config, "--resume", "auto", gpus=2))

@@ -1,0 +1,59 @@
+"""The engine follows the policy on CUDA devices: asleep in between, in 16 bit, whole and split over devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import PROBE, Pair, request_of
+from ranks import run_on_ranks
+from runs import tiny_model
+
+from colocated_grpo.distributed import World
+
+TIMEOUT = 300.0
+ENGINE = {"enforce_eager": False, "max_num_seqs": 8}
+CLOSE = 0.15
+"""As the freshness check: bfloat16 on both sides, with other kernels."""
+
+
+def followed(world: World, folder: Path, tensor_parallel: int) -> dict[str, Any]:
+    """Three phases as the loop has them, the weights changed between them and the engine asleep."""
+    pair = Pair(world, folder, engine={**ENGINE, "tensor_parallel_size": tensor_parallel})
+    facts: dict[str, Any] = {"after": [], "sampling": [], "free": []}
+    for phase in range(3):
+        pair.engine.wake("weights")
+        pair.write()
+        pair.engine.wake("kv_cache")
+        facts["after"].append(pair.disagreement())
+        [completion] = pair.generate([request_of(0, phase)])
+        facts["sampling"].append(pair.sampling_error(PROBE, completion, 0.7))
+        pair.engine.sleep()
+        torch.cuda.synchronize()
+        facts["free"].append(torch.cuda.mem_get_info()[0])
+        pair.change_weights()
+    pair.engine.close()
+    return {**facts, "path": pair.sync.path}
+
+
+def assert_follows(facts: dict[str, Any]) -> None:
+    assert facts["path"] == "views"
+    assert max(facts["after"]) < CLOSE
+    assert max(facts["sampling"]) < CLOSE
+    assert facts["free"][0] - facts["free"][-1] < 64 << 20, "memory is lost with every sleep"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3"])
+def test_the_engine_follows_the_policy_through_sleep(architecture):
+    [facts] = run_on_ranks(followed, 1, tiny_model(architecture), 1, timeout=TIMEOUT)
+    assert_follows(facts)
+
+
+@pytest.mark.multigpu(2)
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_the_engines_of_two_devices_follow_the_policy_through_sleep(tensor_parallel):
+    for facts in run_on_ranks(followed, 2, tiny_model(), tensor_parallel, timeout=TIMEOUT):
+        assert_follows(facts)

@@ -1,0 +1,148 @@
+"""Running a function on several ranks of one host: real processes, real gloo."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colocated_grpo.distributed import World, init_world
+
+TIMEOUT = 90.0
+
+# Ranks are forked from a server that has imported the slow modules once and holds no threads and no process group.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["colocated_grpo.policy.export", "colocated_grpo.checkpoint", "transformers.models.auto"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not end in time. The message holds its traceback."""
+
+
+def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    """`fn(world, *args)` on every rank; the results in rank order. `fn` and `args` must be picklable.
+
+    The first rank that fails ends all of them and is shown. No process outlives this call.
+    """
+    with Ranks(fn, world_size, *args) as ranks:
+        return ranks.results(timeout)
+
+
+class Ranks:
+    """Ranks under way, for tests that interfere with them. Leaving the context kills what is left."""
+
+    context = _context
+    """Makes events and locks that may be passed to the ranks."""
+
+    def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
+        # The store lives here, as it lives in torchrun's agent: no rank has to be the first, and no port is guessed.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes = []
+        self._pipes: list[Connection] = []
+        for rank in range(world_size):
+            here, there = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_run_rank, args=(there, rank, world_size, self._store.port, fn, args), daemon=True
+            )
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self._pipes.append(here)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def results(self, timeout: float = TIMEOUT) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results: dict[int, Any] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailed(f"ranks {sorted(waiting.values())} did not end within {timeout:g} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                results[rank] = _receive(pipe, rank)
+        return [results[rank] for rank in range(len(self.processes))]
+
+
+def _receive(pipe: Connection, rank: int) -> Any:
+    try:
+        succeeded, payload = pipe.recv()
+    except EOFError:
+        raise RankFailed(f"rank {rank} died without a word") from None
+    if not succeeded:
+        raise RankFailed(f"rank {rank} failed:\n{payload}")
+    return torch.load(io.BytesIO(payload), weights_only=False)
+
+
+def _run_rank(
+    pipe: Connection, rank: int, world_size: int, port: int, fn: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        with torchrun_environment(rank, world_size, port):
+            world = init_world()
+            payload = io.BytesIO()
+            torch.save(fn(world, *args), payload)
+            world.barrier()
+        pipe.send((True, payload.getvalue()))
+        dist.destroy_process_group()
+    except BaseException:  # whatever it is, the test that waits must hear of it
+        pipe.send((False, traceback.format_exc()))
+        # A peer may be blocked in a collective with this rank: leave at once, without the handlers of a normal exit.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def torchrun_environment(rank: int, world_size: int, port: int) -> Iterator[None]:
+    """The variables that torchrun sets for a rank whose agent serves the store at `port`."""
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def only_rank() -> Iterator[World]:
+    """This process as a world of one, for as long as the context is open."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with torchrun_environment(0, 1, store.port):
+        world = init_world()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models this small lose more by waiting for threads than they gain
+    try:
+        yield world
+    finally:
+        torch.set_num_threads(threads)
+        dist.destroy_process_group()
