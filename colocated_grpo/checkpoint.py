@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from colocated_grpo.config.schema import CheckpointConfig
@@ -75,7 +76,10 @@ class Checkpoints:
     def wait(self) -> None:
         """Until the checkpoint under way is complete and visible. Raises what went wrong while writing."""
         if self._published is not None:
-            self._published.result()
+            try:
+                self._published.result()
+            except CheckpointException as error:  # torch's, over many lines, and no Exception
+                raise RunError(f"checkpoint: writing to {self._folder} failed: {_cause(error)}") from error
             self._published = None
             self._world.barrier()
 
@@ -101,6 +105,12 @@ class Checkpoints:
                 f"checkpoint {folder}: lacks {missing[0]!r} and {len(missing) - 1} more; it was saved by "
                 f"{record['world_size']} ranks with another model, optimizer, or (adamw_8bit) number of ranks"
             )
+
+
+def _cause(error: CheckpointException) -> str:
+    """What the first rank met, in one line."""
+    rank, (failure, _) = min(error.failures.items())
+    return f"rank {rank}: {type(failure).__name__}: {' '.join(str(failure).split())}"
 
 
 def _settle(settled: Future[None], before: Future, action: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""A policy and a real engine beside it, inside a rank started by `run_on_ranks`. Nothing here runs in pytest's process."""
+"""A policy and a real engine beside it. Only for ranks started by `run_on_ranks`, never for pytest's own process."""
 
 from __future__ import annotations
 

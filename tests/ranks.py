@@ -22,7 +22,7 @@ TIMEOUT = 90.0
 
 # Ranks are forked from a server that has imported the slow modules once and holds no threads and no process group.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["colocated_grpo.policy.export", "colocated_grpo.checkpoint", "transformers.models.auto"])
+_context.set_forkserver_preload(["colocated_grpo.policy.export", "colocated_grpo.checkpoint"])
 
 
 class RankFailed(AssertionError):

@@ -173,8 +173,6 @@ def wall_clock_free(rows: Iterator[Row] | list[Row]) -> list[Row]:
     ]
 
 
-
-
 @cache
 def uninterrupted(ranks: int) -> TrainingRun:
     """The deterministic run that interrupted ones must equal; made once a session."""

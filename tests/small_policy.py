@@ -28,7 +28,9 @@ SHAPE = replace(TINY, hidden=36, heads=2, kv_heads=1, head_dim=18, intermediate=
 INIT_STD = 0.15
 
 
-def make_small_model(folder: Path, architecture: str, *, tied: bool = True, edits: dict[str, Any] | None = None) -> Path:
+def make_small_model(
+    folder: Path, architecture: str, *, tied: bool = True, edits: dict[str, Any] | None = None
+) -> Path:
     """A model of two layers. `edits` go into its config.json."""
     make_model(folder, architecture=architecture, shape=replace(SHAPE, tied=tied), init_std=INIT_STD)
     if edits:

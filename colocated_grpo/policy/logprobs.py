@@ -31,8 +31,9 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, targets_N, temperature_N, chunk_tokens, softcap):
         statistics, _ = _row_operations(hidden_NH.device)
-        # Three tensors and not rows of one: FSDP warns of an output that is a view.
-        logprobs_N, entropy_N, logsumexp_N = (hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in range(3))
+        # Not rows of one tensor: FSDP warns of an output that is a view.
+        logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
+        entropy_N, logsumexp_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         for chunk in _chunks(len(hidden_NH), chunk_tokens):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, softcap)
             logprobs_N[chunk], entropy_N[chunk], logsumexp_N[chunk] = statistics(

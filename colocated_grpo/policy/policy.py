@@ -146,7 +146,7 @@ class Policy:
         metrics.add({"grad_norm": Stat.mean(grad_norm, 1.0), "lr": Stat.mean(lr, 1.0)})
 
     def init_optimizer_state(self) -> None:
-        """Allocate the optimizer's state now, unless it is there: memory measured afterwards is what a training step leaves.
+        """Allocate the optimizer's state unless it is there: memory measured afterwards is what a training step leaves.
 
         A step with zero gradients and learning rate zero leaves weights and moments as they are; only step counters
         move, and those are put back.

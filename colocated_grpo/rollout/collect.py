@@ -52,7 +52,7 @@ class Collector:
         self._pool = ThreadPoolExecutor(reward_workers, thread_name_prefix="reward")
 
     def collect(self, job: Job) -> list[Group]:
-        """All groups of the job, in prompt order, on every rank. Raises Stopped on every rank if any was asked to stop."""
+        """All groups of the job, in prompt order, on every rank. Raises Stopped everywhere if any was asked to stop."""
         done = self._generate(job, self._sharing.open(job))
         gathered = self._world.gather_objects(done)
         if any(part is None for part in gathered):
@@ -73,14 +73,15 @@ class Collector:
                 return None
         deadline = time.monotonic() + self._reward_timeout
         groups = {
-            index: self._group(job, batch.completions[index], index, future, deadline) for index, future in pending.items()
+            index: self._group(job, batch.completions[index], index, future, deadline)
+            for index, future in pending.items()
         }
         if not all(future.done() for future in pending.values()):
             self._replace_pool()
         return groups
 
     def _replace_pool(self) -> None:
-        """Leave threads that hang in a reward behind: they cannot be ended, and would take workers from every later batch."""
+        """Leave rewards that hang behind: they cannot be ended, and would take workers from every later batch."""
         self.close()
         self._pool = ThreadPoolExecutor(self._reward_workers, thread_name_prefix="reward")
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from colocated_grpo.config.schema import Config
+from colocated_grpo.errors import RunError
 
 GIB = 1 << 30
 ENGINE_RESERVE = 6 * GIB
@@ -20,24 +21,22 @@ SMALLEST = 64 << 20
 def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """vLLM arguments that size the KV cache. The trainer's resident state must be allocated before this is called."""
     engine = config.engine
-    if engine.kv_cache_memory_bytes is None and engine.gpu_memory_utilization is not None and device.type == "cuda":
-        return {"gpu_memory_utilization": engine.gpu_memory_utilization}
-    wanted = engine.kv_cache_memory_bytes or useful_bytes(config, folder, dtype)
     if device.type == "cpu":
-        return {"kv_cache_memory_bytes": max(SMALLEST, min(wanted, engine.kv_cache_memory_bytes or CPU_LIMIT))}
+        size = engine.kv_cache_memory_bytes or min(CPU_LIMIT, max(SMALLEST, useful_bytes(config, folder, dtype)))
+        return {"kv_cache_memory_bytes": size}
+    if engine.kv_cache_memory_bytes is None and engine.gpu_memory_utilization is not None:
+        return {"gpu_memory_utilization": engine.gpu_memory_utilization}
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     room = free - weight_bytes(config, folder) - ENGINE_RESERVE
     if room < SMALLEST:
-        raise ValueError(
+        raise RunError(
             f"engine: {free / GIB:.1f} GiB are free beside the trainer, too little for the engine's weights and cache; "
             "set policy.cpu_offload or policy.offload_optimizer, or use more GPUs"
         )
+    size = engine.kv_cache_memory_bytes or min(room, max(SMALLEST, useful_bytes(config, folder, dtype)))
     # vLLM refuses to start when its utilisation exceeds the free share, even where the exact size is given.
-    return {
-        "kv_cache_memory_bytes": max(SMALLEST, min(wanted, room)),
-        "gpu_memory_utilization": round(0.98 * free / total, 4),
-    }
+    return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": round(0.98 * free / total, 4)}
 
 
 def useful_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:

@@ -15,7 +15,7 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World, derive_seed
 from colocated_grpo.rollout.engine import Part, Request, Sampling
 from colocated_grpo.rollout.kv_budget import kv_cache_arguments
-from colocated_grpo.rollout.vllm_process import discard_kv_cache, keep_trainer_state, prepare_process
+from colocated_grpo.rollout.vllm_process import discard_kv_cache, keep_trainer_state, prepare_process, skip_idle_allocations
 from colocated_grpo.rollout.vllm_requests import CoreRequests, Requests, Sampled, TextRequests, prompt_logprobs
 from colocated_grpo.types import Completion
 
@@ -31,7 +31,7 @@ class VLLMEngine:
     """`RolloutEngine` over `vllm.LLM`. Construction is collective over all ranks."""
 
     def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
-        prepare_process(world.device)
+        prepare_process(world)
         self._on_gpu = world.device.type == "cuda"
         self._sleeps = self._on_gpu and config.engine.sleep
         # Between syncs the weights must outlive the phase; otherwise they are written anew, so nothing is kept.
@@ -40,6 +40,7 @@ class VLLMEngine:
         with keep_trainer_state():
             self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
+        skip_idle_allocations(self._engine)
         self._worker = self._engine.model_executor.driver_worker.worker
         self.max_num_seqs: int = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization"))

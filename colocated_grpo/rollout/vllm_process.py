@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,15 +15,34 @@ import vllm.distributed.parallel_state as parallel_state
 import vllm.envs
 import vllm.v1.engine.core as engine_core
 from torch import Tensor, nn
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.layers import utils as linear_layers
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from colocated_grpo.distributed import World
 
 
-def prepare_process(device: torch.device) -> None:
-    """Make vLLM fit for co-location. Call before the first engine is built; calling again is harmless."""
+def prepare_process(world: World) -> None:
+    """Make vLLM fit for co-location. Call before each engine is built. Collective."""
     engine_core.cleanup_dist_env_and_memory = _close_engine_groups
-    if device.type == "cpu":
+    if world.device.type == "cpu":
         # The CPU backend repacks linear weights after loading, which leaves nothing to write new weights into.
         linear_layers.dispatch_cpu_unquantized_gemm = _plain_cpu_linear
+        _name_shared_memory(world.from_main(lambda: secrets.token_hex(8)))
+
+
+def _name_shared_memory(unique: str) -> None:
+    """Give the shared memory of tensor-parallel CPU engines a name of its own.
+
+    Under an external launcher vLLM gives every engine of a host the same one: two runs would share it, and what a
+    killed run leaves behind would keep all later ones from starting.
+    """
+
+    def make_group_name(communicator: CpuCommunicator) -> str:
+        ranks = "-".join(map(str, communicator.ranks))
+        return f"{unique}-{communicator.unique_name}-{ranks}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
 
 def _plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:
@@ -59,6 +79,29 @@ def keep_trainer_state() -> Iterator[None]:
         torch.set_rng_state(states[2])
         if on_gpu:
             torch.cuda.set_rng_state(cuda_state)
+
+
+def skip_idle_allocations(engine: LLMEngine) -> None:
+    """Let the scheduler ask for cache blocks only when a sequence enters a new block.
+
+    vLLM asks for every request at every step; with hundreds of requests that is a fifth of its host time, and there the
+    host bounds decoding.
+    """
+    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+    groups = manager.kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return  # layers whose caches have different blocks
+    block_size = groups[0].kv_cache_spec.block_size
+    allocate = manager.allocate_slots
+
+    def allocate_when_entering_a_block(request, num_new_tokens: int, **rest):
+        # Any other argument, or more tokens, means a prompt or a resumed request: vLLM decides.
+        decoding = num_new_tokens == 1 and rest == {"num_lookahead_tokens": 0}
+        if decoding and request.num_computed_tokens % block_size:
+            return manager.empty_kv_cache_blocks
+        return allocate(request, num_new_tokens, **rest)
+
+    manager.allocate_slots = allocate_when_entering_a_block
 
 
 def discard_kv_cache() -> None:

@@ -25,7 +25,7 @@ PROBES = 128
 class WarmStart:
     """How far to teach: until the mean sampled reward reaches `target`, but no more than `max_steps`."""
 
-    target: float = 0.36
+    target: float = 0.42
     max_steps: int = 250
     batch_size: int = 64
     lr: float = 2e-3

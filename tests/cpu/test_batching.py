@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def unpack(micro_batch: MicroBatch) -> list[tuple]:
     """What training sees of each sequence: tokens, then (position, target, temperature, advantage, ...) as scored."""
     cu = micro_batch.cu_seqlens.tolist()
     sequences = []
-    for index, (start, end) in enumerate(zip(cu, cu[1:], strict=False)):
+    for index, (start, end) in enumerate(pairwise(cu)):
         own = (micro_batch.sequence_N == index).nonzero()[:, 0]
         scored = zip(
             (micro_batch.source_N[own] + 1 - start).tolist(),
@@ -139,7 +140,8 @@ def sequences_of(lengths: list[int]) -> list[TrainSequence]:
 
 
 def rank_loads(lengths: list[int], budget: int, world_size: int) -> list[int]:
-    return [sum(seq.length for bin in share for seq in bin) for share in plan(sequences_of(lengths), budget, world_size)]
+    shares = plan(sequences_of(lengths), budget, world_size)
+    return [sum(seq.length for bin in share for seq in bin) for share in shares]
 
 
 @given(st.lists(st.integers(LONGEST // 2, LONGEST), max_size=30), world_sizes)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import FakeEngine, completion_of
 from hypothesis import given
 from hypothesis import strategies as st
-from fakes import FakeEngine
 from ranks import run_on_ranks
 
 from colocated_grpo.config.schema import RewardConfig
@@ -108,15 +108,17 @@ def test_every_score_belongs_to_its_completion_in_whatever_order_they_finish(dat
     groups = collector.collect(job)
     collector.close()
     assert [group.prompt for group in groups] == list(job.prompts)
-    for group in groups:
+    answers = {request.key: completion_of(request).token_ids for request in engine.submitted}
+    for index, group in enumerate(groups):
         assert len(group.rollouts) == group_size
-        for rollout in group.rollouts:
+        for sibling, rollout in enumerate(group.rollouts):
             sampled = rollout.token_ids[rollout.prompt_length :]
+            assert sampled == answers[index, sibling]
             assert rollout.score.reward == sum(sampled)
             assert rollout.text == text_of(sampled)
             assert rollout.token_ids[: rollout.prompt_length] == group.prompt.token_ids
             assert rollout.loss_mask == [False] * 3 + [True] * len(sampled)
-            assert all((value < 0) == trained for value, trained in zip(rollout.sampling_logprobs, rollout.loss_mask))
+            assert [value < 0 for value in rollout.sampling_logprobs] == rollout.loss_mask
 
 
 def test_the_order_in_which_completions_finish_changes_nothing():
@@ -250,7 +252,7 @@ def test_replicated_engines_all_generate_everything_and_one_counts():
 
 
 def uneven_work(world: World) -> tuple[list[list[Group]], int]:
-    """Three batches in which one rank decodes two hundred times as long as the other; the groups and the rank's part."""
+    """Three batches in which rank 0 decodes two hundred times as long as rank 1; the groups and this rank's part."""
 
     def decode_steps(request: Request) -> int:
         return 200 if world.rank == 0 else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def logprobs_from(folder: Path, micro_batch) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     cu = micro_batch.cu_seqlens.tolist()
     with torch.no_grad():
-        logits = torch.cat([model(micro_batch.input_ids_T[None, a:b]).logits[0] for a, b in zip(cu, cu[1:], strict=False)])
+        logits = torch.cat([model(micro_batch.input_ids_T[None, a:b]).logits[0] for a, b in pairwise(cu)])
     log_probs = torch.log_softmax(logits[micro_batch.source_N].float() / micro_batch.temperature_N[:, None], -1)
     return log_probs.gather(1, micro_batch.targets_N[:, None])[:, 0]
 
@@ -67,7 +68,9 @@ def test_two_ranks_write_several_files_and_an_index_that_names_every_tensor_once
     weights, micro_batch, expected = results[0]
     files = sorted(target.glob("*.safetensors"))
     assert len(files) > 2
-    assert [file.name for file in files] == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert [file.name for file in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
     index = json.loads((target / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(weights)
     assert set(index["weight_map"].values()) == {file.name for file in files}
@@ -81,7 +84,8 @@ def test_weights_are_written_in_the_type_that_was_asked_for(world, model_folder,
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert model.dtype == torch.bfloat16
     exported = load_file(tmp_path / "half" / "model.safetensors")
-    assert_same(dict(sorted(exported.items())), {name: weights[name].bfloat16() for name in sorted(weights)}, rtol=0, atol=0)
+    expected = {name: tensor.bfloat16() for name, tensor in sorted(weights.items())}
+    assert_same(dict(sorted(exported.items())), expected, rtol=0, atol=0)
 
 
 def test_an_export_replaces_an_older_one_and_keeps_the_generation_settings(world, model_folder, tmp_path):

@@ -28,7 +28,9 @@ def faulty(tmp_path: Path, fault: str, **changes: object) -> Settings:
     """A run whose task is the sorting task; `fault` is statements of its module, which may set `judge`."""
     path = tmp_path / "faulty.py"
     path.write_text(FAULTY_TASK + fault)
-    return settings(tiny_model(), environments=[{"type": "task", "name": f"{path}:Faulty"}], evaluation={"every": 0}, **changes)
+    return settings(
+        tiny_model(), environments=[{"type": "task", "name": f"{path}:Faulty"}], evaluation={"every": 0}, **changes
+    )
 
 
 def failed(tmp_path: Path, config: Settings, *, ranks: int = 2) -> TrainingRun:

@@ -26,10 +26,14 @@ def one_changed_parameter(world: World, folder: Path) -> dict[str, Any]:
     check = FreshnessCheck(pair.policy, pair.engine, FreshnessConfig())
     check.before_sync(PROBE)
     facts: dict[str, Any] = {"fresh": check.after_sync(), "complaints": {}}
-    for name in ("model.layers.0.self_attn.qkv_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+    for name in (
+        "model.layers.0.self_attn.qkv_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.norm.weight",
+    ):
         check.before_sync(PROBE)
         pair.write()
-        pair.engine.model.get_parameter(name).data.mul_(1.1)
+        pair.engine.model.get_parameter(f"model.{name}").data.mul_(1.1)
         try:
             check.after_sync()
         except RunError as error:

@@ -136,7 +136,7 @@ def test_a_gradient_that_is_not_finite_raises_and_leaves_weights_and_moments(wor
     weights, moments = weights_of(policy), moments_of(policy)
     policy.forward_backward(batch.minibatches[0], Metrics(world.device))
     policy.parameters()["model.norm.weight"].grad.to_local()[3] = bad
-    with pytest.raises(FloatingPointError, match="optimizer step 1: the gradient norm is (nan|inf)"):
+    with pytest.raises(FloatingPointError, match=r"optimizer step 1: the gradient norm is (nan|inf)"):
         policy.optimizer_step(Metrics(world.device))
     assert_same(weights_of(policy), weights, rtol=0, atol=0)
     assert_same(moments_of(policy), moments, rtol=0, atol=0)
@@ -149,7 +149,7 @@ def moments_of(policy) -> dict:
 
 
 def clipped_steps(world: World, folder, scale: float) -> tuple:
-    """(gradient norm as reported, as it is, what plain gradient descent moved the weights by) for clip at scale * norm."""
+    """(gradient norm reported, the true one, how far gradient descent moved the weights), clipped at scale * norm."""
     groups = random_groups(2, 3)
     policy = policy_of(config_of(folder), world)
     policy.forward_backward(pack_for(world, groups, config_of(folder)).minibatches[0], Metrics(world.device))
@@ -191,9 +191,7 @@ def test_the_schedules_follow_their_formulae():
     assert rates(schedule="cosine") == pytest.approx([0.5, 1.0, *cosine, 0.2])
 
 
-@given(
-    st.integers(0, 20), st.integers(1, 30), st.sampled_from(["constant", "cosine", "linear"]), st.floats(0, 1e-3)
-)
+@given(st.integers(0, 20), st.integers(1, 30), st.sampled_from(["constant", "cosine", "linear"]), st.floats(0, 1e-3))
 def test_a_learning_rate_stays_between_zero_and_its_peak(warmup_steps, total_steps, schedule, min_lr):
     config = PolicyConfig(lr=1e-3, min_lr=min_lr, warmup_steps=warmup_steps, schedule=schedule)
     rates = [learning_rate(config, step, total_steps) for step in range(total_steps + 2)]
@@ -203,9 +201,7 @@ def test_a_learning_rate_stays_between_zero_and_its_peak(warmup_steps, total_ste
 
 
 def test_each_optimizer_step_uses_the_rate_of_its_own_version(world, model_folder):
-    config = config_of(
-        model_folder(), training_steps=2, batch={"epochs": 2}, policy={"lr": 1e-3, "schedule": "linear"}
-    )
+    config = config_of(model_folder(), training_steps=2, batch={"epochs": 2}, policy={"lr": 1e-3, "schedule": "linear"})
     policy = policy_of(config, world)
     batch = pack_for(world, random_groups(1, 2), config)
     rates = [reduce(train(policy, batch), world.sum_, world.max_)["lr"] for _ in range(4)]

@@ -36,9 +36,9 @@ def attend_alone(query, key, value, lengths, *, scaling=HEAD_DIM**-0.5, sliding_
         for position in range(start, start + length):
             first = start if sliding_window is None else max(start, position - sliding_window + 1)
             for head in range(query.shape[1]):
-                keys, values = key[0, head // repeat, first : position + 1], value[0, head // repeat, first : position + 1]
-                weights = torch.softmax(keys @ query[0, head, position] * scaling, dim=0)
-                out[0, position, head] = weights @ values
+                seen = 0, head // repeat, slice(first, position + 1)
+                weights = torch.softmax(key[seen] @ query[0, head, position] * scaling, dim=0)
+                out[0, position, head] = weights @ value[seen]
         start += length
     return out
 

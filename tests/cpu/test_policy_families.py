@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def one_by_one_forward(folder: Path, micro_batch: MicroBatch) -> tuple[torch.Ten
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     cu = micro_batch.cu_seqlens.tolist()
     logprobs = []
-    for index, (start, end) in enumerate(zip(cu, cu[1:], strict=False)):
+    for index, (start, end) in enumerate(pairwise(cu)):
         own = micro_batch.sequence_N == index
         logits = model(micro_batch.input_ids_T[None, start:end]).logits[0, micro_batch.source_N[own] - start]
         log_probs = torch.log_softmax(logits.float() / micro_batch.temperature_N[own, None], dim=-1)
@@ -97,7 +98,8 @@ def test_the_sliding_window_of_these_models_is_felt(world, model_folder, family)
     folder = model_folder(family, tied=True, **FAMILIES[family])
     wide = model_folder(family, tied=True, edits={**FAMILIES[family]["edits"], "sliding_window": 64})
     micro_batch = micro_batch_of(world, folder)
-    assert (packed_forward(world, folder, micro_batch)[0] - packed_forward(world, wide, micro_batch)[0]).abs().max() > 1e-3
+    (narrow_logprobs, _), (wide_logprobs, _) = (packed_forward(world, f, micro_batch) for f in (folder, wide))
+    assert (narrow_logprobs - wide_logprobs).abs().max() > 1e-3
 
 
 def test_gradient_checkpointing_keeps_fewer_activations(world, model_folder):
@@ -164,7 +166,7 @@ def test_weights_in_half_precision_become_float32_masters(world, model_folder, t
 
 
 def test_a_base_model_without_the_prefix_of_its_language_model_loads(world, model_folder, tmp_path):
-    """Some checkpoints were saved from the inner model: 'layers.0...' where the language model says 'model.layers.0...'."""
+    """Saved from the inner model, tensors are called 'h.0...' where the language model says 'transformer.h.0...'."""
     AutoModelForCausalLM.from_pretrained(model_folder("gpt2")).transformer.save_pretrained(tmp_path)
     weights = weights_of(policy_of(config_of(tmp_path), world))
     assert_same(weights, weights_of(policy_of(config_of(model_folder("gpt2")), world)), rtol=0, atol=0)
@@ -181,7 +183,7 @@ def test_a_checkpoint_that_lacks_tensors_is_refused_in_one_line(world, model_fol
 
 def test_a_folder_without_weights_is_refused_in_one_line(world, model_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
-    with pytest.raises(FileNotFoundError, match="holds no .*safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"holds no .*safetensors"):
         policy_of(config_of(tmp_path), world)
 
 

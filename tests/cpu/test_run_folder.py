@@ -35,7 +35,7 @@ def test_a_new_run_gets_a_folder_of_its_own(tmp_path):
 
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
     past_run(tmp_path / "mine")
-    with pytest.raises(ConfigError, match="run_name='mine'.*holds a run already; add --resume"):
+    with pytest.raises(ConfigError, match=r"run_name='mine'.*holds a run already; add --resume"):
         choose_run_folder(config_in(tmp_path, run_name="mine"), None, "sorting")
 
 
@@ -70,5 +70,5 @@ def test_a_named_folder_is_continued_wherever_it_is(tmp_path):
 @pytest.mark.parametrize("made", [False, True], ids=["missing", "without a complete checkpoint"])
 def test_a_named_folder_that_holds_nothing_to_continue_is_refused(tmp_path, made):
     folder = past_run(tmp_path / "dead", complete=False) if made else tmp_path / "dead"
-    with pytest.raises(ConfigError, match="--resume .*dead: no complete checkpoint"):
+    with pytest.raises(ConfigError, match=r"--resume .*dead: no complete checkpoint"):
         choose_run_folder(config_in(tmp_path), str(folder), "sorting")

@@ -51,8 +51,17 @@ def test_the_engine_follows_the_policy(architecture, path):
     assert facts["path"] == path
 
 
+@pytest.fixture
+def left_by_a_killed_run():
+    """Shared memory under the name that vLLM itself would choose: with two ranks it would start no more."""
+    memory = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")
+    memory.touch()
+    yield
+    memory.unlink()
+
+
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_the_engines_of_two_ranks_follow_the_policy(tensor_parallel):
+def test_the_engines_of_two_ranks_follow_the_policy(tensor_parallel, left_by_a_killed_run):
     ranks = run_on_ranks(synced_on_two_ranks, 2, tiny_model(), tensor_parallel, timeout=TIMEOUT)
     for facts in ranks:
         assert_follows(facts)

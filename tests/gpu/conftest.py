@@ -8,7 +8,11 @@ import torch
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     devices = torch.cuda.device_count()
-    for item in items:
-        needed = max([mark.args[0] for mark in item.iter_markers("multigpu")], default=1)
+    for item in items:  # of the whole session, the CPU tests among them
+        needed = max((devices_needed(mark) for mark in item.iter_markers()), default=0)
         if devices < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, {devices} here"))
+
+
+def devices_needed(mark: pytest.Mark) -> int:
+    return {"gpu": 1, "multigpu": mark.args[0] if mark.args else 0}.get(mark.name, 0)

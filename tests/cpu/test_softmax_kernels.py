@@ -1,0 +1,42 @@
+"""The Triton kernels of the log-probability operator equal their plain form; Triton's interpreter runs them on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPARISON = """
+import torch
+from colocated_grpo.policy import logprobs, softmax_kernels
+
+softmax_kernels.BLOCK = 64  # several blocks a row, the last one cut
+torch.manual_seed(0)
+rows, vocabulary = 5, 333
+logits = torch.randn(rows, vocabulary) * 6
+logits[0, 7], logits[1, 300] = 60.0, -200.0  # peaks and pits that a careless exponential overflows on
+targets = torch.tensor([7, 300, 0, vocabulary - 1, 64])
+temperatures = torch.tensor([0.7, 1.0, 1.3, 1.0, 2.0])
+gradients = torch.randn(rows)
+
+plain = logprobs._row_statistics(logits, targets, temperatures)
+fast = softmax_kernels.row_statistics(logits, targets, temperatures)
+for expected, actual in zip(plain, fast, strict=True):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+arguments = logits, targets, temperatures, plain[2], gradients, torch.float32
+torch.testing.assert_close(
+    softmax_kernels.logit_gradient(*arguments), logprobs._logit_gradient(*arguments), rtol=1e-5, atol=1e-5
+)
+print("equal")
+"""
+
+
+def test_the_kernels_equal_the_plain_operations():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", COMPARISON], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "equal"
