@@ -136,7 +136,9 @@ def _sequences(
     ]
 
 
-def _sequence(group: int, sibling: int, rollout: Rollout, advantages: list[float], config: BatchConfig) -> TrainSequence:
+def _sequence(
+    group: int, sibling: int, rollout: Rollout, advantages: list[float], config: BatchConfig
+) -> TrainSequence:
     scored = [position for position, sampled in enumerate(rollout.loss_mask) if sampled]
     return TrainSequence(
         group=group,

@@ -116,21 +116,21 @@ def build_engine(config: Config, policy: Policy, model_folder: Path, world: Worl
     """An engine beside the trainer's resident state, asleep."""
     if world.device.type == "cuda":
         # The cache is sized from what is free, so everything that stays must be there already.
-        if not policy.optimizer.state:
-            policy.init_optimizer_state()
+        policy.init_optimizer_state()
         if policy.offload is not None:
             policy.offload.to_host()
-    dtype = policy.dtype if config.engine.dtype == "auto" else DTYPES[config.engine.dtype]
-    engine = VLLMEngine(config, model_folder, dtype, world)
+    engine = VLLMEngine(config, model_folder, engine_dtype(config, policy), world)
     engine.sleep()
     if policy.offload is not None:
         policy.offload.to_device()
     return engine
 
 
-def build_choreography(
-    config: Config, policy: Policy, engine: VLLMEngine, clock: Clock, world: World
-) -> Choreography:
+def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
+    return policy.dtype if config.engine.dtype == "auto" else DTYPES[config.engine.dtype]
+
+
+def build_choreography(config: Config, policy: Policy, engine: VLLMEngine, clock: Clock, world: World) -> Choreography:
     sync = ColocatedSync(
         policy.parameters(),
         engine.model,
@@ -140,7 +140,7 @@ def build_choreography(
         transformed=engine.transforms_weights,
         device=world.device,
     )
-    freshness = FreshnessCheck(policy, engine, config.freshness)
+    freshness = FreshnessCheck(policy, engine, engine_dtype(config, policy), config.freshness)
     return Choreography(policy, engine, sync, freshness, clock, config.sync_frequency)
 
 

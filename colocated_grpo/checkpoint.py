@@ -1,7 +1,7 @@
 """Checkpoints that are either whole or absent, written beside the training.
 
-A run folder holds checkpoints/step_000012/: torch DCP files for weights and optimizer, and trainer.json. A checkpoint is
-written under another name and renamed when every rank has finished, so a folder with the final name is complete.
+A run folder holds checkpoints/step_000012/: torch DCP files for weights and optimizer, and trainer.json. A checkpoint
+is written under another name and renamed when every rank has finished: a folder with the final name is complete.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Checkpoints:
         return self._config.every > 0 and step % self._config.every == 0
 
     def save(self, step: int, policy: Policy, state: dict[str, Any]) -> None:
-        """Start writing a checkpoint of `step` completed steps. `state`: rank 0's plain data, such as the source's cursor.
+        """Start writing a checkpoint of `step` completed steps; `state` is rank 0's plain data (the source's cursor).
 
         Returns when the tensors are copied to host memory; training may go on while they are written.
         """

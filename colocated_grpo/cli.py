@@ -24,6 +24,8 @@ AUTO = "auto"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
 RUN_ERROR = 1
+VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
+"""File into which a rank that knows what went wrong writes its exit code and its lines."""
 USAGE_ERROR = 2
 
 
@@ -105,12 +107,20 @@ def _run(config: Config, resume: str | None, name: str) -> int:
     try:
         train(config, resume=resume, name=name)
     except (ConfigError, RunError) as error:
+        code = USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
         print(*_error_lines(error), sep="\n", file=sys.stderr, flush=True)
-        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+        _leave_verdict(code, _error_lines(error))
+        return code
     except ReportedElsewhere:
         logging.getLogger(__name__).debug("another rank failed first; what this one met:", exc_info=True)
         return RUN_ERROR
     return 0
+
+
+def _leave_verdict(code: int, lines: Sequence[str]) -> None:
+    """Tell the launcher: torchrun follows the lines with a page of its own, and turns every exit code into 1."""
+    if VERDICT_VARIABLE in os.environ:
+        Path(os.environ[VERDICT_VARIABLE]).write_text("\n".join([str(code), *lines]))
 
 
 def _error_lines(error: Exception) -> list[str]:

@@ -1,4 +1,4 @@
-"""Process group, device and the few collectives the loop needs. Every function here is collective unless it says otherwise."""
+"""Process group, device and the few collectives the loop needs. Functions are collective unless they say otherwise."""
 
 from __future__ import annotations
 
@@ -90,7 +90,11 @@ def init_world() -> World:
     """Join the process group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe."""
     on_gpu = torch.cuda.is_available()
     # Modulo: some schedulers show each process one GPU and still number the processes.
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        if on_gpu
+        else torch.device("cpu")
+    )
     if on_gpu:
         torch.cuda.set_device(device)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(minutes=10))))

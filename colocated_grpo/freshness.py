@@ -12,18 +12,20 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import RolloutEngine
 
-# Two correct 16-bit implementations of one model differ by 0.01 to 0.05 on average; stale or damaged weights by far more.
+# Two correct 16-bit implementations of one model differ by 0.01 to 0.05 on average; damaged weights by far more.
 TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 0.15, torch.float32: 1e-3}
 
 
 class FreshnessCheck:
     """Compares engine and policy on probe tokens after every n-th sync."""
 
-    def __init__(self, policy: Policy, engine: RolloutEngine, config: FreshnessConfig) -> None:
+    def __init__(
+        self, policy: Policy, engine: RolloutEngine, engine_dtype: torch.dtype, config: FreshnessConfig
+    ) -> None:
         self._policy = policy
         self._engine = engine
         self._config = config
-        self._tolerance = config.max_mean_diff or TOLERANCE[policy.dtype]
+        self._tolerance = config.max_mean_diff or max(TOLERANCE[policy.dtype], TOLERANCE[engine_dtype])
         self._syncs = 0
         self._expected: list[float] | None = None
         self._probe: list[int] = []

@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -21,6 +22,7 @@ from colocated_grpo.cli import (
     AUTO,
     LOG_LEVEL_VARIABLE,
     USAGE_ERROR,
+    VERDICT_VARIABLE,
     OneLineParser,
     add_run_arguments,
     config_file,
@@ -260,7 +262,15 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
     except OSError as error:
         print(f"error: --redirect-output={str(redirect)!r}: cannot be written ({error.strerror})", file=sys.stderr)
         return USAGE_ERROR
-    return run_command(command, environment, redirect)
+    with tempfile.TemporaryDirectory(prefix="colocated-grpo-") as folder:
+        verdict = Path(folder) / "verdict"
+        code = run_command(command, {**environment, VERDICT_VARIABLE: str(verdict)}, redirect)
+        if not (code and verdict.exists()):
+            return code
+        known, *lines = verdict.read_text().splitlines()
+    with redirect.open("a") if redirect else open(os.dup(2), "w") as output:
+        print(*lines, sep="\n", file=output)  # once more: the last thing a person sees
+    return int(known)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ ROWS = 40
 
 
 def profiled(folder: Path | None) -> Iterator[None]:
-    """Profile the block into `folder` (trace.json.gz for a trace viewer, kernels.txt for reading); None does nothing."""
+    """Profile the block into `folder` (trace.json.gz for a viewer, kernels.txt for reading); None does nothing."""
     return nullcontext() if folder is None else _profile(folder)
 
 

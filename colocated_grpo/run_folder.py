@@ -26,7 +26,9 @@ def choose_run_folder(config: Config, resume: str | None, name: str) -> Path:
         return _existing(Path(resume))
     folder = output / (config.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if complete_checkpoints(folder / FOLDER) and resume is None:
-        raise ConfigError(f"run_name={config.run_name!r}: {folder} holds a run already; add --resume, or choose another name")
+        raise ConfigError(
+            f"run_name={config.run_name!r}: {folder} holds a run already; add --resume, or choose another name"
+        )
     return folder
 
 

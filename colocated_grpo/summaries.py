@@ -12,7 +12,7 @@ from colocated_grpo.types import Group, Rollout
 
 
 def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
-    """Rewards, lengths and staleness of one training batch. `policy_version`: that of the weights about to be trained."""
+    """Rewards, lengths and staleness of one training batch; `policy_version` is that of the weights to be trained."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.score.reward for rollout in rollouts if rollout.score.reward is not None]
     row = {

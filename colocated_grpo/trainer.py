@@ -137,7 +137,10 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
         rewards = [group_rewards(group) for group in groups]
         per_rollout = group_advantages(rewards, run.config.advantage)
         advantages = [
-            [rollout.advantages or [value] * sum(rollout.loss_mask) for rollout, value in zip(g.rollouts, values, strict=True)]
+            [
+                rollout.advantages or [value] * sum(rollout.loss_mask)
+                for rollout, value in zip(g.rollouts, values, strict=True)
+            ]
             for g, values in zip(groups, per_rollout, strict=True)
         ]
         # Without a KL penalty a group of equal rewards has no gradient at all.

@@ -13,7 +13,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One question, tokenized. Example: Prompt(index=7, token_ids=[3, 9], text="3+4=", item={"answer": "7"}, source="arithmetic")"""
+    """One question, tokenized.
+
+    Example: Prompt(index=7, token_ids=[3, 9], text="3+4=", item={"answer": "7"}, source="arithmetic")
+    """
 
     index: int
     """Position in the run's stream of prompts (training) or in the held-out list (evaluation)."""
@@ -28,7 +31,10 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One sampled sequence. Example: Completion(token_ids=[12, 9], sampling_logprobs=[-0.2, -1.1], finish_reason="stop", policy_version=7)"""
+    """One sampled sequence.
+
+    Example: Completion(token_ids=[12, 9], sampling_logprobs=[-0.2, -1.1], finish_reason="stop", policy_version=7)
+    """
 
     token_ids: list[int]
     sampling_logprobs: list[float]

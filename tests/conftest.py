@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from ranks import only_rank
-from small_policy import make_small_model
 
 from colocated_grpo.distributed import World
+
+from ranks import only_rank
+from small_policy import make_small_model
 
 # A busy machine makes a single example slow now and then, which says nothing about the code.
 settings.register_profile("unhurried", deadline=None)

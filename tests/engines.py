@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from runs import settings
 
 from colocated_grpo.batching import TrainSequence, build_micro_batch
 from colocated_grpo.cli import library_environment
@@ -18,6 +17,8 @@ from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.types import Completion
+
+from training_runs import settings
 
 if TYPE_CHECKING:
     from colocated_grpo.rollout.vllm_engine import VLLMEngine

@@ -19,13 +19,18 @@ UPDATE_CLIP = 1.0
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Second moment of a matrix as the outer product of row and column means: rows + columns floats instead of their product.
+    """Second moment of a matrix as outer product of its row and column means: rows + columns floats, not rows * columns.
 
     all_reduce: sums a tensor over the ranks that hold the shards, in place.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, lr: float, weight_decay: float, all_reduce: Callable[[Tensor], None]
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        all_reduce: Callable[[Tensor], None],
     ) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
         self._all_reduce = all_reduce
@@ -73,7 +78,9 @@ class Adafactor(torch.optim.Optimizer):
         state = self.state[p]
         state["step"] = torch.zeros((), dtype=torch.float32)
         if p.dim() == 2:
-            state["row"] = torch.zeros_like(p, dtype=torch.float32).mean(1) if not isinstance(p, DTensor) else _rows_of(p)
+            state["row"] = (
+                torch.zeros_like(p, dtype=torch.float32).mean(1) if not isinstance(p, DTensor) else _rows_of(p)
+            )
             state["column"] = torch.zeros(p.shape[1], dtype=torch.float32, device=_local(p).device)
         else:
             state["second_moment"] = torch.zeros_like(p, dtype=torch.float32)

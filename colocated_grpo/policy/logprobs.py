@@ -18,7 +18,7 @@ def linear_logprobs(
     chunk_tokens: int,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy of softmax(hidden @ weight.T / temperature), each token at its own temperature, both [N] float32.
+    """log p(target) and entropy of softmax(hidden @ weight.T / temperature) for every token, both [N] float32.
 
     Gradients flow through the log-probabilities only; the entropy is for metrics. Logits are float32 and exist for
     `chunk_tokens` tokens at a time; the backward pass computes them again.

@@ -151,7 +151,9 @@ def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloade
             else:
                 _fill(parameter, reader, source)
     if missing:
-        raise ValueError(f"model.name={str(folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}")
+        raise ValueError(
+            f"model.name={str(folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}"
+        )
 
 
 def _allocate(model: PackedLM, parameters_on: torch.device, buffers_on: torch.device) -> None:
@@ -166,7 +168,9 @@ def _fill(parameter: nn.Parameter, reader: CheckpointReader, source: str) -> Non
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     start, rows = 0, local.shape[0]
     if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
         start, rows = offset[0], shape[0]
     if rows:
         local.copy_(reader.read(source, slice(start, start + rows)))

@@ -54,7 +54,8 @@ BUILDERS = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
 class LocalShardOptimizer(torch.optim.Optimizer):
     """Runs an optimizer that knows nothing of DTensors on each rank's own rows; right for element-wise updates.
 
-    `shards` are the keys of `state`, in the order of the parameters. Its quantised state is per rank: it resumes only on the world size that saved it.
+    `shards` are the keys of `state`, in the order of the parameters. Quantised state is per rank: it resumes only on
+    as many ranks as saved it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], build) -> None:
@@ -121,5 +122,7 @@ class OptimizerOffload:
     def _device_tensors(self) -> list[Tensor]:
         # With gradients on, to_local() makes a new view each time: no key would ever be found again.
         values = (value for state in self._optimizer.state.values() for value in state.values())
-        tensors = (value.to_local() if isinstance(value, DTensor) else value for value in values if isinstance(value, Tensor))
+        tensors = (
+            value.to_local() if isinstance(value, DTensor) else value for value in values if isinstance(value, Tensor)
+        )
         return [tensor for tensor in tensors if tensor.is_cuda and tensor.numel() > 1]

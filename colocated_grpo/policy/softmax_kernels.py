@@ -18,7 +18,14 @@ def row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) 
     rows, vocabulary = logits_CV.shape
     outputs = torch.empty(3, rows, dtype=torch.float32, device=logits_CV.device)
     _row_statistics[(rows,)](
-        logits_CV, targets_C, temperature_C, *outputs.unbind(0), vocabulary, logits_CV.stride(0), BLOCK=BLOCK, num_warps=8
+        logits_CV,
+        targets_C,
+        temperature_C,
+        *outputs.unbind(0),
+        vocabulary,
+        logits_CV.stride(0),
+        BLOCK=BLOCK,
+        num_warps=8,
     )
     return outputs[0], outputs[1], outputs[2]
 
@@ -30,7 +37,16 @@ def logit_gradient(
     rows, vocabulary = logits_CV.shape
     out_CV = torch.empty(rows, vocabulary, dtype=dtype, device=logits_CV.device)
     _logit_gradient[(rows, triton.cdiv(vocabulary, BLOCK))](
-        logits_CV, targets_C, temperature_C, logsumexp_C, grad_C, out_CV, vocabulary, logits_CV.stride(0), BLOCK=BLOCK, num_warps=8
+        logits_CV,
+        targets_C,
+        temperature_C,
+        logsumexp_C,
+        grad_C,
+        out_CV,
+        vocabulary,
+        logits_CV.stride(0),
+        BLOCK=BLOCK,
+        num_warps=8,
     )
     return out_CV
 
@@ -67,9 +83,7 @@ def _row_statistics(
 
 
 @triton.jit
-def _logit_gradient(
-    logits, targets, temperatures, logsumexps, grads, out, vocabulary, stride, BLOCK: tl.constexpr
-):
+def _logit_gradient(logits, targets, temperatures, logsumexps, grads, out, vocabulary, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < vocabulary

@@ -15,7 +15,12 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World, derive_seed
 from colocated_grpo.rollout.engine import Part, Request, Sampling
 from colocated_grpo.rollout.kv_budget import kv_cache_arguments
-from colocated_grpo.rollout.vllm_process import discard_kv_cache, keep_trainer_state, prepare_process, skip_idle_allocations
+from colocated_grpo.rollout.vllm_process import (
+    discard_kv_cache,
+    keep_trainer_state,
+    prepare_process,
+    skip_idle_allocations,
+)
 from colocated_grpo.rollout.vllm_requests import CoreRequests, Requests, Sampled, TextRequests, prompt_logprobs
 from colocated_grpo.types import Completion
 
@@ -56,7 +61,10 @@ class VLLMEngine:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        return self._engine.vllm_config.parallel_config.rank % self._engine.vllm_config.parallel_config.tensor_parallel_size
+        return (
+            self._engine.vllm_config.parallel_config.rank
+            % self._engine.vllm_config.parallel_config.tensor_parallel_size
+        )
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:

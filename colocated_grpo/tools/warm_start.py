@@ -56,7 +56,10 @@ def warm_start(
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
     previous = 0.0
     for step in range(1, settings.max_steps + 1):
-        pairs = [(p.token_ids, with_slips(p.item["answer"], settings.slips, slips)) for p in islice(lessons, settings.batch_size)]
+        pairs = [
+            (p.token_ids, with_slips(p.item["answer"], settings.slips, slips))
+            for p in islice(lessons, settings.batch_size)
+        ]
         loss = model(**supervised_batch(tokenizer, pairs, model.device)).loss
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)

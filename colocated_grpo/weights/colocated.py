@@ -101,8 +101,8 @@ class ColocatedSync:
         if not self._agree(plan is not None):
             return
         self._buckets = make_buckets(self._parameters, plan, self._world_size(), self._dtype)
-        equal = all([self._holds(bucket) for bucket in self._buckets])  # a list: every rank joins every gather
-        if self._agree(equal):
+        held = [self._holds(bucket) for bucket in self._buckets]  # all of them: every rank joins every gather
+        if self._agree(all(held)):
             self._plan = plan
 
     def _holds(self, bucket: Bucket) -> bool:
@@ -161,7 +161,9 @@ class _SideStreamCopy:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-def make_buckets(parameters: Mapping[str, nn.Parameter], plan: Plan, world_size: int, dtype: torch.dtype) -> list[Bucket]:
+def make_buckets(
+    parameters: Mapping[str, nn.Parameter], plan: Plan, world_size: int, dtype: torch.dtype
+) -> list[Bucket]:
     """Parameters in order, cut into buckets of about BUCKET_BYTES gathered."""
     limit = BUCKET_BYTES // dtype.itemsize // world_size
     buckets: list[Bucket] = []

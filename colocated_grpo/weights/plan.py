@@ -53,7 +53,9 @@ def build_plan(model: nn.Module, shapes: Mapping[str, torch.Size], tensor_parall
 def _fused_names(model: nn.Module) -> dict[str, tuple[str, int]]:
     """Checkpoint module name -> (engine module name, position), for example k_proj -> (qkv_proj, 1)."""
     packed = getattr(model, "packed_modules_mapping", {})
-    return {part: (whole, index) for whole, parts in packed.items() if len(parts) > 1 for index, part in enumerate(parts)}
+    return {
+        part: (whole, index) for whole, parts in packed.items() if len(parts) > 1 for index, part in enumerate(parts)
+    }
 
 
 def _target(

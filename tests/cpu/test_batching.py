@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_policy import advantages_of, group_of, random_groups, rollout_of
 
 from colocated_grpo.batching import MicroBatch, TrainSequence, build_micro_batch, pack, plan
 from colocated_grpo.config.schema import BatchConfig
 from colocated_grpo.types import Group, Rollout
+
+from small_policy import advantages_of, group_of, random_groups, rollout_of
 
 BUDGET = 32
 LONGEST = 24

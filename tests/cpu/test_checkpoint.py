@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import run_on_ranks
-from small_policy import assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of, whole
 
 from colocated_grpo.checkpoint import FOLDER, STATE_FILE, Checkpoints, complete_checkpoints
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError
+
+from ranks import run_on_ranks
+from small_policy import assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of, whole
 
 OPTIMIZERS = ["adamw", "adafactor", "adamw_8bit"]
 STATE = {"source": {"cursor": 17, "order": [3, 1, 2]}}
@@ -183,7 +184,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint_and_is_reported(world, mod
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", disk_full)
     checkpoints.save(6, policy_of(config_with(model_folder(), "adamw"), world), {})
-    with pytest.raises(RunError, match="failed: rank 0: OSError: no space left on device$"):
+    with pytest.raises(RunError, match=r"failed: rank 0: OSError: no space left on device$"):
         checkpoints.wait()
     assert [path.name for path in complete_checkpoints(tmp_path / FOLDER)] == ["step_000005"]
 

@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import FakeEngine, completion_of
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_on_ranks
 
 from colocated_grpo.config.schema import RewardConfig
 from colocated_grpo.distributed import World
@@ -21,6 +19,9 @@ from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.sharing import FixedShares, Job, Replicated, SharedCounter, Sharing
 from colocated_grpo.types import Completion, Group, Prompt, Score
+
+from fakes import FakeEngine, completion_of
+from ranks import run_on_ranks
 
 SAMPLING = Sampling(temperature=0.7, max_tokens=6)
 

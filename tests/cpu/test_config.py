@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from config_text import load, notes
 
 from colocated_grpo.config.aliases import ALIASES
 from colocated_grpo.config.errors import setting_names
 from colocated_grpo.config.loading import load_config, parse_overrides, read_config
 from colocated_grpo.config.rules import check_world
 from colocated_grpo.config.schema import Config
+
+from config_text import load, notes
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "training_configs").glob("*.yaml"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from config_text import complaint, load, notes
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.loading import load_config
 from colocated_grpo.config.rules import check_world
+
+from config_text import complaint, load, notes
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from config_text import load
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import check_inputs, longest_sequence
 from colocated_grpo.config.schema import Config
+
+from config_text import load
 
 
 @pytest.fixture

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_on_ranks
 from safetensors.torch import load_file
-from small_policy import assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.distributed import World
 from colocated_grpo.policy import export as export_module
 from colocated_grpo.policy.export import export
 from colocated_grpo.policy.model import read_model_config
+
+from ranks import run_on_ranks
+from small_policy import assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of
 
 
 def train_and_export(

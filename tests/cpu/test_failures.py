@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import Settings, TrainingRun, deterministic, settings, tiny_model, train, uninterrupted
+
+from training_runs import Settings, TrainingRun, deterministic, settings, tiny_model, train, uninterrupted
 
 SECONDS_TO_END = 30
 

@@ -9,21 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from engines import PROBE, Pair
-from fakes import FakeEngine
-from ranks import run_on_ranks
-from runs import tiny_model
 
 from colocated_grpo.config.schema import FreshnessConfig
 from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError
 from colocated_grpo.freshness import FreshnessCheck
 
+from engines import PROBE, Pair
+from fakes import FakeEngine
+from ranks import run_on_ranks
+from training_runs import tiny_model
+
 
 def one_changed_parameter(world: World, folder: Path) -> dict[str, Any]:
     pair = Pair(world, folder)
     pair.write()
-    check = FreshnessCheck(pair.policy, pair.engine, FreshnessConfig())
+    check = FreshnessCheck(pair.policy, pair.engine, torch.float32, FreshnessConfig())
     check.before_sync(PROBE)
     facts: dict[str, Any] = {"fresh": check.after_sync(), "complaints": {}}
     for name in (
@@ -33,7 +34,7 @@ def one_changed_parameter(world: World, folder: Path) -> dict[str, Any]:
     ):
         check.before_sync(PROBE)
         pair.write()
-        pair.engine.model.get_parameter(f"model.{name}").data.mul_(1.1)
+        pair.engine.model.get_parameter(name).data.mul_(1.1)
         try:
             check.after_sync()
         except RunError as error:
@@ -69,7 +70,7 @@ class Scorer:
 
 def outcome(policy: Scorer, config: FreshnessConfig, probe: Sequence[int] = PROBE) -> float | None:
     """Of one sync; a FakeEngine scores every token -1."""
-    check = FreshnessCheck(policy, FakeEngine(), config)
+    check = FreshnessCheck(policy, FakeEngine(), torch.float32, config)
     check.before_sync(probe)
     return check.after_sync()
 
@@ -88,7 +89,7 @@ def test_a_policy_that_scores_nan_is_not_fresh():
 
 def test_only_every_nth_sync_is_checked():
     policy = Scorer(-1.0)
-    check = FreshnessCheck(policy, FakeEngine(), FreshnessConfig(every=3))
+    check = FreshnessCheck(policy, FakeEngine(), torch.float32, FreshnessConfig(every=3))
     checked = []
     for _ in range(7):
         check.before_sync(PROBE)

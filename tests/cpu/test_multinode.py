@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from runs import TrainingRun, settings, tiny_model
+from training_runs import TrainingRun, settings, tiny_model
 
 
 def free_port() -> int:

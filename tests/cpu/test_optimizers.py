@@ -9,6 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+from transformers.optimization import Adafactor as TransformersAdafactor
+
+from colocated_grpo.config.schema import PolicyConfig
+from colocated_grpo.distributed import World
+from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.policy.optimizers import learning_rate
+
 from ranks import run_on_ranks
 from small_policy import (
     assert_same,
@@ -21,13 +29,6 @@ from small_policy import (
     weights_of,
     whole,
 )
-from transformers import AutoModelForCausalLM
-from transformers.optimization import Adafactor as TransformersAdafactor
-
-from colocated_grpo.config.schema import PolicyConfig
-from colocated_grpo.distributed import World
-from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.optimizers import learning_rate
 
 LR, DECAY, STEPS = 1e-2, 0.1, 4
 NO_CLIP = 1e9

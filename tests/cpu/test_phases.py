@@ -7,12 +7,13 @@ from contextlib import suppress
 
 import pytest
 import torch
-from fakes import FakeEngine
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.summaries import rollout_metrics
 from colocated_grpo.types import Group, Prompt, Rollout, Score
+
+from fakes import FakeEngine
 
 PROBE = [3, 1, 2]
 

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_on_ranks
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from colocated_grpo.batching import MicroBatch
+from colocated_grpo.distributed import World
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
+from colocated_grpo.policy.model import build_empty, read_model_config
+from colocated_grpo.policy.policy import PackedTokens, build_model
+
+from ranks import run_on_ranks
 from small_policy import (
     assert_same,
     config_of,
@@ -20,13 +28,6 @@ from small_policy import (
     weights_of,
     whole,
 )
-from transformers import AutoModelForCausalLM
-
-from colocated_grpo.batching import MicroBatch
-from colocated_grpo.distributed import World
-from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.model import build_empty, read_model_config
-from colocated_grpo.policy.policy import PackedTokens, build_model
 
 WINDOW = {"sliding_window": 3}
 FAMILIES = {

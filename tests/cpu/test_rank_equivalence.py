@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from colocated_grpo.batching import pack
+from colocated_grpo.distributed import World
+from colocated_grpo.metrics import Metrics, reduce
+
 from ranks import run_on_ranks
 from small_policy import (
     advantages_of,
@@ -18,10 +23,6 @@ from small_policy import (
     train,
     weights_of,
 )
-
-from colocated_grpo.batching import pack
-from colocated_grpo.distributed import World
-from colocated_grpo.metrics import Metrics, reduce
 
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo"]
 ONE_FORWARD = 10_000

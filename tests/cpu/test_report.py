@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tracked_run import HOSTILE, TrackedRun, finished_run, groups_of, rollout_of, row_of
 
 from colocated_grpo.tools import compare_runs, report, show_rollouts
 from colocated_grpo.tracking import files
@@ -19,6 +18,8 @@ from colocated_grpo.tracking.charts import chart_sections
 from colocated_grpo.tracking.report import write_report
 from colocated_grpo.tracking.svg import BUCKETS, Series, bucketed, line_chart, nice_ticks, stacked_chart
 from colocated_grpo.types import Group
+
+from tracked_run import HOSTILE, TrackedRun, finished_run, groups_of, rollout_of, row_of
 
 VOID = {"meta", "br"}
 STACKED = {"generate": 3.0, "train": 1.0, "sync": 2.0}

@@ -6,10 +6,11 @@ import json
 import signal
 
 import pytest
-from runs import STEPS, TrainingRun, deterministic, train, uninterrupted, wall_clock_free, weights_of
 
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
+
+from training_runs import STEPS, TrainingRun, deterministic, train, uninterrupted, wall_clock_free, weights_of
 
 SECONDS_TO_END = 30
 

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from small_policy import config_of
 
 from colocated_grpo.checkpoint import FOLDER, STATE_FILE
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.run_folder import choose_run_folder
+
+from small_policy import config_of
 
 
 def config_in(output: Path, **settings):

@@ -1,4 +1,4 @@
-"""The Triton kernels of the log-probability operator equal their plain form; Triton's interpreter runs them on the CPU."""
+"""The Triton kernels of the log-probability operator equal their plain form, run by Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from small_policy import group_of, rollout_of
 
 from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.summaries import check_reward_errors, held_out_metrics, rollout_metrics
 from colocated_grpo.types import Group, Score
+
+from small_policy import group_of, rollout_of
 
 
 def groups() -> list[Group]:

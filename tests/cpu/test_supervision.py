@@ -9,10 +9,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 
 from colocated_grpo.distributed import World
 from colocated_grpo.supervision import StopRequest, Watchdog
+
+from ranks import Ranks
 
 SECONDS_TO_NOTICE = 5.0
 STARTED = 60.0

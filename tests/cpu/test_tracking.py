@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tracked_run import HOSTILE, TrackedRun, config_of, groups_of, rollout_of, row_of
 
 from colocated_grpo.config import Config
 from colocated_grpo.tracking import NullTracker, Tracker, files, make_tracker, sinks
 from colocated_grpo.tracking.text import duration, number, visible
 from colocated_grpo.types import Group
+
+from tracked_run import HOSTILE, TrackedRun, config_of, groups_of, rollout_of, row_of
 
 
 def test_every_step_is_one_line_and_one_row_with_all_its_keys(tmp_path: Path) -> None:

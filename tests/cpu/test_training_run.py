@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
-from runs import STEPS, settings, tiny_model, train, uninterrupted
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.tools import make_model
 from colocated_grpo.tracking import files
+
+from training_runs import STEPS, settings, tiny_model, train, uninterrupted
 
 PROMISED = {
     "reward",

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from engines import PROBE, Pair, request_of
-from ranks import run_on_ranks
-from runs import tiny_model
 
 from colocated_grpo.distributed import World
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion
+
+from engines import PROBE, Pair, request_of
+from ranks import run_on_ranks
+from training_runs import tiny_model
 
 TIMEOUT = 300.0
 TEMPERATURE = 0.7

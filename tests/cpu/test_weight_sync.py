@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Pair
-from ranks import run_on_ranks
-from runs import tiny_model
 
 from colocated_grpo.distributed import World
+
+from engines import Pair
+from ranks import run_on_ranks
+from training_runs import tiny_model
 
 TIMEOUT = 300.0
 CLOSE = 2e-5

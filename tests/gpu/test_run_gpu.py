@@ -6,9 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import Settings, TrainingRun, settings, tiny_model, train
 
 from colocated_grpo.tracking import files
+
+from training_runs import Settings, TrainingRun, settings, tiny_model, train
 
 STEPS = 12
 

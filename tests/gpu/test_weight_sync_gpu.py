@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from engines import PROBE, Pair, request_of
-from ranks import run_on_ranks
-from runs import tiny_model
 
 from colocated_grpo.distributed import World
+
+from engines import PROBE, Pair, request_of
+from ranks import run_on_ranks
+from training_runs import tiny_model
 
 TIMEOUT = 300.0
 ENGINE = {"enforce_eager": False, "max_num_seqs": 8}
