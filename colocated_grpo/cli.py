@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -73,7 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     faulthandler.enable()
     rank = os.environ["RANK"]
-    logging.basicConfig(level=options.log_level, format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+    if options.log_level == "DEBUG":
+        logging.getLogger().setLevel(logging.DEBUG)
+    else:  # what libraries tell each other at import time is nothing that a user can act on
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("colocated_grpo").setLevel(options.log_level)
     return _train(options, overrides)
 
 
@@ -108,8 +115,7 @@ def _run(config: Config, resume: str | None, name: str) -> int:
         train(config, resume=resume, name=name)
     except (ConfigError, RunError) as error:
         code = USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
-        print(*_error_lines(error), sep="\n", file=sys.stderr, flush=True)
-        _leave_verdict(code, _error_lines(error))
+        _report(code, _error_lines(error))
         return code
     except ReportedElsewhere:
         logging.getLogger(__name__).debug("another rank failed first; what this one met:", exc_info=True)
@@ -117,10 +123,12 @@ def _run(config: Config, resume: str | None, name: str) -> int:
     return 0
 
 
-def _leave_verdict(code: int, lines: Sequence[str]) -> None:
-    """Tell the launcher: torchrun follows the lines with a page of its own, and turns every exit code into 1."""
+def _report(code: int, lines: Sequence[str]) -> None:
+    """Show the lines; where a launcher waits, let it show them after torchrun's page of words, and return the code."""
     if VERDICT_VARIABLE in os.environ:
         Path(os.environ[VERDICT_VARIABLE]).write_text("\n".join([str(code), *lines]))
+    else:
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _error_lines(error: Exception) -> list[str]:
@@ -141,6 +149,7 @@ def library_environment(log_level: str) -> dict[str, str]:
         "NCCL_DEBUG": "INFO" if debug else "WARN",
         "TORCH_DISTRIBUTED_DEBUG": "INFO" if debug else "OFF",
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "DEBUG" if debug else "ERROR",

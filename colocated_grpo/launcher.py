@@ -269,7 +269,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
             return code
         known, *lines = verdict.read_text().splitlines()
     with redirect.open("a") if redirect else open(os.dup(2), "w") as output:
-        print(*lines, sep="\n", file=output)  # once more: the last thing a person sees
+        print(*lines, sep="\n", file=output)
     return int(known)
 
 

@@ -79,7 +79,7 @@ class EngineConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the engine's weights. auto: the policy's compute type."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of GPU memory for the engine, as vLLM means it. Default: a cache sized from what the trainer leaves free."""
+    """Share of GPU memory for the engine, as vLLM means it. Default: what the trainer leaves free."""
     kv_cache_memory_bytes: Positive | None = None
     """Exact KV-cache size in bytes; goes before gpu_memory_utilization."""
     enforce_eager: bool = False

@@ -19,7 +19,7 @@ UPDATE_CLIP = 1.0
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Second moment of a matrix as outer product of its row and column means: rows + columns floats, not rows * columns.
+    """Second moment of a matrix as outer product of row and column means: rows + columns floats, not rows * columns.
 
     all_reduce: sums a tensor over the ranks that hold the shards, in place.
     """

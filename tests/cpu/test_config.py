@@ -56,7 +56,7 @@ sync_frequency: 100  # How often to sync FSDP->vLLM weights
 def test_every_shipped_file_loads_for_the_ranks_it_is_meant_for(path):
     gpus = re.search(r"(\d)gpu", path.name)
     ranks = int(gpus[1]) if gpus else 8
-    check_world(load_config(path), ranks)
+    assert check_world(load_config(path), ranks) is None  # raises where it is not
 
 
 def test_all_promised_files_are_shipped():

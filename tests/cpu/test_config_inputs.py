@@ -143,4 +143,5 @@ def test_a_module_in_the_working_folder_is_found_and_not_imported(model, tmp_pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_task_for_this_test.py").write_text("raise SystemExit('imported')")
     names = ["--environments.0.name", "my_task_for_this_test:task", "--model.name", str(model())]
-    check_inputs(load("", *names))
+    config, _ = check_inputs(load("", *names))
+    assert config.environments[0].name == "my_task_for_this_test:task"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
@@ -28,8 +30,8 @@ from colocated_grpo.tools.warm_start import (
     sampled_reward,
     supervised_batch,
     warm_start,
+    with_slips,
 )
-from colocated_grpo.types import Prompt
 
 TOKENIZER = build_char_tokenizer()
 
@@ -161,16 +163,20 @@ def test_a_short_warm_start_prints_its_size_and_held_out_reward(tmp_path, capsys
 
 
 def test_supervision_labels_the_answer_and_the_end_of_turn_only():
-    prompts = [
-        Prompt(index=0, token_ids=[4, 9, 9], text="", item={"answer": "ab"}, source=""),
-        Prompt(index=1, token_ids=[4], text="", item={"answer": "c"}, source=""),
-    ]
     a, b, c = TOKENIZER.encode("abc")
     end, pad = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
-    batch = supervised_batch(TOKENIZER, prompts, torch.device("cpu"))
+    batch = supervised_batch(TOKENIZER, [([4, 9, 9], "ab"), ([4], "c")], torch.device("cpu"))
     assert batch["input_ids"].tolist() == [[4, 9, 9, a, b, end], [4, c, end, pad, pad, pad]]
     assert batch["labels"].tolist() == [[IGNORED] * 3 + [a, b, end], [IGNORED, c, end] + [IGNORED] * 3]
     assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]
+
+
+def test_a_careless_teacher_gets_about_the_given_share_of_characters_wrong():
+    answer = "0123456789" * 100
+    taught = with_slips(answer, 0.3, Random(0))
+    wrong = sum(given != right for given, right in zip(taught, answer, strict=True))
+    assert 0.22 < wrong / len(answer) < 0.32  # a slip hits the right character one time in ten
+    assert with_slips(answer, 0.0, Random(0)) == answer
 
 
 def test_a_warm_start_teaches_until_the_target_and_then_stops():
