@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from colocated_grpo.distributed import World
 
 POLL_SECONDS = 1.0
 FAILED, STOP = "failed", "stop"
+BEHIND_THE_FIRST = 1.5
+"""Seconds that other ranks outlive the first failure: torchrun blames the earliest and stamps in whole seconds."""
 
 
 class StopRequest:
@@ -71,6 +74,7 @@ class Watchdog:
             if failed or _any_dead(self._siblings):
                 self._report_failure()
                 sys.stderr.flush()
+                time.sleep(BEHIND_THE_FIRST)
                 os._exit(1)
 
     def _report_failure(self) -> bool:
@@ -83,7 +87,10 @@ class Watchdog:
     def failed(self) -> bool:
         """Tell every node at once that this rank is about to end with an error; whether it is the first that does."""
         self._done.set()
-        return self._report_failure()
+        first = self._report_failure()
+        if not first:
+            time.sleep(BEHIND_THE_FIRST)
+        return first
 
     def close(self) -> None:
         """Stop watching. Call on every rank, then a barrier, before any process ends in good order."""
