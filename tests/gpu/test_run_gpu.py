@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -28,23 +27,19 @@ def check_finished(run: TrainingRun) -> None:
     assert (run.folder / "report.html").exists()
 
 
-def stop_and_go_on(folder: Path, gpus: int) -> None:
+@pytest.mark.gpu
+def test_a_run_on_one_device_stops_when_asked_and_goes_on_from_there(tmp_path):
     config = gpu_settings(checkpoint={"every": 0})
-    with TrainingRun(folder, config, gpus=gpus) as run:
+    with TrainingRun(tmp_path, config, gpus=1) as run:
         run.wait_for_step(3)
         run.launcher.send_signal(signal.SIGTERM)
         assert run.wait() == 143, run.tail()
         assert run.processes() == []
     done = len(run.rows(files.TRAIN))
     assert 3 < done < STEPS
-    resumed = train(folder, config, "--resume", "auto", gpus=gpus)
+    resumed = train(tmp_path, config, "--resume", "auto", gpus=1)
     assert [start["first_step"] for start in files.read_environment(resumed.folder)] == [0, done]
     check_finished(resumed)
-
-
-@pytest.mark.gpu
-def test_a_run_on_one_device_stops_when_asked_and_goes_on_from_there(tmp_path):
-    stop_and_go_on(tmp_path, gpus=1)
 
 
 @pytest.mark.gpu
