@@ -18,6 +18,8 @@ from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids of a completion to text, special tokens left out."""
+Judged = tuple[list[str], list[Score]]
+"""The completions of one prompt as text, and their scores."""
 
 
 class Stopped(Exception):
@@ -63,7 +65,7 @@ class Collector:
     def _generate(self, job: Job, share: Share) -> dict[int, Group] | None:
         """This rank's groups by prompt; None if it was asked to stop."""
         batch = _Batch(job, self._seed)
-        pending: dict[int, Future[list[Score]]] = {}
+        pending: dict[int, Future[Judged]] = {}
         while batch.admit(share, self._engine) or batch.running:
             for index in batch.advance(self._engine):
                 if share.counts:
@@ -85,22 +87,25 @@ class Collector:
         self.close()
         self._pool = ThreadPoolExecutor(self._reward_workers, thread_name_prefix="reward")
 
-    def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        texts = [self._decode(completion.token_ids) for completion in completions]
-        return self._scorers[prompt.source].score(prompt, completions, texts)
+    def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> Judged:
+        texts = self._texts(completions)
+        return texts, self._scorers[prompt.source].score(prompt, completions, texts)
+
+    def _texts(self, completions: Sequence[Completion]) -> list[str]:
+        return [self._decode(completion.token_ids) for completion in completions]
 
     def _group(
-        self, job: Job, completions: Sequence[Completion], index: int, future: Future[list[Score]], deadline: float
+        self, job: Job, completions: Sequence[Completion], index: int, future: Future[Judged], deadline: float
     ) -> Group:
         try:
-            scores = future.result(timeout=max(0.0, deadline - time.monotonic()))
+            texts, scores = future.result(timeout=max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             error = f"no reward within rollout.reward_timeout={self._reward_timeout:g} s"
-            scores = [Score(reward=None, error=error)] * len(completions)
+            texts, scores = self._texts(completions), [Score(reward=None, error=error)] * len(completions)
         prompt = job.prompts[index]
         rollouts = [
-            _rollout(prompt, completion, score, self._decode(completion.token_ids), job.sampling.temperature)
-            for completion, score in zip(completions, scores, strict=True)
+            _rollout(prompt, completion, score, text, job.sampling.temperature)
+            for completion, score, text in zip(completions, scores, texts, strict=True)
         ]
         return Group(prompt=prompt, rollouts=rollouts)
 
