@@ -22,12 +22,21 @@ DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
 QUICKSTART_MODEL := runs/quickstart-model
 
-.PHONY: help install install-cuda install-cpu quickstart test test-gpu lint clean
+# Sizes of the benchmarks: their own defaults on CUDA, on CPU what ends in seconds.
+BENCH := -m colocated_grpo.benchmarks
+BENCH_LOGPROB_cpu := --tokens 512 --vocab 4096 --hidden 64 128 --chunk 128
+BENCH_TRAIN_cpu := --shape tiny --prompts 8 --group-size 8 --max-completion 256 --mean-completion 64 --warmup 1
+BENCH_SYNC_cpu := --shape tiny
+BENCH_SLEEP_cpu := --shape tiny --max-num-seqs 8 --max-completion 64
+BENCH_STEP_cpu := --shape tiny --prompts 4 --group-size 4 --max-completion 32 --steps 4 --warmup 1
+
+.PHONY: help install install-cuda install-cpu quickstart test test-gpu bench lint clean
 
 help:
 	@echo 'make quickstart   install, build a small model, train it with GRPO, print where its report is'
 	@echo 'make test         install, run the CPU test suite'
 	@echo 'make test-gpu     install, run the tests that need CUDA devices'
+	@echo 'make bench        install, measure logprob, train, sync, sleep and step, write runs/bench/*.json'
 	@echo 'make lint         ruff'
 	@echo 'make install      only install, into VENV=$(VENV) for PLATFORM=$(PLATFORM)'
 	@echo 'make clean        remove caches, build output and the quickstart model; runs and $(VENV) stay'
@@ -65,6 +74,13 @@ test: install
 
 test-gpu: install
 	@$(PY) -m pytest tests/gpu
+
+bench: install
+	@$(PY) $(BENCH).logprob $(BENCH_LOGPROB_$(PLATFORM)) --json runs/bench/logprob.json
+	@$(PY) $(BENCH).train $(DEVICES_$(PLATFORM)) $(BENCH_TRAIN_$(PLATFORM)) --json runs/bench/train.json
+	@$(PY) $(BENCH).sync $(DEVICES_$(PLATFORM)) $(BENCH_SYNC_$(PLATFORM)) --json runs/bench/sync.json
+	@$(PY) $(BENCH).sleep $(DEVICES_$(PLATFORM)) $(BENCH_SLEEP_$(PLATFORM)) --json runs/bench/sleep.json
+	@$(PY) $(BENCH).step $(DEVICES_$(PLATFORM)) $(BENCH_STEP_$(PLATFORM)) --json runs/bench/step.json
 
 lint: install
 	@$(PY) -m ruff check .

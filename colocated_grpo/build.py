@@ -12,14 +12,17 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
-from colocated_grpo.environments import BatchSource, Environments, build_environments
+from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import Choreography, Clock
+from colocated_grpo.policy.activations import fit_activations
+from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.model import PackedLM, read_model_config
 from colocated_grpo.policy.policy import DTYPES, Policy, build_model
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import RolloutEngine, Sampling
+from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.sharing import build_sharing
 from colocated_grpo.rollout.vllm_engine import VLLMEngine
 from colocated_grpo.supervision import StopRequest
@@ -45,7 +48,7 @@ class Run:
     collector: Collector
     choreography: Choreography
     clock: Clock
-    source: BatchSource | None
+    source: LongestFirst | None
     held_out: list[Prompt]
     sampling: Sampling
     held_out_sampling: Sampling
@@ -66,7 +69,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     hf_config = read_model_config(config.model, model_folder)
     tokenizer = load_tokenizer(config, model_folder)
     environments = build_environments(config, tokenizer)
-    source = environments.open_source() if world.is_main else None
+    source = LongestFirst(environments.open_source()) if world.is_main else None
     held_out = world.from_main(lambda: environments.held_out(config.evaluation.prompts))
 
     policy = Policy(config, hf_config, model_folder, world)
@@ -79,6 +82,8 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
 
     clock = Clock(world.device)
     engine = build_engine(config, policy, model_folder, world)
+    if config.policy.gradient_checkpointing == "auto" and world.device.type == "cuda":
+        fit_activations(policy, config, world)  # the engine sleeps: what is free now is free while the policy trains
     stop_tokens = stop_token_ids(tokenizer, model_folder)
     return Run(
         config=config,
@@ -201,9 +206,12 @@ def held_out_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
 
 def describe(run: Run) -> dict[str, str]:
     """Facts for the banner that only the built run knows."""
-    device = torch.cuda.get_device_name(run.world.device) if run.world.device.type == "cuda" else "CPU"
-    return {
+    on_gpu, model = run.world.device.type == "cuda", run.policy.model
+    device = torch.cuda.get_device_name(run.world.device) if on_gpu else "CPU"
+    facts = {
         "parameters": f"{run.policy.num_parameters():,}",
         "ranks": f"{run.world.size} x {device}",
         "compute": str(run.policy.dtype).removeprefix("torch."),
     }
+    checkpointing = {"checkpointing": f"{num_checkpointed(model)} of {len(blocks_of(model))} blocks"}
+    return facts | (checkpointing if on_gpu else {})

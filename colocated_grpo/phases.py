@@ -38,13 +38,20 @@ class Clock:
             self._seconds[phase] += time.perf_counter() - start
 
     def note_memory(self, phase: str) -> None:
-        """Memory of this rank as the phase ends: device memory in use by everybody, or the process's peak on CPU."""
+        """Memory of this rank as the phase ends: device memory in use by everybody, or the process's peak on CPU.
+
+        On CUDA also the most that torch had allocated at one time since the last note.
+        """
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            used = total - free
+            self._keep_peak(phase, total - free)
+            self._keep_peak(f"{phase}_torch", torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self._peaks[phase] = max(used / GIB, self._peaks.get(phase, 0.0))
+            self._keep_peak(phase, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def _keep_peak(self, name: str, used: int) -> None:
+        self._peaks[name] = max(used / GIB, self._peaks.get(name, 0.0))
 
     def read(self) -> dict[str, float]:
         row = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}

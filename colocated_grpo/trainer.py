@@ -111,7 +111,11 @@ def rollout(run: Run, step: int, prompts: list[Prompt] | None) -> list[Group]:
         if evaluation_due(run, step):
             evaluate(run, step)
         with run.clock.time("collect"):
-            return run.collector.collect(job)
+            groups = run.collector.collect(job)
+    if run.source is not None:
+        run.source.record(groups)
+    # The order of serving ends here: what is trained and logged does not depend on it.
+    return sorted(groups, key=lambda group: group.prompt.index)
 
 
 def evaluation_due(run: Run, step: int) -> bool:

@@ -18,7 +18,11 @@ from colocated_grpo.environments.base import Split
 
 STOP_SHARE = 300 / 151936
 SHORTEST_PROMPT, LONGEST_PROMPT = 32, 128
+CHAT_TEMPLATE_TOKENS = 32
+"""Room for the chat template around a prompt."""
+MAX_PROMPT_TOKENS = LONGEST_PROMPT + CHAT_TEMPLATE_TOKENS
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
+TASK = "colocated_grpo.benchmarks.workload:RandomWork"
 
 
 class RandomWork:
@@ -33,11 +37,19 @@ class RandomWork:
         return float(blake2b(completion.encode(), digest_size=1).digest()[0] & 1)
 
 
-def add_stop_tokens(model_folder: Path, seed: int = 0) -> None:
-    """Declare random tokens of the model in `model_folder` as stop tokens, in its generation settings."""
-    vocabulary = json.loads((model_folder / "config.json").read_text())["vocab_size"]
+def stop_tokens(vocabulary: int, share: float = STOP_SHARE, seed: int = 0) -> list[int]:
+    """Random tokens that end a completion: `share` of the vocabulary, at least one."""
     # The lower half holds the characters of the prompts, which must not stop anything.
-    stops = random.Random(seed).sample(range(vocabulary // 2, vocabulary), max(1, round(STOP_SHARE * vocabulary)))
+    return sorted(random.Random(seed).sample(range(vocabulary // 2, vocabulary), max(1, round(share * vocabulary))))
+
+
+def vocabulary_of(model_folder: Path) -> int:
+    return json.loads((model_folder / "config.json").read_text())["vocab_size"]
+
+
+def add_stop_tokens(model_folder: Path) -> None:
+    """Declare random tokens of the model in `model_folder` as stop tokens, in its generation settings."""
     settings = model_folder / "generation_config.json"
     content = json.loads(settings.read_text()) if settings.exists() else {}
-    settings.write_text(json.dumps({**content, "eos_token_id": sorted(stops)}))
+    content["eos_token_id"] = stop_tokens(vocabulary_of(model_folder))
+    settings.write_text(json.dumps(content))

@@ -16,6 +16,13 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
+_ANSWERS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def _answer(value: Any) -> Any:
+    """A yes or no as people write it, where a word is allowed beside them."""
+    return _ANSWERS.get(value.lower(), value) if isinstance(value, str) else value
+
 
 class ModelConfig(Section):
     name: str
@@ -57,8 +64,9 @@ class PolicyConfig(Section):
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of activations and gathered weights; masters and gradient reduction stay fp32. auto: bfloat16 on CUDA,
     float32 on CPU."""
-    gradient_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, about a third more compute."""
+    gradient_checkpointing: Annotated[Literal["auto", True, False], BeforeValidator(_answer)] = "auto"
+    """Recompute blocks' activations in the backward pass: less memory, up to a third more compute. auto: as few blocks
+    as the measured free memory demands on CUDA, none on CPU. true and false: all and none."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each transformer block. auto: on where the device is CUDA."""
     cpu_offload: bool = False

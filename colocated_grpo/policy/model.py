@@ -5,13 +5,13 @@ No rank ever holds the whole model: parameters are created without storage, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,9 +21,12 @@ from transformers.initialization import no_init_weights
 
 from colocated_grpo.config.schema import ModelConfig, PolicyConfig
 from colocated_grpo.policy.attention import IMPLEMENTATION
+from colocated_grpo.policy.blocks import Block
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.logprobs import linear_logprobs
 
+Head = Callable[..., tuple[Tensor, ...]]
+"""`linear_logprobs`, or anything else called like it."""
 WRAPPER_PARTS = ("lm.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -41,7 +44,7 @@ class PackedTokens:
 
 
 class PackedLM(nn.Module):
-    """A causal language model whose forward returns log-probabilities of chosen tokens instead of logits.
+    """A causal language model whose forward returns log-probabilities of chosen tokens, or a loss, instead of logits.
 
     Everything that touches parameters, the head included, happens inside `forward`, so that FSDP's hooks see it.
     """
@@ -52,8 +55,8 @@ class PackedLM(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.softcap = getattr(lm.config, "final_logit_softcapping", None)
 
-    def forward(self, tokens: PackedTokens) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the scored tokens, both [N] float32."""
+    def forward(self, tokens: PackedTokens, head: Head = linear_logprobs) -> tuple[Tensor, ...]:
+        """What `head` makes of the scored tokens: by default log-probabilities and entropies, both [N] float32."""
         hidden_1TH = self.lm.base_model(
             input_ids=tokens.input_ids_T[None],
             position_ids=tokens.position_ids_T[None],
@@ -63,7 +66,7 @@ class PackedLM(nn.Module):
             max_length_q=tokens.max_seqlen,
             max_length_k=tokens.max_seqlen,
         ).last_hidden_state
-        return linear_logprobs(
+        return head(
             hidden_1TH[0, tokens.source_N],
             self.lm.get_output_embeddings().weight,
             tokens.targets_N,
@@ -120,8 +123,7 @@ def shard(model: PackedLM, config: PolicyConfig, mesh: DeviceMesh, dtype: torch.
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     blocks = transformer_blocks(model.lm)
     for index, block in enumerate(blocks):
-        if config.gradient_checkpointing:
-            block = checkpoint_wrapper(block)
+        block = Block(block, checkpointed=config.gradient_checkpointing is True)
         if compiled:
             block.compile(dynamic=True)
         blocks[index] = fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)

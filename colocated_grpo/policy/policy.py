@@ -15,9 +15,10 @@ from transformers import PretrainedConfig
 from colocated_grpo.batching import Batch, MicroBatch, Minibatch
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
-from colocated_grpo.losses import LossFn, LossInputs, make_denominator, make_loss
+from colocated_grpo.losses import make_denominator
 from colocated_grpo.metrics import Metrics, Stat
-from colocated_grpo.policy.model import PackedLM, PackedTokens, build_empty, load_shards, shard
+from colocated_grpo.policy.model import PackedLM, build_empty, load_shards, shard
+from colocated_grpo.policy.objective import make_objective, packed_tokens
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -46,7 +47,7 @@ def build_model(config: Config, hf_config: PretrainedConfig, folder: Path, world
 @torch.no_grad()
 def score(model: PackedLM, micro_batch: MicroBatch, device: torch.device) -> Tensor:
     """Log-probabilities [N] of a micro-batch's scored tokens, without gradient. Collective."""
-    logprobs_N, _ = model(_tokens(_to(micro_batch, device)))
+    logprobs_N, _ = model(packed_tokens(_to(micro_batch, device)))
     # FSDP keeps the root's gathered parameters for a backward pass that never comes: the next forward would use them
     # although the optimizer has moved the shards.
     model.reshard()
@@ -69,7 +70,7 @@ class Policy:
         self._config = config.policy
         self._world_size = world.size
         self._total_steps = config.training_steps * config.batch.minibatches * config.batch.epochs
-        self._loss_fn: LossFn = make_loss(config.loss)
+        self._objective = make_objective(config.loss)
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         self.offload = OptimizerOffload(self.optimizer) if config.policy.offload_optimizer else None
 
@@ -104,28 +105,10 @@ class Policy:
         for index, micro_batch in enumerate(minibatch.micro_batches):
             # Gradients add up unreduced and are reduced once: communication does not grow with micro-batches.
             self.model.set_requires_gradient_sync(index == parts - 1)
-            loss, stats = self._loss(_to(micro_batch, self.device), denominator)
+            loss, stats = self._objective(self.model, _to(micro_batch, self.device), denominator)
             loss.backward()
             # All ranks hold equally many parts: these weights add up to one for each minibatch.
             metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})
-
-    def _loss(self, micro_batch: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, Stat]]:
-        logprobs_N, entropy_N = self.model(_tokens(micro_batch))
-        mask_N = micro_batch.loss_mask_N
-        output = self._loss_fn(
-            LossInputs(
-                logprobs_T=logprobs_N,
-                old_logprobs_T=micro_batch.old_logprobs_N,
-                sampling_logprobs_T=micro_batch.sampling_logprobs_N,
-                ref_logprobs_T=micro_batch.ref_logprobs_N,
-                advantages_T=micro_batch.advantages_N,
-                loss_mask_T=mask_N,
-                sequence_T=micro_batch.sequence_N,
-                num_sequences=micro_batch.num_sequences,
-            )
-        )
-        entropy = Stat.mean((entropy_N * mask_N).sum(), mask_N.sum())
-        return output.loss_sum / denominator, {**output.metrics, "entropy": entropy}
 
     def optimizer_step(self, metrics: Metrics) -> None:
         """Clip, check, update. Raises FloatingPointError before the update on a non-finite gradient norm."""
@@ -167,7 +150,3 @@ def _to(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     tensors = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
     moved = {name: t.to(device, non_blocking=True) for name, t in tensors.items() if isinstance(t, Tensor)}
     return replace(micro_batch, **moved)
-
-
-def _tokens(micro_batch: MicroBatch) -> PackedTokens:
-    return PackedTokens(**{f.name: getattr(micro_batch, f.name) for f in fields(PackedTokens)})

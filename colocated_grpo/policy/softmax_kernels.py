@@ -31,12 +31,21 @@ def row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) 
 
 
 def logit_gradient(
-    logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, logsumexp_C: Tensor, grad_C: Tensor, dtype: torch.dtype
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    temperature_C: Tensor,
+    logsumexp_C: Tensor,
+    grad_C: Tensor,
+    dtype: torch.dtype,
+    softcap: float | None,
 ) -> Tensor:
-    """Gradient of sum(grad * log p(target)) with respect to the logits, [C, V] in `dtype`."""
+    """Gradient of sum(grad * log p(target)) with respect to the logits before their cap, [C, V] in `dtype`.
+
+    It takes the memory of the logits: a second matrix of their size would be the largest tensor of a training step.
+    """
     rows, vocabulary = logits_CV.shape
-    out_CV = torch.empty(rows, vocabulary, dtype=dtype, device=logits_CV.device)
-    _logit_gradient[(rows, triton.cdiv(vocabulary, BLOCK))](
+    out_CV = logits_CV.view(dtype)[:, :vocabulary]
+    _logit_gradient[(rows,)](
         logits_CV,
         targets_C,
         temperature_C,
@@ -45,6 +54,8 @@ def logit_gradient(
         out_CV,
         vocabulary,
         logits_CV.stride(0),
+        out_CV.stride(0),
+        0.0 if softcap is None else 1.0 / softcap,
         BLOCK=BLOCK,
         num_warps=8,
     )
@@ -83,13 +94,34 @@ def _row_statistics(
 
 
 @triton.jit
-def _logit_gradient(logits, targets, temperatures, logsumexps, grads, out, vocabulary, stride, BLOCK: tl.constexpr):
+def _logit_gradient(
+    logits,
+    targets,
+    temperatures,
+    logsumexps,
+    grads,
+    out,
+    vocabulary,
+    stride,
+    out_stride,
+    inverse_cap,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < vocabulary
+    logits += row * stride
+    out += row * out_stride
     scale = 1.0 / tl.load(temperatures + row)
-    x = tl.load(logits + row * stride + lanes, mask=inside, other=0.0) * scale
     grad = tl.load(grads + row) * scale
-    # d logp / d logit = onehot - softmax
-    change = tl.where(lanes == tl.load(targets + row), 1.0, 0.0) - tl.exp(x - tl.load(logsumexps + row))
-    tl.store(out + row * vocabulary + lanes, (grad * change).to(out.dtype.element_ty), mask=inside)
+    target = tl.load(targets + row)
+    logsumexp = tl.load(logsumexps + row)
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, vocabulary, BLOCK):
+        inside = start + lanes < vocabulary
+        x = tl.load(logits + start + lanes, mask=inside, other=0.0)
+        # d logp / d logit = (onehot - softmax) / temperature, times the slope of the cap.
+        change = tl.where(start + lanes == target, 1.0, 0.0) - tl.exp(x * scale - logsumexp)
+        slope = 1.0 - (x * inverse_cap) * (x * inverse_cap)
+        # `out` is the front of the row of logits itself: nothing is written before the whole block has been read, and
+        # later blocks lie behind what is written.
+        tl.debug_barrier()
+        tl.store(out + start + lanes, (grad * change * slope).to(out.dtype.element_ty), mask=inside)

@@ -17,7 +17,6 @@ import vllm.v1.engine.core as engine_core
 from torch import Tensor, nn
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.layers import utils as linear_layers
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from colocated_grpo.distributed import World
 
@@ -79,29 +78,6 @@ def keep_trainer_state() -> Iterator[None]:
         torch.set_rng_state(states[2])
         if on_gpu:
             torch.cuda.set_rng_state(cuda_state)
-
-
-def skip_idle_allocations(engine: LLMEngine) -> None:
-    """Let the scheduler ask for cache blocks only when a sequence enters a new block.
-
-    vLLM asks for every request at every step; with hundreds of requests that is a fifth of its host time, and there the
-    host bounds decoding.
-    """
-    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
-    groups = manager.kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return  # layers whose caches have different blocks
-    block_size = groups[0].kv_cache_spec.block_size
-    allocate = manager.allocate_slots
-
-    def allocate_when_entering_a_block(request, num_new_tokens: int, **rest):
-        # Any other argument, or more tokens, means a prompt or a resumed request: vLLM decides.
-        decoding = num_new_tokens == 1 and rest == {"num_lookahead_tokens": 0}
-        if decoding and request.num_computed_tokens % block_size:
-            return manager.empty_kv_cache_blocks
-        return allocate(request, num_new_tokens, **rest)
-
-    manager.allocate_slots = allocate_when_entering_a_block
 
 
 def discard_kv_cache() -> None:

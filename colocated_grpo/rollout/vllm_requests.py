@@ -9,6 +9,9 @@ import numpy as np
 from vllm import RequestOutput, SamplingParams, TokensPrompt
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from colocated_grpo.rollout.steady_batch import Chunk
+from colocated_grpo.rollout.steady_decode import SteadyDecode, is_supported
+
 
 class Sampled(NamedTuple):
     """One finished completion."""
@@ -42,6 +45,8 @@ class CoreRequests:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._running: dict[str, _Running] = {}
+        scheduler = engine.engine_core.engine_core.scheduler
+        self._steady = SteadyDecode(scheduler) if is_supported(scheduler) else None
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
         prompt = {"type": "token", "prompt_token_ids": token_ids}
@@ -52,18 +57,30 @@ class CoreRequests:
         self._engine.engine_core.add_request(request)
 
     def step(self) -> list[Sampled]:
-        finished = []
-        running = self._running
-        for output in self._engine.engine_core.get_output().outputs:
-            request = running.get(output.request_id)
-            if request is None:
-                continue  # aborted while its last token was being computed
-            request.token_ids.extend(output.new_token_ids)
-            request.logprobs.append(output.new_logprobs.logprobs[:, 0])
-            if output.finish_reason is not None:
-                del running[output.request_id]
-                finished.append(request.sampled(str(output.finish_reason)))
-        return finished
+        outputs = self._engine.engine_core.get_output().outputs
+        chunks = self._steady.take() if self._steady is not None else []
+        chunks += [
+            Chunk(
+                output.request_id,
+                output.new_token_ids,
+                output.new_logprobs.logprobs[:, 0],
+                None if output.finish_reason is None else str(output.finish_reason),
+            )
+            for output in outputs
+        ]
+        return [sampled for chunk in chunks if (sampled := self._add(chunk)) is not None]
+
+    def _add(self, chunk: Chunk) -> Sampled | None:
+        """The whole completion, if this was the end of it."""
+        request = self._running.get(chunk.request_id)
+        if request is None:
+            return None  # aborted while its last token was being computed
+        request.token_ids.extend(chunk.token_ids)
+        request.logprobs.append(chunk.logprobs)
+        if chunk.finish_reason is None:
+            return None
+        del self._running[chunk.request_id]
+        return request.sampled(chunk.finish_reason)
 
     def abort(self) -> None:
         self._engine.engine_core.abort_requests(list(self._running))
@@ -74,7 +91,7 @@ class _Running(NamedTuple):
     name: str
     token_ids: list[int]
     logprobs: list[np.ndarray]
-    """One array for each step: the sampled tokens' log-probabilities."""
+    """Of the sampled tokens, one array for each chunk."""
 
     def sampled(self, finish_reason: str) -> Sampled:
         return Sampled(self.name, self.token_ids, np.concatenate(self.logprobs).tolist(), finish_reason)

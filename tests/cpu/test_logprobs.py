@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from colocated_grpo.policy.logprobs import linear_logprobs
+from colocated_grpo.policy.logprobs import linear_logprobs, linear_loss
 
 N, H, V = 13, 8, 37
 SOFTCAPS = [None, 3.0]
@@ -116,3 +116,26 @@ def test_the_largest_tensor_of_the_plain_computation_would_have_been_noticed():
     with LargestTensor() as largest:
         torch.log_softmax(torch.randn(64, 4) @ torch.randn(4, 50), -1)
     assert largest.elements == 64 * 50
+
+
+def token_loss(tokens: slice, logprobs: torch.Tensor) -> torch.Tensor:
+    """Curved, and different for each token."""
+    _, _, _, _, upstream = inputs()
+    return (upstream[tokens] * logprobs.exp() + 0.1 * logprobs.square()).sum()
+
+
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("chunk_tokens", [1, 4, N, 100])
+def test_a_loss_inside_the_head_equals_the_same_loss_behind_it(chunk_tokens, softcap):
+    hidden, weight, targets, temperature, _ = inputs()
+    hidden.requires_grad_(), weight.requires_grad_()
+    settings = {"temperature_N": temperature, "chunk_tokens": chunk_tokens, "softcap": softcap}
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, **settings)
+    behind = token_loss(slice(None), logprobs)
+    inside, same_logprobs, same_entropy = linear_loss(hidden, weight, targets, loss_of=token_loss, **settings)
+    torch.testing.assert_close([same_logprobs, same_entropy], [logprobs.detach(), entropy])
+    torch.testing.assert_close(inside, behind)
+    expected = torch.autograd.grad(3.0 * behind, [hidden, weight])
+    actual = torch.autograd.grad(3.0 * inside, [hidden, weight])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert not same_logprobs.requires_grad and not same_entropy.requires_grad

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.distributed import World
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.model import build_empty, read_model_config
-from colocated_grpo.policy.policy import PackedTokens, build_model
+from colocated_grpo.policy.model import PackedTokens, build_empty, read_model_config
+from colocated_grpo.policy.policy import build_model
 
 from ranks import run_on_ranks
 from small_policy import (

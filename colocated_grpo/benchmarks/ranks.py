@@ -1,0 +1,136 @@
+"""Benchmarks of ranks: the same command once more in every rank, and what each of them measures on.
+
+A rank is a process of its own even where there is only one: the libraries read their variables when they are imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from transformers.utils.logging import disable_progress_bar
+
+from colocated_grpo.benchmarks.results import describe, publish
+from colocated_grpo.benchmarks.workload import TASK
+from colocated_grpo.cli import RUN_ERROR, USAGE_ERROR, rank_environment
+from colocated_grpo.config import Config
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.loading import load_config
+from colocated_grpo.distributed import World, init_world
+from colocated_grpo.errors import RunError
+from colocated_grpo.launcher import Launch, child_environment
+from colocated_grpo.processes import run_command
+from colocated_grpo.tools.make_model import SHAPES, make_model
+
+Measure = Callable[[World, argparse.Namespace], dict[str, Any]]
+"""Runs on every rank; what rank 0 returns is published."""
+
+
+def rank_parser(description: str) -> argparse.ArgumentParser:
+    """Flags of every benchmark that runs in ranks. What it does not know is a setting: --policy.compile off"""
+    parser = argparse.ArgumentParser(
+        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--model", type=Path, help="model folder to use, made there from --shape if it is missing")
+    parser.add_argument("--gpus", type=int, default=min(1, torch.cuda.device_count()), help="0: CPU")
+    parser.add_argument("--nproc", type=int, default=1, help="CPU ranks, with --gpus 0")
+    parser.add_argument("--json", type=Path, help="file to write")
+    return parser
+
+
+def main_in_ranks(
+    benchmark: str, parser: argparse.ArgumentParser, measure: Measure, arguments: Sequence[str] | None
+) -> int:
+    """Run `measure` on as many ranks as asked for and publish its result. Returns the exit code; in a rank, never."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options, options.settings = parser.parse_known_args(arguments)
+    if "RANK" not in os.environ:
+        return _start_ranks(benchmark, arguments, options)
+    disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)
+    try:
+        world = init_world()
+        result = measure(world, options)
+        if world.is_main:
+            publish({**describe(benchmark, arguments, ranks=world.size), **result}, options.json)
+        world.barrier()
+        dist.destroy_process_group()
+        code = 0
+    except (ConfigError, RunError) as error:
+        print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
+        code = USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+    except BaseException:
+        traceback.print_exc()
+        code = RUN_ERROR
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not a return: peers may wait in a collective for a rank that failed, and what torch and vLLM tear down at the end
+    # of an interpreter would wait for them.
+    os._exit(code)
+
+
+def _start_ranks(benchmark: str, arguments: Sequence[str], options: argparse.Namespace) -> int:
+    ranks = options.gpus or options.nproc
+    launch = Launch(
+        gpus=options.gpus,
+        ranks=ranks,
+        nodes=1,
+        node_rank=0,
+        master_addr="localhost",
+        master_port=None,
+        config="",
+        resume=None,
+        log_level="INFO",
+        overrides=(),
+    )
+    environment = child_environment(launch, os.environ)
+    command = [sys.executable, "-m"]
+    if ranks == 1:
+        environment |= rank_environment(environment)
+    else:
+        command += ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        # After "--", or torchrun would read --nproc as its own --nproc-per-node.
+        command += ["--nproc-per-node", str(ranks), "-m", "--"]
+    return run_command([*command, f"colocated_grpo.benchmarks.{benchmark}", *arguments], environment)
+
+
+@contextmanager
+def model_folder(options: argparse.Namespace, world: World) -> Iterator[Path]:
+    """The model that --model or --shape names; one made for this run alone is deleted on exit. Collective."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-model-") as scratch:
+        folder = options.model or world.broadcast_object(Path(scratch)) / options.shape
+
+        def make() -> None:
+            if not folder.exists():
+                make_model(folder, shape=SHAPES[options.shape], dtype=torch.bfloat16)
+
+        world.from_main(make)
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()  # rank 0 made the model on its device
+        yield folder
+        world.barrier()  # rank 0 deletes what the others may still read
+
+
+def config_of(model: Path, options: argparse.Namespace, **sections: Any) -> Config:
+    """The defaults, `sections` on top of them, and the command line's settings on top of those."""
+    content = {
+        "model": {"name": str(model)},
+        "environments": [{"type": "task", "name": TASK}],
+        **sections,
+    }
+    with tempfile.NamedTemporaryFile("w", prefix="benchmark-", suffix=".yaml") as file:
+        yaml.safe_dump(content, file)
+        file.flush()
+        return load_config(file.name, options.settings)

@@ -1,0 +1,191 @@
+"""The training phase alone, without an engine: `python -m colocated_grpo.benchmarks.train --shape qwen3-1.7b`.
+
+Made-up rollouts with the lengths of `benchmarks.workload` are packed as the trainer packs them and trained, one
+optimizer step a repetition. Settings may follow: --policy.gradient_checkpointing true
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from colocated_grpo.advantages import group_advantages
+from colocated_grpo.batching import Batch, pack
+from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
+from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, meet, seconds_of
+from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_SHARE
+from colocated_grpo.config import Config
+from colocated_grpo.distributed import World
+from colocated_grpo.metrics import Metrics
+from colocated_grpo.policy.activations import fit_activations
+from colocated_grpo.policy.blocks import num_checkpointed
+from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.types import Group, Prompt, Rollout, Score
+
+GIB = 1 << 30
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return main_in_ranks("train", parser(), measure, arguments)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = rank_parser(__doc__)
+    parser.add_argument("--prompts", type=int, default=32, help="of one batch, over all ranks")
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--max-completion", type=int, default=1024)
+    parser.add_argument("--mean-completion", type=float, default=1 / STOP_SHARE, help="before the cut")
+    parser.add_argument("--steps", type=int, default=5, help="measured optimizer steps")
+    parser.add_argument("--warmup", type=int, default=2, help="further ones before them: compilation")
+    return parser
+
+
+def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
+    roofline = measure_roofline(world.device)
+    with model_folder(options, world) as folder:
+        config = config_of(folder, options, **sections(options))
+        policy = Policy(config, read_model_config(config.model, folder), folder, world)
+    settle_memory(policy, config, world)
+    batch = pack_all(make_groups(options, policy.model.lm.config.vocab_size), config, world)
+    seconds = seconds_of(
+        lambda: train(policy, batch),
+        world.device,
+        repeats=options.steps,
+        warmup=options.warmup,
+        align=lambda: meet(world.device),
+    )
+    slowest = [max(of_ranks) for of_ranks in zip(*world.gather_objects(seconds), strict=True)]
+    row = {
+        "shape": options.model.name if options.model else options.shape,
+        **speed(batch, policy.num_parameters(), statistics.median(slowest), roofline, world.size),
+        **packing(batch, world),
+        "checkpointed_blocks": num_checkpointed(policy.model),
+        **peak_memory(world),
+    }
+    return {"parameters": policy.num_parameters(), "seconds": slowest, "roofline": roofline.as_dict(), "rows": [row]}
+
+
+def settle_memory(policy: Policy, config: Config, world: World) -> None:
+    """As before a run's first step: optimizer state allocated, blocks that must recompute chosen. Peaks count anew."""
+    policy.init_optimizer_state()
+    if world.device.type == "cuda":
+        if config.policy.gradient_checkpointing == "auto":
+            fit_activations(policy, config, world)
+        torch.cuda.reset_peak_memory_stats(world.device)
+
+
+def sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    return {
+        "rollout": {
+            "prompts_per_step": options.prompts,
+            "group_size": options.group_size,
+            "max_prompt_tokens": LONGEST_PROMPT,
+            "max_completion_tokens": options.max_completion,
+        }
+    }
+
+
+def make_groups(options: argparse.Namespace, vocabulary: int) -> list[Group]:
+    """Random tokens, geometric lengths, rewards of 0 and 1; the same on every rank."""
+    rng = random.Random(0)
+    return [_group(index, rng, options, vocabulary) for index in range(options.prompts)]
+
+
+def _group(index: int, rng: random.Random, options: argparse.Namespace, vocabulary: int) -> Group:
+    prompt = rng.choices(range(vocabulary), k=rng.randint(SHORTEST_PROMPT, LONGEST_PROMPT))
+    lengths = [_geometric(rng, options.mean_completion, options.max_completion) for _ in range(options.group_size)]
+    rollouts = [
+        _rollout(prompt, rng.choices(range(vocabulary), k=length), float(sibling % 2), vocabulary)
+        for sibling, length in enumerate(lengths)
+    ]
+    return Group(prompt=Prompt(index=index, token_ids=prompt, text="", item={}, source="made up"), rollouts=rollouts)
+
+
+def _geometric(rng: random.Random, mean: float, longest: int) -> int:
+    """Tokens up to and with the first stop, each token stopping with probability 1 / mean; cut at `longest`."""
+    return min(longest, 1 + int(math.log(1 - rng.random()) / math.log1p(-1 / mean)))
+
+
+def _rollout(prompt: list[int], completion: list[int], reward: float, vocabulary: int) -> Rollout:
+    # Random weights make every token about equally likely: importance weights stay near 1, as in a real run.
+    logprobs = [0.0] * len(prompt) + [-math.log(vocabulary)] * len(completion)
+    return Rollout(
+        token_ids=prompt + completion,
+        loss_mask=[False] * len(prompt) + [True] * len(completion),
+        sampling_logprobs=logprobs,
+        prompt_length=len(prompt),
+        text="",
+        finish_reason="stop",
+        policy_version=0,
+        temperature=1.0,
+        score=Score(reward=reward),
+    )
+
+
+def pack_all(groups: Sequence[Group], config: Config, world: World) -> Batch:
+    """This rank's share of all groups, as the trainer packs a batch."""
+    values = group_advantages([[r.score.reward for r in group.rollouts] for group in groups], config.advantage)
+    advantages = [
+        [[value] * sum(rollout.loss_mask) for rollout, value in zip(group.rollouts, of_group, strict=True)]
+        for group, of_group in zip(groups, values, strict=True)
+    ]
+    constant = [False] * len(groups)
+    return pack(groups, advantages, constant, config.batch, rank=world.rank, world_size=world.size, shuffle_seed=0)
+
+
+def train(policy: Policy, batch: Batch) -> None:
+    metrics = Metrics(policy.device)
+    for minibatch in batch.minibatches:
+        policy.forward_backward(minibatch, metrics)
+        policy.optimizer_step(metrics)
+
+
+def speed(batch: Batch, parameters: int, seconds: float, roofline: Roofline, ranks: int) -> dict[str, float]:
+    """MFU counts 6 FLOP for each parameter and token; what is computed twice is not counted."""
+    flops = 6 * parameters * batch.num_tokens / ranks
+    return {
+        "seconds": seconds,
+        "tokens_per_second_per_gpu": batch.num_tokens / seconds / ranks,
+        "mfu": flops / seconds / roofline.peak_flops_per_second,
+        "mfu_of_measured_matmul": flops / seconds / roofline.matmul_flops_per_second,
+        "floor_seconds": roofline.seconds_for_flops(flops),
+    }
+
+
+def packing(batch: Batch, world: World) -> dict[str, float]:
+    """Tokens that run, against those that would if each micro-batch were padded to its longest sequence."""
+    micro_batches = [micro_batch for minibatch in batch.minibatches for micro_batch in minibatch.micro_batches]
+    run = sum(world.gather_objects(sum(m.num_tokens for m in micro_batches)))
+    padded = sum(world.gather_objects(sum(m.num_sequences * m.max_seqlen for m in micro_batches)))
+    return {
+        "tokens": batch.num_tokens,
+        "micro_batches": len(micro_batches),
+        "padding": run / batch.num_tokens - 1,
+        "padded_tokens": padded,
+        "padding_saved": 1 - run / padded,
+        "imbalance": batch.imbalance,
+    }
+
+
+def peak_memory(world: World) -> dict[str, float]:
+    """GiB of the fullest rank; empty on CPU. torch keeps what it once took: the driver counts a peak."""
+    if world.device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(world.device)
+    peaks = world.gather_objects((torch.cuda.max_memory_allocated(world.device), total - free))
+    return {
+        "torch_peak_gib": max(allocated for allocated, _ in peaks) / GIB,
+        "driver_gib": max(used for _, used in peaks) / GIB,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

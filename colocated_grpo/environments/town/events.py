@@ -1,0 +1,98 @@
+"""The record of ended games: rows for CSV and JSONL, and a transcript for people."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from colocated_grpo.environments.town.endings import result
+from colocated_grpo.environments.town.state import Event, Game
+from colocated_grpo.environments.town.wording import sentence
+
+COLUMNS = ("game", "seed", "number", "day", "phase", "kind", "actor", "role", "target", "text", "audience")
+
+
+def rows(game: Game) -> Iterator[dict[str, Any]]:
+    """One for each event. audience: 'all', names, or 'record' for what no seat saw."""
+    for number, event in enumerate(game.events):
+        yield {
+            "game": game.number,
+            "seed": game.seed,
+            "number": number,
+            "day": event.day,
+            "phase": str(event.phase),
+            "kind": event.kind,
+            "actor": _name(game, event.actor),
+            # The role at the end: an executioner may have become a jester on the way.
+            "role": game.seats[event.actor].role_name if event.actor >= 0 else "",
+            "target": _name(game, event.target),
+            "text": event.text,
+            "audience": _audience(game, event),
+        }
+
+
+def summary(game: Game) -> dict[str, Any]:
+    """The cast and the result of an ended game, as plain data."""
+    seats = [
+        {
+            "name": seat.name,
+            "role": seat.role_name,
+            "faction": str(seat.role.faction),
+            "player": seat.player,
+            "alive": seat.alive,
+            "result": result(game, index),
+        }
+        for index, seat in enumerate(game.seats)
+    ]
+    return {"game": game.number, "seed": game.seed, "winner": str(game.winner), "days": game.day, "seats": seats}
+
+
+def transcript(game: Game, *, thoughts: bool = True) -> str:
+    """The whole game, secrets included. Lines that not everybody saw say who did."""
+    names = [f"{seat.name} ({seat.role_name})" for seat in game.seats]
+    told = [event for event in game.events if thoughts or event.kind != "thought"]
+    cast = "Cast: " + ", ".join(names)
+    return "\n".join([cast, *(_line(game, event, names) for event in told)]) + "\n"
+
+
+class EventWriter:
+    """Appends every ended game to events.csv, events.jsonl and games.jsonl. Pass it as `on_game_over`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+
+    def __call__(self, game: Game) -> None:
+        """Opens and closes the files: a killed run keeps every game that ended."""
+        events = list(rows(game))
+        path = self.folder / "events.csv"
+        with path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerows(events)
+        self._append("events.jsonl", events)
+        self._append("games.jsonl", [summary(game)])
+
+    def _append(self, name: str, records: list[dict[str, Any]]) -> None:
+        with (self.folder / name).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _name(game: Game, seat: int) -> str:
+    return game.seats[seat].name if seat >= 0 else ""
+
+
+def _audience(game: Game, event: Event) -> str:
+    if event.audience is None:
+        return "all"
+    return ", ".join(game.names(event.audience)) or "record"
+
+
+def _line(game: Game, event: Event, names: list[str]) -> str:
+    line = sentence(event, names)
+    # Thoughts and choices wear brackets already; the others need their circle named.
+    return f"    {line}  <- {_audience(game, event)}" if event.audience else line

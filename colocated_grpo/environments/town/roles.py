@@ -1,0 +1,231 @@
+"""Who lives in town. Roles are data: what one may do at night, when it happens, and what it leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+
+class Faction(StrEnum):
+    TOWN = "town"
+    MAFIA = "mafia"
+    NEUTRAL = "neutral"
+
+
+class Aim(StrEnum):
+    """Whom an ability may be pointed at."""
+
+    NOBODY = "nobody"
+    OTHER = "other"
+    OUTSIDER = "outsider"
+    """Anyone alive outside the mafia."""
+
+
+class Priority(IntEnum):
+    """Order within a night. A block reaches only what comes after it."""
+
+    PREPARE = 1
+    BLOCK = 2
+    MARK = 3
+    PROTECT = 4
+    ATTACK = 5
+    LOOK = 6
+
+
+class Power(IntEnum):
+    """An attack kills when it is above the victim's defence; the same scale measures both."""
+
+    NONE = 0
+    BASIC = 1
+    STRONG = 2
+    FINAL = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ability:
+    """Something done at night with the tag of the same name."""
+
+    tag: str
+    priority: Priority
+    aim: Aim = Aim.OTHER
+    visits: bool = True
+    """The actor is seen at the target's door, and meets who waits there."""
+    uses: int | None = None
+    """How often in a game; None: every night."""
+    from_night: int = 1
+    attack: Power = Power.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """Example: ROLES["doctor"].faction is Faction.TOWN"""
+
+    name: str
+    faction: Faction
+    card: str
+    """What its holder is told about it, in the second person."""
+    abilities: tuple[Ability, ...] = ()
+    day_power: str | None = None
+    """Tag of an action of the day that only this role has."""
+    defence: Power = Power.NONE
+    suspicious: bool = False
+    """What a sheriff sees."""
+    hostile: bool = False
+    """The town has not won while one of these lives."""
+    unique: bool = False
+    unblockable: bool = False
+
+    def ability(self, tag: str) -> Ability | None:
+        return next((ability for ability in self.abilities if ability.tag == tag), None)
+
+
+def _town(name: str, card: str, *abilities: Ability, **traits) -> Role:
+    return Role(name=name, faction=Faction.TOWN, card=card, abilities=abilities, **traits)
+
+
+def _mafia(name: str, card: str, *abilities: Ability, suspicious: bool = True, **traits) -> Role:
+    traits |= {"suspicious": suspicious, "hostile": True}
+    return Role(name=name, faction=Faction.MAFIA, card=card, abilities=abilities, **traits)
+
+
+def _neutral(name: str, card: str, *abilities: Ability, **traits) -> Role:
+    return Role(name=name, faction=Faction.NEUTRAL, card=card, abilities=abilities, **traits)
+
+
+def _look(tag: str, aim: Aim = Aim.OTHER) -> Ability:
+    return Ability(tag=tag, priority=Priority.LOOK, aim=aim)
+
+
+def _mark(tag: str, aim: Aim = Aim.OTHER, uses: int | None = None) -> Ability:
+    return Ability(tag=tag, priority=Priority.MARK, aim=aim, uses=uses)
+
+
+def _guard(tag: str) -> Ability:
+    return Ability(tag=tag, priority=Priority.PROTECT)
+
+
+def _prepare(tag: str, uses: int) -> Ability:
+    return Ability(tag=tag, priority=Priority.PREPARE, aim=Aim.NOBODY, visits=False, uses=uses)
+
+
+def _block(aim: Aim = Aim.OTHER) -> Ability:
+    return Ability(tag="distract", priority=Priority.BLOCK, aim=aim)
+
+
+def _kill(tag: str, aim: Aim = Aim.OTHER, **traits) -> Ability:
+    return Ability(tag=tag, priority=Priority.ATTACK, aim=aim, **{"attack": Power.BASIC, **traits})
+
+
+_TABLE = (
+    _town("citizen", "You have no special skill: your voice and your vote are all you bring."),
+    _town(
+        "sheriff", "Each night you look into one person and learn whether they seem suspicious.", _look("investigate")
+    ),
+    _town("lookout", "Each night you watch one person's door and learn who called on them.", _look("watch")),
+    _town("tracker", "Each night you follow one person and learn whom they called on.", _look("track")),
+    _town("doctor", "Each night you nurse one other person, who survives ordinary attacks.", _guard("protect")),
+    _town(
+        "bodyguard",
+        "Each night you stand before one other person's door: should a killer call, you two fight to the death.",
+        _guard("guard"),
+    ),
+    _town(
+        "barkeep", "Each night you keep one person at your bar, so that they do nothing.", _block(), unblockable=True
+    ),
+    _town(
+        "vigilante",
+        "You own two bullets and may use one a night, from the second night on.",
+        _kill("shoot", uses=2, from_night=2),
+    ),
+    _town(
+        "veteran",
+        "On three nights you may lie in wait and shoot everybody who calls on you.",
+        _prepare("alert", 3),
+        unique=True,
+        unblockable=True,
+    ),
+    _town(
+        "jailor",
+        "Before each night you may lock one person up: they can do nothing, nobody reaches them, you two can talk, "
+        "and three times a game you may put the prisoner to death.",
+        _kill("execute", Aim.NOBODY, uses=3, visits=False, attack=Power.FINAL),
+        day_power="jail",
+        unique=True,
+        unblockable=True,
+    ),
+    _town(
+        "mayor",
+        "By day you may show your chain of office; from then on each of your votes counts three times.",
+        day_power="reveal",
+        unique=True,
+    ),
+    _mafia(
+        "godfather",
+        "You name the mafia's victim each night. Ordinary attacks do not kill you and a sheriff finds nothing on you.",
+        _kill("kill", Aim.OUTSIDER),
+        suspicious=False,
+        defence=Power.BASIC,
+        unique=True,
+    ),
+    _mafia(
+        "mafioso",
+        "You carry out the godfather's order each night; without one, the victim is yours to choose.",
+        _kill("kill", Aim.OUTSIDER),
+        unique=True,
+    ),
+    _mafia(
+        "charmer",
+        "Each night you keep one person busy, so that they do nothing.",
+        _block(Aim.OUTSIDER),
+        unblockable=True,
+    ),
+    _mafia(
+        "framer",
+        "Each night you plant evidence: a sheriff will find that person suspicious.",
+        _mark("frame", Aim.OUTSIDER),
+    ),
+    _mafia("informer", "Each night you learn one person's exact role.", _look("spy", Aim.OUTSIDER)),
+    _mafia(
+        "cleaner",
+        "On three nights you may call on somebody; should they die that night, nobody learns their role or their will.",
+        _mark("clean", Aim.OUTSIDER, uses=3),
+    ),
+    _mafia(
+        "silencer",
+        "Each night you threaten one person, who cannot speak or whisper on the following day.",
+        _mark("silence", Aim.OUTSIDER),
+    ),
+    _neutral("jester", "You win if the town puts you to death by vote."),
+    _neutral(
+        "executioner",
+        "You win if the town hangs your mark. Should your mark die otherwise, you become a jester.",
+    ),
+    _neutral(
+        "survivor",
+        "You win if you are alive at the end, whoever else wins. On four nights you may wear a vest.",
+        _prepare("vest", 4),
+    ),
+    _neutral(
+        "slayer",
+        "You kill one person a night and win when nobody is left to stop you. Ordinary attacks do not kill you.",
+        _kill("kill"),
+        defence=Power.BASIC,
+        suspicious=True,
+        hostile=True,
+        unique=True,
+    ),
+    _neutral(
+        "arsonist",
+        "Each night you either soak one person's house in oil or set fire to every soaked one, which nobody survives. "
+        "You win when nobody is left to stop you. Ordinary attacks do not kill you.",
+        _mark("douse"),
+        _kill("ignite", Aim.NOBODY, visits=False, attack=Power.FINAL),
+        defence=Power.BASIC,
+        hostile=True,
+        unique=True,
+    ),
+)
+
+ROLES = {role.name: role for role in _TABLE}
+NIGHT_TAGS = frozenset(ability.tag for role in _TABLE for ability in role.abilities)
+DAY_POWERS = frozenset(role.day_power for role in _TABLE if role.day_power)

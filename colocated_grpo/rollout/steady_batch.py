@@ -1,0 +1,219 @@
+"""The requests of a batch that only decodes, as arrays: one row each.
+
+A request's own record lags behind its row and is brought up to date (`settle`) once a cache block instead of once a
+token. Rows are made when the batch is, and only ever leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One token for each of `rows`, on its way through the model."""
+
+    output: SchedulerOutput
+    rows: np.ndarray
+    names: list[str]
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: np.ndarray
+    finish_reason: str | None
+    """None: more will follow."""
+
+
+class StopTable:
+    """Which tokens may end a request: a row of booleans over the vocabulary for each distinct list of stop tokens."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        self._index: dict[tuple[int | None, tuple[int, ...]], int] = {}
+        self.table = np.zeros((0, vocabulary), dtype=bool)
+
+    def index(self, request: Request) -> int:
+        params = request.sampling_params
+        key = (params.eos_token_id, tuple(params.stop_token_ids or ()))
+        if key not in self._index:
+            row = np.zeros(self._vocabulary, dtype=bool)
+            row[[token for token in (key[0], *key[1]) if token is not None]] = True
+            self._index[key] = len(self.table)
+            self.table = np.vstack([self.table, row])
+        return self._index[key]
+
+
+def decodes_only(step: SchedulerOutput) -> bool:
+    """Whether vLLM's step is one more token for requests that it decoded in the step before, and nothing else."""
+    return (
+        0 < step.total_num_scheduled_tokens == len(step.num_scheduled_tokens)
+        and not step.scheduled_new_reqs
+        and not step.scheduled_cached_reqs.resumed_req_ids
+        and not step.scheduled_cached_reqs.all_token_ids
+        and not step.preempted_req_ids
+        and not step.kv_cache_block_copies
+    )
+
+
+def is_plain(request: Request) -> bool:
+    """Whether the request's next step needs no more than its next token, with `logprobs=0`."""
+    params = request.sampling_params
+    return (
+        params is not None
+        and params.logprobs == 0
+        and params.prompt_logprobs is None
+        and params.repetition_detection is None
+        and not request.use_structured_output
+        and not request.has_encoder_inputs
+        and not request.resumable
+        and request.num_computed_tokens + 1 == request.num_tokens + request.num_output_placeholders
+    )
+
+
+class SteadyBatch:
+    """`template`: a step of vLLM's own that `decodes_only`. Settled tokens are appended to `chunks`."""
+
+    def __init__(self, scheduler: Scheduler, template: SchedulerOutput, stops: StopTable, chunks: list[Chunk]) -> None:
+        self._scheduler = scheduler
+        self._template = template
+        self._chunks = chunks
+        self.requests: list[Request] = list(scheduler.running)
+        self._names = [request.request_id for request in self.requests]
+        self._block = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+
+        def column(values: Sequence[int]) -> np.ndarray:
+            return np.fromiter(values, dtype=np.int64, count=len(self.requests))
+
+        # All of them counted with what is on its way through the model.
+        ahead = column(request.num_output_placeholders for request in self.requests)
+        self._computed = column(request.num_computed_tokens for request in self.requests)
+        self._sampled = column(request.num_output_tokens for request in self.requests) + ahead
+        tokens = column(request.num_tokens for request in self.requests) + ahead
+        longest = column(request.max_tokens for request in self.requests)
+        self._limit = np.minimum(longest - self._sampled, scheduler.max_model_len - tokens)
+        """Steps that each row may still take."""
+        self._capacity = -(-self._computed // self._block) * self._block
+        """Tokens that the row's cache blocks hold."""
+        self._stop_row = column(stops.index(request) for request in self.requests)
+        self._stop_table = stops.table
+
+        rows = len(self.requests)
+        self._alive = np.ones(rows, dtype=bool)
+        self._steps = 0
+        self._received = np.zeros(rows, dtype=np.int64)
+        self._held = np.zeros(rows, dtype=np.int64)
+        """Received and not yet settled: at most a block and what is on its way."""
+        self._tokens = np.zeros((rows, self._block + 2), dtype=np.int64)
+        self._logprobs = np.zeros((rows, self._block + 2), dtype=np.float32)
+        self._choose()
+
+    @property
+    def size(self) -> int:
+        return int(self._alive.sum())
+
+    def rows(self) -> list[int]:
+        return np.flatnonzero(self._alive).tolist()
+
+    def under_way(self, row: int) -> int:
+        """Tokens of the row on their way through the model."""
+        return int(min(self._steps, self._limit[row]) - self._received[row])
+
+    def drop(self, row: int) -> None:
+        self._alive[row] = False
+        self._stale = True
+
+    def drop_finished(self) -> None:
+        for row in self.rows():
+            if self.requests[row].is_finished():
+                self.drop(row)
+
+    def _choose(self) -> None:
+        """The rows of the coming steps, until one leaves or takes its last step."""
+        self._active = np.flatnonzero(self._alive & (self._limit > self._steps))
+        self._active_names = [self._names[row] for row in self._active]
+        self._one_each = dict.fromkeys(self._active_names, 1)
+        self._no_blocks = [None] * len(self._active)
+        self._until = int(self._limit[self._active].min(initial=np.iinfo(np.int64).max))
+        self._stale = False
+
+    def next_step(self) -> Step | None:
+        """One more token for every row that may have one. None where that is for vLLM to decide: no row, no memory."""
+        if self._stale or self._steps >= self._until:
+            self._choose()
+        scheduler, active = self._scheduler, self._active
+        computed = self._computed[active] + self._steps
+        full = np.flatnonzero(computed >= self._capacity[active])
+        if not len(active) or len(full) > scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
+            return None
+        scheduler.current_step += 1
+        scheduler.kv_cache_manager.new_step_starts()
+        blocks = self._no_blocks
+        if len(full):
+            blocks = list(blocks)
+            for position in full.tolist():
+                blocks[position] = self._new_block(int(active[position]))
+        cached = replace(
+            self._template.scheduled_cached_reqs,
+            req_ids=self._active_names,
+            new_block_ids=blocks,
+            num_computed_tokens=computed.tolist(),
+            num_output_tokens=(self._sampled[active] + self._steps).tolist(),
+        )
+        output = replace(
+            self._template,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=self._one_each,
+            total_num_scheduled_tokens=len(active),
+            finished_req_ids=scheduler.finished_req_ids,
+            new_block_ids_to_zero=scheduler._get_new_block_ids_to_zero(),
+        )
+        scheduler.finished_req_ids = set()
+        self._steps += 1
+        return Step(output=output, rows=active, names=self._active_names)
+
+    def _new_block(self, row: int) -> tuple[list[int], ...] | None:
+        """Ids of the cache block that the row's next token needs."""
+        self.settle(row)
+        request = self.requests[row]
+        wanted = int(self._computed[row]) + self._steps + 1
+        blocks = self._scheduler.kv_cache_manager.allocate_slots(request, wanted - request.num_computed_tokens)
+        self._capacity[row] = -(-wanted // self._block) * self._block
+        return blocks.get_block_ids(allow_none=True)
+
+    def settle(self, row: int) -> None:
+        """Write the row's tokens into its request, as if no step were under way, and deliver them."""
+        held = int(self._held[row])
+        if held:
+            request, tokens = self.requests[row], self._tokens[row, :held].tolist()
+            request.append_output_token_ids(tokens)
+            request.num_computed_tokens += held
+            self._chunks.append(Chunk(request.request_id, tokens, self._logprobs[row, :held].copy(), None))
+            self._held[row] = 0
+
+    def receive(self, step: Step, output: ModelRunnerOutput) -> list[int]:
+        """Take a step's tokens in; the rows for which they may have been the last, rows that have left among them."""
+        tokens = np.array(output.sampled_token_ids, dtype=np.int64)[:, 0]
+        logprobs = output.logprobs.logprobs[:, 0]
+        if output.req_ids != step.names:
+            order = [output.req_id_to_index[name] for name in step.names]
+            tokens, logprobs = tokens[order], logprobs[order]
+        rows = step.rows
+        held = self._held[rows]
+        self._tokens[rows, held] = tokens
+        self._logprobs[rows, held] = logprobs
+        self._held[rows] += 1
+        self._received[rows] += 1
+        last = self._stop_table[self._stop_row[rows], tokens] | (self._received[rows] == self._limit[rows])
+        return rows[last].tolist()

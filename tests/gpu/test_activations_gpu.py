@@ -1,0 +1,56 @@
+"""Blocks recompute where memory is short, as few as it takes, and the training then fits."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from colocated_grpo.batching import Minibatch
+from colocated_grpo.losses import Counts
+from colocated_grpo.metrics import Metrics
+from colocated_grpo.policy.activations import fit_activations, made_up_micro_batch, measure, rehearse
+from colocated_grpo.policy.blocks import num_checkpointed, set_checkpointed
+from colocated_grpo.tools.make_model import Shape, make_model
+
+from small_policy import config_of, policy_of
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = Shape(hidden=1024, layers=12, heads=16, kv_heads=8, head_dim=128, intermediate=3072, max_positions=4096)
+TOKENS = 16_384
+
+
+def occupy_all_but(size: float) -> torch.Tensor:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.empty(int(torch.cuda.mem_get_info()[0] - size), dtype=torch.uint8, device="cuda")
+
+
+def test_as_few_blocks_recompute_as_free_memory_demands_and_training_stays_within_it(world, tmp_path):
+    folder = make_model(tmp_path / "model", shape=SHAPE)
+    lengths = {"max_prompt_tokens": 256, "max_completion_tokens": 768}
+    config = config_of(folder, batch={"max_tokens_per_micro_batch": TOKENS}, rollout=lengths)
+    policy = policy_of(config, world)
+    policy.init_optimizer_state()
+
+    fit_activations(policy, config, world)
+    assert num_checkpointed(policy.model) == 0
+
+    ballast = occupy_all_but(0.6 * measure(policy, config).needed(TOKENS, SHAPE.layers))
+    fit_activations(policy, config, world)
+    count = num_checkpointed(policy.model)
+    assert 0 < count < SHAPE.layers
+
+    micro_batches = [made_up_micro_batch(config, tokens) for tokens in (TOKENS, TOKENS - 1500, TOKENS - 200, TOKENS)]
+    counts = Counts(tokens=4 * TOKENS, sequences=64, batch_tokens=4 * TOKENS, minibatches=1)
+    for _ in range(2):
+        policy.forward_backward(Minibatch(micro_batches=micro_batches, counts=counts), Metrics(policy.device))
+        policy.optimizer_step(Metrics(policy.device))
+    assert policy.version == 2
+
+    set_checkpointed(policy.model, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        rehearse(policy, config, TOKENS)
+    assert len(ballast)
