@@ -28,6 +28,11 @@ def prepare_process(world: World) -> None:
         # The CPU backend repacks linear weights after loading, which leaves nothing to write new weights into.
         linear_layers.dispatch_cpu_unquantized_gemm = _plain_cpu_linear
         _name_shared_memory(world.from_main(lambda: secrets.token_hex(8)))
+    else:
+        from colocated_grpo.rollout import decode_attention, token_logprobs  # Triton exists beside CUDA only
+
+        decode_attention.install()
+        token_logprobs.install()
 
 
 def _name_shared_memory(unique: str) -> None:

@@ -1,0 +1,160 @@
+"""One-token attention over the paged cache, for batches large enough to fill the device.
+
+FlashAttention 3 reads the cache of many short sequences at 2.5 to 3.4 TB/s on an H200; this kernel at 3.7 to 4.0, and
+attention is most of what decoding costs there. With few sequences FA3 wins, for it splits each one over the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+import vllm.v1.attention.backends.flash_attn as backend
+from torch import Tensor
+
+FEWEST_SEQUENCES = 32
+TILE = 64
+HEAD_SIZES = (64, 128, 256)
+MOST_QUERY_HEADS = 16
+"""Query heads that share a key-value head; they are the rows of one tile."""
+
+
+def install() -> None:
+    """Let vLLM's FlashAttention backend use this kernel where it is the faster one. Before graphs are captured."""
+    if backend.flash_attn_varlen_func is not attend:
+        attend.otherwise = backend.flash_attn_varlen_func
+        backend.flash_attn_varlen_func = attend
+
+
+def attend(**arguments: Any) -> Any:
+    """Takes the place of `flash_attn_varlen_func` in the backend, which calls it with keywords only."""
+    if suits(arguments):
+        return decode(
+            arguments["q"],
+            arguments["k"],
+            arguments["v"],
+            arguments["out"],
+            arguments["block_table"],
+            arguments["seqused_k"],
+            arguments["softmax_scale"],
+        )
+    return attend.otherwise(**arguments)
+
+
+def suits(arguments: dict[str, Any]) -> bool:
+    """Whether the call is one token for each of many sequences, with plain attention over a 16-bit paged cache."""
+    query, keys, table = arguments["q"], arguments["k"], arguments.get("block_table")
+    if table is None or arguments["max_seqlen_q"] != 1 or len(query) < FEWEST_SEQUENCES or len(query) != len(table):
+        return False
+    window = arguments.get("window_size")
+    plain = all(arguments.get(name) is None for name in ("alibi_slopes", "s_aux", "mask_mod", "dynamic_causal"))
+    return (
+        plain
+        and (window is None or tuple(window) == (-1, -1))
+        and not arguments.get("softcap")
+        and query.dtype == keys.dtype
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[2] in HEAD_SIZES
+        and query.shape[1] // keys.shape[2] <= MOST_QUERY_HEADS
+        and keys.stride(3) == 1
+        and arguments.get("return_softmax_lse") is not True
+    )
+
+
+def decode(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, lengths: Tensor, scale: float):
+    """query, out: [B, H, D]; keys, values: [blocks, block size, K, D]; table: [B, ...] block ids; lengths: [B] int32.
+
+    A sequence of length 0 (the padding of a captured graph) gives zeros.
+    """
+    sequences, heads, size = query.shape
+    kv_heads = keys.shape[2]
+    _decode[(sequences, kv_heads)](
+        query,
+        keys,
+        values,
+        out,
+        table,
+        lengths,
+        scale * 1.4426950408889634,  # log2(e): the kernel's exponentials are powers of two
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        values.stride(0),
+        values.stride(1),
+        values.stride(2),
+        out.stride(0),
+        out.stride(1),
+        table.stride(0),
+        BLOCK=keys.shape[1],
+        GROUP=heads // kv_heads,
+        ROWS=MOST_QUERY_HEADS,
+        SIZE=size,
+        TILE=TILE,
+        num_warps=2,
+        num_stages=3,
+    )
+    return out
+
+
+@triton.jit
+def _decode(
+    query,
+    keys,
+    values,
+    out,
+    table,
+    lengths,
+    scale,
+    query_sequence,
+    query_head,
+    key_block,
+    key_token,
+    key_head,
+    value_block,
+    value_token,
+    value_head,
+    out_sequence,
+    out_head,
+    table_sequence,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    length = tl.load(lengths + sequence)
+    column = tl.arange(0, SIZE)
+    row = tl.arange(0, ROWS)
+    real = row[:, None] < GROUP  # tensor cores want at least 16 rows
+    heads = (head * GROUP + row)[:, None]
+    q = tl.load(query + sequence * query_sequence + heads * query_head + column[None, :], mask=real, other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, SIZE], tl.float32)
+    lane = tl.arange(0, TILE)
+    for start in range(0, length, TILE):
+        position = start + lane
+        inside = position < length
+        block = tl.load(table + sequence * table_sequence + position // BLOCK, mask=inside, other=0).to(tl.int64)
+        token = position % BLOCK
+        k_at = block * key_block + token * key_token + head * key_head
+        v_at = block * value_block + token * value_token + head * value_head
+        k = tl.load(keys + k_at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+        v = tl.load(values + v_at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+        score = tl.where(inside[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        shrink = tl.exp2(top - new_top)
+        p = tl.exp2(score - new_top[:, None])
+        mass = mass * shrink + tl.sum(p, 1)
+        total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+        top = new_top
+    result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+    tl.store(
+        out + sequence * out_sequence + heads * out_head + column[None, :], result.to(out.dtype.element_ty), mask=real
+    )
