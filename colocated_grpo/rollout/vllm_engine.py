@@ -34,12 +34,12 @@ SCORING = SamplingParams(
 class VLLMEngine:
     """`RolloutEngine` over `vllm.LLM`. Construction is collective over all ranks."""
 
-    def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World, *, keep_weights: bool) -> None:
-        """keep_weights: they stay mapped while the engine sleeps; otherwise each wake is followed by a sync."""
+    def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
         prepare_process(world)
         self._on_gpu = world.device.type == "cuda"
         self._sleeps = self._on_gpu and config.engine.sleep
-        self._keep_weights = keep_weights
+        # Between syncs the weights must outlive the phase; otherwise they are written anew, so nothing is kept.
+        self._keep_weights = config.sync_frequency > 1
         arguments = _engine_arguments(config, folder, dtype, world, sleeps=self._sleeps)
         with keep_trainer_state():
             self._llm = LLM(**arguments)

@@ -47,7 +47,11 @@ class AlwaysA:
         return float(completion == item["answer"])
 
 
-@given(st.text(alphabet=CHARACTERS))
+def without_special_tokens(text: str) -> bool:
+    return not any(token in text for token in TOKENIZER.all_special_tokens)
+
+
+@given(st.text(alphabet=CHARACTERS).filter(without_special_tokens))
 def test_text_survives_encoding_and_decoding_with_one_token_a_character(text):
     ids = TOKENIZER.encode(text)
     assert len(ids) == len(text)

@@ -27,10 +27,11 @@ plain = logprobs._row_statistics(logits, targets, temperatures)
 fast = softmax_kernels.row_statistics(logits, targets, temperatures)
 for expected, actual in zip(plain, fast, strict=True):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-arguments = logits, targets, temperatures, plain[2], gradients, torch.float32
-torch.testing.assert_close(
-    softmax_kernels.logit_gradient(*arguments), logprobs._logit_gradient(*arguments), rtol=1e-5, atol=1e-5
-)
+for softcap in (None, 70.0):
+    arguments = targets, temperatures, plain[2], gradients, torch.float32, softcap
+    expected = logprobs._logit_gradient(logits, *arguments)
+    actual = softmax_kernels.logit_gradient(logits.clone(), *arguments)  # it takes the memory of its logits
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 print("equal")
 """
 
