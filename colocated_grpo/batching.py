@@ -1,6 +1,6 @@
 """From groups and advantages to packed micro-batches, the same number on every rank.
 
-Every rank holds the same groups and computes the same plan, so nothing is communicated here. Pure: torch tensors only.
+Every rank holds the same groups and computes the same plan, so nothing is communicated here. Pure: arrays and tensors.
 Shapes: T packed tokens of one micro-batch, N scored tokens (the ones that the policy sampled), S rollouts in it.
 """
 
@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,15 +24,19 @@ PADDING_TOKENS = [0, 0]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """One rollout ready for training. `group` and `sibling` say where it came from."""
+    """One rollout ready for training. `group` and `sibling` say where it came from.
+
+    Arrays, one conversion a rollout: torch is 15 times slower at reading lists of Python numbers.
+    """
 
     group: int
     sibling: int
-    token_ids: list[int]
-    scored: list[int]
+    token_ids: np.ndarray
+    scored: np.ndarray
     """Positions of sampled tokens, ascending; position 0 is never scored."""
-    sampling_logprobs: list[float]
-    advantages: list[float]
+    sampling_logprobs: np.ndarray
+    """Of the scored tokens, as `advantages`."""
+    advantages: np.ndarray
     temperature: float
     trained: bool
     """False: its tokens are scored but carry no loss (a truncated completion that is masked)."""
@@ -82,6 +87,8 @@ class Batch:
     """Packed tokens over all ranks and minibatches, one epoch."""
     imbalance: float
     """Tokens of the fullest rank over the mean, minus one."""
+    padding: float
+    """Tokens that run without being trained, over those that are: stand-ins of ranks without work."""
 
     def map(self, change: Callable[[MicroBatch], MicroBatch]) -> Batch:
         """The batch with every micro-batch replaced."""
@@ -109,13 +116,14 @@ def pack(
         random.Random(shuffle_seed).shuffle(order)
     sequences = [_sequences(index, groups[index], advantages[index], config) for index in range(len(groups))]
     batch_tokens = sum(_loss_tokens(seq) for siblings in sequences for seq in siblings)
-    minibatches, loads = [], [0] * world_size
+    minibatches, loads, stand_ins = [], [0] * world_size, 0
     for part in range(config.minibatches):
         members = order[part :: config.minibatches]
         chosen = [seq for g in members for seq in sequences[g]]
         packed = [seq for g in members if not (constant[g] and config.drop_constant_groups) for seq in sequences[g]]
         shares = plan(packed, config.max_tokens_per_micro_batch, world_size)
         loads = [load + sum(s.length for bin in share for s in bin) for load, share in zip(loads, shares, strict=True)]
+        stand_ins += sum(not bin for share in shares for bin in share)
         counts = Counts(
             tokens=sum(map(_loss_tokens, chosen)),
             sequences=len(chosen),
@@ -123,30 +131,34 @@ def pack(
             minibatches=config.minibatches,
         )
         minibatches.append(Minibatch(micro_batches=[build_micro_batch(bin) for bin in shares[rank]], counts=counts))
-    mean = sum(loads) / world_size
-    return Batch(minibatches=minibatches, num_tokens=sum(loads), imbalance=max(loads) / mean - 1 if mean else 0.0)
+    total = sum(loads)
+    return Batch(
+        minibatches=minibatches,
+        num_tokens=total,
+        imbalance=max(loads) * world_size / total - 1 if total else 0.0,
+        padding=stand_ins * len(PADDING_TOKENS) / total if total else 0.0,
+    )
 
 
 def _sequences(
     group: int, siblings: Group, advantages: Sequence[Sequence[float]], config: BatchConfig
 ) -> list[TrainSequence]:
     return [
-        _sequence(group, index, rollout, list(advantages[index]), config)
-        for index, rollout in enumerate(siblings.rollouts)
+        _sequence(group, index, rollout, advantages[index], config) for index, rollout in enumerate(siblings.rollouts)
     ]
 
 
 def _sequence(
-    group: int, sibling: int, rollout: Rollout, advantages: list[float], config: BatchConfig
+    group: int, sibling: int, rollout: Rollout, advantages: Sequence[float], config: BatchConfig
 ) -> TrainSequence:
-    scored = [position for position, sampled in enumerate(rollout.loss_mask) if sampled]
+    scored = np.flatnonzero(rollout.loss_mask)
     return TrainSequence(
         group=group,
         sibling=sibling,
-        token_ids=rollout.token_ids,
+        token_ids=np.array(rollout.token_ids, np.int64),
         scored=scored,
-        sampling_logprobs=[rollout.sampling_logprobs[position] for position in scored],
-        advantages=advantages,
+        sampling_logprobs=np.array(rollout.sampling_logprobs, np.float32)[scored],
+        advantages=np.array(advantages, np.float32),
         temperature=rollout.temperature,
         trained=not (config.mask_truncated and rollout.finish_reason == "length"),
     )
@@ -201,28 +213,30 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
     if not sequences:
         return _stand_in()
     lengths = [seq.length for seq in sequences]
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    placed = list(zip(sequences, starts, strict=False))
+    scored = [len(seq.scored) for seq in sequences]
+    starts = np.cumsum([0, *lengths])
     return MicroBatch(
-        input_ids_T=_flat([seq.token_ids for seq in sequences], torch.long),
-        position_ids_T=torch.cat([torch.arange(length) for length in lengths]),
-        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+        input_ids_T=_joined([seq.token_ids for seq in sequences]),
+        position_ids_T=_joined([np.arange(length) for length in lengths]),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         max_seqlen=max(lengths),
-        source_N=_flat([[start + position - 1 for position in seq.scored] for seq, start in placed], torch.long),
-        targets_N=_flat([[seq.token_ids[position] for position in seq.scored] for seq in sequences], torch.long),
-        temperature_N=_flat([[seq.temperature] * len(seq.scored) for seq in sequences], torch.float32),
-        sequence_N=_flat([[index] * len(seq.scored) for index, seq in enumerate(sequences)], torch.long),
+        source_N=_joined([seq.scored + (start - 1) for seq, start in zip(sequences, starts, strict=False)]),
+        targets_N=_joined([seq.token_ids[seq.scored] for seq in sequences]),
+        temperature_N=_repeated(np.array([seq.temperature for seq in sequences], np.float32), scored),
+        sequence_N=_repeated(np.arange(len(sequences)), scored),
         num_sequences=len(sequences),
-        loss_mask_N=_flat([[seq.trained] * len(seq.scored) for seq in sequences], torch.bool),
-        advantages_N=_flat([seq.advantages for seq in sequences], torch.float32),
-        sampling_logprobs_N=_flat([seq.sampling_logprobs for seq in sequences], torch.float32),
+        loss_mask_N=_repeated(np.array([seq.trained for seq in sequences]), scored),
+        advantages_N=_joined([seq.advantages for seq in sequences]),
+        sampling_logprobs_N=_joined([seq.sampling_logprobs for seq in sequences]),
     )
 
 
-def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    return torch.tensor([value for row in rows for value in row], dtype=dtype)
+def _joined(arrays: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def _repeated(values: np.ndarray, counts: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.repeat(values, counts))
 
 
 def _stand_in() -> MicroBatch:

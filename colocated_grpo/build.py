@@ -15,7 +15,7 @@ from colocated_grpo.distributed import World
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import Choreography, Clock
-from colocated_grpo.policy.activations import fit_activations
+from colocated_grpo.policy.activations import settle_micro_batches
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.model import PackedLM, read_model_config
@@ -82,8 +82,8 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
 
     clock = Clock(world.device)
     engine = build_engine(config, policy, model_folder, world)
-    if config.policy.gradient_checkpointing == "auto" and world.device.type == "cuda":
-        fit_activations(policy, config, world)  # the engine sleeps: what is free now is free while the policy trains
+    # The engine sleeps: what is free now is free while the policy trains.
+    config = settle_micro_batches(policy, config, world)
     stop_tokens = stop_token_ids(tokenizer, model_folder)
     return Run(
         config=config,

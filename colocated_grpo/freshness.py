@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from colocated_grpo.batching import TrainSequence, build_micro_batch
@@ -55,12 +56,12 @@ class FreshnessCheck:
 
     def _policy_logprobs(self) -> list[float]:
         length = len(self._probe)
-        unused = [0.0] * (length - 1)
+        unused = np.zeros(length - 1, np.float32)
         sequence = TrainSequence(
             group=0,
             sibling=0,
-            token_ids=self._probe,
-            scored=list(range(1, length)),
+            token_ids=np.array(self._probe),
+            scored=np.arange(1, length),
             sampling_logprobs=unused,
             advantages=unused,
             temperature=1.0,

@@ -40,7 +40,7 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
         seed_everything(derive_seed(config.seed, "build"))
         folder = world.from_main(lambda: choose_run_folder(config, resume, name))
         run = build_run(config, folder, world, stop)
-        run.tracker.start(config, describe(run), run.start)
+        run.tracker.start(run.config, describe(run), run.start)
         settle_garbage_collector()
         outcome = "failed"
         try:
@@ -194,6 +194,7 @@ def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
     row["tokens_per_second"] = tokens / row["seconds/step"]
     row["tokens_per_second/train"] = trained / row["seconds/train"]
     row["imbalance"] = batch.imbalance
+    row["padding"] = batch.padding
     return row
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from colocated_grpo.batching import TrainSequence, build_micro_batch
@@ -69,12 +70,12 @@ class Pair:
 
     def policy_logprobs(self, tokens: Sequence[int], *, first: int, temperature: float) -> list[float]:
         """Of tokens[first:], by the policy. Collective."""
-        unused = [0.0] * (len(tokens) - first)
+        unused = np.zeros(len(tokens) - first, np.float32)
         sequence = TrainSequence(
             group=0,
             sibling=0,
-            token_ids=list(tokens),
-            scored=list(range(first, len(tokens))),
+            token_ids=np.array(tokens),
+            scored=np.arange(first, len(tokens)),
             sampling_logprobs=unused,
             advantages=unused,
             temperature=temperature,

@@ -17,7 +17,7 @@ from colocated_grpo.batching import Batch, pack
 from colocated_grpo.config import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.policy.model import free_gathered, read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.tools.make_model import TINY, make_model
 from colocated_grpo.types import Group, Prompt, Rollout, Score
@@ -45,6 +45,7 @@ def config_of(folder: Path, **sections: Any) -> Config:
         "environments": [{"type": "task", "name": "sorting"}],
         "rollout": {"max_completion_tokens": 16},
         **sections,
+        "batch": {"max_tokens_per_micro_batch": 1024, **sections.get("batch", {})},
     }
     return Config.model_validate(settings)
 
@@ -141,6 +142,7 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
+    free_gathered(policy.model)  # gradients stand on the shards
     return {name: whole(parameter.grad) for name, parameter in policy.parameters().items()}
 
 

@@ -24,7 +24,7 @@ from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, 
 from colocated_grpo.config import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.activations import fit_activations
+from colocated_grpo.policy.activations import settle_micro_batches
 from colocated_grpo.policy.blocks import num_checkpointed
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
@@ -53,7 +53,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-    settle_memory(policy, config, world)
+    config = settle_memory(policy, config, world)
     batch = pack_all(make_groups(options, policy.model.lm.config.vocab_size), config, world)
     seconds = seconds_of(
         lambda: train(policy, batch),
@@ -73,13 +73,13 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     return {"parameters": policy.num_parameters(), "seconds": slowest, "roofline": roofline.as_dict(), "rows": [row]}
 
 
-def settle_memory(policy: Policy, config: Config, world: World) -> None:
-    """As before a run's first step: optimizer state allocated, blocks that must recompute chosen. Peaks count anew."""
+def settle_memory(policy: Policy, config: Config, world: World) -> Config:
+    """As before a run's first step: optimizer state allocated, micro-batches sized. Peaks count anew."""
     policy.init_optimizer_state()
+    config = settle_micro_batches(policy, config, world)
     if world.device.type == "cuda":
-        if config.policy.gradient_checkpointing == "auto":
-            fit_activations(policy, config, world)
         torch.cuda.reset_peak_memory_stats(world.device)
+    return config
 
 
 def sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:

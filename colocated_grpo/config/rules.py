@@ -35,7 +35,7 @@ def _raise_on(lines: list[str]) -> None:
 
 def _completion_fits_micro_batch(config: Config) -> Lines:
     size = config.batch.max_tokens_per_micro_batch
-    if size < config.max_sequence_tokens:
+    if size != "auto" and size < config.max_sequence_tokens:
         yield (
             f"batch.max_tokens_per_micro_batch={size} is smaller than {_SEQUENCE}={config.max_sequence_tokens}: "
             "one completion could never be packed"

@@ -130,8 +130,9 @@ class RolloutConfig(Section):
 
 
 class BatchConfig(Section):
-    max_tokens_per_micro_batch: Positive = 16384
-    """Packed tokens of one forward pass on one rank."""
+    max_tokens_per_micro_batch: Literal["auto"] | Positive = "auto"
+    """Packed tokens of one forward pass on one rank. auto: on CUDA up to 24,576, as many as the measured free memory
+    holds without recomputing blocks, or fewer and as few recomputed blocks as it takes; up to 16,384 on CPU."""
     minibatches: Positive = 1
     """Optimizer steps per pass over a batch."""
     epochs: Positive = 1

@@ -13,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -129,10 +129,21 @@ def shard(model: PackedLM, config: PolicyConfig, mesh: DeviceMesh, dtype: torch.
         blocks[index] = fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for module in model.modules():
-        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+        if isinstance(module, FSDPModule):
             # The loss is a local sum over a global count: ranks add up, FSDP must not average.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if mesh.size() == 1 and not config.cpu_offload:
+        # Nobody to gather from: compute weights are made once an optimizer step, not in each pass of a micro-batch.
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
+
+
+def free_gathered(model: PackedLM) -> None:
+    """Let go of gathered parameters: a later forward pass would use them whatever became of the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloaded: bool) -> None:

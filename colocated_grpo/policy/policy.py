@@ -17,7 +17,7 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.losses import make_denominator
 from colocated_grpo.metrics import Metrics, Stat
-from colocated_grpo.policy.model import PackedLM, build_empty, load_shards, shard
+from colocated_grpo.policy.model import PackedLM, build_empty, free_gathered, load_shards, shard
 from colocated_grpo.policy.objective import make_objective, packed_tokens
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 
@@ -48,9 +48,7 @@ def build_model(config: Config, hf_config: PretrainedConfig, folder: Path, world
 def score(model: PackedLM, micro_batch: MicroBatch, device: torch.device) -> Tensor:
     """Log-probabilities [N] of a micro-batch's scored tokens, without gradient. Collective."""
     logprobs_N, _ = model(packed_tokens(_to(micro_batch, device)))
-    # FSDP keeps the root's gathered parameters for a backward pass that never comes: the next forward would use them
-    # although the optimizer has moved the shards.
-    model.reshard()
+    free_gathered(model)  # kept for a backward pass that never comes
     return logprobs_N
 
 
@@ -109,6 +107,7 @@ class Policy:
             loss.backward()
             # All ranks hold equally many parts: these weights add up to one for each minibatch.
             metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})
+        free_gathered(self.model)  # the shards are about to change
 
     def optimizer_step(self, metrics: Metrics) -> None:
         """Clip, check, update. Raises FloatingPointError before the update on a non-finite gradient norm."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ ENGINE_RESERVE = 6 * GIB
 """Kept free for the engine's activations, sampler, CUDA graphs and fragmentation."""
 CPU_LIMIT = 1 * GIB
 SMALLEST = 64 << 20
+FILLED = 0.5
+"""Share of the worst case, all sequences at full length at one time, that the cache is made for. Completions that stop
+by themselves fill a quarter of it; where all run to the end, the engine makes half of them wait their turn."""
+FEW = 8
+"""So many sequences always have room for their full length."""
+BLOCK = 64
+"""Tokens by which a sequence's last cache block may exceed it."""
 
 
 def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -40,14 +48,15 @@ def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device:
 
 
 def useful_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
-    """KV bytes of `max_num_seqs` sequences of full length on one rank; a larger cache would never fill."""
+    """KV bytes on one rank of as many sequences of full length as will decode at one time; never less than one's."""
     hf = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     heads = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
     head_size = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     heads_here = max(1, heads // config.engine.tensor_parallel_size)
     bytes_per_token = 2 * hf.num_hidden_layers * heads_here * head_size * dtype.itemsize
-    tokens = config.engine.max_num_seqs * (config.engine.max_model_len or config.max_sequence_tokens)
-    return bytes_per_token * tokens
+    longest = config.engine.max_model_len or config.max_sequence_tokens
+    sequences = max(ceil(FILLED * config.engine.max_num_seqs), min(FEW, config.engine.max_num_seqs))
+    return bytes_per_token * sequences * (longest + BLOCK)
 
 
 def weight_bytes(config: Config, folder: Path) -> int:

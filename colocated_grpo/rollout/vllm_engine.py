@@ -16,7 +16,7 @@ from colocated_grpo.distributed import World, derive_seed
 from colocated_grpo.rollout.engine import Part, Request, Sampling
 from colocated_grpo.rollout.kv_budget import kv_cache_arguments
 from colocated_grpo.rollout.vllm_process import (
-    discard_kv_cache,
+    discard,
     keep_trainer_state,
     prepare_process,
 )
@@ -49,6 +49,7 @@ class VLLMEngine:
         self.transforms_weights = bool(arguments.get("quantization"))
         self._requests: Requests = (TextRequests if config.rollout.stop else CoreRequests)(self._engine)
         self._keys: dict[str, tuple[int, int]] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._submitted = 0
         self._policy_version = 0
 
@@ -105,19 +106,25 @@ class VLLMEngine:
         self._llm.reset_prefix_cache()
 
     def wake(self, part: Part) -> None:
-        if self._sleeps and not (part == "weights" and self._keep_weights):
-            # vLLM maps memory outside torch's allocator, which must first give back what it only caches.
-            torch.cuda.empty_cache()
-            self._worker.wake_up([part])
+        if not self._sleeps or (part == "weights" and self._keep_weights):
+            return
+        # vLLM maps memory outside torch's allocator, which must first give back what it only caches.
+        torch.cuda.empty_cache()
+        self._worker.wake_up([part])
+        if part == "weights":
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self._buffers[name])
 
     def sleep(self) -> None:
         if not self._sleeps:
             return
         self._llm.reset_prefix_cache()
         if self._keep_weights:
-            discard_kv_cache()
+            discard("kv_cache")
         else:
-            self._worker.sleep(level=2)
+            # No sync writes buffers (rotary tables, scales), and nothing changes them.
+            self._buffers = self._buffers or {name: buffer.cpu() for name, buffer in self.model.named_buffers()}
+            discard("weights", "kv_cache")
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

@@ -19,6 +19,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.model_executor.layers import utils as linear_layers
 
 from colocated_grpo.distributed import World
+from colocated_grpo.rollout.engine import Part
 
 
 def prepare_process(world: World) -> None:
@@ -29,10 +30,12 @@ def prepare_process(world: World) -> None:
         linear_layers.dispatch_cpu_unquantized_gemm = _plain_cpu_linear
         _name_shared_memory(world.from_main(lambda: secrets.token_hex(8)))
     else:
-        from colocated_grpo.rollout import decode_attention, token_logprobs  # Triton exists beside CUDA only
+        # Triton exists beside CUDA only.
+        from colocated_grpo.rollout import decode_attention, qk_norm_rope, sampling_kernels
 
         decode_attention.install()
-        token_logprobs.install()
+        qk_norm_rope.install()
+        sampling_kernels.install()
 
 
 def _name_shared_memory(unique: str) -> None:
@@ -85,13 +88,17 @@ def keep_trainer_state() -> Iterator[None]:
             torch.cuda.set_rng_state(cuda_state)
 
 
-def discard_kv_cache() -> None:
-    """Unmap the KV cache and keep the weights mapped. vLLM has a call for it from 0.32 on."""
+def discard(*parts: Part) -> None:
+    """Unmap these parts' memory; what it held is lost.
+
+    vLLM's own sleep cannot keep the weights and drop the cache (before 0.32), and it runs the garbage collector over
+    the whole heap: 0.1 s a step.
+    """
     from vllm.device_allocator import cumem
 
     allocator = cumem.CuMemAllocator.get_instance()
     torch.cuda.synchronize()
     for data in allocator.pointer_to_data.values():
-        if data.tag == "kv_cache" and not data.is_asleep:
+        if data.tag in parts and not data.is_asleep:
             cumem.unmap_and_release(data.handle)
             data.is_asleep = True

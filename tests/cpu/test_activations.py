@@ -15,11 +15,13 @@ from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy import activations
 from colocated_grpo.policy.activations import (
     Footprint,
+    candidate_sizes,
     fewest_blocks,
-    fit_activations,
+    fit_micro_batches,
     made_up_micro_batch,
     rehearse,
     sample_sizes,
+    settle_micro_batches,
 )
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed, set_checkpointed
 
@@ -200,10 +202,10 @@ def test_a_rehearsal_of_two_ranks_leaves_no_trace_on_either(model_folder):
         assert_left_no_trace(facts)
 
 
-def fitted(world: World, folder, free_by_rank: list[float]) -> int | str:
-    """Blocks chosen, or the complaint. A block keeps 1000 bytes a token, or 100 when checkpointed."""
-    policy = policy_of(config_of(folder), world)
-    config = config_of(folder, batch={"max_tokens_per_micro_batch": 1000})
+def fitted(world: World, folder, free_by_rank: list[float], tokens: int | str = 1000, **settings) -> tuple | str:
+    """Tokens and blocks chosen, or the complaint. A block keeps 1000 bytes a token, or 100 when checkpointed."""
+    policy = policy_of(config_of(folder, policy=settings), world)
+    config = config_of(folder, batch={"max_tokens_per_micro_batch": tokens}, policy=settings)
 
     def measure(policy, _config) -> Footprint:
         kept = sum(100 if block.checkpointed else 1000 for block in blocks_of(policy.model))
@@ -211,15 +213,63 @@ def fitted(world: World, folder, free_by_rank: list[float]) -> int | str:
 
     activations.measure, activations.usable_bytes = measure, lambda device: free_by_rank[world.rank]
     try:
-        fit_activations(policy, config, world)
+        return fit_micro_batches(policy, config, world), num_checkpointed(policy.model)
     except RunError as error:
         return str(error)
-    return num_checkpointed(policy.model)
 
 
 @pytest.mark.parametrize(("free", "count"), [([4e6, 4e6], 0), ([4e6, 3.5e6], 1), ([3.5e6, 4e6], 1), ([3e6, 3.5e6], 2)])
 def test_every_rank_checkpoints_what_the_fullest_device_needs(model_folder, free, count):
-    assert run_on_ranks(fitted, 2, model_folder(), free) == [count, count]
+    assert run_on_ranks(fitted, 2, model_folder(), free) == [(1000, count)] * 2
+
+
+PER_TOKEN = 2 * 1000 * (1 + 2 / 2)
+"""What `fitted`'s model needs with nothing recomputed."""
+
+
+@pytest.mark.parametrize(
+    ("fits", "chosen"),
+    [
+        (100_000, (24_576, 0)),
+        (24_576, (24_576, 0)),
+        (24_575, (16_384, 0)),
+        (8_192, (8_192, 0)),
+        (8_191, (8_192, 1)),
+        (3_500, (4_096, 1)),
+        (1_500, (2_048, 2)),
+    ],
+)
+def test_an_open_size_is_the_largest_that_recomputes_nothing_or_the_largest_that_fits_at_all(
+    model_folder, fits, chosen
+):
+    free = [1e9, fits * PER_TOKEN]
+    assert run_on_ranks(fitted, 2, model_folder(), free, "auto") == [chosen, chosen]
+
+
+@pytest.mark.parametrize(("fits", "tokens"), [(30_000, 24_576), (9_000, 8_192), (100, 2_048)])
+def test_an_open_size_follows_memory_where_recomputation_is_set(world, model_folder, monkeypatch, fits, tokens):
+    monkeypatch.setattr(activations, "measure", activations.measure)
+    monkeypatch.setattr(activations, "usable_bytes", activations.usable_bytes)
+    assert fitted(world, model_folder(), [fits * PER_TOKEN], "auto", gradient_checkpointing=False) == (tokens, 0)
+
+
+def test_an_open_size_holds_the_longest_sequence(model_folder):
+    def sizes(longest: int) -> list[int]:
+        rollout = {"max_prompt_tokens": 100, "max_completion_tokens": longest - 100}
+        return candidate_sizes(config_of(model_folder(), batch={"max_tokens_per_micro_batch": "auto"}, rollout=rollout))
+
+    assert sizes(2048)[-1] == 2048
+    assert sizes(2049)[-1] == 4096
+    assert sizes(30_000) == [30_000]
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(1000, 16_384), (20_000, 24_576), (30_000, 30_000)])
+def test_on_cpu_an_open_size_is_settled_without_measuring(world, model_folder, longest, tokens):
+    rollout = {"max_prompt_tokens": 100, "max_completion_tokens": longest - 100}
+    config = config_of(model_folder(), batch={"max_tokens_per_micro_batch": "auto", "epochs": 2}, rollout=rollout)
+    settled = settle_micro_batches(policy_of(config, world), config, world)
+    assert settled.batch.max_tokens_per_micro_batch == tokens
+    assert settled.batch.epochs == 2
 
 
 def test_every_rank_gives_up_where_one_device_is_too_small(model_folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -129,10 +130,10 @@ def sequences_of(lengths: list[int]) -> list[TrainSequence]:
         TrainSequence(
             group=index,
             sibling=0,
-            token_ids=[1] * length,
-            scored=[1],
-            sampling_logprobs=[0.0],
-            advantages=[0.0],
+            token_ids=np.ones(length, np.int64),
+            scored=np.array([1]),
+            sampling_logprobs=np.zeros(1, np.float32),
+            advantages=np.zeros(1, np.float32),
             temperature=1.0,
             trained=True,
         )
@@ -197,7 +198,9 @@ def test_truncated_completions_are_scored_without_loss_and_their_tokens_are_not_
     cut = rollout_of([1], [5, 6], finish_reason="length")
     groups = [group_of(0, [finished, cut])]
     for mask_truncated, trained, tokens in [(True, [3], 3), (False, [2, 3], 5)]:
-        (batch,) = pack_everywhere(groups, BatchConfig(mask_truncated=mask_truncated), 1)
+        (batch,) = pack_everywhere(
+            groups, BatchConfig(max_tokens_per_micro_batch=BUDGET, mask_truncated=mask_truncated), 1
+        )
         (micro_batch,) = batch.minibatches[0].micro_batches
         per_sequence = micro_batch.sequence_N[micro_batch.loss_mask_N].bincount().tolist()
         assert sorted(count for count in per_sequence if count) == trained
@@ -207,7 +210,9 @@ def test_truncated_completions_are_scored_without_loss_and_their_tokens_are_not_
 
 
 def test_observed_tokens_are_read_but_never_scored():
-    (batch,) = pack_everywhere([group_of(0, [rollout_of([7], [1, 2, 3, 4], observed=2)])], BatchConfig(), 1)
+    (batch,) = pack_everywhere(
+        [group_of(0, [rollout_of([7], [1, 2, 3, 4], observed=2)])], BatchConfig(max_tokens_per_micro_batch=BUDGET), 1
+    )
     (micro_batch,) = batch.minibatches[0].micro_batches
     assert micro_batch.input_ids_T.tolist() == [7, 1, 2, 3, 4]
     assert micro_batch.targets_N.tolist() == [1, 4]
@@ -218,7 +223,7 @@ def test_observed_tokens_are_read_but_never_scored():
 def test_a_rank_without_work_gets_a_stand_in_that_carries_no_loss(nothing):
     groups = [group_of(0, [rollout_of([1], [2, 3])])]
     constant = [nothing == "every group is constant"]
-    batches = pack_everywhere(groups, BatchConfig(), 2, constant)
+    batches = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 2, constant)
     idle = [batch for batch in batches if is_stand_in(batch.minibatches[0].micro_batches[0])]
     assert len(idle) == (2 if constant[0] else 1)
     stand_in = idle[0].minibatches[0].micro_batches[0]
@@ -230,7 +235,9 @@ def test_a_rank_without_work_gets_a_stand_in_that_carries_no_loss(nothing):
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 5))
 def test_minibatches_partition_the_groups_and_keep_siblings_together(count, minibatches, shuffle_seed):
     groups = [group_of(index, [rollout_of([index], [50, 51])] * 2) for index in range(count)]
-    (batch,) = pack_everywhere(groups, BatchConfig(minibatches=minibatches), 1, shuffle_seed=shuffle_seed)
+    (batch,) = pack_everywhere(
+        groups, BatchConfig(max_tokens_per_micro_batch=BUDGET, minibatches=minibatches), 1, shuffle_seed=shuffle_seed
+    )
     prompts = [
         Counter(tokens[0] for m in part.micro_batches if not is_stand_in(m) for tokens, _ in unpack(m))
         for part in batch.minibatches
@@ -245,7 +252,7 @@ def test_minibatches_partition_the_groups_and_keep_siblings_together(count, mini
 
 def test_minibatches_are_shuffled_by_the_seed_and_by_nothing_else():
     groups = random_groups(8, 2)
-    config = BatchConfig(minibatches=4)
+    config = BatchConfig(max_tokens_per_micro_batch=BUDGET, minibatches=4)
 
     def first_minibatch(seed: int, groups: list[Group] = groups) -> list:
         (batch,) = pack_everywhere(groups, config, 1, shuffle_seed=seed)
@@ -257,7 +264,10 @@ def test_minibatches_are_shuffled_by_the_seed_and_by_nothing_else():
 
 def test_imbalance_is_what_the_fullest_rank_has_above_the_mean():
     groups = [group_of(0, [rollout_of([1], [2] * 5), rollout_of([1], [2])])]
-    even, uneven = (pack_everywhere(groups, BatchConfig(), world_size)[0].imbalance for world_size in (1, 2))
+    even, uneven = (
+        pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), world_size)[0].imbalance
+        for world_size in (1, 2)
+    )
     assert even == 0.0
     assert uneven == pytest.approx(6 / 4 - 1)
 

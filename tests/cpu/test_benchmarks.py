@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -194,7 +195,7 @@ def test_completions_have_the_long_tail_of_random_stops():
 
 
 def test_mfu_counts_six_flop_for_each_parameter_and_token_of_a_rank():
-    batch = Batch(minibatches=[], num_tokens=40, imbalance=0.0)
+    batch = Batch(minibatches=[], num_tokens=40, imbalance=0.0, padding=0.0)
     row = train.speed(batch, parameters=10, seconds=2.0, roofline=RATES, ranks=2)
 
     assert row["mfu"] == pytest.approx(6 * 10 * 20 / 2.0 / 2000)
@@ -206,7 +207,9 @@ def test_mfu_counts_six_flop_for_each_parameter_and_token_of_a_rank():
 def test_saved_padding_is_counted_by_micro_batch(world):
     micro_batches = [build_micro_batch([sequence_of(5), sequence_of(3)]), build_micro_batch([sequence_of(4)] * 2)]
     counts = Counts(tokens=16, sequences=4, batch_tokens=16, minibatches=1)
-    batch = Batch(minibatches=[Minibatch(micro_batches=micro_batches, counts=counts)], num_tokens=16, imbalance=0.0)
+    batch = Batch(
+        minibatches=[Minibatch(micro_batches=micro_batches, counts=counts)], num_tokens=16, imbalance=0.0, padding=0.0
+    )
 
     row = train.packing(batch, world)
 
@@ -219,10 +222,10 @@ def sequence_of(length: int) -> TrainSequence:
     return TrainSequence(
         group=0,
         sibling=0,
-        token_ids=[1] * length,
-        scored=[1],
-        sampling_logprobs=[0.0],
-        advantages=[0.0],
+        token_ids=np.ones(length, np.int64),
+        scored=np.array([1]),
+        sampling_logprobs=np.zeros(1, np.float32),
+        advantages=np.zeros(1, np.float32),
         temperature=1.0,
         trained=True,
     )

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.distributed import World
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.model import PackedTokens, build_empty, read_model_config
+from colocated_grpo.policy.model import PackedTokens, build_empty, free_gathered, read_model_config
 from colocated_grpo.policy.policy import build_model
 
 from ranks import run_on_ranks
@@ -59,6 +59,7 @@ def packed_forward(world: World, folder: Path, micro_batch: MicroBatch, **policy
     tokens = PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
     logprobs, _ = model(tokens)
     (logprobs * upstream_of(micro_batch)).sum().backward()
+    free_gathered(model)  # gradients stand on the shards
     return logprobs.detach(), {name: whole(p.grad) for name, p in model.hf_parameters().items()}
 
 

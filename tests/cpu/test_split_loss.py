@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from colocated_grpo.losses import make_loss, make_split_loss
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.objective import split_objective, whole_objective
 
-from small_policy import config_of, make_small_model, policy_of, whole
+from small_policy import config_of, gradients_of, make_small_model, policy_of
 
 
 @settings(deadline=None, max_examples=60)
@@ -59,10 +60,10 @@ def sequences_of(lengths: list[int]) -> list[TrainSequence]:
         TrainSequence(
             group=0,
             sibling=index,
-            token_ids=[rng.randrange(3, 150) for _ in range(length + 2)],
-            scored=list(range(2, length + 2)),
-            sampling_logprobs=[-5.0 + rng.uniform(-0.4, 0.4) for _ in range(length)],
-            advantages=[rng.uniform(-2, 2)] * length,
+            token_ids=np.array([rng.randrange(3, 150) for _ in range(length + 2)]),
+            scored=np.arange(2, length + 2),
+            sampling_logprobs=np.array([-5.0 + rng.uniform(-0.4, 0.4) for _ in range(length)], np.float32),
+            advantages=np.full(length, rng.uniform(-2, 2), np.float32),
             temperature=0.9,
             trained=True,
         )
@@ -83,7 +84,7 @@ def test_both_objectives_give_the_same_loss_metrics_and_gradients(world, tmp_pat
         value.backward()
         metrics = Metrics("cpu")
         metrics.add(stats)
-        gradients = {name: whole(p.grad) for name, p in policy.parameters().items()}
+        gradients = gradients_of(policy)
         policy.optimizer.zero_grad()
         results.append((value.detach(), reduce(metrics, lambda _: None, lambda _: None), gradients))
     (a, metrics_a, gradients_a), (b, metrics_b, gradients_b) = results

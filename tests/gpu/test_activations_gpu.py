@@ -10,7 +10,7 @@ import torch
 from colocated_grpo.batching import Minibatch
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.activations import fit_activations, made_up_micro_batch, measure, rehearse
+from colocated_grpo.policy.activations import fit_micro_batches, made_up_micro_batch, measure, rehearse
 from colocated_grpo.policy.blocks import num_checkpointed, set_checkpointed
 from colocated_grpo.tools.make_model import Shape, make_model
 
@@ -35,11 +35,11 @@ def test_as_few_blocks_recompute_as_free_memory_demands_and_training_stays_withi
     policy = policy_of(config, world)
     policy.init_optimizer_state()
 
-    fit_activations(policy, config, world)
+    fit_micro_batches(policy, config, world)
     assert num_checkpointed(policy.model) == 0
 
     ballast = occupy_all_but(0.6 * measure(policy, config).needed(TOKENS, SHAPE.layers))
-    fit_activations(policy, config, world)
+    fit_micro_batches(policy, config, world)
     count = num_checkpointed(policy.model)
     assert 0 < count < SHAPE.layers
 
