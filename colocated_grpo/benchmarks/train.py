@@ -38,13 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = rank_parser(__doc__)
+    parser = add_work(rank_parser(__doc__))
+    parser.add_argument("--steps", type=int, default=5, help="measured optimizer steps")
+    parser.add_argument("--warmup", type=int, default=2, help="further ones before them: compilation")
+    return parser
+
+
+def add_work(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The flags that `make_groups` reads."""
     parser.add_argument("--prompts", type=int, default=32, help="of one batch, over all ranks")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--max-completion", type=int, default=1024)
     parser.add_argument("--mean-completion", type=float, default=1 / STOP_SHARE, help="before the cut")
-    parser.add_argument("--steps", type=int, default=5, help="measured optimizer steps")
-    parser.add_argument("--warmup", type=int, default=2, help="further ones before them: compilation")
     return parser
 
 

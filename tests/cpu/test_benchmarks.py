@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from colocated_grpo.batching import Batch, Minibatch, TrainSequence, build_micro_batch
-from colocated_grpo.benchmarks import logprob, sleep, sync, train
+from colocated_grpo.benchmarks import logprob, overlap, sleep, sync, train
 from colocated_grpo.benchmarks.ranks import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
@@ -101,6 +101,16 @@ def test_sleep_tells_the_life_of_an_engine(measured):
     parts = [row[f"{part}_seconds"] for part in ("sleep", "wake_weights", "wake_kv_cache")]
     assert row["sleep_and_wake_seconds"] == pytest.approx(sum(parts))
     assert "asleep_gib" not in row  # nobody counts an engine's share of host memory
+
+
+def test_overlap_counts_what_is_trained_while_a_tail_decodes(measured):
+    work = ["--prompts", "2", "--group-size", "2", "--max-completion", "16", "--mean-completion", "8"]
+    rows = measured(overlap, "--gpus", "0", "--shape", "tiny", *work, "--tails", "2", "--tokens", "12")["rows"]
+
+    assert [row["preferred"] for row in rows] == ["neither", "decoding"]
+    for row in rows:
+        both = row["decode_alone_seconds"] + row["micro_batches_meanwhile"] * row["micro_batch_alone_seconds"]
+        assert row["gain"] == pytest.approx(both / row["together_seconds"])
 
 
 def test_settings_of_the_command_line_go_before_those_of_the_benchmark():
