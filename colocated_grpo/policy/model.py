@@ -6,7 +6,7 @@ No rank ever holds the whole model: parameters are created without storage, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -119,15 +119,17 @@ def transformer_blocks(lm: nn.Module) -> nn.ModuleList:
 
 def shard(model: PackedLM, config: PolicyConfig, mesh: DeviceMesh, dtype: torch.dtype, *, compiled: bool) -> None:
     """Apply checkpointing, compile and FSDP2 to each block, then FSDP2 to the rest, in place."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     blocks = transformer_blocks(model.lm)
     for index, block in enumerate(blocks):
         block = Block(block, checkpointed=config.gradient_checkpointing is True)
         if compiled:
             block.compile(dynamic=True)
-        blocks[index] = fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        blocks[index] = fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    # What the whole model is given stays as it is: 0.7 is no bfloat16, and the engine sampled with 0.7.
+    precision = replace(precision, cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, torch.distributed.fsdp.FSDPModule):
             # The loss is a local sum over a global count: ranks add up, FSDP must not average.
