@@ -14,11 +14,12 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.freshness import FreshnessCheck
-from colocated_grpo.phases import Choreography, Clock
+from colocated_grpo.phases import Choreography, Clock, WeightSync
 from colocated_grpo.policy.activations import settle_micro_batches
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.checkpoint_files import fetch_model
-from colocated_grpo.policy.model import PackedLM, read_model_config
+from colocated_grpo.policy.masters import ShardedWeights, WholeWeights
+from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import DTYPES, Policy, build_model
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import RolloutEngine, Sampling
@@ -29,6 +30,7 @@ from colocated_grpo.supervision import StopRequest
 from colocated_grpo.tracking import NullTracker, Tracker, make_tracker
 from colocated_grpo.types import Prompt
 from colocated_grpo.weights.colocated import ColocatedSync
+from colocated_grpo.weights.shared import share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Run:
     hf_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     policy: Policy
-    reference: PackedLM | None
+    reference: ShardedWeights | None
     engine: RolloutEngine
     collector: Collector
     choreography: Choreography
@@ -74,7 +76,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
 
     policy = Policy(config, hf_config, model_folder, world)
     wants_reference = config.loss.kl.coef > 0 and config.loss.kl.target == "reference"
-    reference = build_model(config, hf_config, model_folder, world) if wants_reference else None
+    reference = ShardedWeights(build_model(config, hf_config, model_folder, world)) if wants_reference else None
     checkpoints = Checkpoints(folder, config.checkpoint, world)
     start, state = checkpoints.restore(policy)
     if source is not None and state:
@@ -82,6 +84,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
 
     clock = Clock(world.device)
     engine = build_engine(config, policy, model_folder, world)
+    sync = build_sync(policy, engine, world)
     # The engine sleeps: what is free now is free while the policy trains.
     config = settle_micro_batches(policy, config, world)
     stop_tokens = stop_token_ids(tokenizer, model_folder)
@@ -97,7 +100,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         reference=reference,
         engine=engine,
         collector=build_collector(config, engine, environments, tokenizer, world, stop),
-        choreography=build_choreography(config, policy, engine, clock, world),
+        choreography=build_choreography(config, policy, engine, sync, clock),
         clock=clock,
         source=source,
         held_out=held_out,
@@ -135,8 +138,9 @@ def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
     return policy.dtype if config.engine.dtype == "auto" else DTYPES[config.engine.dtype]
 
 
-def build_choreography(config: Config, policy: Policy, engine: VLLMEngine, clock: Clock, world: World) -> Choreography:
-    sync = ColocatedSync(
+def build_sync(policy: Policy, engine: VLLMEngine, world: World) -> WeightSync:
+    """How the policy's weights reach the engine. Where both are to be one, they are from here on."""
+    copies = ColocatedSync(
         policy.parameters(),
         engine.model,
         engine.tensor_parallel_rank,
@@ -145,6 +149,12 @@ def build_choreography(config: Config, policy: Policy, engine: VLLMEngine, clock
         transformed=engine.transforms_weights,
         device=world.device,
     )
+    return share(copies, policy.weights.adopt) if isinstance(policy.weights, WholeWeights) else copies
+
+
+def build_choreography(
+    config: Config, policy: Policy, engine: VLLMEngine, sync: WeightSync, clock: Clock
+) -> Choreography:
     freshness = FreshnessCheck(policy, engine, engine_dtype(config, policy), config.freshness)
     return Choreography(policy, engine, sync, freshness, clock, config.sync_frequency)
 

@@ -94,7 +94,7 @@ class Checkpoints:
         self._check_loadable(newest, record, tensors)
         dcp.load(tensors, checkpoint_id=newest, process_group=self._world.checkpoints)
         _restore_numbers(policy, tensors, self._world)
-        policy.version = record["policy_version"]
+        policy.restored(record["policy_version"])
         return record["step"], record["state"]
 
     def _check_loadable(self, folder: Path, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:

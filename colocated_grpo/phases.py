@@ -7,13 +7,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import RolloutEngine
-from colocated_grpo.weights.colocated import ColocatedSync
 
 GIB = 1 << 30
 
@@ -61,6 +61,12 @@ class Clock:
         return row
 
 
+class WeightSync(Protocol):
+    """Writes the policy's weights into the engine. Collective."""
+
+    def sync(self) -> None: ...
+
+
 class Choreography:
     """Hands the GPU from policy to engine and back. Collective: every rank enters and leaves together."""
 
@@ -68,7 +74,7 @@ class Choreography:
         self,
         policy: Policy,
         engine: RolloutEngine,
-        sync: ColocatedSync,
+        sync: WeightSync,
         freshness: FreshnessCheck,
         clock: Clock,
         sync_frequency: int,

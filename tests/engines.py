@@ -23,7 +23,6 @@ from training_runs import settings
 
 if TYPE_CHECKING:
     from colocated_grpo.rollout.vllm_engine import VLLMEngine
-    from colocated_grpo.weights.colocated import ColocatedSync
 
 PROBE = [5, 40, 17, 62, 8, 33, 21, 54, 12, 70, 3, 29]
 
@@ -34,22 +33,13 @@ class Pair:
     def __init__(self, world: World, model: Path, **changes: Any) -> None:
         os.environ.update(library_environment("INFO"))
         # The engine's own imports read the variables above.
-        from colocated_grpo.build import build_engine
-        from colocated_grpo.weights.colocated import ColocatedSync
+        from colocated_grpo.build import build_engine, build_sync
 
         self.world = world
         self.config = Config.model_validate(settings(model, **changes))
         self.policy = Policy(self.config, read_model_config(self.config.model, model), model, world)
         self.engine: VLLMEngine = build_engine(self.config, self.policy, model, world)
-        self.sync: ColocatedSync = ColocatedSync(
-            self.policy.parameters(),
-            self.engine.model,
-            self.engine.tensor_parallel_rank,
-            self.engine.load_weights,
-            lambda ok: all(world.gather_objects(ok)),
-            transformed=self.engine.transforms_weights,
-            device=world.device,
-        )
+        self.sync = build_sync(self.policy, self.engine, world)
 
     def write(self) -> None:
         """The policy's weights into the engine."""
@@ -61,6 +51,7 @@ class Pair:
         """Every weight of the policy moves by an amount of its own, the same for any number of ranks."""
         for index, parameter in enumerate(self.policy.parameters().values()):
             parameter.mul_(1.0 + 0.02 * (index % 7 - 3)).add_(0.004 * (index % 3 - 1))
+        self.policy.weights.publish()
 
     def disagreement(self, tokens: Sequence[int] = PROBE) -> float:
         """Largest |engine - policy| of the tokens' log-probabilities. Collective."""

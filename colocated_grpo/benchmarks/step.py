@@ -2,6 +2,7 @@
 
 Runs the trainer itself through the launcher on a random model of the shape, drops the first steps (compilation) and
 writes medians as JSON, with what the device allows beside them. `--peer trl` then runs the same work through TRL.
+Settings may follow: --weights shared
 """
 
 from __future__ import annotations

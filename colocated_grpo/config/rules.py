@@ -95,6 +95,27 @@ def _engine_fields_are_not_arguments(config: Config) -> Lines:
             yield f"engine.args.{name}: is a setting of its own; write engine.{name}"
 
 
+def _shared_weights_are_plain(config: Config) -> Lines:
+    if config.weights != "shared":
+        return
+    policy, engine = config.policy, config.engine
+    if config.sync_frequency > 1:
+        yield (
+            f"sync_frequency={config.sync_frequency} does not go with weights=shared: the engine has each optimizer "
+            "step's weights at once"
+        )
+    if policy.cpu_offload:
+        yield "policy.cpu_offload=true does not go with weights=shared: the engine's weights are on the device"
+    if engine.dtype not in ("auto", policy.compute_dtype):
+        yield (
+            f"engine.dtype={engine.dtype} with policy.compute_dtype={policy.compute_dtype} does not go with "
+            "weights=shared: engine and policy compute with the same numbers; leave engine.dtype=auto"
+        )
+    quantization = engine.args.get("quantization")
+    if quantization is not None:
+        yield f"engine.args.quantization={quantization} does not go with weights=shared: gradients need plain weights"
+
+
 def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
     size = config.engine.tensor_parallel_size
     if world_size % size:
@@ -112,6 +133,11 @@ def _every_engine_has_prompts(config: Config, world_size: int) -> Lines:
             f"rollout.prompts_per_step={prompts} is not a multiple of the number of engines={engines}: "
             "deterministic: true gives every engine the same share"
         )
+
+
+def _shared_weights_are_whole(config: Config, world_size: int) -> Lines:
+    if config.weights == "shared" and world_size > 1:
+        yield f"weights=shared does not go with {world_size} ranks: an engine cannot compute with shards"
 
 
 def _renormalised_sampling(config: Config) -> Lines:
@@ -140,6 +166,11 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _seed_in_range,
     _resumable_at_a_sync,
     _engine_fields_are_not_arguments,
+    _shared_weights_are_plain,
 )
-WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (_tensor_parallel_divides_world, _every_engine_has_prompts)
+WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
+    _tensor_parallel_divides_world,
+    _every_engine_has_prompts,
+    _shared_weights_are_whole,
+)
 REMARKS: tuple[Callable[[Config], Lines], ...] = (_renormalised_sampling, _both_memory_sizes)

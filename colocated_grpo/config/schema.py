@@ -254,6 +254,10 @@ class Config(Section):
     """Batches (rollout phases) of the whole run."""
     sync_frequency: Positive = 1
     """Steps between weight syncs into the engine. Above 1 rollouts are stale; staleness is measured and corrected."""
+    weights: Literal["copied", "shared"] = "copied"
+    """copied: FSDP2 shards, copied into the engine at each sync. shared: a single rank computes with the engine's own
+    weights, which each optimizer step writes: a sync moves nothing and FSDP's work on the host is gone, but the weights
+    stay on the device while the policy trains (2 bytes a parameter)."""
     seed: int = 0
     """Root of every random number of the run."""
     deterministic: bool = False

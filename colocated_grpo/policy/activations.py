@@ -199,7 +199,7 @@ def rehearse(policy: Policy, config: Config, tokens: int) -> None:
     counts = Counts(tokens=2 * tokens, sequences=2, batch_tokens=2 * tokens, minibatches=1)
     with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
         policy.forward_backward(Minibatch(micro_batches=[micro_batch] * 2, counts=counts), Metrics(policy.device))
-    for parameter in policy.model.parameters():
+    for parameter in policy.parameters().values():
         parameter.grad = None
 
 

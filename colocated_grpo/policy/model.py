@@ -5,8 +5,8 @@ No rank ever holds the whole model: parameters are created without storage, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,9 +19,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from colocated_grpo.config.schema import ModelConfig, PolicyConfig
+from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.policy.attention import IMPLEMENTATION
-from colocated_grpo.policy.blocks import Block
+from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.logprobs import linear_logprobs
 
@@ -117,23 +117,30 @@ def transformer_blocks(lm: nn.Module) -> nn.ModuleList:
     return max(uniform, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
 
 
-def shard(model: PackedLM, config: PolicyConfig, mesh: DeviceMesh, dtype: torch.dtype, *, compiled: bool) -> None:
-    """Apply checkpointing, compile and FSDP2 to each block, then FSDP2 to the rest, in place."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> None:
+    """Let each transformer block recompute its activations and compile, in place."""
     blocks = transformer_blocks(model.lm)
-    for index, block in enumerate(blocks):
-        block = Block(block, checkpointed=config.gradient_checkpointing is True)
+    for index, module in enumerate(blocks):
+        blocks[index] = Block(module, checkpointed=checkpointed)
         if compiled:
-            block.compile(dynamic=True)
-        blocks[index] = fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+            blocks[index].compile(dynamic=True)
+
+
+def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: bool) -> None:
+    """Apply FSDP2 to each prepared block, then to the rest, in place. offloaded: as in `load_shards`."""
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if offloaded else OffloadPolicy()
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    # What the whole model is given stays as it is: 0.7 is no bfloat16, and the engine sampled with 0.7.
+    precision = replace(precision, cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is a local sum over a global count: ranks add up, FSDP must not average.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if mesh.size() == 1 and not config.cpu_offload:
+    if mesh.size() == 1 and not offloaded:
         # Nobody to gather from: compute weights are made once an optimizer step, not in each pass of a micro-batch.
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
@@ -152,17 +159,25 @@ def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloade
     device: where the model computes. offloaded: its parameters rest in host memory between uses (FSDP2 CPU offload).
     """
     _allocate(model, torch.device("cpu") if offloaded else device, device)
+    read_parameters(model.hf_parameters(), model.lm.base_model_prefix, folder)
+
+
+@torch.no_grad()
+def read_parameters(parameters: Mapping[str, nn.Parameter], prefix: str, folder: Path) -> None:
+    """Read parameters, of shards this rank's rows, from the checkpoint in `folder`.
+
+    prefix: of the base model's names ("model"), which a checkpoint may have or lack.
+    """
     reader = CheckpointReader(folder)
     names = reader.names()
-    prefix = model.lm.base_model_prefix + "."
+    prefix += "."
     missing = []
-    with torch.no_grad():
-        for name, parameter in model.hf_parameters().items():
-            source = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
-            if source is None:
-                missing.append(name)
-            else:
-                _fill(parameter, reader, source)
+    for name, parameter in parameters.items():
+        source = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
+        if source is None:
+            missing.append(name)
+        else:
+            _fill(parameter, reader, source)
     if missing:
         raise ValueError(
             f"model.name={str(folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}"

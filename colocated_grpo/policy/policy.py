@@ -17,7 +17,8 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.losses import make_denominator
 from colocated_grpo.metrics import Metrics, Stat
-from colocated_grpo.policy.model import PackedLM, build_empty, free_gathered, load_shards, shard
+from colocated_grpo.policy.masters import ShardedWeights, Weights, WholeWeights
+from colocated_grpo.policy.model import PackedLM, build_empty, load_shards, prepare_blocks, shard
 from colocated_grpo.policy.objective import make_objective, packed_tokens
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 
@@ -31,38 +32,54 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> Weights:
+    """The checkpoint in `folder`, to be trained."""
+    if config.weights == "shared":
+        model = _build_empty(config, hf_config, world)
+        return WholeWeights(model, folder, world.device, compute_dtype(config, world.device))
+    return ShardedWeights(build_model(config, hf_config, folder, world))
+
+
 def build_model(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> PackedLM:
-    """A sharded copy of the checkpoint in `folder`: the policy, or the frozen reference."""
-    compiled = {"on": True, "off": False, "auto": world.device.type == "cuda"}[config.policy.compile]
+    """A sharded copy of the checkpoint in `folder`."""
+    model, offloaded = _build_empty(config, hf_config, world), config.policy.cpu_offload
+    shard(model, world.mesh, compute_dtype(config, world.device), offloaded=offloaded)
+    load_shards(model, folder, world.device, offloaded=offloaded)
+    return model
+
+
+def _build_empty(config: Config, hf_config: PretrainedConfig, world: World) -> PackedLM:
+    """Without storage; its blocks recompute and compile as settings say."""
     model = build_empty(
         hf_config,
         config.policy.logprob_chunk_tokens,
         trust_remote_code=config.model.trust_remote_code,
     )
-    shard(model, config.policy, world.mesh, compute_dtype(config, world.device), compiled=compiled)
-    load_shards(model, folder, world.device, offloaded=config.policy.cpu_offload)
+    compiled = {"on": True, "off": False, "auto": world.device.type == "cuda"}[config.policy.compile]
+    prepare_blocks(model, checkpointed=config.policy.gradient_checkpointing is True, compiled=compiled)
     return model
 
 
 @torch.no_grad()
-def score(model: PackedLM, micro_batch: MicroBatch, device: torch.device) -> Tensor:
+def score(weights: Weights, micro_batch: MicroBatch, device: torch.device) -> Tensor:
     """Log-probabilities [N] of a micro-batch's scored tokens, without gradient. Collective."""
-    logprobs_N, _ = model(packed_tokens(_to(micro_batch, device)))
-    free_gathered(model)  # kept for a backward pass that never comes
+    logprobs_N, _ = weights.model(packed_tokens(_to(micro_batch, device)))
+    weights.release()
     return logprobs_N
 
 
 class Policy:
-    """Owns the sharded model, its optimizer and the learning-rate schedule.
+    """Owns the model's weights, their optimizer and the learning-rate schedule.
 
     Every method that touches the model is collective: all ranks call it with as many micro-batches.
     """
 
     def __init__(self, config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> None:
-        self.model = build_model(config, hf_config, folder, world)
+        self.weights = build_weights(config, hf_config, folder, world)
+        self.model = self.weights.model
         self.device = world.device
         self.dtype = compute_dtype(config, world.device)
-        self.optimizer = build_optimizer(self.model.parameters(), config.policy.optimizer, config.policy.lr)
+        self.optimizer = build_optimizer(self.parameters().values(), config.policy.optimizer, config.policy.lr)
         self.version = 0
         """Completed optimizer steps."""
         self._config = config.policy
@@ -73,8 +90,8 @@ class Policy:
         self.offload = OptimizerOffload(self.optimizer) if config.policy.offload_optimizer else None
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Sharded fp32 master weights by checkpoint name, in the same order on every rank."""
-        return self.model.hf_parameters()
+        """The fp32 master weights by checkpoint name, in the same order on every rank."""
+        return self.weights.masters()
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters().values())
@@ -86,46 +103,53 @@ class Policy:
 
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by parameter name; its values may be replaced."""
-        keys = self.optimizer.shards if self.optimizer_state_is_local else self.model.parameters()
-        return {name: self.optimizer.state[key] for name, key in zip(self.parameters(), keys, strict=True)}
+        parameters = self.parameters()
+        keys = self.optimizer.shards if self.optimizer_state_is_local else parameters.values()
+        return {name: self.optimizer.state[key] for name, key in zip(parameters, keys, strict=True)}
 
     def with_old_logprobs(self, batch: Batch) -> Batch:
         """The batch with `old_logprobs_N` from the current weights: the ratio's denominator once weights have moved."""
         return batch.map(lambda micro_batch: replace(micro_batch, old_logprobs_N=self.score(micro_batch)))
 
     def score(self, micro_batch: MicroBatch) -> Tensor:
-        return score(self.model, micro_batch, self.device)
+        return score(self.weights, micro_batch, self.device)
 
     def forward_backward(self, minibatch: Minibatch, metrics: Metrics) -> None:
         """Accumulate the minibatch's gradient, adding this rank's statistics to `metrics`."""
         denominator = self._denominator(minibatch.counts)
         parts = len(minibatch.micro_batches)
         for index, micro_batch in enumerate(minibatch.micro_batches):
-            # Gradients add up unreduced and are reduced once: communication does not grow with micro-batches.
-            self.model.set_requires_gradient_sync(index == parts - 1)
+            self.weights.before_forward(last=index == parts - 1)
             loss, stats = self._objective(self.model, _to(micro_batch, self.device), denominator)
             loss.backward()
             # All ranks hold equally many parts: these weights add up to one for each minibatch.
             metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})
-        free_gathered(self.model)  # the shards are about to change
+        self.weights.release()
 
     def optimizer_step(self, metrics: Metrics) -> None:
         """Clip, check, update. Raises FloatingPointError before the update on a non-finite gradient norm."""
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        parameters = list(self.parameters().values())
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         grad_norm = norm.item()
         if not math.isfinite(grad_norm):
             raise FloatingPointError(
                 f"optimizer step {self.version}: the gradient norm is {grad_norm}; weights are left as they were"
             )
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), self._config.grad_clip, norm)
+        nn.utils.clip_grads_with_norm_(parameters, self._config.grad_clip, norm)
         lr = learning_rate(self._config, self.version, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.weights.publish()
         self.version += 1
         metrics.add({"grad_norm": Stat.mean(grad_norm, 1.0), "lr": Stat.mean(lr, 1.0)})
+
+    def restored(self, version: int) -> None:
+        """Call when parameters and optimizer state were overwritten with those of `version`."""
+        self.weights.publish()
+        self.version = version
 
     def init_optimizer_state(self) -> None:
         """Allocate the optimizer's state unless it is there: memory measured afterwards is what a training step leaves.
@@ -135,7 +159,7 @@ class Policy:
         """
         if self.optimizer.state:
             return
-        for parameter in self.model.parameters():
+        for parameter in self.parameters().values():
             parameter.grad = torch.zeros_like(parameter)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0

@@ -38,8 +38,8 @@ class VLLMEngine:
         prepare_process(world)
         self._on_gpu = world.device.type == "cuda"
         self._sleeps = self._on_gpu and config.engine.sleep
-        # Between syncs the weights must outlive the phase; otherwise they are written anew, so nothing is kept.
-        self._keep_weights = config.sync_frequency > 1
+        # Weights that the policy computes with, or that no sync writes anew, must outlive the phase; others need not.
+        self._keep_weights = config.weights == "shared" or config.sync_frequency > 1
         arguments = _engine_arguments(config, folder, dtype, world, sleeps=self._sleeps)
         with keep_trainer_state():
             self._llm = LLM(**arguments)

@@ -68,18 +68,19 @@ class ColocatedSync:
         self._transformed = transformed
         self._device = device
         self._dtype = next(engine_model.parameters()).dtype
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
+        """Where weights are written; None before it is proven, and where it cannot be."""
         self._buckets: list[Bucket] = []
         self._proven = False
 
     @property
     def path(self) -> str:
         """How weights travel: 'views' (planned copies) or 'load_weights' (the engine's loader)."""
-        return "views" if self._plan is not None else "load_weights"
+        return "views" if self.plan is not None else "load_weights"
 
     @torch.no_grad()
     def sync(self) -> None:
-        if self._plan is not None:
+        if self.plan is not None:
             self._write()
             return
         self._load_weights(self._full_tensors())
@@ -103,7 +104,7 @@ class ColocatedSync:
         self._buckets = make_buckets(self._parameters, plan, self._world_size(), self._dtype)
         held = [self._holds(bucket) for bucket in self._buckets]  # all of them: every rank joins every gather
         if self._agree(all(held)):
-            self._plan = plan
+            self.plan = plan
 
     def _holds(self, bucket: Bucket) -> bool:
         sources = self._sources(bucket, self._gather(bucket))
@@ -115,7 +116,7 @@ class ColocatedSync:
             gathered = self._gather(bucket)
             copy([piece.destination for piece in bucket.pieces], self._sources(bucket, gathered))
         copy.wait()
-        for rows in self._plan.padding:
+        for rows in self.plan.padding:
             rows.zero_()
 
     def _world_size(self) -> int:

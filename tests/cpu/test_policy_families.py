@@ -104,6 +104,19 @@ def test_the_sliding_window_of_these_models_is_felt(world, model_folder, family)
     assert (narrow_logprobs - wide_logprobs).abs().max() > 1e-3
 
 
+@torch.no_grad()
+def test_the_temperature_is_not_rounded_to_the_compute_type(world, model_folder):
+    folder = model_folder()
+    config = config_of(folder, policy={"compute_dtype": "bfloat16"})
+    model = build_model(config, read_model_config(config.model, folder), folder, world)
+    micro_batch = micro_batch_of(world, folder)
+    tokens = PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
+    hidden_NH, temperature_N = model(tokens, lambda hidden_NH, *_, temperature_N, **__: (hidden_NH, temperature_N))
+    assert hidden_NH.dtype == torch.bfloat16
+    assert torch.equal(temperature_N, micro_batch.temperature_N)
+    assert not torch.equal(temperature_N, temperature_N.bfloat16().float())
+
+
 def test_gradient_checkpointing_keeps_fewer_activations(world, model_folder):
     folder = model_folder()
     micro_batch = micro_batch_of(world, folder)

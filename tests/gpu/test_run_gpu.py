@@ -28,8 +28,9 @@ def check_finished(run: TrainingRun) -> None:
 
 
 @pytest.mark.gpu
-def test_a_run_on_one_device_stops_when_asked_and_goes_on_from_there(tmp_path):
-    config = gpu_settings(checkpoint={"every": 0})
+@pytest.mark.parametrize("weights", ["copied", "shared"])
+def test_a_run_on_one_device_stops_when_asked_and_goes_on_from_there(tmp_path, weights):
+    config = gpu_settings(weights=weights, checkpoint={"every": 0})
     with TrainingRun(tmp_path, config, gpus=1) as run:
         run.wait_for_step(3)
         run.launcher.send_signal(signal.SIGTERM)

@@ -21,8 +21,21 @@ CLOSE = 0.15
 
 
 def followed(world: World, folder: Path, tensor_parallel: int) -> dict[str, Any]:
-    """Three phases as the loop has them, the weights changed between them and the engine asleep."""
     pair = Pair(world, folder, engine={**ENGINE, "tensor_parallel_size": tensor_parallel})
+    return {**three_phases(pair), "path": pair.sync.path}
+
+
+def shared(world: World, folder: Path) -> dict[str, Any]:
+    """The facts of `followed`, and where the policy's weights lie before and after."""
+    pair = Pair(world, folder, engine=ENGINE, weights="shared")
+    addresses = [[parameter.data_ptr() for parameter in pair.policy.model.parameters()]]
+    facts = three_phases(pair)
+    addresses.append([parameter.data_ptr() for parameter in pair.policy.model.parameters()])
+    return {**facts, "addresses": addresses}
+
+
+def three_phases(pair: Pair) -> dict[str, Any]:
+    """As the loop has them, the weights changed between them and the engine asleep."""
     facts: dict[str, Any] = {"after": [], "sampling": [], "free": []}
     for phase in range(3):
         pair.engine.wake("weights")
@@ -36,11 +49,10 @@ def followed(world: World, folder: Path, tensor_parallel: int) -> dict[str, Any]
         facts["free"].append(torch.cuda.mem_get_info()[0])
         pair.change_weights()
     pair.engine.close()
-    return {**facts, "path": pair.sync.path}
+    return facts
 
 
 def assert_follows(facts: dict[str, Any]) -> None:
-    assert facts["path"] == "views"
     assert max(facts["after"]) < CLOSE
     assert max(facts["sampling"]) < CLOSE
     assert facts["free"][0] - facts["free"][-1] < 64 << 20, "memory is lost with every sleep"
@@ -50,6 +62,16 @@ def assert_follows(facts: dict[str, Any]) -> None:
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3"])
 def test_the_engine_follows_the_policy_through_sleep(architecture):
     [facts] = run_on_ranks(followed, 1, tiny_model(architecture), 1, timeout=TIMEOUT)
+    assert facts["path"] == "views"
+    assert_follows(facts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3"])
+def test_an_engine_that_shares_its_weights_follows_the_policy_through_sleep(architecture):
+    [facts] = run_on_ranks(shared, 1, tiny_model(architecture), timeout=TIMEOUT)
+    before, after = facts["addresses"]
+    assert before == after
     assert_follows(facts)
 
 
@@ -57,4 +79,5 @@ def test_the_engine_follows_the_policy_through_sleep(architecture):
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_the_engines_of_two_devices_follow_the_policy_through_sleep(tensor_parallel):
     for facts in run_on_ranks(followed, 2, tiny_model(), tensor_parallel, timeout=TIMEOUT):
+        assert facts["path"] == "views"
         assert_follows(facts)
