@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.config import errors, rules
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
@@ -101,9 +102,11 @@ def everything(weights: str) -> Settings:
     """16 bits beside fp32 masters, minibatches of several micro-batches, steps that later ones see, a reference."""
     return deterministic(
         weights=weights,
+        environments=[{"type": "task", "name": TASK}],  # rewards differ at once, so that every step moves the weights
+        rollout={"max_prompt_tokens": MAX_PROMPT_TOKENS},
         training_steps=4,
         policy={"compute_dtype": "bfloat16"},
-        batch={"max_tokens_per_micro_batch": 64, "minibatches": 2, "epochs": 2},
+        batch={"max_tokens_per_micro_batch": 256, "minibatches": 2, "epochs": 2},
         loss={"kl": {"coef": 0.01}},
         checkpoint={"every": 1},
     )
@@ -123,8 +126,7 @@ def copied(tmp_path_factory) -> TrainingRun:
 def test_a_run_with_one_copy_is_the_run_with_two(copied, tmp_path):
     shared = train(tmp_path, everything("shared"))
     assert [files.read_config(run.folder)["weights"] for run in (copied, shared)] == ["copied", "shared"]
-    losses = [row["loss"] for row in shared.rows(files.TRAIN)]
-    assert losses[0] != losses[-1]
+    assert all(row["grad_norm"] > 0 for row in shared.rows(files.TRAIN))
     assert_same_run(shared, copied)
 
 

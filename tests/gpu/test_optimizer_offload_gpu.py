@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from colocated_grpo.tools.make_model import TINY, make_model
 
-from small_policy import assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of
+from small_policy import SHAPE, assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of
 
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("weights", ["copied", "shared"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw_8bit"])
 def test_offloading_between_steps_changes_no_weight_and_keeps_one_host_buffer_for_each_tensor(
-    world, tmp_path, optimizer
+    world, tmp_path, optimizer, weights
 ):
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
     torch.use_deterministic_algorithms(True, warn_only=True)  # or two policies differ by the order of atomic additions
-    model = make_model(tmp_path / "model", shape=TINY, init_std=0.15)
+    model = make_model(tmp_path / "model", shape=replace(TINY, vocab=SHAPE.vocab), init_std=0.15)
     policy_settings = {"lr": 1e-2, "optimizer": {"type": optimizer}, "offload_optimizer": True, "compile": "off"}
-    config = config_of(model, policy=policy_settings)
+    config = config_of(model, weights=weights, policy=policy_settings)
     moved, resident = policy_of(config, world), policy_of(config, world)
     batch = pack_for(world, random_groups(2, 3), config)
     buffers = []

@@ -1,0 +1,38 @@
+"""One device without FSDP computes the gradients that FSDP computes there: compiled blocks, 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from colocated_grpo.distributed import World
+from colocated_grpo.metrics import Metrics
+from colocated_grpo.tools.make_model import TINY, make_model
+
+from small_policy import SHAPE, config_of, gradients_of, pack_for, policy_of, random_groups
+
+pytestmark = pytest.mark.gpu
+
+CLOSE = 0.02
+"""Of a gradient's own size: atomic additions and, between graphs, fused kernels round in different orders."""
+
+
+def gradients_with(weights: str, folder: Path, world: World) -> dict[str, Tensor]:
+    """After several micro-batches."""
+    lengths = {"max_prompt_tokens": 16, "max_completion_tokens": 16}
+    config = config_of(folder, weights=weights, batch={"max_tokens_per_micro_batch": 36}, rollout=lengths)
+    policy = policy_of(config, world)
+    [minibatch] = pack_for(world, random_groups(6, 4), config).minibatches
+    assert len(minibatch.micro_batches) > 4
+    policy.forward_backward(minibatch, Metrics(world.device))
+    return gradients_of(policy)
+
+
+def test_gradients_of_a_plain_model_are_those_of_fsdp(world, tmp_path):
+    folder = make_model(tmp_path / "model", shape=replace(TINY, vocab=SHAPE.vocab), init_std=0.15)
+    plain, sharded = (gradients_with(weights, folder, world) for weights in ("shared", "copied"))
+    for name, expected in sharded.items():
+        assert (plain[name] - expected).norm() <= CLOSE * expected.norm(), name
