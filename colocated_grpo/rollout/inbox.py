@@ -91,10 +91,22 @@ class Driver:
         Where there is nothing to decode it waits until something comes, at most PATIENCE.
         """
         if self._inbox:
-            self._serve_inbox()
+            self._drop_given_up()
+            for request, future in self._inbox.take():
+                self._admit(request, future)
         if not self.running:
             self._inbox.wait(PATIENCE)
             return []
+        return self._decode()
+
+    def drain(self) -> None:
+        """Bring to its end what is under way; what comes meanwhile waits. Afterwards the engine may sleep."""
+        self._drop_given_up()
+        while self.running:
+            self._decode()
+            self._drop_given_up()
+
+    def _decode(self) -> Finished:
         finished = self._engine.step()
         self.running -= len(finished)
         if not self._futures:
@@ -110,18 +122,17 @@ class Driver:
         for future in waiting:
             future.cancel()
 
-    def _serve_inbox(self) -> None:
-        # First of all: a key that was given up may come again in the requests.
+    def _drop_given_up(self) -> None:
+        """Before new requests are admitted: a key that was given up may come again."""
         for key, future in self._inbox.take_given_up():
             if self._futures.get(key) is future:
                 del self._futures[key]
                 self._engine.abort([key])
                 self.running -= 1
-        for request, future in self._inbox.take():
-            if not future.cancelled():
-                self._admit(request, future)
 
     def _admit(self, request: Request, future: Future[Completion]) -> None:
+        if future.cancelled():
+            return
         if request.key in self._futures:
             future.set_exception(ValueError(f"request key {request.key!r} is already under way"))
             return
