@@ -150,6 +150,9 @@ def _engine_arguments(
         arguments["enable_sleep_mode"] = sleeps
         if not engine.enforce_eager:
             arguments["compilation_config"] = CUDA_COMPILATION
+    else:
+        # For a seeded request whose prompt comes in parts vLLM winds the generator back, which only CUDA's can do.
+        arguments["enable_chunked_prefill"] = False
     return {**arguments, **kv_cache_arguments(config, folder, dtype, world.device), **engine.args}
 
 
