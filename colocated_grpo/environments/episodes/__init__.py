@@ -6,9 +6,10 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
+from colocated_grpo.environments.episodes.tool_use import ToolUse
 from colocated_grpo.environments.registry import check_methods, find_environment
 
-EPISODES: dict[str, type] = {}
+EPISODES = {"tool_use": ToolUse}
 
 
 def build_episode(name: str, args: dict[str, Any]) -> Episode:

@@ -12,9 +12,16 @@ from colocated_grpo.environments.tasks.countdown import Countdown
 from colocated_grpo.environments.tasks.reasoning_gym import ReasoningGym
 from colocated_grpo.environments.tasks.reversal import Reversal
 from colocated_grpo.environments.tasks.sorting import Sorting
+from colocated_grpo.environments.tasks.tool_call import ToolCall
 from colocated_grpo.environments.user_code import construct
 
-TASKS = {"arithmetic": Arithmetic, "countdown": Countdown, "reversal": Reversal, "sorting": Sorting}
+TASKS = {
+    "arithmetic": Arithmetic,
+    "countdown": Countdown,
+    "reversal": Reversal,
+    "sorting": Sorting,
+    "tool_call": ToolCall,
+}
 GYM = "reasoning_gym:"
 
 
