@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_the_calculator_agrees_with_python(left, right, symbol):
         ("2**0.5", "at most 64"),
         ("9**64*9**64", "too large"),
         ("1" * 201, "more than 200 characters"),
-        ("(" * 100 + ")" * 100, "not an expression"),
+        ("(" * 100 + ")" * 100, "only numbers"),
     ],
 )
 def test_the_calculator_refuses_in_words_and_at_once(expression, message):
@@ -84,10 +85,8 @@ def test_the_calculator_refuses_in_words_and_at_once(expression, message):
 
 @given(st.text(max_size=220))
 def test_no_expression_breaks_the_calculator(text):
-    try:
+    with suppress(ToolError):
         assert len(calculate(text)) < 100
-    except ToolError:
-        pass
 
 
 def test_a_search_gives_the_best_lines_first_and_at_most_three():
