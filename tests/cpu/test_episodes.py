@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -285,12 +286,13 @@ def test_a_conversation_out_of_order_is_refused(run, line):
 def test_the_engine_is_idle_after_a_batch_even_where_an_episode_ended_before_its_turn():
     async def run(item, model):
         turn = asyncio.ensure_future(model.generate(3))
-        await asyncio.sleep(0)
+        while len(engine.running) < 2:
+            await asyncio.sleep(0.001)
         assert not turn.done()
         return 1.0
 
     engine = FakeEngine(decode_steps=lambda request: 10**9)
-    assert {rollout.score.reward for rollout in rollouts_of(play(Play(run), engine=engine))} == {1.0}
+    assert {rollout.score.reward for rollout in rollouts_of(play(Play(run), job_of(1), engine))} == {1.0}
     assert not engine.running
 
 
@@ -473,6 +475,8 @@ def test_a_request_of_an_episode_that_was_left_behind_reaches_no_engine(never, m
 
     async def run(item, model):
         never.wait()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
         try:
             await model.generate(3)
         finally:
@@ -483,6 +487,7 @@ def test_a_request_of_an_episode_that_was_left_behind_reaches_no_engine(never, m
     collector.collect(job_of(1, group_size=1))
     never.set()
     assert passed.wait(10)
+    collector._driver.step()
     collector._driver.step()
     assert engine.submitted == []
     collector.close()

@@ -140,6 +140,17 @@ def test_a_cancelled_request_leaves_the_engine_and_its_key_is_free_again():
     assert driver.running == 0
 
 
+def test_giving_up_a_waiting_request_leaves_the_running_one_with_its_key_alone():
+    inbox = Inbox()
+    driver = Driver(FakeEngine(decode_steps=lambda request: 3), inbox)
+    running = inbox.put(request_of("a", seed=1))
+    driver.step()
+    inbox.put(request_of("a", seed=2)).cancel()
+    while not running.done():
+        driver.step()
+    assert running.result(0) == completion_of(request_of("a", seed=1))
+
+
 def test_a_request_cancelled_before_it_was_served_never_reaches_the_engine():
     engine, inbox = FakeEngine(), Inbox()
     driver = Driver(engine, inbox)
