@@ -13,6 +13,7 @@ from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.environments import Environments, build_environments
+from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import Choreography, Clock, WeightSync
 from colocated_grpo.policy.activations import settle_micro_batches
@@ -23,6 +24,8 @@ from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import DTYPES, Policy, build_model
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import RolloutEngine, Sampling
+from colocated_grpo.rollout.episodes import EpisodeRunner
+from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.sharing import build_sharing
 from colocated_grpo.rollout.vllm_engine import VLLMEngine
@@ -167,15 +170,21 @@ def build_collector(
     world: World,
     stop: StopRequest,
 ) -> Collector:
+    inbox = Inbox()
+    rollout = config.rollout
+    episodes = EpisodeRunner(
+        environments.episodes, ChatCodec(tokenizer), inbox, seed=config.seed, tool_timeout=rollout.tool_timeout
+    )
     return Collector(
-        engine,
+        Driver(engine, inbox),
+        episodes,
         environments.scorers,
         lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         world,
         build_sharing(config, world),
         seed=config.seed,
-        reward_workers=config.rollout.reward_workers,
-        reward_timeout=config.rollout.reward_timeout,
+        reward_workers=rollout.reward_workers,
+        reward_timeout=rollout.reward_timeout,
         stop_asked=stop.asked,
     )
 

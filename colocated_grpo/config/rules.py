@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config, EngineConfig
+from colocated_grpo.config.schema import Config, EngineConfig, EpisodeSourceConfig
 
 Lines = Iterator[str]
 
@@ -116,6 +116,16 @@ def _shared_weights_are_plain(config: Config) -> Lines:
         yield f"engine.args.quantization={quantization} does not go with weights=shared: gradients need plain weights"
 
 
+def _episodes_have_the_engine_to_themselves(config: Config) -> Lines:
+    size = config.engine.tensor_parallel_size
+    for index, source in enumerate(config.environments):
+        if size > 1 and isinstance(source, EpisodeSourceConfig):
+            yield (
+                f"environments.{index}.type=episode needs engine.tensor_parallel_size=1, not {size}: the ranks of one "
+                "engine would have to get every turn at the same step"
+            )
+
+
 def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
     size = config.engine.tensor_parallel_size
     if world_size % size:
@@ -167,6 +177,7 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _resumable_at_a_sync,
     _engine_fields_are_not_arguments,
     _shared_weights_are_plain,
+    _episodes_have_the_engine_to_themselves,
 )
 WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
     _tensor_parallel_divides_world,

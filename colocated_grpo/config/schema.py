@@ -106,7 +106,7 @@ class RolloutConfig(Section):
     max_prompt_tokens: Positive = 1024
     """Longer prompts are dropped, counted and shown."""
     max_completion_tokens: Positive = 1024
-    """Sampling stops here with finish_reason 'length'."""
+    """Sampling stops here with finish_reason 'length'. Of an episode: everything after the prompt, observations too."""
     temperature: float = Field(1.0, gt=0, le=2)
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -125,6 +125,8 @@ class RolloutConfig(Section):
     """Threads per rank that compute rewards while the engine decodes."""
     reward_timeout: float = Field(60.0, gt=0)
     """Seconds after which a reward counts as failed."""
+    tool_timeout: float = Field(60.0, gt=0)
+    """Seconds that an episode may take between two turns (tools, its reward) before it counts as failed."""
     max_reward_errors: Fraction = 0.2
     """Share of a step's completions whose reward may fail before the run stops."""
 
@@ -146,9 +148,19 @@ class BatchConfig(Section):
 class TaskSourceConfig(Section):
     type: Literal["task"] = "task"
     name: str
-    """A built-in task, 'reasoning_gym:<dataset>' or your own 'module:object'."""
+    """A built-in task, 'reasoning_gym:<dataset>', one of an installed package, or your own 'module:object'."""
     args: dict[str, Any] = {}
     """Keyword arguments of the task."""
+    weight: float = Field(1.0, gt=0)
+    """Share of prompts drawn from this source, relative to the others."""
+
+
+class EpisodeSourceConfig(Section):
+    type: Literal["episode"]
+    name: str
+    """A built-in episode, one that an installed package announces, or your own 'module:object'."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the episode."""
     weight: float = Field(1.0, gt=0)
     """Share of prompts drawn from this source, relative to the others."""
 
@@ -192,7 +204,7 @@ class DatasetSourceConfig(Section):
     """Share of prompts drawn from this source, relative to the others."""
 
 
-EnvironmentConfig = Annotated[TaskSourceConfig | DatasetSourceConfig, Field(discriminator="type")]
+EnvironmentConfig = Annotated[TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig, Field(discriminator="type")]
 
 
 class EvaluationConfig(Section):

@@ -8,6 +8,7 @@ from typing import Any
 
 from colocated_grpo.environments.answers import final_answer, last_number
 from colocated_grpo.environments.math_judge import equal_math
+from colocated_grpo.environments.tool_calls import credit, expected_calls, is_exact, read_calls
 
 Completions = Sequence[str | list[dict[str, Any]]]
 
@@ -45,6 +46,18 @@ def format_think(completions: Completions, **columns: Any) -> list[float]:
     return [float(_thinks_once(text.strip())) for text in _texts(completions)]
 
 
+def tool_call(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
+    """1 if the <tool_call> blocks are exactly the calls of the column `tool_calls`, in their order."""
+    pairs = zip(_texts(completions), tool_calls, strict=True)
+    return [float(is_exact(read_calls(text), expected_calls(wanted))) for text, wanted in pairs]
+
+
+def tool_call_partial(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
+    """As tool_call, with up to 1/2 for right names and arguments of calls that are not exact."""
+    pairs = zip(_texts(completions), tool_calls, strict=True)
+    return [credit(read_calls(text), expected_calls(wanted)) for text, wanted in pairs]
+
+
 def _texts(completions: Completions) -> list[str]:
     return [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
 
@@ -69,4 +82,6 @@ REWARDS: dict[str, Callable[..., list[float | None]]] = {
     "format_think": format_think,
     "gsm8k": gsm8k,
     "math_verify": math_verify,
+    "tool_call": tool_call,
+    "tool_call_partial": tool_call_partial,
 }

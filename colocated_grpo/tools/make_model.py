@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -23,9 +22,11 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from colocated_grpo.environments.episodes import EPISODES, build_episode
 from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
-from colocated_grpo.tools.warm_start import PROBES, WarmStart, encoded_prompts, sampled_reward, warm_start
+from colocated_grpo.tools.episode_lessons import EpisodeLessons
+from colocated_grpo.tools.warm_start import PROBES, Lessons, TaskLessons, WarmStart, warm_start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +187,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a model folder")
-    parser.add_argument("--task", help="built-in task or module:object to teach; its items need an 'answer'")
+    parser.add_argument(
+        "--task",
+        help="what to teach: a built-in task or episode, or a module:object whose items have an 'answer'",
+    )
     parser.add_argument("--task-args", default="{}", metavar="YAML", help="arguments of the task: '{max_digits: 6}'")
     parser.add_argument(
         "--warm-start-target",
@@ -194,6 +198,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=DEFAULT_LESSON.target,
         metavar="REWARD",
         help=f"stop teaching at this mean sampled reward (default: {DEFAULT_LESSON.target})",
+    )
+    parser.add_argument(
+        "--slips",
+        type=float,
+        default=DEFAULT_LESSON.slips,
+        metavar="SHARE",
+        help=f"share of characters that the teacher gets wrong (default: {DEFAULT_LESSON.slips})",
+    )
+    parser.add_argument(
+        "--max-completion-tokens",
+        type=int,
+        default=DEFAULT_LESSON.max_completion_tokens,
+        metavar="N",
+        help=f"longest answer or conversation (default: {DEFAULT_LESSON.max_completion_tokens})",
     )
     parser.add_argument(
         "--steps",
@@ -207,14 +225,27 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> None:
     """Warm-start on the train split, then print the mean sampled reward on the held-out one."""
-    task = build_task(options.task, yaml.safe_load(options.task_args))
-    lesson = replace(DEFAULT_LESSON, target=options.warm_start_target, max_steps=options.steps, seed=options.seed)
+    settings = replace(
+        DEFAULT_LESSON,
+        target=options.warm_start_target,
+        max_steps=options.steps,
+        seed=options.seed,
+        slips=options.slips,
+        max_completion_tokens=options.max_completion_tokens,
+    )
+    lessons = build_lessons(tokenizer, options, settings)
     started = time.monotonic()
-    steps = warm_start(model, tokenizer, task, lesson, print_progress)
+    steps = warm_start(model, tokenizer, lessons, settings, print_progress)
     seconds = time.monotonic() - started
-    held_out = list(islice(encoded_prompts(task, tokenizer, options.seed, "held_out"), 2 * PROBES))
-    reward = sampled_reward(model, tokenizer, task, held_out, lesson.max_completion_tokens)
+    reward = lessons.sampled_reward(model, "held_out", 2 * PROBES)
     print(f"taught {options.task} for {steps} steps in {seconds:.0f} s: held-out sampled reward {reward:.2f}")
+
+
+def build_lessons(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace, settings: WarmStart) -> Lessons:
+    arguments = yaml.safe_load(options.task_args)
+    if options.task in EPISODES:
+        return EpisodeLessons(build_episode(options.task, arguments), tokenizer, settings)
+    return TaskLessons(build_task(options.task, arguments), tokenizer, settings)
 
 
 def print_progress(step: int, loss: float, reward: float) -> None:

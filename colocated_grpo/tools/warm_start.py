@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
+from typing import Protocol
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from colocated_grpo.environments.base import Split, Task
+from colocated_grpo.environments.base import Episode, Split, Task
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.scoring import score_text
 from colocated_grpo.types import Prompt
@@ -19,6 +20,9 @@ from colocated_grpo.types import Prompt
 IGNORED = -100
 CHECK_EVERY = 25
 PROBES = 128
+
+Lesson = tuple[list[int], list[int]]
+"""Tokens of one example, and their labels: IGNORED where nothing is to be learnt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,36 +41,43 @@ class WarmStart:
     the task out by trial."""
 
 
+class Lessons(Protocol):
+    """What a warm start needs of a task or an episode."""
+
+    def take(self, count: int) -> list[Lesson]:
+        """The next examples of the train split, in the words of a teacher who slips."""
+
+    def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
+        """Mean reward of one completion for each of `count` prompts, at temperature 1; a failed score counts as 0.
+
+        Of the train split these are other prompts than the lessons'.
+        """
+
+
 def warm_start(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    task: Task,
+    lessons: Lessons,
     settings: WarmStart,
     report: Callable[[int, float, float], None],
 ) -> int:
-    """Train `model` in place on the task's own answers; return the steps taken. Repeatable on one kind of machine.
+    """Train `model` in place on the teacher's words; return the steps taken. Repeatable on one kind of machine.
 
     Stops on the mean of the last two measurements: one alone is too noisy to land near the target. They are made on
     training prompts, so that the held-out split stays unseen. report(step, loss, reward) is called at each of them.
     """
     torch.manual_seed(settings.seed)
-    lessons = encoded_prompts(task, tokenizer, settings.seed, "train")
-    slips = Random(settings.seed)
-    probes = list(islice(encoded_prompts(task, tokenizer, settings.seed + 1, "train"), PROBES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
     previous = 0.0
     for step in range(1, settings.max_steps + 1):
-        pairs = [
-            (p.token_ids, with_slips(p.item["answer"], settings.slips, slips))
-            for p in islice(lessons, settings.batch_size)
-        ]
-        loss = model(**supervised_batch(tokenizer, pairs, model.device)).loss
+        batch = supervised_batch(lessons.take(settings.batch_size), tokenizer.pad_token_id, model.device)
+        loss = model(**batch).loss
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % CHECK_EVERY == 0:
-            reward = sampled_reward(model, tokenizer, task, probes, settings.max_completion_tokens)
+            reward = lessons.sampled_reward(model, "train", PROBES)
             report(step, loss.item(), reward)
             if (previous + reward) / 2 >= settings.target:
                 return step
@@ -74,7 +85,35 @@ def warm_start(
     return settings.max_steps
 
 
-def encoded_prompts(task: Task, tokenizer: PreTrainedTokenizerFast, seed: int, split: Split) -> Iterator[Prompt]:
+class TaskLessons:
+    """Single answers: the task's own, with slips."""
+
+    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._prompts = encoded_prompts(task, tokenizer, settings.seed, "train")
+        self._slips = Random(settings.seed)
+
+    def take(self, count: int) -> list[Lesson]:
+        return [self._lesson(prompt) for prompt in islice(self._prompts, count)]
+
+    def _lesson(self, prompt: Prompt) -> Lesson:
+        answer = with_slips(prompt.item["answer"], self._settings.slips, self._slips)
+        said = [*self._tokenizer.encode(answer), self._tokenizer.eos_token_id]
+        return prompt.token_ids + said, [IGNORED] * len(prompt.token_ids) + said
+
+    def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
+        prompts = probes(self._task, self._tokenizer, self._settings.seed, split, count)
+        answers = sample(model, self._tokenizer, [p.token_ids for p in prompts], self._settings.max_completion_tokens)
+        texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
+        scores = [score_text(self._task, prompt.item, text) for prompt, text in zip(prompts, texts, strict=True)]
+        return sum(score.reward or 0.0 for score in scores) / len(scores)
+
+
+def encoded_prompts(
+    task: Task | Episode, tokenizer: PreTrainedTokenizerFast, seed: int, split: Split
+) -> Iterator[Prompt]:
     """The task's prompts as a run reads them, without those that the model has no room for."""
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=tokenizer.model_max_length // 2)
     for index, item in enumerate(task.prompts(seed, split)):
@@ -83,43 +122,44 @@ def encoded_prompts(task: Task, tokenizer: PreTrainedTokenizerFast, seed: int, s
             yield prompt
 
 
+def probes(
+    task: Task | Episode, tokenizer: PreTrainedTokenizerFast, seed: int, split: Split, count: int
+) -> list[Prompt]:
+    """Prompts to measure on: held-out ones, or training ones of another seed than the lessons'."""
+    return list(islice(encoded_prompts(task, tokenizer, seed + (split == "train"), split), count))
+
+
 def with_slips(answer: str, share: float, rng: Random) -> str:
     """The answer with that share of its characters replaced by others that occur in it."""
     return "".join(rng.choice(answer) if rng.random() < share else character for character in answer)
 
 
-def supervised_batch(
-    tokenizer: PreTrainedTokenizerFast, lessons: Iterable[tuple[list[int], str]], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Right-padded (prompt, answer) pairs; only the answer and the end of turn carry a label."""
-    pairs = [(question, [*tokenizer.encode(answer), tokenizer.eos_token_id]) for question, answer in lessons]
-    width = max(len(question) + len(answer) for question, answer in pairs)
-    ids = torch.full((len(pairs), width), tokenizer.pad_token_id)
+def supervised_batch(lessons: Sequence[Lesson], padding: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Right-padded lessons."""
+    width = max(len(token_ids) for token_ids, _ in lessons)
+    ids = torch.full((len(lessons), width), padding)
     labels = torch.full_like(ids, IGNORED)
     mask = torch.zeros_like(ids)
-    for row, (question, answer) in enumerate(pairs):
-        end = len(question) + len(answer)
-        ids[row, :end] = torch.tensor(question + answer)
-        labels[row, len(question) : end] = torch.tensor(answer)
-        mask[row, :end] = 1
+    for row, (token_ids, wanted) in enumerate(lessons):
+        ids[row, : len(token_ids)] = torch.tensor(token_ids)
+        labels[row, : len(wanted)] = torch.tensor(wanted)
+        mask[row, : len(token_ids)] = 1
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
 
 
 @torch.no_grad()
-def sampled_reward(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    task: Task,
-    prompts: list[Prompt],
-    max_completion_tokens: int,
-) -> float:
-    """Mean reward of one completion for each prompt, sampled at temperature 1; a failed score counts as 0."""
+def sample(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[list[int]], max_tokens: int
+) -> list[list[int]]:
+    """One completion for each prompt at temperature 1, its end of turn included."""
     # The tokenizer pads on the left: every completion starts in the same column.
-    padded = tokenizer.pad({"input_ids": [prompt.token_ids for prompt in prompts]}, return_tensors="pt")
+    padded = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt")
     output = model.generate(
-        **padded.to(model.device), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max_completion_tokens
+        **padded.to(model.device), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max_tokens
     )
-    completions = output[:, padded["input_ids"].shape[1] :]
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    rewards = [score_text(task, prompt.item, text).reward or 0.0 for prompt, text in zip(prompts, texts, strict=True)]
-    return sum(rewards) / len(rewards)
+    return [cut_at(row, tokenizer.eos_token_id) for row in output[:, padded["input_ids"].shape[1] :].tolist()]
+
+
+def cut_at(token_ids: list[int], end: int) -> list[int]:
+    """Without what follows the first `end`."""
+    return token_ids[: token_ids.index(end) + 1] if end in token_ids else token_ids

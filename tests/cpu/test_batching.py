@@ -277,3 +277,13 @@ def test_targets_follow_their_sources_across_sequence_borders():
     micro_batch = build_micro_batch([first, second])
     assert micro_batch.source_N.tolist() == [0, 3]
     assert micro_batch.sequence_N.tolist() == [0, 1]
+
+
+def test_a_rollout_that_sampled_nothing_is_not_packed_and_still_counts():
+    said, silent = rollout_of([1, 2], [3, 4]), rollout_of([5, 6], [])
+    groups = [group_of(0, [said, silent]), group_of(1, [silent, silent])]
+    batches = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), world_size=2)
+    packed = [m for batch in batches for part in batch.minibatches for m in part.micro_batches if not is_stand_in(m)]
+    assert [micro_batch.input_ids_T.tolist() for micro_batch in packed] == [[1, 2, 3, 4]]
+    assert batches[0].minibatches[0].counts.sequences == 4
+    assert batches[0].minibatches[0].counts.tokens == 2

@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.tools.char_tokenizer import CHARACTERS, END, build_char_tokenizer
+from colocated_grpo.tools.episode_lessons import EpisodeLessons
 from colocated_grpo.tools.make_model import (
     ARCHITECTURES,
     SHAPES,
@@ -25,9 +26,9 @@ from colocated_grpo.tools.make_model import (
 from colocated_grpo.tools.warm_start import (
     CHECK_EVERY,
     IGNORED,
+    TaskLessons,
     WarmStart,
-    encoded_prompts,
-    sampled_reward,
+    cut_at,
     supervised_batch,
     warm_start,
     with_slips,
@@ -166,13 +167,25 @@ def test_a_short_warm_start_prints_its_size_and_held_out_reward(tmp_path, capsys
     assert "parameters" in printed
 
 
-def test_supervision_labels_the_answer_and_the_end_of_turn_only():
-    a, b, c = TOKENIZER.encode("abc")
-    end, pad = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
-    batch = supervised_batch(TOKENIZER, [([4, 9, 9], "ab"), ([4], "c")], torch.device("cpu"))
-    assert batch["input_ids"].tolist() == [[4, 9, 9, a, b, end], [4, c, end, pad, pad, pad]]
-    assert batch["labels"].tolist() == [[IGNORED] * 3 + [a, b, end], [IGNORED, c, end] + [IGNORED] * 3]
-    assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]
+def test_a_lesson_labels_the_answer_and_the_end_of_turn_only():
+    [(token_ids, labels)] = TaskLessons(AlwaysA(), TOKENIZER, WarmStart(slips=0.0)).take(1)
+    answer = [*TOKENIZER.encode("a"), TOKENIZER.eos_token_id]
+    assert TOKENIZER.decode(token_ids) == "<|user|>say it<|end|><|assistant|>a<|end|>"
+    assert labels == [IGNORED] * (len(token_ids) - 2) + answer
+
+
+def test_lessons_of_different_lengths_are_padded_on_the_right_without_labels():
+    pad = TOKENIZER.pad_token_id
+    lessons = [([4, 9, 9, 20, 2], [IGNORED, IGNORED, IGNORED, 20, 2]), ([4, 30, 2], [IGNORED, 30, 2])]
+    batch = supervised_batch(lessons, pad, torch.device("cpu"))
+    assert batch["input_ids"].tolist() == [[4, 9, 9, 20, 2], [4, 30, 2, pad, pad]]
+    assert batch["labels"].tolist() == [[IGNORED] * 3 + [20, 2], [IGNORED, 30, 2, IGNORED, IGNORED]]
+    assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+
+
+def test_what_follows_the_end_of_a_turn_is_cut():
+    assert cut_at([7, 2, 0, 2], 2) == [7, 2]
+    assert cut_at([7, 8], 2) == [7, 8]
 
 
 def test_a_careless_teacher_gets_about_the_given_share_of_characters_wrong():
@@ -185,14 +198,45 @@ def test_a_careless_teacher_gets_about_the_given_share_of_characters_wrong():
 
 def test_a_warm_start_teaches_until_the_target_and_then_stops():
     model = build_model("qwen3", TINY, TOKENIZER)
-    prompts = [
-        prompt for prompt, _ in zip(encoded_prompts(AlwaysA(), TOKENIZER, 0, "held_out"), range(16), strict=False)
-    ]
-    assert sampled_reward(model, TOKENIZER, AlwaysA(), prompts, 4) < 0.5
-    seen = []
     settings = WarmStart(target=0.5, max_steps=200, batch_size=8, max_completion_tokens=4)
-    steps = warm_start(model, TOKENIZER, AlwaysA(), settings, lambda *row: seen.append(row))
+    lessons = TaskLessons(AlwaysA(), TOKENIZER, settings)
+    assert lessons.sampled_reward(model, "held_out", 16) < 0.5
+    seen = []
+    steps = warm_start(model, TOKENIZER, lessons, settings, lambda *row: seen.append(row))
     assert steps < 200
     assert [row[0] for row in seen] == list(range(CHECK_EVERY, steps + 1, CHECK_EVERY))
     assert (seen[-1][2] + (seen[-2][2] if len(seen) > 1 else 0.0)) / 2 >= 0.5
-    assert sampled_reward(model, TOKENIZER, AlwaysA(), prompts, 4) > 0.5
+    assert lessons.sampled_reward(model, "held_out", 16) > 0.5
+
+
+class Echo:
+    """An episode that a random model fails: say 'a', and 'b' after the answer; long and short ones."""
+
+    def prompts(self, seed, split):
+        for number in range(10**6):
+            yield {"prompt": "say it", "turns": 1 + number % 2}
+
+    async def run(self, item, model):
+        said = [(await model.generate(4)).text]
+        if item["turns"] == 2:
+            model.observe("next")
+            said.append((await model.generate(4)).text)
+        return float(said == ["a", "b"][: item["turns"]])
+
+    def teach(self, item, observations):
+        return "ab"[len(observations)]
+
+
+def test_a_warm_start_teaches_episodes_of_different_lengths():
+    model = build_model("qwen3", TINY, TOKENIZER)
+    settings = WarmStart(target=0.7, max_steps=200, batch_size=8, max_completion_tokens=40, slips=0.0)
+    lessons = EpisodeLessons(Echo(), TOKENIZER, settings)
+    assert lessons.sampled_reward(model, "held_out", 16) < 0.5
+    assert warm_start(model, TOKENIZER, lessons, settings, lambda *row: None) < 200
+    assert lessons.sampled_reward(model, "held_out", 16) > 0.5
+
+
+def test_the_tool_use_episode_can_be_warm_started_from_the_command_line(tmp_path, capsys):
+    arguments = ["--shape", "tiny", "--task", "tool_use", "--task-args", "{max_calls: 1, template: '{question}'}"]
+    assert main([str(tmp_path / "model"), *arguments, "--max-completion-tokens", "120", "--steps", "1"]) == 0
+    assert "taught tool_use for 1 steps" in capsys.readouterr().out

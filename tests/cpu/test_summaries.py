@@ -57,3 +57,9 @@ def test_too_many_failed_rewards_stop_the_run_with_the_first_error():
     check_reward_errors(groups(), RolloutConfig(max_reward_errors=0.25))
     with pytest.raises(RunError, match=r"1 of 4 failed.*max_reward_errors=0.2; the first: ValueError: no answer"):
         check_reward_errors(groups(), RolloutConfig(max_reward_errors=0.2))
+
+
+def test_a_rollout_that_sampled_nothing_has_no_staleness():
+    silent = replace(rollout_of([1], []), policy_version=3)
+    row = rollout_metrics([group_of(0, [rollout_of([1], [2]), silent])], policy_version=5)
+    assert row["staleness"] == 5 - rollout_of([1], [2]).policy_version

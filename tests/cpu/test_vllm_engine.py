@@ -60,7 +60,8 @@ def engine_facts(world: World, folder: Path, stop: list[str]) -> dict[str, Any]:
             world,
             folder,
             rollout={"max_prompt_tokens": 64, "stop": stop, "temperature": TEMPERATURE},
-            engine={"args": {"block_size": 32}},
+            # A batch of tokens that many prompts overflow.
+            engine={"args": {"block_size": 32, "max_num_batched_tokens": 128}},
         )
 
     facts = {"process": process_state(build)}
@@ -77,7 +78,16 @@ def seeds(pair: Pair) -> dict[str, Any]:
     alone = [pair.generate([request_of(0, seed)])[0] for seed in (1, 2)]
     neighbours = [request_of(number, 100 + number, prompt=PROBE[number:]) for number in range(5)]
     [*_, again] = pair.generate([*neighbours, request_of(5, 1)])
-    return {"seed 1": alone[0], "seed 2": alone[1], "seed 1 among others": again}
+    prompts = [LONG_PROMPT[-number:] + LONG_PROMPT[:-number] for number in range(12)]
+    [crowded, *_] = reversed(pair.generate([request_of(n, 50 + n, prompt=p) for n, p in enumerate(prompts)]))
+    [uncrowded] = pair.generate([request_of(0, 61, prompt=prompts[-1])])
+    return {
+        "seed 1": alone[0],
+        "seed 2": alone[1],
+        "seed 1 among others": again,
+        "among prompts that overflow a batch": crowded,
+        "by itself": uncrowded,
+    }
 
 
 def errors(pair: Pair) -> dict[str, float]:
@@ -104,7 +114,24 @@ def aborted(pair: Pair) -> dict[str, Any]:
     pair.engine.step()
     pair.engine.abort()
     running = pair.engine._engine.engine_core.engine_core.scheduler.get_num_unfinished_requests()
-    return {"running after abort": running, "seed 1 after abort": pair.generate([request_of(0, 1)])[0]}
+    return {
+        "running after abort": running,
+        "seed 1 after abort": pair.generate([request_of(0, 1)])[0],
+        "seed 1 beside aborted ones": beside_aborted(pair),
+    }
+
+
+def beside_aborted(pair: Pair) -> Completion:
+    """A completion whose neighbours are given up while they decode."""
+    pair.engine.submit(request_of(number, number + 1, max_tokens=8) for number in range(4))
+    for _ in range(4):
+        assert not pair.engine.step()
+    pair.engine.abort([(1, 0), (3, 0), "never submitted"])
+    done: dict[Any, Completion] = {}
+    while len(done) < 2:
+        done.update(pair.engine.step())
+    assert done.keys() == {(0, 0), (2, 0)}
+    return done[0, 0]
 
 
 def stale_prefix(pair: Pair) -> dict[str, float]:
@@ -168,9 +195,14 @@ def test_a_stop_string_ends_a_completion_and_is_part_of_it(facts):
     assert 3 < met < len(facts["by string"])
 
 
+def test_prompts_that_overflow_a_batch_of_tokens_change_no_completion(facts):
+    assert facts["among prompts that overflow a batch"].token_ids == facts["by itself"].token_ids
+
+
 def test_an_abort_leaves_nothing_running_and_changes_no_later_completion(facts):
     assert facts["running after abort"] == 0
     later: Completion = facts["seed 1 after abort"]
+    assert facts["seed 1 beside aborted ones"].token_ids == later.token_ids
     assert later.token_ids == facts["seed 1"].token_ids
 
 

@@ -38,17 +38,18 @@ def procedural_items(
 def split_items(drawn: Iterator[dict[str, Any]], template: str, split: Split) -> Iterator[dict[str, Any]]:
     """The endless items of `drawn` that belong to the split, their "question" put into the template as "prompt".
 
-    train is endless and may repeat a question; held_out never repeats one and ends when no new one turns up.
+    train is endless and may repeat a question; held_out never repeats one and ends when no new one turns up. Where the
+    question is not all there is to an item, its "identity" decides what is the same.
     """
     seen: set[str] = set()
     misses = 0
     for item in drawn:
-        question = item["question"]
-        if in_split(question, split) and question not in seen:
+        identity = item.get("identity", item["question"])
+        if in_split(identity, split) and identity not in seen:
             misses = 0
             if split == "held_out":
-                seen.add(question)
-            yield {**item, "prompt": template.replace("{question}", question)}
+                seen.add(identity)
+            yield {**item, "prompt": template.replace("{question}", item["question"])}
         elif (misses := misses + 1) == PATIENCE:
             break
     if split == "train":

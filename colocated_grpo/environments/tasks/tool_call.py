@@ -1,0 +1,88 @@
+"""Requests in plain words, to be answered with the right tool calls in one turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from colocated_grpo.config.base import Section
+from colocated_grpo.environments.base import Split
+from colocated_grpo.environments.tasks.procedural import Template, procedural_items
+from colocated_grpo.environments.tool_calls import credit, is_exact, read_calls, render_calls
+
+CITIES = ("Rome", "Oslo", "Lima", "Cairo", "Delhi", "Quito", "Kyoto", "Accra")
+PEOPLE = ("Ann", "Bob", "Eve", "Gus", "Ivy", "Kim", "Leo", "Mia")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+CURRENCIES = ("euro", "yen", "peso", "rupee", "dollar", "franc")
+TOOLS = "weather(city, day), timer(minutes), message(to, text), convert(amount, source, target)"
+
+Drawn = tuple[str, str, dict[str, Any]]
+"""A request in plain words, the tool's name, its arguments."""
+
+
+def _weather(rng: Random) -> Drawn:
+    city, day = rng.choice(CITIES), rng.choice(DAYS)
+    return f"tell me the weather in {city} on {day}", "weather", {"city": city, "day": day}
+
+
+def _timer(rng: Random) -> Drawn:
+    minutes = rng.randint(1, 99)
+    return f"set a timer for {minutes} minutes", "timer", {"minutes": minutes}
+
+
+def _message(rng: Random) -> Drawn:
+    to, hour = rng.choice(PEOPLE), rng.randint(1, 12)
+    return f"write to {to}: see you at {hour}", "message", {"to": to, "text": f"see you at {hour}"}
+
+
+def _convert(rng: Random) -> Drawn:
+    amount = rng.randint(1, 999)
+    source, target = rng.sample(CURRENCIES, 2)
+    arguments = {"amount": amount, "source": source, "target": target}
+    return f"convert {amount} {source} to {target}", "convert", arguments
+
+
+REQUESTS: tuple[Callable[[Random], Drawn], ...] = (_weather, _timer, _message, _convert)
+
+
+class ToolCall(Section):
+    """Reward 1 for exactly the expected calls, in the order asked for; below 1/2 for some of it."""
+
+    min_calls: int = Field(1, ge=1)
+    """Calls of the shortest request."""
+    max_calls: int = Field(2, ge=1, le=8)
+    """Calls of the longest request."""
+    partial: bool = True
+    """Give credit for right names and arguments; False: 1 or 0."""
+    template: Template = (
+        f"Tools: {TOOLS}.\nAnswer with one "
+        '<tool_call>{"name": ..., "arguments": {...}}</tool_call> for each thing asked.\n{question}'
+    )
+    """Prompt around the request."""
+
+    @model_validator(mode="after")
+    def _calls_in_order(self) -> ToolCall:
+        if self.min_calls > self.max_calls:
+            raise ValueError(f"min_calls={self.min_calls} is above max_calls={self.max_calls}")
+        return self
+
+    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+        return procedural_items(self._draw, self.template, seed, split)
+
+    def score(self, item: dict[str, Any], completion: str) -> dict[str, float]:
+        given, expected = read_calls(completion), item["tool_calls"]
+        correct = float(is_exact(given, expected))
+        return {
+            "reward": credit(given, expected) if self.partial else correct,
+            "correct": correct,
+            "format": float(bool(given)),
+        }
+
+    def _draw(self, rng: Random) -> dict[str, Any]:
+        drawn = [rng.choice(REQUESTS)(rng) for _ in range(rng.randint(self.min_calls, self.max_calls))]
+        question = ", then ".join(words for words, _, _ in drawn)
+        calls = [{"name": name, "arguments": arguments} for _, name, arguments in drawn]
+        return {"question": f"Please {question}.", "tool_calls": calls, "answer": render_calls(calls)}
