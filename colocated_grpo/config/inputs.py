@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config, DatasetSourceConfig, ModelConfig, TaskSourceConfig
+from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig, ModelConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -136,9 +136,9 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 
-def _check_source(index: int, source: TaskSourceConfig | DatasetSourceConfig) -> Iterator[str]:
+def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     key = f"environments.{index}"
-    if isinstance(source, TaskSourceConfig):
+    if not isinstance(source, DatasetSourceConfig):
         yield from _check_module(f"{key}.name", source.name)
         return
     if source.name.endswith(DATA_SUFFIXES) and not Path(source.name).is_file():

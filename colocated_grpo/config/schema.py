@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from colocated_grpo.config.base import Section
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
+from colocated_grpo.config.turns import TurnsSourceConfig
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -191,7 +192,7 @@ class DatasetSourceConfig(Section):
     """Share of prompts drawn from this source, relative to the others."""
 
 
-EnvironmentConfig = Annotated[TaskSourceConfig | DatasetSourceConfig, Field(discriminator="type")]
+EnvironmentConfig = Annotated[TaskSourceConfig | DatasetSourceConfig | TurnsSourceConfig, Field(discriminator="type")]
 
 
 class EvaluationConfig(Section):

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig
+from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import BatchSource, Scorer, Task
 from colocated_grpo.environments.dataset import DatasetRows
 from colocated_grpo.environments.prompts import PromptEncoder
@@ -18,6 +19,7 @@ from colocated_grpo.environments.scoring import TaskScorer
 from colocated_grpo.environments.source import Mixture, PromptSource
 from colocated_grpo.environments.streams import RowStream, Stream, TaskStream
 from colocated_grpo.environments.tasks import build_task
+from colocated_grpo.environments.turn_environments import turn_games
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -137,6 +139,8 @@ def _build(name: str, entry: EnvironmentConfig, config: Config) -> Environment:
         return DatasetEnvironment(
             name, entry, RewardScorer(build_rewards(entry.rewards, f"environments {name!r}: rewards"), steps)
         )
+    if isinstance(entry, TurnsSourceConfig):
+        return turn_games(name, entry, config)
     return TaskEnvironment(name, build_task(entry.name, entry.args))
 
 

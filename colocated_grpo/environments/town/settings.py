@@ -27,7 +27,7 @@ class TownSettings:
     seed: int = 0
     players: tuple[str, ...] = (POLICY,)
     """Labels dealt round the table: 'sensible' and 'random' play by script, all others are asked for."""
-    credit: Credit = field(default_factory=lambda: CREDITS["mix"])
+    credit: Credit = field(default_factory=lambda: CREDITS["phase"])
     rules: Rules = field(default_factory=Rules)
     memory: int = 60
     """Latest events that a prompt tells; older ones can be looked up."""
