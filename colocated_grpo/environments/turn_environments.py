@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.town.environment import TownEnvironment
-from colocated_grpo.environments.town.players import SCRIPTED
-from colocated_grpo.environments.town.rewards import CREDITS
-from colocated_grpo.environments.town.settings import POLICY, TownSettings
+from colocated_grpo.environments.open_town import open_town
 from colocated_grpo.environments.turn_base import TurnEnvironment
 from colocated_grpo.environments.turns import Factory, TurnGames
 from colocated_grpo.environments.user_code import construct, load_object, one_line, unknown_name
@@ -25,27 +18,7 @@ ENTRY_POINTS = "colocated_grpo.turn_environments"
 """Group in which an installed package names its factories."""
 
 
-def town(seed: int, **args: Any) -> TownEnvironment:
-    """Arguments: the fields of TownSettings. `credit` may be the name of a mode."""
-    names = [each.name for each in fields(TownSettings)]
-    for name in args:
-        if name not in names:
-            raise unknown_name("environments 'town': args", "setting", name, names)
-    credit, players = args.get("credit"), args.get("players", ())
-    if isinstance(credit, str):
-        if credit not in CREDITS:
-            raise unknown_name("environments 'town': args.credit", "mode", credit, CREDITS)
-        args = {**args, "credit": CREDITS[credit]}
-    for label in players:
-        if label not in (POLICY, *SCRIPTED):
-            raise EnvironmentSetupError(
-                f"environments 'town': args.players: {label!r} would need a second model; a seat is played by "
-                f"{POLICY!r} or by one of {', '.join(SCRIPTED)}"
-            )
-    return TownEnvironment(TypeAdapter(TownSettings).validate_python({**args, "seed": seed}))
-
-
-TURN_ENVIRONMENTS: dict[str, Callable[..., TurnEnvironment]] = {"town": town}
+TURN_ENVIRONMENTS: dict[str, Callable[..., TurnEnvironment]] = {"town": open_town}
 
 
 def turn_factory(config: TurnsSourceConfig) -> Factory:

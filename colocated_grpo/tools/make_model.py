@@ -202,13 +202,34 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"teach for at most N steps (default: {DEFAULT_LESSON.max_steps})",
     )
+    parser.add_argument(
+        "--slips",
+        type=float,
+        default=DEFAULT_LESSON.slips,
+        metavar="SHARE",
+        help=f"share of the teacher's characters that are wrong (default: {DEFAULT_LESSON.slips})",
+    )
+    parser.add_argument(
+        "--completion-tokens",
+        type=int,
+        default=DEFAULT_LESSON.max_completion_tokens,
+        metavar="N",
+        help=f"longest completion when the reward is measured (default: {DEFAULT_LESSON.max_completion_tokens})",
+    )
     return parser.parse_args(arguments)
 
 
 def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> None:
     """Warm-start on the train split, then print the mean sampled reward on the held-out one."""
     task = build_task(options.task, yaml.safe_load(options.task_args))
-    lesson = replace(DEFAULT_LESSON, target=options.warm_start_target, max_steps=options.steps, seed=options.seed)
+    lesson = replace(
+        DEFAULT_LESSON,
+        target=options.warm_start_target,
+        max_steps=options.steps,
+        seed=options.seed,
+        slips=options.slips,
+        max_completion_tokens=options.completion_tokens,
+    )
     started = time.monotonic()
     steps = warm_start(model, tokenizer, task, lesson, print_progress)
     seconds = time.monotonic() - started

@@ -256,8 +256,10 @@ def test_held_out_turns_are_always_the_same_and_of_other_games():
     held_out = made.held_out(70)
     assert [prompt.text for prompt in held_out] == [prompt.text for prompt in made.held_out(70)]
     assert len({prompt.item["turn"].phase for prompt in held_out}) >= 5, "games go on, so that every phase is seen"
-    trained = {text for texts, _ in play(made, made.open_source(), 10, 20) for text in texts}
-    assert not trained & {prompt.text for prompt in held_out}
+    for seed in (0, 1):
+        other = built(town(), seed=seed)
+        trained = {text for texts, _ in play(other, other.open_source(), 10, 20) for text in texts}
+        assert not trained & {prompt.text for prompt in held_out}
     scores = [rewards_of([judged(made, prompt, texts_for(prompt))]) for prompt in held_out]
     assert all(max(reward for reward in group[0]) >= 0.5 for group in scores)
 

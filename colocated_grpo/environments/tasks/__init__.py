@@ -11,9 +11,16 @@ from colocated_grpo.environments.tasks.countdown import Countdown
 from colocated_grpo.environments.tasks.reasoning_gym import ReasoningGym
 from colocated_grpo.environments.tasks.reversal import Reversal
 from colocated_grpo.environments.tasks.sorting import Sorting
+from colocated_grpo.environments.tasks.town_lessons import TownLessons
 from colocated_grpo.environments.user_code import construct, load_object, unknown_name
 
-TASKS = {"arithmetic": Arithmetic, "countdown": Countdown, "reversal": Reversal, "sorting": Sorting}
+TASKS = {
+    "arithmetic": Arithmetic,
+    "countdown": Countdown,
+    "reversal": Reversal,
+    "sorting": Sorting,
+    "town_lessons": TownLessons,
+}
 GYM = "reasoning_gym:"
 
 

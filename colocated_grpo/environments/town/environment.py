@@ -15,7 +15,7 @@ from colocated_grpo.environments.town.legality import Legal
 from colocated_grpo.environments.town.observations import observe
 from colocated_grpo.environments.town.phases import begin, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, sensible_player
-from colocated_grpo.environments.town.playing import scripted_turn
+from colocated_grpo.environments.town.playing import scripted_reply, scripted_turn
 from colocated_grpo.environments.town.prompts import PROMPTS, Message
 from colocated_grpo.environments.town.rewards import Return, immediate_reward, outcome_returns, reward_parts
 from colocated_grpo.environments.town.settings import POLICY, TownSettings
@@ -136,6 +136,10 @@ class TownEnvironment:
         game = self._game_of(turn)
         scripted_turn(game, turn.seat, sensible_player)
         self._replace_if_over(game)
+
+    def advice(self, turn: Turn) -> str:
+        """What the sensible player would reply in an open turn."""
+        return scripted_reply(self._game_of(turn), turn.seat, sensible_player)
 
     def drain_returns(self) -> list[Return]:
         """What the games that ended since the last call give their turns."""
