@@ -10,6 +10,7 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.open_town import open_town
+from colocated_grpo.environments.tossim import ToSSim
 from colocated_grpo.environments.turn_base import TurnEnvironment
 from colocated_grpo.environments.turns import Factory, TurnGames
 from colocated_grpo.environments.user_code import construct, load_object, one_line, unknown_name
@@ -18,7 +19,7 @@ ENTRY_POINTS = "colocated_grpo.turn_environments"
 """Group in which an installed package names its factories."""
 
 
-TURN_ENVIRONMENTS: dict[str, Callable[..., TurnEnvironment]] = {"town": open_town}
+TURN_ENVIRONMENTS: dict[str, Callable[..., TurnEnvironment]] = {"town": open_town, "tossim": ToSSim}
 
 
 def turn_factory(config: TurnsSourceConfig) -> Factory:
