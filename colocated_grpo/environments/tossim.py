@@ -115,7 +115,7 @@ class ToSSim:
         try:
             with _quiet(random.Random(f"{turn.id}/{completion}")):
                 table = pickle.loads(turn.frozen)
-                reward = table.answer({**table.replies, turn.place: completion})[turn.place]
+                reward = table.answer({turn.place: completion})[turn.place]
         except (Exception, SystemExit):
             return ToSSimOutcome(None, {"failed": 1.0})
         return ToSSimOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})

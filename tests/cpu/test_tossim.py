@@ -62,19 +62,19 @@ def test_each_reply_reaches_the_seat_that_was_asked(kind):
     environment = batcher(kind)
     turns = environment.next_batch()
     names = [turn.messages.split(",")[0] for turn in turns]
-    for turn, reply in zip(turns[::-1], (MALFORMED, BAD, GOOD), strict=True):
-        environment.commit(turn, reply)
+    for place, reply in ((1, MALFORMED), (2, GOOD), (0, GOOD)):
+        environment.commit(turns[place], reply)
     [(day, said, players)] = state(environment)
     assert day == 1
-    assert [line.split()[0] for line in said] == names[:1]
+    assert [line.split()[0] for line in said] == [names[0], names[2]]
     assert players == [(name, 1) for name in names]
     assert environment.drain_stats() == {
         "resets": 0,
         "total_games": 1,
         "total_actions": 3,
         "malformed_actions": 1,
-        "illegal_actions": 1,
-        "legal_actions": 1,
+        "illegal_actions": 0,
+        "legal_actions": 2,
     }
 
 
@@ -96,9 +96,22 @@ def test_a_batch_may_be_answered_over_several_steps(kind):
 def test_an_environment_that_raises_is_set_up_anew_and_the_others_play_on():
     environment = batcher(breaks_on_day=3)
     environment.add_game()
-    play(environment, 12)
+    ids = []
+    for _ in range(12):
+        ids += [turn.id for turn in environment.next_batch()]
+        play(environment, 1)
     assert environment.drain_stats()["resets"] >= 2
-    assert environment.next_batch()
+    assert len(set(ids)) == len(ids) == 72
+
+
+def test_the_seed_decides_and_tables_differ():
+    def names(seed: int) -> list[str]:
+        environment = batcher(seed=seed)
+        return [turn.messages for turn in [*environment.next_batch(), *environment.add_game()]]
+
+    assert names(1) == names(1)
+    assert not set(names(1)) & set(names(2))
+    assert len(set(names(1))) == 6
 
 
 def test_a_failing_judge_gives_no_reward():
