@@ -288,5 +288,10 @@ class Config(Section):
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
+    def structured(self) -> bool:
+        """Whether some completions are sampled within a grammar."""
+        return any(isinstance(source, TurnsSourceConfig) and source.structured for source in self.environments)
+
+    @property
     def max_sequence_tokens(self) -> int:
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens

@@ -17,6 +17,7 @@ from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Settled
 from colocated_grpo.environments.early_stop import EarlyStop
 from colocated_grpo.environments.held import HeldGroups
+from colocated_grpo.environments.prompts import PATTERN
 from colocated_grpo.environments.scoring import as_number
 from colocated_grpo.environments.turn_base import Turn, TurnEnvironment
 from colocated_grpo.environments.user_code import one_line
@@ -78,7 +79,7 @@ def _training(seed: int) -> int:
 
 def item_of(turn: Turn, *, structured: bool) -> dict[str, Any]:
     item = {"prompt": turn.messages, TURN: turn}
-    return item | {"reply_pattern": turn.pattern()} if structured else item
+    return item | {PATTERN: turn.pattern()} if structured else item
 
 
 class TurnStream:
