@@ -89,6 +89,8 @@ class TurnStream:
 
     def __init__(self, name: str, environment: TurnEnvironment, config: TurnsSourceConfig, seed: int) -> None:
         self._name = name
+        self._label = name.rpartition(":")[2]
+        """Heads its metrics: of 'folder/my_game.py:Sticks' the last part."""
         self._environment = environment
         self._config = config
         self._seed = seed
@@ -149,7 +151,7 @@ class TurnStream:
         return Settled(
             now=[] if self._environment.delayed else list(range(len(groups))),
             late=complete + overdue,
-            metrics={f"{self._name}/{key}": float(value) for key, value in metrics.items()},
+            metrics={f"{self._label}/{key}": float(value) for key, value in metrics.items()},
             games=[{"source": self._name, **game} for game in self._environment.drain_games()],
             finished=self._early_stop.due(metrics.get("parse_rate")),
         )

@@ -89,3 +89,18 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(run, tmp_path):
         assert wall_clock_free(resumed.rows(kind)) == wall_clock_free(run.rows(kind))
     assert weights_of(resumed) == weights_of(run)
     assert read_games(resumed.folder) == read_games(run.folder)
+
+
+def test_within_the_grammar_a_random_model_reaches_the_parse_rate_at_which_the_run_ends(tmp_path):
+    rules = {"tool_calls": 0, "max_speech": 20}
+    args = {**TOWN["args"], "credit": "immediate", "players": ["policy"], "rules": rules}
+    entry = {**TOWN, "args": args, "structured": True, "stop_at_parse_rate": 0.3, "stop_after": 2}
+    rollout = {"prompts_per_step": 4, "max_prompt_tokens": 320, "max_completion_tokens": 480}
+    config = town_run(environments=[entry], rollout=rollout, evaluation={"every": 0}, training_steps=4)
+    run = train(tmp_path, config)
+    rows = run.rows(files.TRAIN)
+    assert [row["step"] for row in rows] == [0, 1]
+    assert all(row["town/parse_rate"] == row["town/legal_rate"] >= 0.3 for row in rows)
+    assert "the last one, the environment's goal is reached" in run.stdout
+    assert files.read_summary(run.folder)["outcome"] == "finished"
+    assert weights_of(run)

@@ -267,10 +267,9 @@ def test_held_out_turns_are_always_the_same_and_of_other_games():
 def test_rates_are_over_all_completions_and_rewards_are_told_by_phase():
     made = built(echo())
     [(_, settled)] = play(made, made.open_source(), 1, 2)
-    name = ECHO
-    assert settled.metrics[f"{name}/parse_rate"] == pytest.approx(2 / 3)
-    assert settled.metrics[f"{name}/reward/talk"] == 2.0
-    assert settled.metrics[f"{name}/committed"] == 2.0
+    assert settled.metrics["Echo/parse_rate"] == pytest.approx(2 / 3)
+    assert settled.metrics["Echo/reward/talk"] == 2.0
+    assert settled.metrics["Echo/committed"] == 2.0
 
 
 def test_the_run_ends_when_the_parse_rate_has_stood_long_enough():
