@@ -122,7 +122,7 @@ def pack(
         chosen = [seq for g in members for seq in sequences[g]]
         kept = [g for g in members if not (constant[g] and config.drop_constant_groups)]
         # An episode may fail before the policy said anything: nothing of it is scored.
-        packed = [seq for g in kept for seq in sequences[g] if seq.scored]
+        packed = [seq for g in kept for seq in sequences[g] if len(seq.scored)]
         shares = plan(packed, config.max_tokens_per_micro_batch, world_size)
         loads = [load + sum(s.length for bin in share for s in bin) for load, share in zip(loads, shares, strict=True)]
         stand_ins += sum(not bin for share in shares for bin in share)

@@ -14,6 +14,7 @@ from colocated_grpo.batching import Batch, pack
 from colocated_grpo.build import Run, build_run, describe
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
+from colocated_grpo.environments.base import Settled
 from colocated_grpo.errors import ReportedElsewhere
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
@@ -67,29 +68,35 @@ def settle_garbage_collector() -> None:
 def train(run: Run) -> str:
     """Run every remaining step; how it ended."""
     config = run.config
-    for step in range(run.start, config.training_steps):
+    steps = config.training_steps
+    for step in range(run.start, steps):
         cursor = run.source.state_dict() if run.source else None
         with run.clock.time("step"):
             seed_everything(derive_seed(config.seed, step, run.world.rank))
             prompts = next_prompts(run)
             try:
-                groups = rollout(run, step, prompts)
+                groups, settled = rollout(run, step, prompts)
             except Stopped:
                 save(run, step, cursor)
                 run.checkpoints.wait()
                 return STOPPED
-            check_reward_errors(groups, config.rollout)
             batch = make_batch(run, step, groups)
-            row = rollout_metrics(groups, run.policy.version)
+            row = settled.metrics | (rollout_metrics(groups, run.policy.version) if groups else {})
             with run.choreography.training_phase(), profiled(profile_folder(run, step)):
-                metrics = update(run, with_logprobs(run, batch))
+                # Every group may have been held back. A step on nothing would still move weights by their momentum.
+                metrics = update(run, with_logprobs(run, batch)) if groups else Metrics(run.world.device)
             row |= reduce(metrics, run.world.sum_, run.world.max_)
             if run.checkpoints.due(step + 1):
                 with run.clock.time("checkpoint"):
                     save(run, step + 1, run.source.state_dict() if run.source else None)
+        run.tracker.games(step, settled.games)
         run.tracker.flush(step, row | throughput(run, groups, batch), groups)
         maybe_export(run, step + 1)
-    finish(run)
+        if settled.finished:
+            run.tracker.note(f"step {step}: the last one, the environment's goal is reached")
+            steps = step + 1
+            break
+    finish(run, steps)
     return FINISHED
 
 
@@ -102,8 +109,8 @@ def next_prompts(run: Run) -> list[Prompt] | None:
     return run.world.from_main(pull)
 
 
-def rollout(run: Run, step: int, prompts: list[Prompt] | None) -> list[Group]:
-    """Scored groups of this step, on every rank; evaluates first where that is due. Raises Stopped."""
+def rollout(run: Run, step: int, prompts: list[Prompt] | None) -> tuple[list[Group], Settled]:
+    """Groups to train in this step, on every rank; evaluates first where that is due. Raises Stopped."""
     if prompts is None:
         raise Stopped
     job = Job(name=f"train/{step}", prompts=prompts, group_size=run.config.rollout.group_size, sampling=run.sampling)
@@ -112,10 +119,11 @@ def rollout(run: Run, step: int, prompts: list[Prompt] | None) -> list[Group]:
             evaluate(run, step)
         with run.clock.time("collect"):
             groups = run.collector.collect(job)
-    if run.source is not None:
-        run.source.record(groups)
+    check_reward_errors(groups, run.config.rollout)
+    settled = run.world.from_main(lambda: run.source.record(groups))
+    chosen = [groups[place] for place in settled.now] + settled.late
     # The order of serving ends here: what is trained and logged does not depend on it.
-    return sorted(groups, key=lambda group: group.prompt.index)
+    return sorted(chosen, key=lambda group: group.prompt.index), settled
 
 
 def evaluation_due(run: Run, step: int) -> bool:
@@ -215,9 +223,8 @@ def export_to(run: Run, target: Path) -> None:
     run.tracker.note(f"exported {target}")
 
 
-def finish(run: Run) -> None:
-    """Evaluate the trained weights, save them and export them."""
-    steps = run.config.training_steps
+def finish(run: Run, steps: int) -> None:
+    """Evaluate the weights after `steps` steps, save them and export them."""
     if run.config.evaluation.every and run.held_out:
         # A stop now gives up this evaluation only: every step is done.
         with suppress(Stopped), run.choreography.rollout_phase(steps, probe=run.held_out[0].token_ids, sync=True):

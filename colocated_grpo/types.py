@@ -27,6 +27,8 @@ class Prompt:
     """The dataset row or task instance, as the scorer sees it; 'prompt' holds the user's own form of the prompt."""
     source: str
     """Name of the environment that made it; key into the table of scorers."""
+    pattern: str | None = None
+    """Regular expression that the engine keeps the completions within; None: they are free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -88,6 +88,8 @@ class Pair:
         return [done[request.key] for request in requests]
 
 
-def request_of(number: int, seed: int, prompt: Sequence[int] = PROBE, **sampling: Any) -> Request:
+def request_of(
+    number: int, seed: int, prompt: Sequence[int] = PROBE, pattern: str | None = None, **sampling: Any
+) -> Request:
     draw = Sampling(**{"temperature": 0.7, "max_tokens": 8, **sampling})
-    return Request(key=(number, 0), token_ids=list(prompt), seed=seed, sampling=draw)
+    return Request(key=(number, 0), token_ids=list(prompt), seed=seed, sampling=draw, pattern=pattern)

@@ -92,7 +92,7 @@ def _report_to(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
 
 
 _SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
-_GAME = "it belongs to the social game, which this version does not have"
+_GAME = "it belongs to a game: see args of environments with type: turns"
 
 # Applied from top to bottom: batch sizes, which count completions, come after every name of the group size.
 ALIASES: dict[str, Alias] = {
@@ -123,8 +123,8 @@ ALIASES: dict[str, Alias] = {
     "sample_log_interval": _not_needed("tracking.rollouts_per_step rollouts of every step go to rollouts.jsonl"),
     "sample_log_path": _not_needed("sampled rollouts go to rollouts.jsonl in the run folder"),
     "max_think_tokens": _no_equivalent("rollout.max_completion_tokens bounds the whole completion"),
-    "early_stop_parse_rate": _no_equivalent("rollout.max_reward_errors bounds the share of failed rewards"),
-    "early_stop_consecutive_ticks": _no_equivalent("rollout.max_reward_errors bounds the share of failed rewards"),
+    "early_stop_parse_rate": _no_equivalent("see stop_at_parse_rate of environments with type: turns"),
+    "early_stop_consecutive_ticks": _no_equivalent("see stop_after of environments with type: turns"),
     "quant_mode": _no_equivalent("policy.compute_dtype sets the training type, engine.args.quantization the engine's"),
     "output_hub_repo": _no_equivalent("upload final_model/ after the run"),
     "verbosity_penalty": _no_equivalent(_GAME),

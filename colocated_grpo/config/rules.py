@@ -126,6 +126,14 @@ def _episodes_have_the_engine_to_themselves(config: Config) -> Lines:
             )
 
 
+def _grammar_needs_weights(config: Config) -> Lines:
+    if config.structured and config.loss.old_logprobs == "sampling":
+        yield (
+            "loss.old_logprobs=sampling: with structured: true the sampling log-probabilities are over the tokens that "
+            "the grammar allows, so the ratio would not be one of policies"
+        )
+
+
 def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
     size = config.engine.tensor_parallel_size
     if world_size % size:
@@ -162,6 +170,14 @@ def _renormalised_sampling(config: Config) -> Lines:
         )
 
 
+def _masked_sampling(config: Config) -> Lines:
+    if config.structured:
+        yield (
+            "environments: structured: true: the engine's log-probabilities are over what the grammar allows, "
+            "the trainer's over all tokens; loss.correction weighs each token with the difference, mismatch/* shows it"
+        )
+
+
 def _both_memory_sizes(config: Config) -> Lines:
     if config.engine.kv_cache_memory_bytes is not None and config.engine.gpu_memory_utilization is not None:
         yield "engine.gpu_memory_utilization is not used: engine.kv_cache_memory_bytes goes first"
@@ -178,10 +194,11 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _engine_fields_are_not_arguments,
     _shared_weights_are_plain,
     _episodes_have_the_engine_to_themselves,
+    _grammar_needs_weights,
 )
 WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
     _tensor_parallel_divides_world,
     _every_engine_has_prompts,
     _shared_weights_are_whole,
 )
-REMARKS: tuple[Callable[[Config], Lines], ...] = (_renormalised_sampling, _both_memory_sizes)
+REMARKS: tuple[Callable[[Config], Lines], ...] = (_renormalised_sampling, _masked_sampling, _both_memory_sizes)

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from colocated_grpo.config.base import Section
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
+from colocated_grpo.config.turns import TurnsSourceConfig
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -204,7 +205,9 @@ class DatasetSourceConfig(Section):
     """Share of prompts drawn from this source, relative to the others."""
 
 
-EnvironmentConfig = Annotated[TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig, Field(discriminator="type")]
+EnvironmentConfig = Annotated[
+    TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | TurnsSourceConfig, Field(discriminator="type")
+]
 
 
 class EvaluationConfig(Section):
@@ -302,6 +305,11 @@ class Config(Section):
     @property
     def completions_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def structured(self) -> bool:
+        """Whether some completions are sampled within a grammar."""
+        return any(isinstance(source, TurnsSourceConfig) and source.structured for source in self.environments)
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.environments.conversation import Conversation
-from colocated_grpo.types import Completion, Prompt, Score
+from colocated_grpo.types import Completion, Group, Prompt, Score
 
 Split = Literal["train", "held_out"]
 
@@ -55,10 +56,29 @@ class Scorer(Protocol):
         """One score for each completion of the prompt. User code that raises costs its completion only: Score.error."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """What becomes of a step's groups. Plain data: rank 0 decides, every rank is told."""
+
+    now: list[int]
+    """Positions, among the groups given, of those that are trained in this step. The others are held back or lost."""
+    late: list[Group] = field(default_factory=list)
+    """Groups held back in earlier steps that are trained now."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    games: list[dict[str, Any]] = field(default_factory=list)
+    """Records of ended games, for the run folder."""
+    finished: bool = False
+    """The source has nothing more to teach: the run ends after this step."""
+
+
 class BatchSource(Protocol):
     """Where training prompts come from. Lives on rank 0 only."""
 
     def next(self, n: int) -> list[Prompt]: ...
+
+    def record(self, groups: Sequence[Group]) -> Settled:
+        """Take in the scored groups of all prompts that the last next() gave."""
+        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data; after load_state_dict of it, next() gives what this source would have given."""

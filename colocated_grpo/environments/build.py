@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig, EpisodeSourceConfig
+from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import BatchSource, Episode, Scorer, Task
 from colocated_grpo.environments.dataset import DatasetRows
 from colocated_grpo.environments.episodes import build_episode
@@ -19,6 +20,7 @@ from colocated_grpo.environments.scoring import TaskScorer
 from colocated_grpo.environments.source import Mixture, PromptSource
 from colocated_grpo.environments.streams import RowStream, Stream, TaskStream
 from colocated_grpo.environments.tasks import build_task
+from colocated_grpo.environments.turn_environments import turn_games
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -139,7 +141,7 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     names = _unique([entry.name for entry in config.environments])
     entries = [_build(name, entry, config) for name, entry in zip(names, config.environments, strict=True)]
     return Environments(
-        scorers={e.name: e.scorer for e in entries if isinstance(e, TaskEnvironment | DatasetEnvironment)},
+        scorers={e.name: e.scorer for e in entries if not isinstance(e, EpisodeEnvironment)},
         episodes={e.name: e.episode for e in entries if isinstance(e, EpisodeEnvironment)},
         entries=entries,
         weights={name: entry.weight for name, entry in zip(names, config.environments, strict=True)},
@@ -156,6 +158,8 @@ def _build(name: str, entry: EnvironmentConfig, config: Config) -> Environment:
         )
     if isinstance(entry, EpisodeSourceConfig):
         return EpisodeEnvironment(name, build_episode(entry.name, entry.args))
+    if isinstance(entry, TurnsSourceConfig):
+        return turn_games(name, entry, config)
     return TaskEnvironment(name, build_task(entry.name, entry.args))
 
 

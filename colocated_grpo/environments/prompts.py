@@ -10,6 +10,9 @@ from colocated_grpo.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PATTERN = "reply_pattern"
+"""Key of an item under which a turn with structured output has the regular expression of its replies."""
+
 
 class PromptEncoder:
     """Text becomes one user message where the tokenizer has a chat template, else it is read as it stands.
@@ -26,7 +29,7 @@ class PromptEncoder:
         text, token_ids = self._render(item, source)
         if not 1 <= len(token_ids) <= self.max_prompt_tokens:
             return None
-        return Prompt(index=index, token_ids=token_ids, text=text, item=item, source=source)
+        return Prompt(index=index, token_ids=token_ids, text=text, item=item, source=source, pattern=item.get(PATTERN))
 
     def too_long(self, source: str, dropped: int) -> EnvironmentSetupError:
         return EnvironmentSetupError(

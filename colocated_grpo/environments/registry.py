@@ -17,18 +17,23 @@ OWN_CODE = ("module:object", "path/to/file.py:object")
 def find_environment(
     kind: str, name: str, args: dict[str, Any], built_in: Mapping[str, Callable[..., Any]], *forms: str
 ) -> Any:
-    """The object behind `name`: a class or factory is called with args, an instance takes none.
-
-    kind and forms (further ways to write a name) are for the error message.
-    """
+    """The environment behind `name`: a class is called with args, an instance takes none. The rest: `find_object`."""
     key = f"environments {name!r}"
     if name in built_in:
         return construct(built_in[name], args, key)
+    return _made(find_object(kind, name, built_in, *forms), args, key)
+
+
+def find_object(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]], *forms: str) -> Any:
+    """What `name` stands for. kind and forms (further ways to write a name) are for the error message."""
+    key = f"environments {name!r}"
+    if name in built_in:
+        return built_in[name]
     if name in installed():
-        return _made(_load(installed()[name], key), args, key)
+        return _load(installed()[name], key)
     if ":" not in name:
         raise unknown_name("environments", kind, name, [*built_in, *installed(), *forms, *OWN_CODE])
-    return _made(load_object(name, key), args, key)
+    return load_object(name, key)
 
 
 @cache

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.base import EnvironmentSetupError, Settled
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.streams import Stream
-from colocated_grpo.types import Prompt
+from colocated_grpo.types import Group, Prompt
 
 
 class Mixture:
@@ -45,12 +46,28 @@ class PromptSource:
         name = self.mixture.due()
         stream = self.streams[name]
         for _ in range(stream.patience):
-            prompt = self.encoder.encode(stream.take(), index=self.mixture.total, source=name)
+            item = stream.take()
+            prompt = self.encoder.encode(item, index=self.mixture.total, source=name)
             if prompt is not None:
                 self.mixture.counts[name] += 1
                 return prompt
+            stream.reject(item)
             self.dropped += 1
         raise self.encoder.too_long(name, stream.patience)
+
+    def record(self, groups: Sequence[Group]) -> Settled:
+        settled: list[Settled] = []
+        for name, stream in self.streams.items():
+            places = [place for place, group in enumerate(groups) if group.prompt.source == name]
+            one = stream.record([groups[place] for place in places])
+            settled.append(replace(one, now=[places[place] for place in one.now]))
+        return Settled(
+            now=sorted(place for one in settled for place in one.now),
+            late=[group for one in settled for group in one.late],
+            metrics={key: value for one in settled for key, value in one.metrics.items()},
+            games=[game for one in settled for game in one.games],
+            finished=any(one.finished for one in settled),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,8 @@ from itertools import islice
 from random import Random
 from typing import Any, Protocol
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Task
+from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Settled, Task
+from colocated_grpo.types import Group
 
 
 class Stream(Protocol):
@@ -18,12 +19,30 @@ class Stream(Protocol):
 
     def take(self) -> dict[str, Any]: ...
 
+    def reject(self, item: dict[str, Any]) -> None:
+        """The item just taken cannot be asked."""
+        ...
+
+    def record(self, groups: Sequence[Group]) -> Settled:
+        """The scored groups of all items taken since the last call."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class TaskStream:
+class Unmoved:
+    """What streams have in common whose items do not depend on what was answered."""
+
+    def reject(self, item: dict[str, Any]) -> None:
+        """The next item is as good."""
+
+    def record(self, groups: Sequence[Group]) -> Settled:
+        return Settled(now=list(range(len(groups))))
+
+
+class TaskStream(Unmoved):
     """Train prompts of a task or an episode, started again when they end. Resuming replays the items already taken."""
 
     patience = 1000
@@ -56,7 +75,7 @@ class TaskStream:
                 raise EnvironmentSetupError(f"environments {self.name!r}: prompts(seed, 'train') gave nothing")
 
 
-class RowStream:
+class RowStream(Unmoved):
     """Rows of a dataset, epoch after epoch, each epoch in its own order when shuffled."""
 
     def __init__(

@@ -174,6 +174,7 @@ class _Batch:
             token_ids=prompt.token_ids,
             seed=derive_seed(self._seed, self._job.name, prompt.index, sibling),
             sampling=self._job.sampling,
+            pattern=prompt.pattern,
         )
 
     def advance(self) -> Iterator[int]:

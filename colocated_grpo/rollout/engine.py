@@ -37,6 +37,8 @@ class Request:
     seed: int
     """Derived from (run seed, step, prompt, sibling, turn): the same completion whichever rank serves it."""
     sampling: Sampling
+    pattern: str | None = None
+    """Regular expression of the whole completion. Its log-probabilities are then over what the pattern allows."""
 
 
 class RolloutEngine(Protocol):

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from colocated_grpo.environments import BatchSource
+from colocated_grpo.environments.base import Settled
 from colocated_grpo.types import Group, Prompt
 
 REMEMBERED = 1 << 16
@@ -82,8 +83,9 @@ class LongestFirst:
         # Sorting is stable: prompts of which nothing is known stay in the source's order, and so does a resumed run.
         return sorted(self._source.next(n), key=self._lengths, reverse=True)
 
-    def record(self, groups: Sequence[Group]) -> None:
+    def record(self, groups: Sequence[Group]) -> Settled:
         self._lengths.record(groups)
+        return self._source.record(groups)
 
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self._source.state_dict(), "lengths": self._lengths.state_dict()}

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World, derive_seed
-from colocated_grpo.rollout.engine import Part, Request, Sampling
+from colocated_grpo.rollout.engine import Part, Request
 from colocated_grpo.rollout.kv_budget import kv_cache_arguments
 from colocated_grpo.rollout.vllm_process import (
     discard,
@@ -68,7 +68,7 @@ class VLLMEngine:
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             name = self._new_name()
-            self._requests.add(name, request.token_ids, _sampling_params(request.sampling, request.seed))
+            self._requests.add(name, request.token_ids, _sampling_params(request))
             self._keys[name] = request.key
 
     def _new_name(self) -> str:
@@ -150,7 +150,7 @@ def _engine_arguments(
         "seed": derive_seed(config.seed, "engine", world.rank // engine.tensor_parallel_size),
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "skip_tokenizer_init": not config.rollout.stop,
+        "skip_tokenizer_init": not (config.rollout.stop or config.structured),
         "enforce_eager": engine.enforce_eager or not on_gpu,
     }
     if on_gpu:
@@ -163,7 +163,8 @@ def _engine_arguments(
     return {**arguments, **kv_cache_arguments(config, folder, dtype, world.device), **engine.args}
 
 
-def _sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
+def _sampling_params(request: Request) -> SamplingParams:
+    sampling = request.sampling
     return SamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
@@ -173,9 +174,10 @@ def _sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
-        seed=seed,
+        seed=request.seed,
         logprobs=0,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=None if request.pattern is None else StructuredOutputsParams(regex=request.pattern),
         skip_clone=True,  # nobody else holds it; copying a few hundred stop tokens takes a millisecond
     )

@@ -1,4 +1,4 @@
-"""Read the rollouts that a run kept: python -m colocated_grpo.tools.show_rollouts RUN [--step N] [--best K]"""
+"""Read the rollouts and games that a run kept: python -m colocated_grpo.tools.show_rollouts RUN [--best K | --game]"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row, RunFolderError
+from colocated_grpo.tracking.games import read_games, title
 from colocated_grpo.tracking.text import number, printable
 
 
@@ -21,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         run_dir = files.run_folder(options.run)
+        if options.game is not None:
+            return show_game(run_dir, options.game)
         chosen = choose(files.read_rollouts(run_dir), options)
         if not chosen:
             raise RunFolderError(f"{run_dir}: {_nothing(options)}")
@@ -30,6 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     for row in chosen:
         console.print(rollout_panel(row, console.encoding))
+    return 0
+
+
+def show_game(run_dir: Path, number: int) -> int:
+    """Print the transcript of one ended game; -1 is the latest."""
+    games = read_games(run_dir)
+    if number >= 0:
+        games = [game for game in games if game["game"] == number]
+    if not games:
+        raise RunFolderError(f"{run_dir}: " + (f"no game {number} has ended" if number >= 0 else "no game has ended"))
+    console = Console()
+    for game in games[-1:] if number < 0 else games:
+        console.print(Rule(Text(printable(title(game), console.encoding))))
+        console.print(Text(printable(game.get("transcript", ""), console.encoding)))
     return 0
 
 
@@ -82,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", help="run folder")
     parser.add_argument("--step", type=int, help="training step, from 0 (default: the last one kept)")
     parser.add_argument("--evaluation", action="store_true", help="held-out rollouts instead of training ones")
+    parser.add_argument(
+        "--game", type=int, nargs="?", const=-1, metavar="N", help="transcript of game N instead (default: the latest)"
+    )
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--best", type=int, metavar="K", help="the K rollouts with the highest reward")
     end.add_argument("--worst", type=int, metavar="K", help="the K rollouts with the lowest reward, failed ones first")

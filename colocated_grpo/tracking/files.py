@@ -1,7 +1,8 @@
 """The run folder: what is written into it, and how it is read back.
 
-config.yaml, environment.json, metrics.jsonl, rollouts.jsonl, summary.json and report.html. One JSON object a line,
-flushed each step: a killed run loses at most its last line, so readers forgive a cut last line and nothing else.
+config.yaml, environment.json, metrics.jsonl, rollouts.jsonl, summary.json and report.html; games.py writes beside them.
+One JSON object a line, flushed each step: a killed run loses at most its last line, so readers forgive a cut last line
+and nothing else.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ class RunWriter:
 
     def _write(self, kind: str, step: int, metrics: dict[str, float], samples: list[tuple[Group, int]]) -> None:
         # Rollouts first: a kill between the two writes then leaves no metrics row that lacks its rollouts.
-        lines = [_json_line(_rollout_row(kind, step, group, sample)) for group, sample in samples]
+        lines = [json_line(_rollout_row(kind, step, group, sample)) for group, sample in samples]
         self._rollouts.write("".join(lines))
         self._rollouts.flush()
         row = {"kind": kind, "step": step} | {key: _finite(value) for key, value in metrics.items()}
-        self._metrics.write(_json_line(row))
+        self._metrics.write(json_line(row))
         self._metrics.flush()
 
 
@@ -160,13 +161,19 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"{path}: not JSON ({error.msg})") from error
 
 
-def _reopen(path: Path, first_step: int) -> TextIO:
+def keep_before(path: Path, first_step: int) -> list[Row]:
+    """Rewrite a .jsonl file without the rows of steps >= `first_step`; the rows that it keeps."""
     kept = [row for row in read_rows(path) if row["step"] < first_step]
-    write_atomically(path, "".join(map(_json_line, kept)))
+    write_atomically(path, "".join(map(json_line, kept)))
+    return kept
+
+
+def _reopen(path: Path, first_step: int) -> TextIO:
+    keep_before(path, first_step)
     return path.open("a", encoding="utf-8")
 
 
-def _json_line(row: Row) -> str:
+def json_line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 

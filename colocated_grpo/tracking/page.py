@@ -44,7 +44,7 @@ polyline{{fill:none;stroke-width:2;stroke-linejoin:round}}.raw{{stroke-width:1;o
 pre{{margin:0;padding:8px 10px;background:var(--code);border-radius:6px;
 font:13px/1.4 ui-monospace,Menlo,Consolas,monospace;
 white-space:pre-wrap;overflow-wrap:anywhere;max-height:260px;overflow:auto;min-height:2.4em}}
-pre.prompt{{max-height:140px}}
+pre.prompt{{max-height:140px}}pre.game{{max-height:560px;margin:10px 0}}
 details{{padding:10px 14px;margin-bottom:10px}}summary{{cursor:pointer}}
 table{{border-collapse:collapse;margin-top:10px;font-size:13px;width:100%}}
 td{{border-top:1px solid var(--edge);padding:3px 10px 3px 0;vertical-align:top;overflow-wrap:anywhere}}

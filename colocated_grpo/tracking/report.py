@@ -10,11 +10,14 @@ from typing import Any
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import chart_sections
 from colocated_grpo.tracking.files import Row
+from colocated_grpo.tracking.games import read_games, title
 from colocated_grpo.tracking.page import STYLE
 from colocated_grpo.tracking.text import duration, number, visible
 
 PAIRS_SHOWN = 8
 TRAINING_ROLLOUTS_SHOWN = 6
+GAMES_SHOWN = 6
+LONGEST_GAME = 30_000
 LONGEST_TEXT = 6000
 """Characters of one text in the page; the whole of it stays in rollouts.jsonl."""
 
@@ -28,6 +31,7 @@ def write_report(run_dir: Path) -> Path:
         *chart_sections(rows),
         _before_after(rollouts),
         _last_training_rollouts(rollouts),
+        _games(read_games(run_dir)),
         _config_table(files.read_config(run_dir)),
         _starts(files.read_environment(run_dir)),
     ]
@@ -108,6 +112,27 @@ def _last_training_rollouts(rollouts: list[Row]) -> str:
     return _section(f"Training rollouts of step {step}, from best to worst", cards)
 
 
+def _games(games: list[Row]) -> str:
+    """The latest games, newest first: who sat where, who won, and every line that was said."""
+    if not games:
+        return ""
+    shown = games[::-1][:GAMES_SHOWN]
+    parts = "".join(
+        f"<details><summary>{_text(title(game))}</summary>{_cast(game.get('seats', []))}"
+        f'<pre class="game">{_long(game.get("transcript", ""), LONGEST_GAME)}</pre></details>'
+        for game in shown
+    )
+    return _section(f"Games (the latest {len(shown)} of {len(games)})", parts)
+
+
+def _cast(seats: list[Row]) -> str:
+    if not seats:
+        return ""
+    head = "".join(f"<th>{_text(name)}</th>" for name in seats[0])
+    lines = ("".join(f"<td>{_text(value)}</td>" for value in seat.values()) for seat in seats)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
 def _card(prompt: str, rollouts: list[Row]) -> str:
     sides = "".join(_rollout(row) for row in rollouts)
     return f'<article class="card">{prompt}<div class="sides n{len(rollouts)}">{sides}</div></article>'
@@ -174,11 +199,11 @@ def _text(value: Any) -> str:
     return escape(visible(str(value)))
 
 
-def _long(text: str) -> str:
-    cut = len(text) - LONGEST_TEXT
+def _long(text: str, longest: int = LONGEST_TEXT) -> str:
+    cut = len(text) - longest
     if cut <= 0:
         return _text(text)
-    return f'{_text(text[:LONGEST_TEXT])}<i class="quiet"> ... and {cut} characters more</i>'
+    return f'{_text(text[:longest])}<i class="quiet"> ... and {cut} characters more</i>'
 
 
 def _values(rows: list[Row], key: str) -> list[float]:

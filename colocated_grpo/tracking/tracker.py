@@ -10,6 +10,7 @@ from rich.console import Console
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.console import make_display
 from colocated_grpo.tracking.environment import describe_start
+from colocated_grpo.tracking.games import GameWriter
 from colocated_grpo.tracking.report import write_report
 from colocated_grpo.tracking.sinks import Sinks
 from colocated_grpo.tracking.text import number
@@ -33,6 +34,7 @@ class Tracker:
         self._display = make_display(config.tracking.console, console, config.training_steps)
         self._sinks = Sinks(self.note)
         self._writer: files.RunWriter | None = None
+        self._games: GameWriter | None = None
         self._held_out: dict[str, float] = {}
 
     def start(self, config: Config, facts: dict[str, str], first_step: int) -> None:
@@ -42,6 +44,7 @@ class Tracker:
         files.write_config(self._run_dir, config.model_dump(mode="json"))
         files.append_environment(self._run_dir, describe_start(first_step))
         self._writer = files.RunWriter(self._run_dir, first_step, config.tracking.rollouts_per_step)
+        self._games = GameWriter(self._run_dir, first_step)
         self._sinks.open(config, self._run_dir, first_step)
         self._display.open(_banner_facts(config, facts, self._run_dir), first_step)
 
@@ -50,6 +53,11 @@ class Tracker:
         self._started().train(step, row, groups)
         self._sinks.log(step, row)
         self._display.step(step, {**self._held_out, **row})
+
+    def games(self, step: int, games: list[dict[str, Any]]) -> None:
+        """Record games that ended in a training step."""
+        if self._games is not None:
+            self._games.write(step, games)
 
     def evaluation(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
         """Record an evaluation on held-out prompts."""
@@ -88,6 +96,7 @@ class NullTracker:
 
     def start(self, config: Config, facts: dict[str, str], first_step: int) -> None: ...
     def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None: ...
+    def games(self, step: int, games: list[dict[str, Any]]) -> None: ...
     def evaluation(self, step: int, row: dict[str, float], groups: list[Group]) -> None: ...
     def note(self, line: str) -> None: ...
     def close(self, outcome: str) -> None: ...

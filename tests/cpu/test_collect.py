@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -314,3 +315,12 @@ def stop_on_rank_1(world: World) -> str:
 
 def test_a_stop_that_one_rank_hears_of_stops_all():
     assert run_on_ranks(stop_on_rank_1, 2) == ["stopped", "stopped"]
+
+
+def test_a_prompts_pattern_travels_with_each_of_its_requests():
+    job = job_of(3, 2)
+    prompts = [replace(job.prompts[0], pattern="a|b"), *job.prompts[1:]]
+    engine = FakeEngine()
+    world = single_rank()
+    collector_of(engine, SumScorer(), world).collect(replace(job, prompts=prompts))
+    assert {(request.key[0], request.pattern) for request in engine.submitted} == {(0, "a|b"), (1, None), (2, None)}

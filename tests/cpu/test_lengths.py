@@ -9,6 +9,7 @@ import pytest
 
 from colocated_grpo.config import Config
 from colocated_grpo.environments import build_environments
+from colocated_grpo.environments.base import Settled
 from colocated_grpo.rollout import lengths
 from colocated_grpo.rollout.lengths import ExpectedLengths, LongestFirst
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
@@ -36,6 +37,9 @@ class Rows:
         start, self._taken = self._taken, self._taken + n
         size = len(self._sources)
         return [prompt_of(i % size, self._sources[i % size], index=i) for i in range(start, self._taken)]
+
+    def record(self, groups: Sequence[Group]) -> Settled:
+        return Settled(now=[len(groups)])
 
     def state_dict(self) -> dict:
         return {"taken": self._taken}
@@ -76,6 +80,10 @@ def test_prompts_that_ran_longest_the_last_time_come_first():
     assert [prompt.index for prompt in prompts] == [6, 5, 4, 7]
     source.record([group_of(prompt_of(3), 100)])
     assert rows_of(source.next(4)) == [3, 2, 1, 0], "the last length counts, not the mean of all"
+
+
+def test_what_becomes_of_the_groups_is_for_the_source_to_say():
+    assert LongestFirst(Rows(["math"])).record([group_of(prompt_of(0), 1)]) == Settled(now=[1])
 
 
 def test_a_new_prompt_is_expected_to_run_as_long_as_its_source_does_and_a_new_source_as_everything():

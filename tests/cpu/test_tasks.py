@@ -15,7 +15,8 @@ from colocated_grpo.environments.tasks import TASKS, build_task
 from colocated_grpo.environments.tasks.arithmetic import normal_integer
 from colocated_grpo.environments.tasks.countdown import evaluate
 
-NAMES = [*TASKS, "reasoning_gym:leg_counting", "reasoning_gym:chain_sum"]
+QUESTIONS = [name for name in TASKS if name != "town_lessons"]  # its items are turns, without a question of their own
+NAMES = [*QUESTIONS, "reasoning_gym:leg_counting", "reasoning_gym:chain_sum"]
 
 
 def items(name, count, *, seed=0, split="train", **args):

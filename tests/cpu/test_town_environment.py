@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import csv
 import json
+import pickle
 import sys
 import time
 from dataclasses import replace
@@ -14,17 +14,18 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from town_tables import play, random_reply, seat, table
 
+from colocated_grpo.environments.early_stop import EarlyStop
 from colocated_grpo.environments.town import roles
-from colocated_grpo.environments.town.environment import TownEnvironment, TownSettings, TurnError
-from colocated_grpo.environments.town.events import EventWriter, transcript
-from colocated_grpo.environments.town.kpis import EarlyStop
+from colocated_grpo.environments.town.environment import TownEnvironment, TurnError
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.playing import play_game
 from colocated_grpo.environments.town.rewards import CREDITS, Credit, outcome_returns, shaping
+from colocated_grpo.environments.town.settings import TownSettings
 from colocated_grpo.environments.town.state import Phase, Rules, TurnRecord, digest
 from colocated_grpo.environments.town.verdicts import judge
+
+from town_tables import play, random_reply, seat, table
 
 SMALL = {"games": 3, "seed": 4, "rules": Rules(max_days=3)}
 
@@ -62,8 +63,18 @@ def test_a_turn_takes_exactly_one_commit():
     environment.commit(turn, reply("wait"))
     with pytest.raises(TurnError, match="exactly one commit"):
         environment.commit(turn, reply("wait"))
-    with pytest.raises(TurnError, match="not open"):
-        environment.score(turn, [reply("wait")])
+
+
+def test_a_turn_carries_all_that_its_score_needs():
+    """Another environment with the same credit, in another process, judges the same, whatever happened since."""
+    environment, elsewhere = small(), small(seed=77)
+    for _ in range(80):
+        turn = environment.next_batch()[0]
+        answers = [random_reply(turn, Random(turn.id)), reply("vote", "nobody"), reply("execute"), ""]
+        carried = pickle.loads(pickle.dumps(turn))
+        scored = environment.score(turn, answers)
+        environment.commit(turn, answers[0])
+        assert elsewhere.score(carried, answers) == scored == environment.score(turn, answers)
 
 
 def test_a_turn_that_the_game_has_not_reached_cannot_be_committed():
@@ -265,6 +276,7 @@ def test_early_stop_wants_the_rate_to_stand_for_a_while():
         ({"roles": ("godfather", "godfather", *["citizen"] * 5)}, "godfather is unique"),
         ({"roles": ("wizard", *["citizen"] * 6)}, "'wizard' is unknown"),
         ({"roles": ("citizen",) * 6}, "6 given"),
+        ({"prompts": "long"}, "prompts='long' is none of full, brief"),
     ],
 )
 def test_settings_that_cannot_be_played_are_named(settings, message):
@@ -277,25 +289,66 @@ def test_rules_out_of_bounds_are_named():
         Rules(max_days=0)
 
 
-def test_ended_games_are_written_as_csv_jsonl_and_transcript(tmp_path):
-    ended = []
-    writer = EventWriter(tmp_path / "games")
-    environment = TownEnvironment(
-        TownSettings(**SMALL), on_game_over=lambda game: (ended.append(transcript(game)), writer(game))
-    )
+def test_an_ended_game_leaves_a_record_of_cast_result_events_and_transcript():
+    environment = small()
     turn = environment.next_batch()[0]
     environment.commit(turn, "<think>\ud800 I, too,\nwonder</think><wait/>")
     play(environment, 400)
-    lines = [json.loads(line) for line in (tmp_path / "games/events.jsonl").read_text().splitlines()]
-    with (tmp_path / "games/events.csv").open(newline="") as file:
-        table_rows = list(csv.DictReader(file))
-    games = [json.loads(line) for line in (tmp_path / "games/games.jsonl").read_text().splitlines()]
-    assert [{key: str(value) for key, value in line.items()} for line in lines] == table_rows
-    assert len(games) == len(ended) >= 3
-    assert {row["game"] for row in lines} == {game["game"] for game in games}
-    assert all(len(game["seats"]) == 7 and game["winner"] for game in games)
-    assert any("I, too, wonder" in text for text in ended)
-    assert all(text.startswith("Cast: ") and "The game is over" in text for text in ended)
+    records = environment.drain_games()
+    assert environment.drain_games() == []
+    assert json.loads(json.dumps(records)) == records
+    assert len({record["game"] for record in records}) == len(records) >= 3
+    for record in records:
+        assert len(record["seats"]) == 7
+        assert record["winner"]
+        assert {event["game"] for event in record["events"]} == {record["game"]}
+        assert record["transcript"].startswith("Cast: ")
+        assert "The game is over" in record["transcript"]
+    assert any("I, too, wonder" in record["transcript"] for record in records)
+
+
+def test_rates_are_drained_and_wins_are_remembered():
+    environment = small(games=4)
+    play(environment, 800)
+    stats = environment.stats()
+    assert environment.drain_stats() == stats
+    left = environment.drain_stats()
+    assert left == {key: rate for key, rate in stats.items() if key.startswith("win_rate/")} | {"turns": 0, "games": 0}
+
+
+def test_games_can_be_added_and_the_oldest_asks_first():
+    environment = small(games=1)
+    first = environment.next_batch()
+    added = environment.add_game()
+    assert added
+    assert {turn.game for turn in added} == {1}
+    assert environment.next_batch() == first + added
+    copy = small(games=1)
+    copy.restore(json.loads(json.dumps(environment.snapshot())))
+    assert copy.next_batch() == first + added
+
+
+def test_a_turn_that_the_environment_plays_itself_is_closed_and_not_counted():
+    environment = small(games=1, credit=CREDITS["terminal"])
+    turn = environment.next_batch()[0]
+    environment.play_on(turn)
+    assert turn.id not in {each.id for each in environment.next_batch()}
+    while not environment.drain_games():
+        environment.play_on(environment.next_batch()[0])
+    assert environment.stats()["turns"] == 0
+    assert environment.drain_returns() == []
+
+
+def test_brief_prompts_are_short_and_keep_every_choice():
+    environment = small(games=4, prompts="brief", memory=4, rules=Rules(tool_calls=0))
+    for _ in range(200):
+        turn = environment.next_batch()[0]
+        [message] = turn.messages
+        assert len(message["content"]) < 450
+        for tag, slot in turn.legal.items():
+            assert f"<{tag}" in message["content"]
+            assert all(option in message["content"] for option in slot.options)
+        environment.commit(turn, random_reply(turn, Random(turn.id)))
 
 
 def test_town_needs_nothing_but_the_standard_library():

@@ -6,7 +6,6 @@ from collections import Counter
 from random import Random
 
 import pytest
-from town_tables import dead, events_of, kinds, random_games, seat, table, told
 
 from colocated_grpo.environments.town.acting import carry_out
 from colocated_grpo.environments.town.casting import MOST_SEATS, cast, complaint, faction_sizes
@@ -17,6 +16,8 @@ from colocated_grpo.environments.town.playing import play_game
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import Game, Phase, Rules, digest, from_json, to_json
 from colocated_grpo.environments.town.verdicts import Status, judge
+
+from town_tables import dead, events_of, kinds, random_games, seat, table, told
 
 
 def do(game: Game, name: str, tag: str, argument: str = "") -> None:

@@ -9,7 +9,6 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from town_tables import argument_for, judged, random_games, seat, table
 
 from colocated_grpo.environments.town.grammar import BARE_TAGS, FULL_TAGS, Malformed, Reply, clean, parse
 from colocated_grpo.environments.town.legality import Form, legal_actions
@@ -17,6 +16,8 @@ from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.state import Phase, digest
 from colocated_grpo.environments.town.structured import reply_pattern
 from colocated_grpo.environments.town.verdicts import Status, judge
+
+from town_tables import argument_for, judged, random_games, seat, table
 
 PIECES = (
     *("<think>", "</think>", "<wait/>", "<speak>", "</speak>", "<vote>guilty</vote>", "<think", "<kill>", "<", ">"),

@@ -10,7 +10,6 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from town_tables import argument_for, night, seat, table
 
 from colocated_grpo.environments.town.acting import carry_out
 from colocated_grpo.environments.town.legality import look_ups
@@ -22,6 +21,8 @@ from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, new_game
 from colocated_grpo.environments.town.tools import look_up
 from colocated_grpo.environments.town.verdicts import judge
+
+from town_tables import argument_for, night, seat, table
 
 SECRET_KINDS = ("mafia_chat", "jailor_says", "prisoner_says", "whisper", "note", "result", "thought", "action")
 MARK = re.compile(r"secret\d+")

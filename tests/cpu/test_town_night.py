@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from town_tables import dead, events_of, judged, kinds, night, seat, table, told
 
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.roles import ROLES, Faction, Priority
 from colocated_grpo.environments.town.state import NOBODY, Phase
+
+from town_tables import dead, events_of, judged, kinds, night, seat, table, told
 
 
 def test_there_are_at_least_twelve_roles_in_three_factions():

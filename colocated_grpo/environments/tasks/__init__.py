@@ -13,6 +13,7 @@ from colocated_grpo.environments.tasks.reasoning_gym import ReasoningGym
 from colocated_grpo.environments.tasks.reversal import Reversal
 from colocated_grpo.environments.tasks.sorting import Sorting
 from colocated_grpo.environments.tasks.tool_call import ToolCall
+from colocated_grpo.environments.tasks.town_lessons import TownLessons
 from colocated_grpo.environments.user_code import construct
 
 TASKS = {
@@ -21,6 +22,7 @@ TASKS = {
     "reversal": Reversal,
     "sorting": Sorting,
     "tool_call": ToolCall,
+    "town_lessons": TownLessons,
 }
 GYM = "reasoning_gym:"
 

@@ -2,84 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
 from colocated_grpo.environments.town.acting import carry_out
-from colocated_grpo.environments.town.casting import FEWEST_SEATS, MOST_SEATS, complaint
+from colocated_grpo.environments.town.events import record
 from colocated_grpo.environments.town.kpis import Kpis
 from colocated_grpo.environments.town.legality import Legal
 from colocated_grpo.environments.town.observations import observe
 from colocated_grpo.environments.town.phases import begin, to_act
-from colocated_grpo.environments.town.players import SCRIPTED
-from colocated_grpo.environments.town.playing import scripted_turn
-from colocated_grpo.environments.town.prompts import Message, messages
-from colocated_grpo.environments.town.rewards import (
-    CREDITS,
-    Credit,
-    Return,
-    immediate_reward,
-    outcome_returns,
-    reward_parts,
-)
+from colocated_grpo.environments.town.players import SCRIPTED, sensible_player
+from colocated_grpo.environments.town.playing import scripted_reply, scripted_turn
+from colocated_grpo.environments.town.prompts import PROMPTS, Message
+from colocated_grpo.environments.town.rewards import Return, immediate_reward, outcome_returns, reward_parts
+from colocated_grpo.environments.town.settings import POLICY, TownSettings
 from colocated_grpo.environments.town.state import (
     DRAW,
     Game,
     Phase,
-    Rules,
     TurnRecord,
     from_json,
+    frozen,
     new_game,
     to_json,
 )
 from colocated_grpo.environments.town.structured import reply_pattern
-from colocated_grpo.environments.town.verdicts import Verdict, judge
-
-POLICY = "policy"
-"""Label of the seats that the trained policy plays."""
+from colocated_grpo.environments.town.verdicts import Status, Verdict, judge
 
 
 class TurnError(ValueError):
     """The turn is not open: its game has moved on, or never asked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TownSettings:
-    """One kind of table. Example: TownSettings(games=8, seats=9, seed=1, players=("policy", "sensible"))"""
-
-    games: int = 4
-    """Games played side by side; one that ends is followed by a new one."""
-    seats: int | tuple[int, int] = 7
-    """People at the table, or bounds between which each game draws."""
-    roles: tuple[str, ...] = ()
-    """The cast, dealt at random; empty: a fresh playable mix for each game."""
-    seed: int = 0
-    players: tuple[str, ...] = (POLICY,)
-    """Labels dealt round the table: 'sensible' and 'random' play by script, all others are asked for."""
-    credit: Credit = field(default_factory=lambda: CREDITS["mix"])
-    rules: Rules = field(default_factory=Rules)
-    memory: int = 60
-    """Latest events that a prompt tells; older ones can be looked up."""
-
-    def __post_init__(self) -> None:
-        low, high = self.seat_bounds
-        if self.games < 1 or self.memory < 1:
-            raise ValueError(f"town: games={self.games} and memory={self.memory} must be at least 1")
-        if not FEWEST_SEATS <= low <= high <= MOST_SEATS:
-            raise ValueError(f"town: seats={self.seats} is not within {FEWEST_SEATS} to {MOST_SEATS}")
-        if self.roles and (wrong := complaint(self.roles)):
-            raise ValueError(f"town {wrong}")
-        if all(label in SCRIPTED for label in self.players):
-            raise ValueError(f"town: players={list(self.players)} are all scripted, so there is no turn to train on")
-        if len(self.players) > (len(self.roles) or low):
-            raise ValueError(f"town: {len(self.players)} players are more than the {len(self.roles) or low} seats")
-
-    @property
-    def seat_bounds(self) -> tuple[int, int]:
-        return (self.seats, self.seats) if isinstance(self.seats, int) else self.seats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +56,8 @@ class Turn:
     look_ups: int
     """Look-ups made so far in this turn of the game."""
     max_speech: int
+    state: dict[str, Any] = field(compare=False, repr=False)
+    """The frozen game, without its past: all that a score needs, wherever it is taken."""
 
     @property
     def trainable(self) -> bool:
@@ -128,48 +85,79 @@ class Outcome:
 class TownEnvironment:
     """Deterministic: settings and the sequence of commits decide everything, also across snapshot and restore."""
 
-    def __init__(self, settings: TownSettings, on_game_over: Callable[[Game], None] | None = None) -> None:
-        """`on_game_over` sees every ended game, before its place is given to a new one."""
+    def __init__(self, settings: TownSettings) -> None:
         self.settings = settings
         self.kpis = Kpis()
-        self._on_game_over = on_game_over
         self._started = 0
         self._returns: list[Return] = []
+        self._ended: list[dict[str, Any]] = []
         self._games = [self._new_game() for _ in range(settings.games)]
 
+    @property
+    def delayed(self) -> bool:
+        """Whether the end of a game adds to the rewards of its turns."""
+        return self.settings.credit.outcome != 0
+
     def next_batch(self, limit: int | None = None) -> list[Turn]:
-        """Turns that can be acted on now, at most one of each seat. Asking again without a commit gives them again."""
+        """Turns that can be acted on now, at most one of each seat, those of the oldest game first.
+
+        Asking again without a commit gives them again.
+        """
         self._games = [self._until_asked(game) for game in self._games]
-        asked = [(game, seat) for game in self._games for seat in _asked_outside(game)]
+        asked = [(game, seat) for game in sorted(self._games, key=_number) for seat in _asked_outside(game)]
         return [self._turn(game, seat) for game, seat in asked[:limit]]
 
+    def add_game(self) -> list[Turn]:
+        """One game more from now on; its turns."""
+        game = self._until_asked(self._new_game())
+        self._games.append(game)
+        return [self._turn(game, seat) for seat in _asked_outside(game)]
+
     def score(self, turn: Turn, completions: Sequence[str]) -> list[Outcome]:
-        """Pure: all completions are judged on the same frozen state and none is carried out."""
-        game = self._game_of(turn)
-        verdicts = [judge(game, turn.seat, completion, turn.legal) for completion in completions]
-        return [self._outcome(game, turn.seat, verdict) for verdict in verdicts]
+        """Pure: all completions are judged on the state that the turn carries, and none is carried out."""
+        game = from_json(turn.state)
+        return [self._outcome(game, turn, judge(game, turn.seat, each, turn.legal)) for each in completions]
 
     def commit(self, turn: Turn, completion: str) -> Outcome:
         """Carries out one completion, once: the turn is closed afterwards."""
         game = self._game_of(turn)
         verdict = judge(game, turn.seat, completion, turn.legal)
-        outcome = self._outcome(game, turn.seat, verdict)
+        outcome = self._outcome(game, turn, verdict)
         if turn.trainable:
             self.kpis.turn(turn.phase, verdict, outcome.reward)
         # Recorded first: this very act may end the game, and then the ending is credited to it too.
         game.turns.append(TurnRecord(turn.id, turn.seat, turn.phase, outcome.status, outcome.reward))
         carry_out(game, turn.seat, verdict, completion)
-        if game.phase is Phase.OVER:
-            self._games[self._games.index(game)] = self._replace(game)
+        self._replace_if_over(game)
         return outcome
+
+    def play_on(self, turn: Turn) -> None:
+        """The sensible player takes the turn; nothing is counted and no return will be given for it."""
+        game = self._game_of(turn)
+        scripted_turn(game, turn.seat, sensible_player)
+        self._replace_if_over(game)
+
+    def advice(self, turn: Turn) -> str:
+        """What the sensible player would reply in an open turn."""
+        return scripted_reply(self._game_of(turn), turn.seat, sensible_player)
 
     def drain_returns(self) -> list[Return]:
         """What the games that ended since the last call give their turns."""
         returns, self._returns = self._returns, []
         return returns
 
+    def drain_games(self) -> list[dict[str, Any]]:
+        """Records of the games that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def stats(self) -> dict[str, float]:
         return self.kpis.rates()
+
+    def drain_stats(self) -> dict[str, float]:
+        """Rates since the last call; of wins over the latest games, however old."""
+        rates, self.kpis = self.stats(), Kpis(winners=self.kpis.winners)
+        return rates
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data that json can write."""
@@ -177,16 +165,18 @@ class TownEnvironment:
             "started": self._started,
             "games": [to_json(game) for game in self._games],
             "returns": [asdict(each) for each in self._returns],
+            "ended": list(self._ended),
             "kpis": asdict(self.kpis),
         }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """After it, everything goes on as it would have where the snapshot was taken."""
-        if len(snapshot["games"]) != self.settings.games:
+        if len(snapshot["games"]) < self.settings.games:
             raise ValueError(f"town: games={self.settings.games}, but the snapshot holds {len(snapshot['games'])}")
         self._started = snapshot["started"]
         self._games = [from_json(game) for game in snapshot["games"]]
         self._returns = [Return(**each) for each in snapshot["returns"]]
+        self._ended = deepcopy(snapshot["ended"])
         self.kpis = Kpis(**deepcopy(snapshot["kpis"]))
 
     def _new_game(self) -> Game:
@@ -206,16 +196,19 @@ class TownEnvironment:
             if scripted:
                 scripted_turn(game, scripted[0], SCRIPTED[game.seats[scripted[0]].player])
             elif game.phase is Phase.OVER:
-                game = self._replace(game)
+                game = self._settled(game)
             else:
                 return game
 
-    def _replace(self, game: Game) -> Game:
-        """Settles an ended game and gives the one that follows it."""
+    def _replace_if_over(self, game: Game) -> None:
+        if game.phase is Phase.OVER:
+            self._games[self._games.index(game)] = self._settled(game)
+
+    def _settled(self, game: Game) -> Game:
+        """Closes the books on an ended game and gives the one that follows it."""
         self._returns += outcome_returns(game, self.settings.credit)
         self.kpis.game(game.winner or DRAW, game.day)
-        if self._on_game_over:
-            self._on_game_over(game)
+        self._ended.append(record(game))
         return self._new_game()
 
     def _turn(self, game: Game, seat: int) -> Turn:
@@ -230,10 +223,11 @@ class TownEnvironment:
             player=holder.player,
             phase=str(game.phase),
             day=game.day,
-            messages=messages(view, self.settings.memory),
+            messages=PROMPTS[self.settings.prompts](view, self.settings.memory),
             legal=view.legal,
             look_ups=len(view.dialog),
             max_speech=view.max_speech,
+            state=frozen(game),
         )
 
     def _game_of(self, turn: Turn) -> Game:
@@ -242,8 +236,9 @@ class TownEnvironment:
                 return game
         raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
-    def _outcome(self, game: Game, seat: int, verdict: Verdict) -> Outcome:
-        parts = reward_parts(game, seat, verdict)
+    def _outcome(self, game: Game, turn: Turn, verdict: Verdict) -> Outcome:
+        parts = reward_parts(game, turn.seat, verdict)
+        rates = {"parse_rate": verdict.status is not Status.MALFORMED, "legal_rate": verdict.status is Status.OK}
         return Outcome(
             reward=immediate_reward(self.settings.credit, parts),
             status=int(verdict.status),
@@ -251,8 +246,12 @@ class TownEnvironment:
             detail=verdict.detail,
             tag=verdict.tag,
             argument=verdict.argument,
-            parts=parts,
+            parts=parts | {name: float(yes) for name, yes in rates.items()},
         )
+
+
+def _number(game: Game) -> int:
+    return game.number
 
 
 def _asked_outside(game: Game) -> list[int]:

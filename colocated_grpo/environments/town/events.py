@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from colocated_grpo.environments.town.endings import result
 from colocated_grpo.environments.town.state import Event, Game
 from colocated_grpo.environments.town.wording import sentence
-
-COLUMNS = ("game", "seed", "number", "day", "phase", "kind", "actor", "role", "target", "text", "audience")
 
 
 def rows(game: Game) -> Iterator[dict[str, Any]]:
@@ -58,28 +53,9 @@ def transcript(game: Game, *, thoughts: bool = True) -> str:
     return "\n".join([cast, *(_line(game, event, names) for event in told)]) + "\n"
 
 
-class EventWriter:
-    """Appends every ended game to events.csv, events.jsonl and games.jsonl. Pass it as `on_game_over`."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-
-    def __call__(self, game: Game) -> None:
-        """Opens and closes the files: a killed run keeps every game that ended."""
-        events = list(rows(game))
-        path = self.folder / "events.csv"
-        with path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if file.tell() == 0:
-                writer.writeheader()
-            writer.writerows(events)
-        self._append("events.jsonl", events)
-        self._append("games.jsonl", [summary(game)])
-
-    def _append(self, name: str, records: list[dict[str, Any]]) -> None:
-        with (self.folder / name).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+def record(game: Game) -> dict[str, Any]:
+    """An ended game for the run folder: cast and result, every event, and the transcript."""
+    return {**summary(game), "transcript": transcript(game), "events": list(rows(game))}
 
 
 def _name(game: Game, seat: int) -> str:

@@ -1,11 +1,15 @@
-"""What to watch while a policy learns the game, and when it has learned the form."""
+"""What to watch while a policy learns the game."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from colocated_grpo.environments.town.grammar import TOOLS
 from colocated_grpo.environments.town.verdicts import Status, Verdict
+
+LATEST_GAMES = 100
+"""Games over which win rates look back."""
 
 
 @dataclass(slots=True)
@@ -22,8 +26,8 @@ class Kpis:
     phase_rewards: dict[str, float] = field(default_factory=dict)
     games: int = 0
     days: int = 0
-    wins: dict[str, int] = field(default_factory=dict)
-    """Faction or 'draw' -> games."""
+    winners: list[str] = field(default_factory=list)
+    """Faction or 'draw' of the latest games, also of those before the reset: few games end in one step."""
     tags: dict[str, int] = field(default_factory=dict)
     """Legal actions by tag: votes, whispers, nominations ..."""
 
@@ -41,7 +45,7 @@ class Kpis:
     def game(self, winner: str, days: int) -> None:
         self.games += 1
         self.days += days
-        self.wins[winner] = self.wins.get(winner, 0) + 1
+        self.winners = [*self.winners[1 - LATEST_GAMES :], str(winner)]
 
     def rates(self) -> dict[str, float]:
         """By name, ready for a metrics table. What has not been seen is left out rather than shown as zero."""
@@ -54,30 +58,10 @@ class Kpis:
             }
         if self.games:
             rates["days_per_game"] = self.days / self.games
-            rates |= {f"win_rate/{winner}": count / self.games for winner, count in sorted(self.wins.items())}
+        for winner, count in sorted(Counter(self.winners).items()):
+            rates[f"win_rate/{winner}"] = count / len(self.winners)
         for phase, count in sorted(self.phase_turns.items()):
             rates[f"reward/{phase}"] = self.phase_rewards[phase] / count
         rates |= {f"error/{code}": count / self.turns for code, count in sorted(self.codes.items())}
         rates |= {f"action/{tag}": count / self.turns for tag, count in sorted(self.tags.items())}
         return rates
-
-
-@dataclass(slots=True)
-class EarlyStop:
-    """Says stop once the parse rate has stood at the threshold for a number of windows in a row."""
-
-    threshold: float = 0.99
-    consecutive: int = 1000
-    reached: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.threshold <= 1 or self.consecutive < 1:
-            raise ValueError(
-                f"town early stop: threshold={self.threshold} must be in (0, 1], consecutive={self.consecutive} >= 1"
-            )
-
-    def due(self, parse_rate: float | None) -> bool:
-        """Counts one window. None, a window without turns, neither helps nor hurts."""
-        if parse_rate is not None:
-            self.reached = self.reached + 1 if parse_rate >= self.threshold else 0
-        return self.reached >= self.consecutive

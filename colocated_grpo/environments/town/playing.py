@@ -13,10 +13,13 @@ from colocated_grpo.environments.town.verdicts import judge
 
 
 def scripted_turn(game: Game, seat: int, player: Player) -> None:
+    completion = scripted_reply(game, seat, player)
+    carry_out(game, seat, judge(game, seat, completion), completion)
+
+
+def scripted_reply(game: Game, seat: int, player: Player) -> str:
     """The stream of chance hangs on the seat's own turn, so the order in which simultaneous seats act is no matter."""
-    view = observe(game, seat)
-    completion = player(view, Random(f"{game.seed}/{seat}/{game.seats[seat].acted}"))
-    carry_out(game, seat, judge(game, seat, completion, view.legal), completion)
+    return player(observe(game, seat), Random(f"{game.seed}/{seat}/{game.seats[seat].acted}"))
 
 
 def play_game(

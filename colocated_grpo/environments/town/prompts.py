@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from colocated_grpo.environments.town.grammar import TOOLS
 from colocated_grpo.environments.town.legality import Form, Slot
 from colocated_grpo.environments.town.observations import Observation
@@ -37,7 +39,29 @@ def messages(view: Observation, memory: int) -> list[Message]:
 
     The messages after a look-up begin with those before it, so that tokens already sampled stay where they are.
     """
-    chat = [{"role": "system", "content": _rules(view)}, {"role": "user", "content": _situation(view, memory)}]
+    return _with_look_ups(
+        view, [{"role": "system", "content": _rules(view)}, {"role": "user", "content": _situation(view, memory)}]
+    )
+
+
+def brief(view: Observation, memory: int) -> list[Message]:
+    """The same knowledge in few words: the rules of the game and the older past are left out."""
+    people = {"Alive": view.living, "Mafia": view.allies, "Mark": [view.mark] if view.mark != NOBODY else []}
+    told = [
+        f"{view.name}, {view.role.name}. Day {view.day}, {view.phase}.",
+        *(f"{what}: {' '.join(view.names[seat] for seat in seats)}." for what, seats in people.items() if seats),
+        *([f"On trial: {view.names[view.accused]}."] if view.accused != NOBODY else []),
+        *lines(view.events[-memory:], view.names),
+        " ".join(_form(tag, slot) for tag, slot in view.legal.items()),
+    ]
+    return _with_look_ups(view, [{"role": "user", "content": "\n".join(told)}])
+
+
+PROMPTS: dict[str, Callable[[Observation, int], list[Message]]] = {"full": messages, "brief": brief}
+"""Wordings by name."""
+
+
+def _with_look_ups(view: Observation, chat: list[Message]) -> list[Message]:
     for completion, observation in view.dialog:
         chat += [{"role": "assistant", "content": completion}, {"role": "user", "content": observation}]
     return chat

@@ -1,0 +1,118 @@
+"""A turn environment that is as small as one can be: a seat is asked for a word, and the game pays for its length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EchoTurn:
+    id: str
+    game: int
+    left: int
+    """Turns until the end of the game, this one counted."""
+    trainable: bool = True
+    phase: str = "talk"
+
+    @property
+    def messages(self) -> str:
+        return f"{self.id} of {self.left}"
+
+    def pattern(self) -> str:
+        return "[ab]{1,3}"
+
+
+@dataclass(frozen=True)
+class Worth:
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Paid:
+    turn_id: str
+    value: float
+
+
+class Echo:
+    """`games` games of `length` turns, one open turn each; a game returns `pays` to each of its turns."""
+
+    def __init__(
+        self, seed: int, games: int = 1, length: int = 3, pays: float = 0.0, frozen_seat: bool = False, bad: str = ""
+    ) -> None:
+        self.seed, self.length, self.pays, self.bad = seed, length, pays, bad
+        self.frozen_seat = frozen_seat
+        self.games = dict.fromkeys(range(games), length)
+        self.started = games
+        self.committed: list[tuple[str, str]] = []
+        self.passed: list[str] = []
+        self._turns: dict[int, list[str]] = {}
+        self._ended: list[int] = []
+
+    @property
+    def delayed(self) -> bool:
+        return self.pays != 0
+
+    def next_batch(self) -> list[EchoTurn]:
+        return [] if self.bad == "silent" else [self._turn(number) for number in self.games]
+
+    def _turn(self, number: int) -> EchoTurn:
+        left = self.games[number]
+        return EchoTurn(f"{number}.{left}", number, left, trainable=not self.frozen_seat)
+
+    def add_game(self) -> list[EchoTurn]:
+        if self.bad == "silent":
+            return []
+        self.games[self.started] = self.length
+        self.started += 1
+        return [self._turn(self.started - 1)]
+
+    def score(self, turn: EchoTurn, completions: Sequence[str]) -> list[Worth]:
+        if self.bad == "score":
+            raise KeyError("no such word")
+        return [Worth(float(len(text)), {"parse_rate": float("a" in text)}) for text in completions]
+
+    def commit(self, turn: EchoTurn, completion: str) -> None:
+        if self.bad == "commit":
+            raise RuntimeError("the table\nfell over")
+        assert self._turn(turn.game) == turn, "not open"
+        self.committed.append((turn.id, completion))
+        self._turns.setdefault(turn.game, []).append(turn.id)
+        self._advance(turn.game)
+
+    def play_on(self, turn: EchoTurn) -> None:
+        self.passed.append(turn.id)
+        self._advance(turn.game)
+
+    def _advance(self, number: int) -> None:
+        self.games[number] -= 1
+        if not self.games[number]:
+            del self.games[number]
+            self._ended.append(number)
+            self.add_game()
+
+    def drain_returns(self) -> list[Paid]:
+        return [Paid(turn, self.pays) for number in self._ended for turn in self._turns.get(number, [])]
+
+    def drain_games(self) -> list[dict[str, Any]]:
+        ended, self._ended = self._ended, []
+        return [{"game": number, "winner": "nobody", "events": [{"game": number, "text": "hm"}]} for number in ended]
+
+    def drain_stats(self) -> dict[str, float]:
+        return {"committed": float(len(self.committed))}
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "games": [[number, left] for number, left in self.games.items()],
+            "started": self.started,
+            "turns": [[number, list(turns)] for number, turns in self._turns.items()],
+            "committed": [list(each) for each in self.committed],
+        }
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        self.games = dict(map(tuple, snapshot["games"]))
+        self.started = snapshot["started"]
+        self._turns = {number: list(turns) for number, turns in snapshot["turns"]}
+        self.committed = [tuple(each) for each in snapshot["committed"]]

@@ -1,0 +1,102 @@
+"""Stand-ins with the interface of ToSSim's batchers, in both of its shapes. They talk, use chance, and can break."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+
+class Game:
+    def __init__(self) -> None:
+        self.day = 1
+        self.said: list[str] = []
+
+
+class Player:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.turns = 0
+
+
+class WithMeta:
+    """(prompts, meta); rewards as (number, note) pairs. Each living player speaks twice a day."""
+
+    def __init__(self, num_games: int = 1, active_seats_per_game: int = 3, breaks_on_day: int = 0) -> None:
+        print("a new table")
+        self.seats, self.breaks_on_day = active_seats_per_game, breaks_on_day
+        self.games = [self._seated() for _ in range(num_games)]
+        self.metrics = {"total_actions": 0, "malformed_actions": 0, "illegal_actions": 0, "legal_actions": 0}
+
+    def _seated(self) -> tuple[Game, list[Player]]:
+        return Game(), [Player(f"p{random.randrange(1000)}") for _ in range(self.seats)]
+
+    def next_batch(self) -> tuple[list[str], list[tuple[Game, Player]]]:
+        print("next")
+        meta = [(game, player) for game, players in self.games for player in players]
+        for game, _ in self.games:
+            if game.day == self.breaks_on_day:
+                raise AttributeError("'Player' object has no attribute 'will'")
+        return [f"{player.name}, day {game.day}: {'; '.join(game.said[-2:])}" for game, player in meta], meta
+
+    def apply_actions(self, meta: list[tuple[Game, Player]], completions: list[str]) -> list[Any]:
+        rewards = [self._act(game, player, text) for (game, player), text in zip(meta, completions, strict=True)]
+        for game, players in self.games:
+            if all(player.turns == 2 * game.day for player in players):
+                game.day += 1
+        return [(reward, "note") for reward in rewards]
+
+    def _act(self, game: Game, player: Player, text: str) -> float:
+        player.turns += 1
+        self.metrics["total_actions"] += 1
+        if not text.startswith("<think>"):
+            self.metrics["malformed_actions"] += 1
+            return -1.0
+        if "<kill>" in text:
+            self.metrics["illegal_actions"] += 1
+            return 0.0
+        self.metrics["legal_actions"] += 1
+        game.said.append(f"{player.name} {text[-12:]} {random.randrange(100)}")
+        return 1.0
+
+    def get_batch_stats(self) -> dict[str, Any]:
+        total = max(1, self.metrics["total_actions"])
+        accuracy = self.metrics["legal_actions"] / total
+        return {"total_games": len(self.games), "metrics": dict(self.metrics), "parsing_accuracy": accuracy}
+
+
+class Pairs(WithMeta):
+    """The same as one list of (prompt, meta), with plain rewards."""
+
+    def next_batch(self) -> list[tuple[str, tuple[Game, Player]]]:
+        prompts, meta = super().next_batch()
+        return list(zip(prompts, meta, strict=True))
+
+    def apply_actions(self, meta: list[tuple[Game, Player]], completions: list[str]) -> list[float]:
+        return [reward for reward, _ in super().apply_actions(meta, completions)]
+
+
+class Bare(WithMeta):
+    """list[str] out, list[str] in: the batcher itself remembers whom it has asked."""
+
+    def next_batch(self) -> list[str]:
+        prompts, self.asked = super().next_batch()
+        return prompts
+
+    def apply_actions(self, completions: list[str]) -> list[float]:
+        return [reward for reward, _ in super().apply_actions(self.asked, completions)]
+
+
+class Locked(WithMeta):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Empty(WithMeta):
+    """Has nothing to ask."""
+
+    def next_batch(self) -> tuple[list[str], list[Any]]:
+        return [], []

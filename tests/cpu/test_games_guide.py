@@ -1,0 +1,81 @@
+"""The guide to games: what it asks people to paste works."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from colocated_grpo.config import Config
+from colocated_grpo.environments import build_environments
+from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.types import Completion, Group
+
+from small_policy import rollout_of
+
+GUIDE = (Path(__file__).resolve().parents[2] / "docs/guides/games.md").read_text()
+TOKENIZER = build_char_tokenizer()
+TEXTS = ["2", "1", "3", "four"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+
+
+@pytest.fixture
+def entry(tmp_path):
+    """The environment of the guide, written to a file as it stands."""
+    [code] = blocks("python")
+    (tmp_path / "my_game.py").write_text(code)
+    [text] = [block for block in blocks("yaml") if "my_game.py" in block]
+    [entry] = yaml.safe_load(text)["environments"]
+    return {**entry, "name": entry["name"].replace("my_game.py", str(tmp_path / "my_game.py"))}
+
+
+def play(made, source, steps: int):
+    completion = Completion(token_ids=[5], sampling_logprobs=[-1.0], finish_reason="stop", policy_version=0)
+    told = []
+    for _ in range(steps):
+        groups = []
+        for prompt in source.next(3):
+            scores = made.scorers[prompt.source].score(prompt, [completion] * len(TEXTS), TEXTS)
+            rollouts = [replace(rollout_of([1], [2]), text=t, score=s) for t, s in zip(TEXTS, scores, strict=True)]
+            groups.append(Group(prompt=prompt, rollouts=rollouts))
+        told.append(source.record(groups))
+    return told
+
+
+def test_the_guides_own_game_trains_and_resumes(entry):
+    made = build_environments(Config(model={"name": "none"}, environments=[entry]), TOKENIZER)
+    source = made.open_source()
+    play(made, source, 4)
+    state = json.loads(json.dumps(source.state_dict()))
+    expected = play(made, source, 12)
+    games = [game for settled in expected for game in settled.games]
+    assert games
+    assert all("takes" in game["transcript"] for game in games)
+    rewards = [r.score.reward for settled in expected for group in settled.late for r in group.rollouts]
+    assert {0.0, 1.0, 2.0} <= set(rewards), "the winner's two sticks, legal ones, and four"
+    resumed = made.open_source()
+    resumed.load_state_dict(state)
+    assert play(made, resumed, 12) == expected
+    assert made.held_out(5)
+
+
+@pytest.mark.parametrize(
+    "text", [block for block in blocks("yaml") if "my_game" not in block and "tossim" not in block]
+)
+def test_configurations_of_the_guide_are_valid(text):
+    config = Config.model_validate(yaml.safe_load(text))
+    source = build_environments(config, TOKENIZER).open_source()
+    assert len(source.next(4)) == 4
+
+
+def test_the_guides_arguments_of_tossim_are_those_of_the_entry():
+    [text] = [block for block in blocks("yaml") if "tossim" in block]
+    config = Config.model_validate({"model": {"name": "none"}, **yaml.safe_load(text)})
+    assert config.environments[0].name == "tossim"
