@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.batching import MicroBatch, TrainSequence, build_micro_batch, pack, plan
+from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, TrainSequence, build_micro_batch, pack, plan
 from colocated_grpo.config.schema import BatchConfig
 from colocated_grpo.types import Group, Rollout
 
@@ -23,8 +23,9 @@ LONGEST = 24
 
 @st.composite
 def rollouts(draw) -> Rollout:
-    prompt = draw(st.lists(st.integers(0, 99), min_size=1, max_size=8))
-    completion = draw(st.lists(st.integers(0, 99), min_size=1, max_size=LONGEST - 8))
+    # No token of a stand-in: a truncated completion without loss may look like one otherwise.
+    prompt = draw(st.lists(st.integers(1, 99), min_size=1, max_size=8))
+    completion = draw(st.lists(st.integers(1, 99), min_size=1, max_size=LONGEST - 8))
     return rollout_of(
         prompt,
         completion,
@@ -58,7 +59,7 @@ def pack_everywhere(groups, config, world_size, constant=None, advantages=None, 
 
 
 def is_stand_in(micro_batch: MicroBatch) -> bool:
-    return micro_batch.num_tokens == 2 and not micro_batch.loss_mask_N.any() and len(micro_batch.source_N) == 1
+    return micro_batch.input_ids_T.tolist() == PADDING_TOKENS
 
 
 def unpack(micro_batch: MicroBatch) -> list[tuple]:
