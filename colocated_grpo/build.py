@@ -22,6 +22,7 @@ from colocated_grpo.policy.model import PackedLM, read_model_config
 from colocated_grpo.policy.policy import DTYPES, Policy, build_model
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import RolloutEngine, Sampling
+from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.sharing import build_sharing
 from colocated_grpo.rollout.vllm_engine import VLLMEngine
@@ -158,7 +159,7 @@ def build_collector(
     stop: StopRequest,
 ) -> Collector:
     return Collector(
-        engine,
+        Driver(engine, Inbox()),
         environments.scorers,
         lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         world,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ class Pair:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """In the order of the requests."""
         self.engine.submit(requests)
-        done: dict[tuple[int, int], Completion] = {}
+        done: dict[Hashable, Completion] = {}
         while len(done) < len(requests):
             done.update(self.engine.step())
         return [done[request.key] for request in requests]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from random import Random
 
 from torch import Tensor
@@ -31,7 +31,7 @@ class FakeEngine:
         self.max_num_seqs = max_num_seqs
         self.most_running = 0
         self.submitted: list[Request] = []
-        self.running: dict[tuple[int, int], tuple[int, Completion]] = {}
+        self.running: dict[Hashable, tuple[int, Completion]] = {}
         self.events = [] if events is None else events
         self._decode_steps = decode_steps
         self._on_step = on_step
@@ -45,15 +45,16 @@ class FakeEngine:
             self.running[request.key] = (steps, completion)
         self.most_running = max(self.most_running, len(self.running))
 
-    def step(self) -> list[tuple[tuple[int, int], Completion]]:
+    def step(self) -> list[tuple[Hashable, Completion]]:
         self._on_step()
         finished = [(key, completion) for key, (steps, completion) in self.running.items() if steps <= 1]
         self.running = {key: (steps - 1, one) for key, (steps, one) in self.running.items() if steps > 1}
         return finished
 
-    def abort(self) -> None:
-        self.events.append("abort")
-        self.running.clear()
+    def abort(self, keys: Collection[Hashable] | None = None) -> None:
+        self.events.append("abort" if keys is None else f"abort {list(keys)}")
+        for key in list(self.running) if keys is None else keys:
+            self.running.pop(key, None)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         self.events.append("score")

@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from colocated_grpo.distributed import World, derive_seed
 from colocated_grpo.environments.base import Scorer
-from colocated_grpo.rollout.engine import Request, RolloutEngine
+from colocated_grpo.rollout.engine import Request
+from colocated_grpo.rollout.inbox import Driver
 from colocated_grpo.rollout.sharing import Job, Share, Sharing
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 
@@ -31,7 +32,7 @@ class Collector:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        driver: Driver,
         scorers: Mapping[str, Scorer],
         decode: Decode,
         world: World,
@@ -42,7 +43,7 @@ class Collector:
         reward_timeout: float,
         stop_asked: Callable[[], bool],
     ) -> None:
-        self._engine = engine
+        self._driver = driver
         self._scorers = scorers
         self._decode = decode
         self._world = world
@@ -66,12 +67,12 @@ class Collector:
         """This rank's groups by prompt; None if it was asked to stop."""
         batch = _Batch(job, self._seed)
         pending: dict[int, Future[Judged]] = {}
-        while batch.admit(share, self._engine) or batch.running:
-            for index in batch.advance(self._engine):
+        while batch.admit(share, self._driver) or batch.running:
+            for index in batch.advance(self._driver):
                 if share.counts:
                     pending[index] = self._pool.submit(self._score, job.prompts[index], batch.completions[index])
             if share.may_stop and self._stop_asked():
-                self._engine.abort()
+                self._driver.abort()
                 return None
         deadline = time.monotonic() + self._reward_timeout
         groups = {
@@ -124,9 +125,9 @@ class _Batch:
         self._missing: dict[int, int] = {}
         self._exhausted = False
 
-    def admit(self, share: Share, engine: RolloutEngine) -> bool:
+    def admit(self, share: Share, driver: Driver) -> bool:
         """Submit whole groups while there is room; False when nothing is left to take."""
-        room = min(engine.max_num_seqs, share.most_running)
+        room = min(driver.max_num_seqs, share.most_running)
         while self.running < room and not self._exhausted:
             index = share.take()
             if index is None:
@@ -137,7 +138,7 @@ class _Batch:
             self.completions[index] = [None] * size
             self._missing[index] = size
             self.running += size
-            engine.submit(self._request(index, sibling) for sibling in range(size))
+            driver.submit([self._request(index, sibling) for sibling in range(size)])
         return not self._exhausted
 
     def _request(self, index: int, sibling: int) -> Request:
@@ -149,9 +150,9 @@ class _Batch:
             sampling=self._job.sampling,
         )
 
-    def advance(self, engine: RolloutEngine) -> Iterator[int]:
+    def advance(self, driver: Driver) -> Iterator[int]:
         """One decode step; yields prompts all of whose completions are now there."""
-        for (index, sibling), completion in engine.step():
+        for (index, sibling), completion in driver.step():
             self.completions[index][sibling] = completion
             self.running -= 1
             self._missing[index] -= 1

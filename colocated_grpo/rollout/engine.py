@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -31,11 +31,11 @@ class Sampling:
 class Request:
     """One completion to sample. `key` comes back with it."""
 
-    key: tuple[int, int]
-    """(prompt, sibling) within the batch."""
+    key: Hashable
+    """Different from those of all other requests under way."""
     token_ids: list[int]
     seed: int
-    """Derived from (run seed, step, prompt, sibling): the same completion whichever rank serves it."""
+    """Derived from (run seed, step, prompt, sibling, turn): the same completion whichever rank serves it."""
     sampling: Sampling
 
 
@@ -46,12 +46,12 @@ class RolloutEngine(Protocol):
 
     def submit(self, requests: Iterable[Request]) -> None: ...
 
-    def step(self) -> list[tuple[tuple[int, int], Completion]]:
+    def step(self) -> list[tuple[Hashable, Completion]]:
         """Decode one token for every running request; returns those that finished."""
         ...
 
-    def abort(self) -> None:
-        """Give up every running request."""
+    def abort(self, keys: Collection[Hashable] | None = None) -> None:
+        """Give up the running requests with these keys, by default all. Keys that are not running are passed over."""
         ...
 
     def score(self, token_ids: Sequence[int]) -> list[float]:

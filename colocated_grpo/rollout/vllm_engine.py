@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class VLLMEngine:
         self.max_num_seqs: int = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization"))
         self._requests: Requests = (TextRequests if config.rollout.stop else CoreRequests)(self._engine)
-        self._keys: dict[str, tuple[int, int]] = {}
+        self._keys: dict[str, Hashable] = {}
         self._submitted = 0
         self._policy_version = 0
 
@@ -67,14 +67,14 @@ class VLLMEngine:
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             name = self._new_name()
-            self._keys[name] = request.key
             self._requests.add(name, request.token_ids, _sampling_params(request.sampling, request.seed))
+            self._keys[name] = request.key
 
     def _new_name(self) -> str:
         self._submitted += 1
         return str(self._submitted)
 
-    def step(self) -> list[tuple[tuple[int, int], Completion]]:
+    def step(self) -> list[tuple[Hashable, Completion]]:
         return [(self._keys.pop(sampled.name), self._completion(sampled)) for sampled in self._requests.step()]
 
     def _completion(self, sampled: Sampled) -> Completion:
@@ -85,9 +85,11 @@ class VLLMEngine:
             policy_version=self._policy_version,
         )
 
-    def abort(self) -> None:
-        self._requests.abort()
-        self._keys.clear()
+    def abort(self, keys: Collection[Hashable] | None = None) -> None:
+        names = {name for name, key in self._keys.items() if keys is None or key in keys}
+        self._requests.abort(names)
+        for name in names:
+            del self._keys[name]
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         return prompt_logprobs(self._engine, self._new_name(), token_ids, SCORING)

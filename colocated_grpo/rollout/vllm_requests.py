@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,9 +29,7 @@ class Requests(Protocol):
         """One decode step; what finished in it."""
         ...
 
-    def abort(self) -> None:
-        """Give up everything under way."""
-        ...
+    def abort(self, names: Collection[str]) -> None: ...
 
 
 class CoreRequests:
@@ -82,9 +80,11 @@ class CoreRequests:
         del self._running[chunk.request_id]
         return request.sampled(chunk.finish_reason)
 
-    def abort(self) -> None:
-        self._engine.engine_core.abort_requests(list(self._running))
-        self._running.clear()
+    def abort(self, names: Collection[str]) -> None:
+        given_up = [request_id for request_id, request in self._running.items() if request.name in names]
+        self._engine.engine_core.abort_requests(given_up)
+        for request_id in given_up:
+            del self._running[request_id]
 
 
 class _Running(NamedTuple):
@@ -102,20 +102,15 @@ class TextRequests:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._running: set[str] = set()
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
-        self._running.add(name)
         self._engine.add_request(name, TokensPrompt(prompt_token_ids=token_ids), params)
 
     def step(self) -> list[Sampled]:
-        finished = [_sampled(output) for output in self._engine.step() if output.finished]
-        self._running.difference_update(sampled.name for sampled in finished)
-        return finished
+        return [_sampled(output) for output in self._engine.step() if output.finished]
 
-    def abort(self) -> None:
-        self._engine.abort_request(list(self._running))
-        self._running.clear()
+    def abort(self, names: Collection[str]) -> None:
+        self._engine.abort_request(list(names))
 
 
 def _sampled(output: RequestOutput) -> Sampled:

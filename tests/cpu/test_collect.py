@@ -17,6 +17,7 @@ from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.rewards import RewardScorer, build_rewards
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.sharing import FixedShares, Job, Replicated, SharedCounter, Sharing
 from colocated_grpo.types import Completion, Group, Prompt, Score
 
@@ -79,7 +80,7 @@ def collector_of(
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> Collector:
     return Collector(
-        engine,
+        Driver(engine, Inbox()),
         {"fake": scorer},
         text_of,
         world,

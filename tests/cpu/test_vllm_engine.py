@@ -104,7 +104,24 @@ def aborted(pair: Pair) -> dict[str, Any]:
     pair.engine.step()
     pair.engine.abort()
     running = pair.engine._engine.engine_core.engine_core.scheduler.get_num_unfinished_requests()
-    return {"running after abort": running, "seed 1 after abort": pair.generate([request_of(0, 1)])[0]}
+    return {
+        "running after abort": running,
+        "seed 1 after abort": pair.generate([request_of(0, 1)])[0],
+        "seed 1 beside aborted ones": beside_aborted(pair),
+    }
+
+
+def beside_aborted(pair: Pair) -> Completion:
+    """A completion whose neighbours are given up while they decode."""
+    pair.engine.submit(request_of(number, number + 1, max_tokens=8) for number in range(4))
+    for _ in range(4):
+        assert not pair.engine.step()
+    pair.engine.abort([(1, 0), (3, 0), "never submitted"])
+    done: dict[Any, Completion] = {}
+    while len(done) < 2:
+        done.update(pair.engine.step())
+    assert done.keys() == {(0, 0), (2, 0)}
+    return done[0, 0]
 
 
 def stale_prefix(pair: Pair) -> dict[str, float]:
@@ -171,6 +188,7 @@ def test_a_stop_string_ends_a_completion_and_is_part_of_it(facts):
 def test_an_abort_leaves_nothing_running_and_changes_no_later_completion(facts):
     assert facts["running after abort"] == 0
     later: Completion = facts["seed 1 after abort"]
+    assert facts["seed 1 beside aborted ones"].token_ids == later.token_ids
     assert later.token_ids == facts["seed 1"].token_ids
 
 

@@ -1,0 +1,142 @@
+"""Requests to this rank's engine from any thread, and the one thread that drives the engine.
+
+vLLM in this process belongs to the main thread. Whatever runs elsewhere, be it an episode on an event loop or a server,
+puts its requests here and waits for their futures.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future
+
+from colocated_grpo.rollout.engine import Request, RolloutEngine
+from colocated_grpo.types import Completion
+
+PATIENCE = 0.5
+"""Seconds that a step without work waits before it gives its caller a chance to see a stop request."""
+
+Finished = list[tuple[Hashable, Completion]]
+
+
+class Inbox:
+    """Thread-safe. Requests wait while the engine sleeps; nothing is lost between rollout phases."""
+
+    def __init__(self) -> None:
+        self._requests: deque[tuple[Request, Future[Completion]]] = deque()
+        self._given_up: deque[tuple[Hashable, Future[Completion]]] = deque()
+        self._bell = threading.Event()
+
+    def put(self, request: Request) -> Future[Completion]:
+        """Its key must differ from all others under way. From asyncio: `await asyncio.wrap_future(inbox.put(...))`.
+
+        The future raises ValueError where the engine refuses the request, and CancelledError when the engine gives up
+        its work. Cancelling it takes the request out of the engine.
+        """
+        future: Future[Completion] = Future()
+        future.add_done_callback(lambda done: self._give_up(request.key, done) if done.cancelled() else None)
+        self._requests.append((request, future))
+        self._bell.set()
+        return future
+
+    def _give_up(self, key: Hashable, future: Future[Completion]) -> None:
+        self._given_up.append((key, future))
+        self._bell.set()
+
+    def ring(self) -> None:
+        """Wake the driving thread: something else that it waits for has happened."""
+        self._bell.set()
+
+    def wait(self, timeout: float) -> None:
+        """Until something has come or the bell was rung since the last wait, but no longer than `timeout` seconds."""
+        self._bell.wait(timeout)
+        # Before the queues are looked at: what comes from now on rings again.
+        self._bell.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._requests or self._given_up)
+
+    def take(self) -> Iterator[tuple[Request, Future[Completion]]]:
+        while self._requests:
+            yield self._requests.popleft()
+
+    def take_given_up(self) -> Iterator[tuple[Hashable, Future[Completion]]]:
+        while self._given_up:
+            yield self._given_up.popleft()
+
+
+class Driver:
+    """The engine and its inbox, for the one thread that drives them."""
+
+    def __init__(self, engine: RolloutEngine, inbox: Inbox) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._futures: dict[Hashable, Future[Completion]] = {}
+        self.running = 0
+        """Requests that the engine is working on, from whatever side they came."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._engine.max_num_seqs
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Requests of the driving thread itself, whose completions `step` returns."""
+        self._engine.submit(requests)
+        self.running += len(requests)
+
+    def step(self) -> Finished:
+        """Serve the inbox, then decode one token for everything under way; what was submitted here and is finished.
+
+        Where there is nothing to decode it waits until something comes, at most PATIENCE.
+        """
+        if self._inbox:
+            self._serve_inbox()
+        if not self.running:
+            self._inbox.wait(PATIENCE)
+            return []
+        finished = self._engine.step()
+        self.running -= len(finished)
+        if not self._futures:
+            return finished
+        return [(key, completion) for key, completion in finished if not self._resolve(key, completion)]
+
+    def abort(self) -> None:
+        """Give up everything under way; futures are cancelled."""
+        self._engine.abort()
+        self.running = 0
+        waiting = [*self._futures.values(), *(future for _, future in self._inbox.take())]
+        self._futures.clear()
+        for future in waiting:
+            future.cancel()
+
+    def _serve_inbox(self) -> None:
+        # First of all: a key that was given up may come again in the requests.
+        for key, future in self._inbox.take_given_up():
+            if self._futures.get(key) is future:
+                del self._futures[key]
+                self._engine.abort([key])
+                self.running -= 1
+        for request, future in self._inbox.take():
+            if not future.cancelled():
+                self._admit(request, future)
+
+    def _admit(self, request: Request, future: Future[Completion]) -> None:
+        if request.key in self._futures:
+            future.set_exception(ValueError(f"request key {request.key!r} is already under way"))
+            return
+        try:
+            self.submit([request])
+        except ValueError as error:  # too long for the engine, or sampling that it does not know
+            future.set_exception(error)
+            return
+        self._futures[request.key] = future
+
+    def _resolve(self, key: Hashable, completion: Completion) -> bool:
+        """Whether the completion belonged to a future."""
+        future = self._futures.pop(key, None)
+        if future is None:
+            return False
+        if future.set_running_or_notify_cancel():
+            future.set_result(completion)
+        return True

@@ -1,0 +1,210 @@
+"""Requests from other threads: every future gets its own completion, and waiting costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Hashable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+
+import pytest
+
+from colocated_grpo.rollout import inbox as inbox_module
+from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.types import Completion
+
+from fakes import FakeEngine, completion_of
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=9)
+
+
+def request_of(key: Hashable, seed: int = 0) -> Request:
+    return Request(key=key, token_ids=[1, 2], seed=seed, sampling=SAMPLING)
+
+
+def drive(driver: Driver, until: threading.Event) -> None:
+    while not until.is_set():
+        assert driver.step() == []
+
+
+def test_requests_from_many_threads_get_their_own_completions():
+    inbox, done = Inbox(), threading.Event()
+    driver = Driver(FakeEngine(), inbox)
+
+    def client(number: int) -> list[tuple[Request, Completion]]:
+        requests = [request_of(("client", number, turn), seed=100 * number + turn) for turn in range(20)]
+        return [(request, inbox.put(request).result(30)) for request in requests]
+
+    def clients() -> list[list[tuple[Request, Completion]]]:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(client, range(8)))
+        done.set()
+        inbox.ring()
+        return answers
+
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(clients)
+        drive(driver, done)
+    pairs = [pair for of_client in answers.result() for pair in of_client]
+    assert len(pairs) == 160
+    assert all(completion == completion_of(request) for request, completion in pairs)
+    assert driver.running == 0
+
+
+def test_the_drivers_own_requests_come_back_from_step_and_never_from_a_future():
+    inbox = Inbox()
+    driver = Driver(FakeEngine(decode_steps=lambda request: 2), inbox)
+    driver.submit([request_of((0, 0), seed=5), request_of((0, 1), seed=6)])
+    future = inbox.put(request_of("guest", seed=7))
+    assert driver.step() == []
+    assert driver.running == 3
+    finished = dict(driver.step())
+    assert finished.keys() == {(0, 0), (0, 1)}
+    assert future.result(0) == completion_of(request_of("guest", seed=7))
+
+
+def test_asyncio_waits_for_a_completion_with_wrap_future():
+    inbox, done = Inbox(), threading.Event()
+    driver = Driver(FakeEngine(), inbox)
+
+    async def two_turns() -> list[Completion]:
+        turns = [await asyncio.wrap_future(inbox.put(request_of(turn, seed=turn))) for turn in range(2)]
+        done.set()
+        inbox.ring()
+        return turns
+
+    with ThreadPoolExecutor(1) as pool:
+        turns = pool.submit(asyncio.run, two_turns())
+        drive(driver, done)
+    assert turns.result() == [completion_of(request_of(turn, seed=turn)) for turn in range(2)]
+
+
+def test_a_driver_without_work_sleeps_until_a_request_comes(monkeypatch):
+    monkeypatch.setattr(inbox_module, "PATIENCE", 30.0)
+    inbox = Inbox()
+    driver = Driver(FakeEngine(decode_steps=lambda request: 1), inbox)
+    asleep = threading.Event()
+    wait = inbox.wait
+
+    def noticed_wait(timeout: float) -> None:
+        asleep.set()
+        wait(timeout)
+
+    inbox.wait = noticed_wait
+    futures: list[Future[Completion]] = []
+
+    def guest() -> None:
+        asleep.wait(30)
+        futures.append(inbox.put(request_of("late")))
+
+    thread = threading.Thread(target=guest)
+    thread.start()
+    started, cpu = time.monotonic(), time.thread_time()
+    assert driver.step() == []  # woken by the request
+    assert driver.step() == []  # serves it
+    assert time.monotonic() - started < 10
+    assert time.thread_time() - cpu < 0.1
+    thread.join()
+    assert futures[0].result(0) == completion_of(request_of("late"))
+
+
+def test_an_idle_driver_comes_back_by_itself_so_that_a_stop_is_seen(monkeypatch):
+    monkeypatch.setattr(inbox_module, "PATIENCE", 0.01)
+    assert Driver(FakeEngine(), Inbox()).step() == []
+
+
+def test_a_ring_before_the_wait_is_not_lost(monkeypatch):
+    monkeypatch.setattr(inbox_module, "PATIENCE", 30.0)
+    inbox = Inbox()
+    inbox.ring()
+    started = time.monotonic()
+    assert Driver(FakeEngine(), inbox).step() == []
+    assert time.monotonic() - started < 10
+
+
+def test_a_cancelled_request_leaves_the_engine_and_its_key_is_free_again():
+    engine, inbox = FakeEngine(decode_steps=lambda request: 3), Inbox()
+    driver = Driver(engine, inbox)
+    first, stays = inbox.put(request_of("a", seed=1)), inbox.put(request_of("b", seed=2))
+    driver.step()
+    first.cancel()
+    again = inbox.put(request_of("a", seed=3))
+    driver.step()
+    assert engine.events == ["abort ['a']"]
+    driver.step()
+    driver.step()
+    assert stays.result(0) == completion_of(request_of("b", seed=2))
+    assert again.result(0) == completion_of(request_of("a", seed=3))
+    assert driver.running == 0
+
+
+def test_a_request_cancelled_before_it_was_served_never_reaches_the_engine():
+    engine, inbox = FakeEngine(), Inbox()
+    driver = Driver(engine, inbox)
+    inbox.put(request_of("a")).cancel()
+    inbox.ring()
+    assert driver.step() == []
+    assert engine.submitted == []
+
+
+def test_a_cancel_that_comes_with_the_completion_hurts_nobody():
+    inbox = Inbox()
+    driver = Driver(FakeEngine(decode_steps=lambda request: 1, on_step=lambda: future.cancel()), inbox)
+    future = inbox.put(request_of("a"))
+    assert driver.step() == []
+    assert future.cancelled()
+    driver.submit([request_of("b")])
+    assert [key for key, _ in driver.step()] == ["b"]
+    assert driver.running == 0
+
+
+def test_two_requests_under_way_cannot_share_a_key():
+    inbox = Inbox()
+    driver = Driver(FakeEngine(), inbox)
+    first, second = inbox.put(request_of("a", seed=1)), inbox.put(request_of("a", seed=2))
+    while driver.step() or not first.done():
+        pass
+    assert first.result(0) == completion_of(request_of("a", seed=1))
+    with pytest.raises(ValueError, match="request key 'a' is already under way"):
+        second.result(0)
+
+
+class Picky(FakeEngine):
+    def submit(self, requests):
+        for request in requests:
+            if len(request.token_ids) > 2:
+                raise ValueError("3 tokens are too many")
+            super().submit([request])
+
+
+def test_a_request_that_the_engine_refuses_costs_its_sender_only():
+    inbox = Inbox()
+    driver = Driver(Picky(decode_steps=lambda request: 1), inbox)
+    long = Request(key="long", token_ids=[1, 2, 3], seed=0, sampling=SAMPLING)
+    refused, served = inbox.put(long), inbox.put(request_of("short"))
+    driver.step()
+    with pytest.raises(ValueError, match="3 tokens are too many"):
+        refused.result(0)
+    assert served.result(0) == completion_of(request_of("short"))
+    assert driver.running == 0
+
+
+def test_an_abort_cancels_what_runs_and_what_waits_and_the_inbox_lives_on():
+    engine, inbox = FakeEngine(decode_steps=lambda request: 9), Inbox()
+    driver = Driver(engine, inbox)
+    running = inbox.put(request_of("running"))
+    driver.submit([request_of((0, 0))])
+    driver.step()
+    waiting = inbox.put(request_of("waiting"))
+    driver.abort()
+    for future in (running, waiting):
+        with pytest.raises(CancelledError):
+            future.result(0)
+    assert driver.running == 0 and not engine.running
+    later = inbox.put(request_of("running", seed=4))
+    while not later.done():
+        driver.step()
+    assert later.result(0) == completion_of(request_of("running", seed=4))
+    assert engine.events == ["abort"]
