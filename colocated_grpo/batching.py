@@ -6,6 +6,7 @@ Shapes: T packed tokens of one micro-batch, N scored tokens (the ones that the p
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +32,13 @@ class TrainSequence:
     scored: list[int]
     """Positions of sampled tokens, ascending; position 0 is never scored."""
     sampling_logprobs: list[float]
+    """NaN where the sampler's are not known."""
     advantages: list[float]
     temperature: float
     trained: bool
     """False: its tokens are scored but carry no loss (a truncated completion that is masked)."""
+    ref_logprobs: list[float] | None = None
+    """From the environment; None: not given."""
 
     @property
     def length(self) -> int:
@@ -60,6 +64,7 @@ class MicroBatch:
     sampling_logprobs_N: Tensor
     old_logprobs_N: Tensor | None = None
     ref_logprobs_N: Tensor | None = None
+    """As packed: from the environment, NaN where it gave none."""
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +87,8 @@ class Batch:
     """Packed tokens over all ranks and minibatches, one epoch."""
     imbalance: float
     """Tokens of the fullest rank over the mean, minus one."""
+    lacks_sampling_logprobs: bool = False
+    """Whether any rank holds NaN in sampling_logprobs_N."""
 
     def map(self, change: Callable[[MicroBatch], MicroBatch]) -> Batch:
         """The batch with every micro-batch replaced."""
@@ -124,7 +131,12 @@ def pack(
         )
         minibatches.append(Minibatch(micro_batches=[build_micro_batch(bin) for bin in shares[rank]], counts=counts))
     mean = sum(loads) / world_size
-    return Batch(minibatches=minibatches, num_tokens=sum(loads), imbalance=max(loads) / mean - 1 if mean else 0.0)
+    return Batch(
+        minibatches=minibatches,
+        num_tokens=sum(loads),
+        imbalance=max(loads) / mean - 1 if mean else 0.0,
+        lacks_sampling_logprobs=any(r.sampling_logprobs is None for group in groups for r in group.rollouts),
+    )
 
 
 def _sequences(
@@ -140,15 +152,17 @@ def _sequence(
     group: int, sibling: int, rollout: Rollout, advantages: list[float], config: BatchConfig
 ) -> TrainSequence:
     scored = [position for position, sampled in enumerate(rollout.loss_mask) if sampled]
+    sampling, ref = rollout.sampling_logprobs, rollout.ref_logprobs
     return TrainSequence(
         group=group,
         sibling=sibling,
         token_ids=rollout.token_ids,
         scored=scored,
-        sampling_logprobs=[rollout.sampling_logprobs[position] for position in scored],
+        sampling_logprobs=[math.nan if sampling is None else sampling[position] for position in scored],
         advantages=advantages,
         temperature=rollout.temperature,
         trained=not (config.mask_truncated and rollout.finish_reason == "length"),
+        ref_logprobs=None if ref is None else [ref[position] for position in scored],
     )
 
 
@@ -218,7 +232,14 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         loss_mask_N=_flat([[seq.trained] * len(seq.scored) for seq in sequences], torch.bool),
         advantages_N=_flat([seq.advantages for seq in sequences], torch.float32),
         sampling_logprobs_N=_flat([seq.sampling_logprobs for seq in sequences], torch.float32),
+        ref_logprobs_N=_given_ref_logprobs(sequences),
     )
+
+
+def _given_ref_logprobs(sequences: Sequence[TrainSequence]) -> Tensor | None:
+    if all(seq.ref_logprobs is None for seq in sequences):
+        return None
+    return _flat([seq.ref_logprobs or [math.nan] * len(seq.scored) for seq in sequences], torch.float32)
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:

@@ -8,16 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from colocated_grpo.advantages import group_advantages, is_constant
-from colocated_grpo.batching import Batch, pack
+from colocated_grpo.batching import Batch, MicroBatch, pack
 from colocated_grpo.build import Run, build_run, describe
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
 from colocated_grpo.errors import ReportedElsewhere
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
-from colocated_grpo.policy.policy import DTYPES, score
+from colocated_grpo.policy.policy import DTYPES, known_or, score
 from colocated_grpo.profiling import profiled
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.sharing import Job
@@ -147,8 +148,11 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
             ]
             for g, values in zip(groups, per_rollout, strict=True)
         ]
-        # Without a KL penalty a group of equal rewards has no gradient at all.
-        idle = [run.config.loss.kl.coef == 0 and is_constant(values) for values in rewards]
+        # Without a KL penalty a group of equal rewards has no gradient at all, unless its advantages came ready-made.
+        idle = [
+            run.config.loss.kl.coef == 0 and is_constant(values) and all(r.advantages is None for r in g.rollouts)
+            for g, values in zip(groups, rewards, strict=True)
+        ]
         return pack(
             groups,
             advantages,
@@ -163,12 +167,19 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
 def with_logprobs(run: Run, batch: Batch) -> Batch:
     """Add what the loss compares with: nothing when the only update is on-policy and no reference is asked for."""
     config = run.config
+    if batch.lacks_sampling_logprobs:
+        batch = run.policy.with_sampling_logprobs(batch)
     several_updates = config.batch.minibatches * config.batch.epochs > 1
     if several_updates and config.loss.old_logprobs == "trainer":
         batch = run.policy.with_old_logprobs(batch)
     if run.reference is not None:
-        batch = batch.map(lambda m: replace(m, ref_logprobs_N=score(run.reference, m, run.world.device)))
+        batch = batch.map(lambda m: replace(m, ref_logprobs_N=ref_logprobs(run, m)))
     return batch
+
+
+def ref_logprobs(run: Run, micro_batch: MicroBatch) -> Tensor:
+    """The environment's where it gave them, else the reference model's. Collective."""
+    return known_or(micro_batch.ref_logprobs_N, score(run.reference, micro_batch, run.world.device))
 
 
 def update(run: Run, batch: Batch) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -12,10 +13,15 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 START_SECONDS = 60.0
+HAS_ATROPOS = importlib.util.find_spec("atroposlib") is not None
 EMBEDDED = [sys.executable, "-m", "colocated_grpo.environments.atropos.api"]
 UPSTREAM = [sys.executable, "-c", "from atroposlib.cli.run_api import main; main()"]
+needs_atropos = pytest.mark.skipif(not HAS_ATROPOS, reason="atroposlib is not installed")
+APIS = [pytest.param(EMBEDDED, id="embedded"), pytest.param(UPSTREAM, id="atroposlib", marks=needs_atropos)]
 
 
 def free_port() -> int:

@@ -95,6 +95,37 @@ def _engine_fields_are_not_arguments(config: Config) -> Lines:
             yield f"engine.args.{name}: is a setting of its own; write engine.{name}"
 
 
+def _atropos_stands_alone(config: Config) -> Lines:
+    kinds = [source.type for source in config.environments]
+    if "atropos" in kinds and len(kinds) > 1:
+        yield (
+            f"environments: an atropos entry beside {len(kinds) - 1} other(s); its groups arrive ready-made and cannot "
+            "be mixed with prompts: connect every environment to the one API server instead"
+        )
+
+
+def _atropos_needs_whole_engines(config: Config) -> Lines:
+    if config.atropos is None:
+        return
+    if config.engine.tensor_parallel_size > 1:
+        yield (
+            f"engine.tensor_parallel_size={config.engine.tensor_parallel_size}: an atropos environment needs 1, since "
+            "requests come to each engine at times of their own"
+        )
+    if config.rollout.generation == "replicated":
+        yield "rollout.generation=replicated: an atropos environment samples what it asks for, once"
+    if config.deterministic:
+        yield "deterministic: an atropos environment decides what is sampled and when; no run repeats another"
+
+
+def _served_ports_differ(config: Config) -> Lines:
+    if config.atropos is None:
+        return
+    ports = [config.atropos.server.port, *config.atropos.server.more_ports]
+    if len(set(ports)) < len(ports):
+        yield f"environments.0.server: port and more_ports name a port twice: {', '.join(map(str, ports))}"
+
+
 def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
     size = config.engine.tensor_parallel_size
     if world_size % size:
@@ -140,6 +171,9 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _seed_in_range,
     _resumable_at_a_sync,
     _engine_fields_are_not_arguments,
+    _atropos_stands_alone,
+    _atropos_needs_whole_engines,
+    _served_ports_differ,
 )
 WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (_tensor_parallel_divides_world, _every_engine_has_prompts)
 REMARKS: tuple[Callable[[Config], Lines], ...] = (_renormalised_sampling, _both_memory_sizes)

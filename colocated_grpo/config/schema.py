@@ -191,7 +191,42 @@ class DatasetSourceConfig(Section):
     """Share of prompts drawn from this source, relative to the others."""
 
 
-EnvironmentConfig = Annotated[TaskSourceConfig | DatasetSourceConfig, Field(discriminator="type")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class ServerConfig(Section):
+    """The engine over HTTP, for environments in other processes."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 lets other machines in; set api_key_variable then."""
+    port: Port = 9001
+    """Where environments find the engine (--openai.base_url http://host:port/v1)."""
+    more_ports: list[Port] = []
+    """Further ports with the same server. [9004, 9005, 9006, 9007] for environments that ignore --openai.base_url."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the key which requests must bring; the key itself is never written anywhere."""
+    max_body_bytes: Positive = 32 << 20
+    """Larger request bodies are refused."""
+    max_requests: Positive = 4096
+    """Requests held at one time; more are answered with 503."""
+
+
+class AtroposSourceConfig(Section):
+    type: Literal["atropos"]
+    url: str = "http://localhost:8000"
+    """Atropos' API server (run-api, or python -m colocated_grpo.environments.atropos.api)."""
+    reset: bool = False
+    """Empty an API server that is registered with another batch size or length; its queue is lost."""
+    missing_logprobs: Literal["refuse", "recompute"] = "refuse"
+    """Groups without inference_logprobs. recompute: the trainer's of before the batch stand in, so that neither
+    mismatch nor staleness is corrected."""
+    connect_timeout: float = Field(30.0, gt=0)
+    """Seconds to wait for the API server at the start."""
+    server: ServerConfig = ServerConfig()
+    """Where environments sample completions."""
+
+
+EnvironmentConfig = Annotated[TaskSourceConfig | DatasetSourceConfig | AtroposSourceConfig, Field(discriminator="type")]
 
 
 class EvaluationConfig(Section):
@@ -281,6 +316,12 @@ class Config(Section):
     """Saving and exporting."""
     tracking: TrackingConfig = TrackingConfig()
     """What a person sees."""
+
+    @property
+    def atropos(self) -> AtroposSourceConfig | None:
+        """The Atropos entry, which stands alone where there is one."""
+        first = self.environments[0]
+        return first if isinstance(first, AtroposSourceConfig) else None
 
     @property
     def completions_per_step(self) -> int:

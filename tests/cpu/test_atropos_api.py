@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 from typing import Any
 from urllib.error import HTTPError
@@ -11,15 +10,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from servers import EMBEDDED, UPSTREAM, ApiProcess
+from servers import APIS, ApiProcess
 
-HAS_ATROPOS = importlib.util.find_spec("atroposlib") is not None
-SERVERS = [
-    pytest.param(EMBEDDED, id="embedded"),
-    pytest.param(
-        UPSTREAM, id="atroposlib", marks=pytest.mark.skipif(not HAS_ATROPOS, reason="atroposlib is not installed")
-    ),
-]
 KEYS = {
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
     *("inference_logprobs", "overrides", "group_overrides", "images", "env_id", "distill_token_ids"),
@@ -100,7 +92,7 @@ def group(size: int, env_id: int | None = None, mark: int = 0) -> dict[str, Any]
     }
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(scope="module", params=APIS)
 def server(request):
     with ApiProcess(request.param) as process:
         yield process
