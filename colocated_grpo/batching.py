@@ -120,7 +120,9 @@ def pack(
     for part in range(config.minibatches):
         members = order[part :: config.minibatches]
         chosen = [seq for g in members for seq in sequences[g]]
-        packed = [seq for g in members if not (constant[g] and config.drop_constant_groups) for seq in sequences[g]]
+        kept = [g for g in members if not (constant[g] and config.drop_constant_groups)]
+        # An episode may fail before the policy said anything: nothing of it is scored.
+        packed = [seq for g in kept for seq in sequences[g] if seq.scored]
         shares = plan(packed, config.max_tokens_per_micro_batch, world_size)
         loads = [load + sum(s.length for bin in share for s in bin) for load, share in zip(loads, shares, strict=True)]
         counts = Counts(

@@ -13,6 +13,7 @@ from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.environments import Environments, build_environments
+from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.activations import fit_activations
@@ -22,9 +23,13 @@ from colocated_grpo.policy.model import PackedLM, read_model_config
 from colocated_grpo.policy.policy import DTYPES, Policy, build_model
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import RolloutEngine, Sampling
+from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
+from colocated_grpo.rollout.server.build import Serving
+from colocated_grpo.rollout.server.sampler import Limits
 from colocated_grpo.rollout.sharing import build_sharing
+from colocated_grpo.rollout.supply import PromptSupply, Supply
 from colocated_grpo.rollout.vllm_engine import VLLMEngine
 from colocated_grpo.supervision import StopRequest
 from colocated_grpo.tracking import NullTracker, Tracker, make_tracker
@@ -34,7 +39,7 @@ from colocated_grpo.weights.colocated import ColocatedSync
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything the loop works with. On ranks other than 0 `source` is None: rank 0 alone pulls prompts."""
+    """Everything the loop works with."""
 
     config: Config
     world: World
@@ -47,21 +52,19 @@ class Run:
     reference: PackedLM | None
     engine: RolloutEngine
     collector: Collector
+    supply: Supply
     choreography: Choreography
     clock: Clock
-    source: LongestFirst | None
     held_out: list[Prompt]
-    sampling: Sampling
     held_out_sampling: Sampling
     checkpoints: Checkpoints
     tracker: Tracker | NullTracker
     start: int
 
     def close(self) -> None:
+        self.supply.close()
         self.collector.close()
         self.engine.close()
-        if self.source is not None:
-            self.source.close()
 
 
 def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> Run:
@@ -69,8 +72,12 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     model_folder = fetch_model(config.model, world)
     hf_config = read_model_config(config.model, model_folder)
     tokenizer = load_tokenizer(config, model_folder)
+    tracker = make_tracker(config, folder, world.is_main)
+    stop_tokens = stop_token_ids(tokenizer, model_folder)
     environments = build_environments(config, tokenizer)
-    source = LongestFirst(environments.open_source()) if world.is_main else None
+    limits = Limits(config.max_sequence_tokens, hf_config.get_text_config().vocab_size, stop_tokens, config.seed)
+    serving = Serving(config, folder, tokenizer, limits, world, tracker.note) if config.atropos else None
+    source = LongestFirst(environments.open_source()) if world.is_main and serving is None else None
     held_out = world.from_main(lambda: environments.held_out(config.evaluation.prompts))
 
     policy = Policy(config, hf_config, model_folder, world)
@@ -78,14 +85,19 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     reference = build_model(config, hf_config, model_folder, world) if wants_reference else None
     checkpoints = Checkpoints(folder, config.checkpoint, world)
     start, state = checkpoints.restore(policy)
-    if source is not None and state:
-        source.load_state_dict(state["source"])
 
     clock = Clock(world.device)
     engine = build_engine(config, policy, model_folder, world)
     if config.policy.gradient_checkpointing == "auto" and world.device.type == "cuda":
         fit_activations(policy, config, world)  # the engine sleeps: what is free now is free while the policy trains
-    stop_tokens = stop_token_ids(tokenizer, model_folder)
+    collector = build_collector(config, engine, environments, tokenizer, world, stop)
+    supply: Supply = (
+        PromptSupply(source, collector, world, stop.asked, config.rollout, training_sampling(config, stop_tokens))
+        if serving is None
+        else serving.start(engine, start, stop.asked, lambda: policy.version)
+    )
+    if state:
+        supply.load_state_dict(state["source"])
     return Run(
         config=config,
         world=world,
@@ -97,15 +109,14 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         policy=policy,
         reference=reference,
         engine=engine,
-        collector=build_collector(config, engine, environments, tokenizer, world, stop),
+        collector=collector,
+        supply=supply,
         choreography=build_choreography(config, policy, engine, clock, world),
         clock=clock,
-        source=source,
         held_out=held_out,
-        sampling=training_sampling(config, stop_tokens),
         held_out_sampling=held_out_sampling(config, stop_tokens),
         checkpoints=checkpoints,
-        tracker=make_tracker(config, folder, world.is_main),
+        tracker=tracker,
         start=start,
     )
 
@@ -158,15 +169,21 @@ def build_collector(
     world: World,
     stop: StopRequest,
 ) -> Collector:
+    inbox = Inbox()
+    rollout = config.rollout
+    episodes = EpisodeRunner(
+        environments.episodes, ChatCodec(tokenizer), inbox, seed=config.seed, tool_timeout=rollout.tool_timeout
+    )
     return Collector(
-        Driver(engine, Inbox()),
+        Driver(engine, inbox),
+        episodes,
         environments.scorers,
         lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         world,
         build_sharing(config, world),
         seed=config.seed,
-        reward_workers=config.rollout.reward_workers,
-        reward_timeout=config.rollout.reward_timeout,
+        reward_workers=rollout.reward_workers,
+        reward_timeout=rollout.reward_timeout,
         stop_asked=stop.asked,
     )
 

@@ -15,10 +15,11 @@ def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, f
     """Rewards, lengths and staleness of one training batch; `policy_version` is that of the weights to be trained."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.score.reward for rollout in rollouts if rollout.score.reward is not None]
+    sampled = [rollout for rollout in rollouts if len(rollout.token_ids) > rollout.prompt_length]
     row = {
         "reward_std": statistics.pstdev(rewards) if rewards else 0.0,
         "prompt_tokens": _mean(rollout.prompt_length for rollout in rollouts),
-        "staleness": _mean(policy_version - rollout.policy_version for rollout in rollouts),
+        "staleness": _mean(policy_version - rollout.policy_version for rollout in sampled),
         "groups/constant": _mean(is_constant(group_rewards(group)) for group in groups),
         "reward_errors": float(sum(rollout.score.error is not None for rollout in rollouts)),
     }

@@ -25,7 +25,7 @@ from colocated_grpo.rollout.sharing import Job
 from colocated_grpo.run_folder import choose_run_folder
 from colocated_grpo.summaries import check_reward_errors, group_rewards, held_out_metrics, rollout_metrics
 from colocated_grpo.supervision import StopRequest, Watchdog
-from colocated_grpo.types import Group, Prompt
+from colocated_grpo.types import Group
 
 FINISHED, STOPPED = "finished", "stopped"
 
@@ -69,12 +69,11 @@ def train(run: Run) -> str:
     """Run every remaining step; how it ended."""
     config = run.config
     for step in range(run.start, config.training_steps):
-        cursor = run.source.state_dict() if run.source else None
+        cursor = run.supply.state_dict()
         with run.clock.time("step"):
             seed_everything(derive_seed(config.seed, step, run.world.rank))
-            prompts = next_prompts(run)
             try:
-                groups = rollout(run, step, prompts)
+                groups = rollout(run, step)
             except Stopped:
                 save(run, step, cursor)
                 run.checkpoints.wait()
@@ -87,36 +86,22 @@ def train(run: Run) -> str:
             row |= reduce(metrics, run.world.sum_, run.world.max_)
             if run.checkpoints.due(step + 1):
                 with run.clock.time("checkpoint"):
-                    save(run, step + 1, run.source.state_dict() if run.source else None)
+                    save(run, step + 1, run.supply.state_dict())
+        row |= run.supply.metrics()
         run.tracker.flush(step, row | throughput(run, groups, batch), groups)
         maybe_export(run, step + 1)
     finish(run)
     return FINISHED
 
 
-def next_prompts(run: Run) -> list[Prompt] | None:
-    """This step's prompts, pulled by rank 0. None on every rank once a stop has been asked for."""
-
-    def pull() -> list[Prompt] | None:
-        return None if run.stop.asked() else run.source.next(run.config.rollout.prompts_per_step)
-
-    return run.world.from_main(pull)
-
-
-def rollout(run: Run, step: int, prompts: list[Prompt] | None) -> list[Group]:
+def rollout(run: Run, step: int) -> list[Group]:
     """Scored groups of this step, on every rank; evaluates first where that is due. Raises Stopped."""
-    if prompts is None:
-        raise Stopped
-    job = Job(name=f"train/{step}", prompts=prompts, group_size=run.config.rollout.group_size, sampling=run.sampling)
-    with run.choreography.rollout_phase(step, probe=prompts[0].token_ids):
+    order = run.supply.order(step)
+    with run.choreography.rollout_phase(step, probe=order.probe):
         if evaluation_due(run, step):
             evaluate(run, step)
         with run.clock.time("collect"):
-            groups = run.collector.collect(job)
-    if run.source is not None:
-        run.source.record(groups)
-    # The order of serving ends here: what is trained and logged does not depend on it.
-    return sorted(groups, key=lambda group: group.prompt.index)
+            return order.collect()
 
 
 def evaluation_due(run: Run, step: int) -> bool:
@@ -233,6 +218,6 @@ def finish(run: Run) -> None:
         with suppress(Stopped), run.choreography.rollout_phase(steps, probe=run.held_out[0].token_ids, sync=True):
             evaluate(run, steps)
     if run.config.checkpoint.final:
-        save(run, steps, run.source.state_dict() if run.source else None)
+        save(run, steps, run.supply.state_dict())
         export_to(run, run.folder / "final_model")
     run.checkpoints.wait()

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -22,6 +22,14 @@ EMBEDDED = [sys.executable, "-m", "colocated_grpo.environments.atropos.api"]
 UPSTREAM = [sys.executable, "-c", "from atroposlib.cli.run_api import main; main()"]
 needs_atropos = pytest.mark.skipif(not HAS_ATROPOS, reason="atroposlib is not installed")
 APIS = [pytest.param(EMBEDDED, id="embedded"), pytest.param(UPSTREAM, id="atroposlib", marks=needs_atropos)]
+
+
+def until(happened: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait for something that another thread or process does."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
 
 
 def free_port() -> int:
@@ -52,7 +60,7 @@ class ApiProcess:
         while not self._answers():
             assert self.process.poll() is None, f"{self.command} ended with {self.process.returncode}"
             assert time.monotonic() < deadline, f"{self.command} does not answer"
-            time.sleep(0.05)
+            time.sleep(0.02)
 
     def _answers(self) -> bool:
         try:

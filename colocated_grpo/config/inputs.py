@@ -11,8 +11,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config, DatasetSourceConfig, ModelConfig, TaskSourceConfig
+from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig, ModelConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -136,9 +137,14 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 
-def _check_source(index: int, source: TaskSourceConfig | DatasetSourceConfig) -> Iterator[str]:
+def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     key = f"environments.{index}"
-    if isinstance(source, TaskSourceConfig):
+    if isinstance(source, AtroposSourceConfig):
+        variable = source.server.api_key_variable
+        if variable is not None and not os.environ.get(variable):
+            yield f"{key}.server.api_key_variable={variable!r}: this environment variable is not set"
+        return
+    if not isinstance(source, DatasetSourceConfig):
         yield from _check_module(f"{key}.name", source.name)
         return
     if source.name.endswith(DATA_SUFFIXES) and not Path(source.name).is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config, EngineConfig
+from colocated_grpo.config.schema import Config, EngineConfig, EpisodeSourceConfig
 
 Lines = Iterator[str]
 
@@ -126,6 +126,16 @@ def _served_ports_differ(config: Config) -> Lines:
         yield f"environments.0.server: port and more_ports name a port twice: {', '.join(map(str, ports))}"
 
 
+def _episodes_have_the_engine_to_themselves(config: Config) -> Lines:
+    size = config.engine.tensor_parallel_size
+    for index, source in enumerate(config.environments):
+        if size > 1 and isinstance(source, EpisodeSourceConfig):
+            yield (
+                f"environments.{index}.type=episode needs engine.tensor_parallel_size=1, not {size}: the ranks of one "
+                "engine would have to get every turn at the same step"
+            )
+
+
 def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
     size = config.engine.tensor_parallel_size
     if world_size % size:
@@ -174,6 +184,7 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _atropos_stands_alone,
     _atropos_needs_whole_engines,
     _served_ports_differ,
+    _episodes_have_the_engine_to_themselves,
 )
 WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (_tensor_parallel_divides_world, _every_engine_has_prompts)
 REMARKS: tuple[Callable[[Config], Lines], ...] = (_renormalised_sampling, _both_memory_sizes)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import Section
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 
@@ -106,7 +107,7 @@ class RolloutConfig(Section):
     max_prompt_tokens: Positive = 1024
     """Longer prompts are dropped, counted and shown."""
     max_completion_tokens: Positive = 1024
-    """Sampling stops here with finish_reason 'length'."""
+    """Sampling stops here with finish_reason 'length'. Of an episode: everything after the prompt, observations too."""
     temperature: float = Field(1.0, gt=0, le=2)
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -125,6 +126,8 @@ class RolloutConfig(Section):
     """Threads per rank that compute rewards while the engine decodes."""
     reward_timeout: float = Field(60.0, gt=0)
     """Seconds after which a reward counts as failed."""
+    tool_timeout: float = Field(60.0, gt=0)
+    """Seconds that an episode may take between two turns (tools, its reward) before it counts as failed."""
     max_reward_errors: Fraction = 0.2
     """Share of a step's completions whose reward may fail before the run stops."""
 
@@ -145,9 +148,19 @@ class BatchConfig(Section):
 class TaskSourceConfig(Section):
     type: Literal["task"] = "task"
     name: str
-    """A built-in task, 'reasoning_gym:<dataset>' or your own 'module:object'."""
+    """A built-in task, 'reasoning_gym:<dataset>', one of an installed package, or your own 'module:object'."""
     args: dict[str, Any] = {}
     """Keyword arguments of the task."""
+    weight: float = Field(1.0, gt=0)
+    """Share of prompts drawn from this source, relative to the others."""
+
+
+class EpisodeSourceConfig(Section):
+    type: Literal["episode"]
+    name: str
+    """A built-in episode, one that an installed package announces, or your own 'module:object'."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the episode."""
     weight: float = Field(1.0, gt=0)
     """Share of prompts drawn from this source, relative to the others."""
 
@@ -191,42 +204,9 @@ class DatasetSourceConfig(Section):
     """Share of prompts drawn from this source, relative to the others."""
 
 
-Port = Annotated[int, Field(ge=1, le=65535)]
-
-
-class ServerConfig(Section):
-    """The engine over HTTP, for environments in other processes."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0 lets other machines in; set api_key_variable then."""
-    port: Port = 9001
-    """Where environments find the engine (--openai.base_url http://host:port/v1)."""
-    more_ports: list[Port] = []
-    """Further ports with the same server. [9004, 9005, 9006, 9007] for environments that ignore --openai.base_url."""
-    api_key_variable: str | None = None
-    """Environment variable that holds the key which requests must bring; the key itself is never written anywhere."""
-    max_body_bytes: Positive = 32 << 20
-    """Larger request bodies are refused."""
-    max_requests: Positive = 4096
-    """Requests held at one time; more are answered with 503."""
-
-
-class AtroposSourceConfig(Section):
-    type: Literal["atropos"]
-    url: str = "http://localhost:8000"
-    """Atropos' API server (run-api, or python -m colocated_grpo.environments.atropos.api)."""
-    reset: bool = False
-    """Empty an API server that is registered with another batch size or length; its queue is lost."""
-    missing_logprobs: Literal["refuse", "recompute"] = "refuse"
-    """Groups without inference_logprobs. recompute: the trainer's of before the batch stand in, so that neither
-    mismatch nor staleness is corrected."""
-    connect_timeout: float = Field(30.0, gt=0)
-    """Seconds to wait for the API server at the start."""
-    server: ServerConfig = ServerConfig()
-    """Where environments sample completions."""
-
-
-EnvironmentConfig = Annotated[TaskSourceConfig | DatasetSourceConfig | AtroposSourceConfig, Field(discriminator="type")]
+EnvironmentConfig = Annotated[
+    TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | AtroposSourceConfig, Field(discriminator="type")
+]
 
 
 class EvaluationConfig(Section):

@@ -1,6 +1,18 @@
-"""Where prompts and rewards come from: tasks, datasets with reward functions, user code."""
+"""Where prompts and rewards come from: tasks, datasets with reward functions, episodes, user code."""
 
-from colocated_grpo.environments.base import BatchSource, EnvironmentSetupError, Scorer, Task
+from colocated_grpo.environments.base import BatchSource, EnvironmentSetupError, Episode, Scorer, Task
 from colocated_grpo.environments.build import Environments, build_environments
+from colocated_grpo.environments.conversation import Conversation, OutOfRoom, Turn
 
-__all__ = ["BatchSource", "EnvironmentSetupError", "Environments", "Scorer", "Task", "build_environments"]
+__all__ = [
+    "BatchSource",
+    "Conversation",
+    "EnvironmentSetupError",
+    "Environments",
+    "Episode",
+    "OutOfRoom",
+    "Scorer",
+    "Task",
+    "Turn",
+    "build_environments",
+]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.environments.conversation import Conversation
 from colocated_grpo.types import Completion, Prompt, Score
 
 Split = Literal["train", "held_out"]
@@ -28,6 +29,23 @@ class Task(Protocol):
 
     def score(self, item: dict[str, Any], completion: str) -> float | dict[str, float] | None:
         """The reward, or named parts of which "reward" trains; None: not applicable. Called from several threads."""
+
+
+@runtime_checkable
+class Episode(Protocol):
+    """Conversations of several turns: the policy speaks, the environment answers, until it knows the reward.
+
+    One object plays all episodes of a rank, many at once: what belongs to one episode lives inside `run`.
+    """
+
+    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+        """As Task.prompts: items with the "prompt" that opens the conversation, and whatever run() needs."""
+
+    async def run(self, item: dict[str, Any], model: Conversation) -> float | dict[str, float] | None:
+        """One episode; its reward, as Task.score gives it. Runs on an event loop: blocking work goes to threads.
+
+        What it raises costs this episode only. OutOfRoom may pass: the reward is then 0.
+        """
 
 
 class Scorer(Protocol):

@@ -9,9 +9,11 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig
-from colocated_grpo.environments.base import BatchSource, Scorer, Task
+from colocated_grpo.config.atropos import AtroposSourceConfig
+from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig, EpisodeSourceConfig
+from colocated_grpo.environments.base import BatchSource, Episode, Scorer, Task
 from colocated_grpo.environments.dataset import DatasetRows
+from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.rewards import RewardScorer, build_rewards
 from colocated_grpo.environments.scoring import TaskScorer
@@ -30,7 +32,6 @@ class Environment(Protocol):
     """One entry of the config."""
 
     name: str
-    scorer: Scorer
 
     def open_stream(self, seed: int) -> Stream: ...
 
@@ -50,6 +51,20 @@ class TaskEnvironment:
 
     def held_out(self, seed: int) -> Iterator[dict[str, Any]]:
         return iter(self.task.prompts(seed, "held_out"))
+
+
+class EpisodeEnvironment:
+    """An episode asks, answers and judges."""
+
+    def __init__(self, name: str, episode: Episode) -> None:
+        self.name = name
+        self.episode = episode
+
+    def open_stream(self, seed: int) -> TaskStream:
+        return TaskStream(self.name, self.episode, seed)
+
+    def held_out(self, seed: int) -> Iterator[dict[str, Any]]:
+        return iter(self.episode.prompts(seed, "held_out"))
 
 
 class DatasetEnvironment:
@@ -81,7 +96,9 @@ class Environments:
     """Everything that asks and judges in one run."""
 
     scorers: dict[str, Scorer]
-    """By Prompt.source. The same on every rank."""
+    """Judges of single completions by Prompt.source. The same on every rank."""
+    episodes: dict[str, Episode]
+    """Players of all other sources."""
     entries: list[Environment]
     weights: dict[str, float]
     encoder: PromptEncoder
@@ -94,6 +111,8 @@ class Environments:
 
     def held_out(self, n: int) -> list[Prompt]:
         """Up to n prompts that are never trained on, shared out by weight; always the same ones. Rank 0 only."""
+        if not self.entries:
+            return []
         shares = Mixture(self.weights)
         for _ in range(n):
             shares.counts[shares.due()] += 1
@@ -120,12 +139,14 @@ class Environments:
 
 def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environments:
     """Every name resolved, every user module imported; no data read. Raises EnvironmentSetupError with one line."""
-    names = _unique([entry.name for entry in config.environments])
-    entries = [_build(name, entry, config) for name, entry in zip(names, config.environments, strict=True)]
+    prompted = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
+    names = _unique([entry.name for entry in prompted])
+    entries = [_build(name, entry, config) for name, entry in zip(names, prompted, strict=True)]
     return Environments(
-        scorers={entry.name: entry.scorer for entry in entries},
+        scorers={e.name: e.scorer for e in entries if isinstance(e, TaskEnvironment | DatasetEnvironment)},
+        episodes={e.name: e.episode for e in entries if isinstance(e, EpisodeEnvironment)},
         entries=entries,
-        weights={name: entry.weight for name, entry in zip(names, config.environments, strict=True)},
+        weights={name: entry.weight for name, entry in zip(names, prompted, strict=True)},
         encoder=PromptEncoder(tokenizer, config.rollout.max_prompt_tokens),
         seed=config.seed,
     )
@@ -137,6 +158,8 @@ def _build(name: str, entry: EnvironmentConfig, config: Config) -> Environment:
         return DatasetEnvironment(
             name, entry, RewardScorer(build_rewards(entry.rewards, f"environments {name!r}: rewards"), steps)
         )
+    if isinstance(entry, EpisodeSourceConfig):
+        return EpisodeEnvironment(name, build_episode(entry.name, entry.args))
     return TaskEnvironment(name, build_task(entry.name, entry.args))
 
 

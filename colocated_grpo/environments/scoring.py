@@ -26,17 +26,21 @@ class TaskScorer:
 
 
 def score_text(task: Task, item: dict[str, Any], text: str) -> Score:
-    """What the task says of one completion; never raises. Parts without "reward" are an error: no sum is guessed."""
+    """What the task says of one completion; never raises."""
     try:
-        result = settle(task.score(item, text))
-        if not isinstance(result, dict):
-            return Score(reward=as_number(result))
-        parts = {name: number for name, value in result.items() if (number := as_number(value)) is not None}
-        if "reward" not in result:
-            raise ValueError(f"score() gave parts without 'reward': {', '.join(map(str, result)) or 'none'}")
-        return Score(reward=parts.pop("reward", None), parts=parts)
+        return as_score(settle(task.score(item, text)))
     except (Exception, SystemExit) as error:
         return Score(reward=None, error=one_line(error))
+
+
+def as_score(result: Any) -> Score:
+    """From a number, None or named parts. Parts without "reward" raise: no sum is guessed."""
+    if not isinstance(result, dict):
+        return Score(reward=as_number(result))
+    parts = {name: number for name, value in result.items() if (number := as_number(value)) is not None}
+    if "reward" not in result:
+        raise ValueError(f"score() gave parts without 'reward': {', '.join(map(str, result)) or 'none'}")
+    return Score(reward=parts.pop("reward", None), parts=parts)
 
 
 def as_number(value: Any) -> float | None:

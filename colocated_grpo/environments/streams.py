@@ -8,7 +8,7 @@ from itertools import islice
 from random import Random
 from typing import Any, Protocol
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Task
+from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Task
 
 
 class Stream(Protocol):
@@ -24,11 +24,11 @@ class Stream(Protocol):
 
 
 class TaskStream:
-    """A task's train prompts, started again when they end. Resuming replays the items already taken."""
+    """Train prompts of a task or an episode, started again when they end. Resuming replays the items already taken."""
 
     patience = 1000
 
-    def __init__(self, name: str, task: Task, seed: int) -> None:
+    def __init__(self, name: str, task: Task | Episode, seed: int) -> None:
         self.name = name
         self.task = task
         self.seed = seed

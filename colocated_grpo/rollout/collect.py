@@ -1,18 +1,20 @@
-"""Turn prompts into scored groups. No collective happens between the first prompt and the last reward.
+"""Turn prompts into scored groups: single completions, or episodes of several turns.
 
-Each engine takes prompts from one counter in the shared store, so a slow rank simply takes fewer, and ranks whose
-completions differ in length or number cannot hang each other. Finished groups are gathered once, at the end.
+No collective happens between the first prompt and the last reward. Each engine takes prompts from one counter in the
+shared store, so a slow rank simply takes fewer, and ranks whose completions or episodes differ in length or number
+cannot hang each other. Finished groups are gathered once, at the end.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from colocated_grpo.distributed import World, derive_seed
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.rollout.engine import Request
+from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver
 from colocated_grpo.rollout.sharing import Job, Share, Sharing
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
@@ -33,6 +35,7 @@ class Collector:
     def __init__(
         self,
         driver: Driver,
+        episodes: EpisodeRunner,
         scorers: Mapping[str, Scorer],
         decode: Decode,
         world: World,
@@ -44,6 +47,7 @@ class Collector:
         stop_asked: Callable[[], bool],
     ) -> None:
         self._driver = driver
+        self._episodes = episodes
         self._scorers = scorers
         self._decode = decode
         self._world = world
@@ -65,15 +69,17 @@ class Collector:
 
     def _generate(self, job: Job, share: Share) -> dict[int, Group] | None:
         """This rank's groups by prompt; None if it was asked to stop."""
-        batch = _Batch(job, self._seed)
+        batch = _Batch(job, self._seed, self._driver, self._episodes)
         pending: dict[int, Future[Judged]] = {}
-        while batch.admit(share, self._driver) or batch.running:
-            for index in batch.advance(self._driver):
+        while batch.admit(share) or batch.running:
+            for index in batch.advance():
                 if share.counts:
                     pending[index] = self._pool.submit(self._score, job.prompts[index], batch.completions[index])
             if share.may_stop and self._stop_asked():
+                self._episodes.cancel()
                 self._driver.abort()
                 return None
+        self._driver.drain()
         deadline = time.monotonic() + self._reward_timeout
         groups = {
             index: self._group(job, batch.completions[index], index, future, deadline)
@@ -81,11 +87,14 @@ class Collector:
         }
         if not all(future.done() for future in pending.values()):
             self._replace_pool()
+        if share.counts:
+            played = batch.played.items()
+            groups |= {index: Group(prompt=job.prompts[index], rollouts=rollouts) for index, rollouts in played}
         return groups
 
     def _replace_pool(self) -> None:
         """Leave rewards that hang behind: they cannot be ended, and would take workers from every later batch."""
-        self.close()
+        self._close_pool()
         self._pool = ThreadPoolExecutor(self._reward_workers, thread_name_prefix="reward")
 
     def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> Judged:
@@ -111,35 +120,52 @@ class Collector:
         return Group(prompt=prompt, rollouts=rollouts)
 
     def close(self) -> None:
+        self._episodes.close()
+        self._close_pool()
+
+    def _close_pool(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Batch:
-    """Requests of one job on one engine: what is running, and completions by prompt."""
+    """One job on one engine: what is under way, completions and played episodes by prompt."""
 
-    def __init__(self, job: Job, seed: int) -> None:
+    def __init__(self, job: Job, seed: int, driver: Driver, episodes: EpisodeRunner) -> None:
         self._job = job
         self._seed = seed
+        self._driver = driver
+        self._episodes = episodes
         self.running = 0
+        """Completions and episodes."""
         self.completions: dict[int, list[Completion | None]] = {}
+        self.played: dict[int, list[Rollout]] = {}
+        self._playing = 0
+        """Episodes among the running."""
         self._missing: dict[int, int] = {}
         self._exhausted = False
 
-    def admit(self, share: Share, driver: Driver) -> bool:
-        """Submit whole groups while there is room; False when nothing is left to take."""
-        room = min(driver.max_num_seqs, share.most_running)
+    def admit(self, share: Share) -> bool:
+        """Begin whole groups while there is room; False when nothing is left to take."""
+        room = min(self._driver.max_num_seqs, share.most_running)
         while self.running < room and not self._exhausted:
             index = share.take()
             if index is None:
                 # Asking again would cost a round trip to the store with every decode step of the tail.
                 self._exhausted = True
-                break
-            size = self._job.group_size
-            self.completions[index] = [None] * size
-            self._missing[index] = size
-            self.running += size
-            driver.submit([self._request(index, sibling) for sibling in range(size)])
+            elif self._episodes.plays(self._job.prompts[index].source):
+                self._episodes.start(self._job, index)
+                self._playing += self._job.group_size
+                self.running += self._job.group_size
+            else:
+                self._submit(index)
         return not self._exhausted
+
+    def _submit(self, index: int) -> None:
+        size = self._job.group_size
+        self.completions[index] = [None] * size
+        self._missing[index] = size
+        self.running += size
+        self._driver.submit([self._request(index, sibling) for sibling in range(size)])
 
     def _request(self, index: int, sibling: int) -> Request:
         prompt = self._job.prompts[index]
@@ -150,14 +176,24 @@ class _Batch:
             sampling=self._job.sampling,
         )
 
-    def advance(self, driver: Driver) -> Iterator[int]:
+    def advance(self) -> Iterator[int]:
         """One decode step; yields prompts all of whose completions are now there."""
-        for (index, sibling), completion in driver.step():
+        for (index, sibling), completion in self._driver.step():
             self.completions[index][sibling] = completion
             self.running -= 1
             self._missing[index] -= 1
             if not self._missing[index]:
                 yield index
+        if self._playing:
+            self._put_away(self._episodes.finished())
+            if not self._driver.running:
+                self._put_away(self._episodes.give_up_overdue())
+
+    def _put_away(self, finished: Iterable[tuple[int, list[Rollout]]]) -> None:
+        for index, rollouts in finished:
+            self.played[index] = rollouts
+            self.running -= len(rollouts)
+            self._playing -= len(rollouts)
 
 
 def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, temperature: float) -> Rollout:

@@ -17,7 +17,7 @@ from colocated_grpo.environments.atropos.source import AtroposSource
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import RunError
 
-from servers import APIS, EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos
+from servers import APIS, EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos, until
 
 BATCH = 4
 
@@ -68,6 +68,10 @@ class Trial:
         )
         self.stop = threading.Event()
 
+    def start(self, step: int = 0) -> None:
+        self.source.connect()
+        self.source.register(step)
+
     def marks(self) -> list[int] | None:
         """First tokens of the next batch's groups."""
         groups = self.source.wait_for_groups(0, 3, self.stop)
@@ -98,7 +102,7 @@ def register_other(url: str, batch_size: int) -> None:
 
 
 def test_a_trainer_registers_and_lets_environments_in(url):
-    Trial(url).source.connect(5)
+    Trial(url).start(5)
     assert ask(url, "/info") == {"batch_size": BATCH, "max_token_len": 64}
     env = {"max_token_length": 64, "desired_name": "toy", "weight": 1.0, "group_size": 4}
     answer = ask(url, "/register-env", env)
@@ -107,7 +111,7 @@ def test_a_trainer_registers_and_lets_environments_in(url):
 
 def test_groups_arrive(url):
     trial = Trial(url)
-    trial.source.connect(0)
+    trial.start()
     send(url, 1)
     (group,) = trial.source.wait_for_groups(0, 3, trial.stop)
     assert [rollout.score.reward for rollout in group.rollouts] == [0, 1, 2, 3]
@@ -120,7 +124,7 @@ def test_groups_arrive(url):
 
 def test_batches_formed_at_once_come_newest_first_and_none_is_lost(url):
     trial = Trial(url)
-    trial.source.connect(0)
+    trial.start()
     for mark in range(3):
         send(url, mark)
     assert [trial.marks() for _ in range(3)] == [[2], [1], [0]]
@@ -128,16 +132,16 @@ def test_batches_formed_at_once_come_newest_first_and_none_is_lost(url):
 
 def test_nothing_comes_until_it_is_told_to_stop(url):
     trial = Trial(url)
-    trial.source.connect(0)
+    trial.start()
     trial.stop.set()
     assert trial.marks() is None
 
 
 def test_what_was_posted_before_a_restarted_trainer_is_still_there(url):
-    Trial(url).source.connect(0)
+    Trial(url).start()
     send(url, 8)
     again = Trial(url)
-    again.source.connect(4)
+    again.start(4)
     assert again.marks() == [8]
     assert again.notes == []
 
@@ -147,14 +151,14 @@ def test_a_batch_size_that_somebody_else_has_registered_is_refused_in_one_line(u
     with pytest.raises(
         EnvironmentSetupError, match=r"batch_size=6 .* needs batch_size=4 .* environments.0.reset: true"
     ):
-        Trial(url).source.connect(0)
+        Trial(url).start()
     assert ask(url, "/info")["batch_size"] == 6
 
 
 def test_a_reset_that_was_allowed_replaces_it(url):
     register_other(url, 6)
     trial = Trial(url, reset=True)
-    trial.source.connect(0)
+    trial.start()
     assert ask(url, "/info")["batch_size"] == BATCH
     send(url, 2)
     assert trial.marks() == [2]
@@ -169,7 +173,7 @@ def test_a_group_posted_before_the_trainer_does_not_spoil_the_registration(comma
     with ApiProcess(command) as fresh:
         send(fresh.url, 1)
         trial = Trial(fresh.url)
-        trial.source.connect(0)
+        trial.start()
         assert ask(fresh.url, "/info")["batch_size"] == BATCH
         send(fresh.url, 2)
         assert [trial.marks() for _ in range(len(kept) + 1)] == [*([mark] for mark in kept), [2]]
@@ -177,13 +181,12 @@ def test_a_group_posted_before_the_trainer_does_not_spoil_the_registration(comma
 
 def test_a_reset_by_somebody_else_is_survived(url):
     trial = Trial(url)
-    trial.source.connect(0)
+    trial.start()
     ask(url, "/reset_data")
     thread = threading.Thread(target=lambda: results.append(trial.marks()))
     results: list[Any] = []
     thread.start()
-    while ask(url, "/info")["batch_size"] != BATCH:
-        pass
+    until(lambda: ask(url, "/info")["batch_size"] == BATCH)
     send(url, 3)
     thread.join(10)
     assert results == [[3]]
@@ -195,18 +198,16 @@ def test_a_reset_by_somebody_else_is_survived(url):
 def test_a_killed_and_restarted_server_is_survived(command):
     with ApiProcess(command) as server:
         trial = Trial(server.url)
-        trial.source.connect(0)
+        trial.start()
         send(server.url, 1)
         assert trial.marks() == [1]
         server.kill()
         results: list[Any] = []
         thread = threading.Thread(target=lambda: results.append(trial.marks()))
         thread.start()
-        while not trial.notes:
-            pass
+        until(lambda: trial.notes)
         server.start()
-        while ask(server.url, "/info")["batch_size"] != BATCH:
-            pass
+        until(lambda: ask(server.url, "/info")["batch_size"] == BATCH)
         send(server.url, 2)
         thread.join(10)
     assert results == [[2]]
@@ -216,13 +217,13 @@ def test_a_killed_and_restarted_server_is_survived(command):
 
 def test_no_server_at_all_is_said_in_one_line():
     trial = Trial(f"http://127.0.0.1:{free_port()}", connect_timeout=0.05)
-    with pytest.raises(EnvironmentSetupError, match=r"no Atropos API there within 0.05 s .* start run-api"):
-        trial.source.connect(0)
+    with pytest.raises(EnvironmentSetupError, match=r"no Atropos API there, within 0.05 s .* start run-api"):
+        trial.start()
 
 
 def test_bad_sequences_are_told_counted_and_left_out(url):
     trial = Trial(url)
-    trial.source.connect(0)
+    trial.start()
     send(url, 1, scores=[0.0, 1.0, 2.0])
     assert trial.marks() == [1]
     assert trial.notes == ["atropos: left out 1 sequences: 1 scores"]
@@ -231,7 +232,7 @@ def test_bad_sequences_are_told_counted_and_left_out(url):
 
 def test_a_batch_without_anything_usable_is_passed_over(url):
     trial = Trial(url)
-    trial.source.connect(0)
+    trial.start()
     send(url, 1)
     send(url, 2, images=["x"])
     assert trial.marks() == [1]
@@ -239,7 +240,7 @@ def test_a_batch_without_anything_usable_is_passed_over(url):
 
 def test_environments_that_never_send_anything_usable_end_the_run(url):
     trial = Trial(url)
-    trial.source.connect(0)
+    trial.start()
     for _ in range(source_module.UNUSABLE_BATCHES):
         send(url, 1, images=["x"])
     with pytest.raises(RunError, match=r"nothing that can be trained; .* 32 images"):
@@ -249,13 +250,12 @@ def test_environments_that_never_send_anything_usable_end_the_run(url):
 def test_a_queue_that_forms_no_batch_is_explained(url, monkeypatch):
     monkeypatch.setattr(source_module, "PATIENCE", 0.0)
     trial = Trial(url)
-    trial.source.connect(0)
+    trial.start()
     send(url, 1, size=3)
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(trial.marks()))
     thread.start()
-    while not trial.notes:
-        pass
+    until(lambda: trial.notes)
     trial.stop.set()
     thread.join(10)
     assert "has 1 groups waiting" in trial.notes[0]
@@ -263,12 +263,12 @@ def test_a_queue_that_forms_no_batch_is_explained(url, monkeypatch):
 
 def test_the_count_of_groups_is_kept_over_a_restart(url):
     trial = Trial(url)
-    trial.source.connect(0)
+    trial.start()
     send(url, 1)
     trial.marks()
     again = Trial(url)
     again.source.load_state_dict(trial.source.state_dict())
-    again.source.connect(1)
+    again.start(1)
     send(url, 2)
     (group,) = again.source.wait_for_groups(1, 0, again.stop)
     assert group.prompt.index == 1

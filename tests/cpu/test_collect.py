@@ -17,6 +17,7 @@ from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.rewards import RewardScorer, build_rewards
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.sharing import FixedShares, Job, Replicated, SharedCounter, Sharing
 from colocated_grpo.types import Completion, Group, Prompt, Score
@@ -79,8 +80,10 @@ def collector_of(
     timeout: float = 30.0,
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> Collector:
+    inbox = Inbox()
     return Collector(
-        Driver(engine, Inbox()),
+        Driver(engine, inbox),
+        EpisodeRunner({}, None, inbox, seed=0, tool_timeout=1.0),
         {"fake": scorer},
         text_of,
         world,

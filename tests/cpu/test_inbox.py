@@ -208,3 +208,17 @@ def test_an_abort_cancels_what_runs_and_what_waits_and_the_inbox_lives_on():
         driver.step()
     assert later.result(0) == completion_of(request_of("running", seed=4))
     assert engine.events == ["abort"]
+
+
+def test_draining_ends_what_is_under_way_and_leaves_the_rest_for_later():
+    engine, inbox = FakeEngine(decode_steps=lambda request: 5), Inbox()
+    driver = Driver(engine, inbox)
+    under_way, given_up = inbox.put(request_of("under way")), inbox.put(request_of("given up"))
+    driver.step()
+    given_up.cancel()
+    waits = inbox.put(request_of("waits"))
+    driver.drain()
+    assert under_way.result(0) == completion_of(request_of("under way"))
+    assert not waits.done() and driver.running == 0 and not engine.running
+    while not waits.done():
+        driver.step()

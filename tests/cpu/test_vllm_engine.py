@@ -60,7 +60,8 @@ def engine_facts(world: World, folder: Path, stop: list[str]) -> dict[str, Any]:
             world,
             folder,
             rollout={"max_prompt_tokens": 64, "stop": stop, "temperature": TEMPERATURE},
-            engine={"args": {"block_size": 32}},
+            # A batch of tokens that many prompts overflow.
+            engine={"args": {"block_size": 32, "max_num_batched_tokens": 128}},
         )
 
     facts = {"process": process_state(build)}
@@ -77,7 +78,16 @@ def seeds(pair: Pair) -> dict[str, Any]:
     alone = [pair.generate([request_of(0, seed)])[0] for seed in (1, 2)]
     neighbours = [request_of(number, 100 + number, prompt=PROBE[number:]) for number in range(5)]
     [*_, again] = pair.generate([*neighbours, request_of(5, 1)])
-    return {"seed 1": alone[0], "seed 2": alone[1], "seed 1 among others": again}
+    prompts = [LONG_PROMPT[-number:] + LONG_PROMPT[:-number] for number in range(12)]
+    [crowded, *_] = reversed(pair.generate([request_of(n, 50 + n, prompt=p) for n, p in enumerate(prompts)]))
+    [uncrowded] = pair.generate([request_of(0, 61, prompt=prompts[-1])])
+    return {
+        "seed 1": alone[0],
+        "seed 2": alone[1],
+        "seed 1 among others": again,
+        "among prompts that overflow a batch": crowded,
+        "by itself": uncrowded,
+    }
 
 
 def errors(pair: Pair) -> dict[str, float]:
@@ -183,6 +193,10 @@ def test_a_stop_string_ends_a_completion_and_is_part_of_it(facts):
             assert text.index("7") == len(text) - 1
             assert one.finish_reason == "stop" or len(text) == 24
     assert 3 < met < len(facts["by string"])
+
+
+def test_prompts_that_overflow_a_batch_of_tokens_change_no_completion(facts):
+    assert facts["among prompts that overflow a batch"].token_ids == facts["by itself"].token_ids
 
 
 def test_an_abort_leaves_nothing_running_and_changes_no_later_completion(facts):

@@ -44,6 +44,10 @@ class AtroposClient:
         self._may_reset = may_reset
         self._http = JsonClient(url, timeout=timeout)
 
+    def check(self) -> None:
+        """Raises EnvironmentSetupError where the server belongs to a trainer with other wishes."""
+        self._refuse_conflict(self._info())
+
     def register(self, step: int, note: Callable[[str], None]) -> dict[str, Any] | None:
         """Become the server's trainer and let environments in; the batch that this asks for, if one was waiting.
 
@@ -55,8 +59,7 @@ class AtroposClient:
             held = self._info()
             if held == self._trainer.expected:
                 return self.batch()
-            if held["batch_size"] != UNSET and not self._may_reset:
-                raise EnvironmentSetupError(self._conflict(held))
+            self._refuse_conflict(held)
             note(f"atropos: {self.url} holds a registration that it cannot serve; resetting it with GET /reset_data")
             self._http.get("/reset_data")
         raise Unavailable("it does not keep a registration")
@@ -79,11 +82,13 @@ class AtroposClient:
             raise Unavailable("GET /info does not answer as Atropos' API does")
         return {name: info.get(name, UNSET) for name in self._trainer.expected}
 
-    def _conflict(self, held: dict[str, int]) -> str:
+    def _refuse_conflict(self, held: dict[str, int]) -> None:
+        if held == self._trainer.expected or held["batch_size"] == UNSET or self._may_reset:
+            return
         theirs, ours = (
             " and ".join(f"{name}={value}" for name, value in side.items()) for side in (held, self._trainer.expected)
         )
-        return (
+        raise EnvironmentSetupError(
             f"environments: {self.url} is registered with {theirs} and this run needs {ours}; restart the API server, "
             "or set environments.0.reset: true to empty it (its queue and its environments are lost)"
         )

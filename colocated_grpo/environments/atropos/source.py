@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from colocated_grpo.environments.atropos.client import AtroposClient, NotRegistered
@@ -43,27 +44,35 @@ class AtroposSource:
         self._groups_read = 0
         self._sequences = 0
         self._last = Reading()
+        self._status: dict[str, float] = {}
+        """Of the server when the last batch came."""
 
-    def connect(self, step: int) -> None:
-        """Register before anything expensive is built. Raises EnvironmentSetupError with one line."""
+    def connect(self) -> None:
+        """See that the server is there and fits, before anything expensive is built.
+
+        Raises EnvironmentSetupError with one line.
+        """
         deadline = time.monotonic() + self._connect_timeout
-        while not self._registered:
+        while True:
             try:
-                self._register(step)
+                self._client.check()
+                return
             except Unavailable as error:
-                if time.monotonic() >= deadline:
-                    raise EnvironmentSetupError(
-                        f"environments.0.url={self._client.url!r}: no Atropos API there within "
-                        f"{self._connect_timeout:g} s ({error}); start run-api, or "
-                        "python -m colocated_grpo.environments.atropos.api"
-                    ) from None
-                time.sleep(POLL_SECONDS)
+                reason = str(error)
             except Refused as error:
-                raise EnvironmentSetupError(
-                    f"environments.0.url={self._client.url!r}: no Atropos API, it refuses the registration ({error})"
-                ) from None
+                raise self._no_api(str(error)) from None
+            if time.monotonic() >= deadline:
+                raise self._no_api(f"within {self._connect_timeout:g} s ({reason})")
+            time.sleep(POLL_SECONDS)
 
-    def _register(self, step: int) -> None:
+    def _no_api(self, reason: str) -> EnvironmentSetupError:
+        return EnvironmentSetupError(
+            f"environments.0.url={self._client.url!r}: no Atropos API there, {reason}; start run-api, or "
+            "python -m colocated_grpo.environments.atropos.api"
+        )
+
+    def register(self, step: int) -> None:
+        """Become the server's trainer, as of `step`, and let environments in."""
         self._early = self._client.register(step, self._note)
         self._registered = True
 
@@ -77,6 +86,8 @@ class AtroposSource:
                 reading = self._reader.read(items, self._groups_read, policy_version)
                 self._count(reading)
                 if reading.groups:
+                    with suppress(Unavailable, Refused):
+                        self._status = self._client.status()
                     return reading.groups
             elif time.monotonic() - told > PATIENCE:
                 told = time.monotonic()
@@ -89,7 +100,7 @@ class AtroposSource:
         """One attempt, followed by a pause when it failed."""
         try:
             if not self._registered:
-                self._register(step)
+                self.register(step)
                 self._reconnects += 1
                 self._note(f"atropos: registered again at {self._client.url}")
             items, self._early = self._early or self._client.batch(), None
@@ -141,10 +152,7 @@ class AtroposSource:
             "atropos/reconnects": float(self._reconnects),
         }
         row |= {f"atropos/dropped/{reason}": float(count) for reason, count in self._last.dropped.items()}
-        try:
-            return row | {f"atropos/{name}": value for name, value in self._client.status().items()}
-        except (Unavailable, Refused):
-            return row
+        return row | {f"atropos/{name}": value for name, value in self._status.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What is queued lives in the API server and outlasts this process."""

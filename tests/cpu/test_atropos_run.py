@@ -1,0 +1,87 @@
+"""A whole run: an unmodified Atropos environment, an API server, two ranks with real vLLM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colocated_grpo.tracking import files
+
+from servers import ROOT, UPSTREAM, ApiProcess, free_port, needs_atropos
+from training_runs import Settings, TrainingRun, settings, tiny_model
+
+pytestmark = needs_atropos
+
+GROUP = 4
+
+
+@contextmanager
+def environment(folder: Path, api: str, server_port: int, **flags: str) -> Iterator[subprocess.Popen]:
+    """The environment's process, started as the guides of Atropos start theirs."""
+    model = str(tiny_model())
+    arguments = {
+        "--slurm": "False",
+        "--env.tokenizer_name": model,
+        "--env.group_size": str(GROUP),
+        "--env.total_steps": "1000",
+        "--env.steps_per_eval": "1000",
+        "--env.rollout_server_url": api,
+        "--env.use_wandb": "False",
+        "--env.wandb_name": "toy",
+        "--openai.api_key": "x",
+        "--openai.base_url": f"http://localhost:{server_port}/v1",
+        "--openai.model_name": model,
+        "--openai.server_type": "vllm",
+        **flags,
+    }
+    command = [sys.executable, str(ROOT / "tests/toy_environment.py"), "serve"]
+    with (folder / "env.log").open("a") as log:
+        process = subprocess.Popen(
+            [*command, *(word for pair in arguments.items() for word in pair)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def atropos_settings(api: str, port: int, **changes: Any) -> Settings:
+    entry = {"type": "atropos", "url": api, "server": {"port": port}}
+    return settings(
+        tiny_model(),
+        environments=[entry],
+        rollout={"prompts_per_step": 4, "group_size": GROUP, "max_prompt_tokens": 24, "max_completion_tokens": 16},
+        evaluation={"every": 0},
+        checkpoint={"every": 2},
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(("command", "ranks"), [(UPSTREAM, 2)], ids=["atroposlib"])
+def test_an_environment_is_trained(tmp_path, command, ranks):
+    port = free_port()
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(command))
+        run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, port, training_steps=6), ranks=ranks))
+        stack.enter_context(environment(tmp_path, api.url, port))
+        run.finish()
+    rows = run.rows(files.TRAIN)
+    assert len(rows) == 6
+    assert all(row["atropos/dropped"] == 0 for row in rows)
+    assert all(row["atropos/unknown_origin"] == 0 for row in rows)
+    # Sampled at 0.8 without saying so: with another temperature the two would differ by far more.
+    first = rows[0]
+    assert first["staleness"] == 0
+    assert first["mismatch/abs"] < 1e-3
+    assert all(row["staleness"] >= 0 for row in rows)
