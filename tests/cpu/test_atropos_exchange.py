@@ -83,6 +83,14 @@ def test_an_unknown_environment_is_told_to_register(fresh):
     assert "register again" in refused.value.read().decode()
 
 
+def test_an_environment_without_a_name_is_let_in(fresh):
+    post(fresh, "/register", registration())
+    call(fresh.url + "/batch")
+    env = {"max_token_length": 64, "desired_name": None, "weight": 1.0, "group_size": 4}
+    status, answer = call(fresh.url + "/register-env", json.dumps(env).encode())
+    assert (status, json.loads(answer)["wandb_name"]) == (200, "env_0")
+
+
 def test_a_body_above_the_limit_is_refused(fresh):
     assert post(fresh, "/scored_data", {**group(), "padding": "x" * LIMIT}) == 413
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,12 +10,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-import pytest
+from urllib.request import urlopen
 
 from colocated_grpo.tracking import files
 
-from servers import ROOT, UPSTREAM, ApiProcess, free_port, needs_atropos
+from servers import EMBEDDED, ROOT, UPSTREAM, ApiProcess, free_port, needs_atropos
 from training_runs import Settings, TrainingRun, settings, tiny_model
 
 pytestmark = needs_atropos
@@ -68,20 +68,48 @@ def atropos_settings(api: str, port: int, **changes: Any) -> Settings:
     )
 
 
-@pytest.mark.parametrize(("command", "ranks"), [(UPSTREAM, 2)], ids=["atroposlib"])
-def test_an_environment_is_trained(tmp_path, command, ranks):
+def test_an_environment_is_trained_by_two_ranks(tmp_path):
     port = free_port()
     with ExitStack() as stack:
-        api = stack.enter_context(ApiProcess(command))
-        run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, port, training_steps=6), ranks=ranks))
+        api = stack.enter_context(ApiProcess(UPSTREAM))
+        run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, port, training_steps=6), ranks=2))
         stack.enter_context(environment(tmp_path, api.url, port))
         run.finish()
     rows = run.rows(files.TRAIN)
     assert len(rows) == 6
     assert all(row["atropos/dropped"] == 0 for row in rows)
     assert all(row["atropos/unknown_origin"] == 0 for row in rows)
-    # Sampled at 0.8 without saying so: with another temperature the two would differ by far more.
-    first = rows[0]
-    assert first["staleness"] == 0
-    assert first["mismatch/abs"] < 1e-3
-    assert all(row["staleness"] >= 0 for row in rows)
+    assert rows[0]["staleness"] == 0
+    # Sampled at 0.8, which the environment does not say: with another temperature the two would differ by far more.
+    assert rows[0]["mismatch/abs"] < 1e-4
+    assert "registered again" not in run.stdout
+
+
+def test_an_api_server_and_an_environment_that_die_are_survived(tmp_path):
+    port = free_port()
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(EMBEDDED))
+        run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, port, training_steps=5)))
+        with environment(tmp_path, api.url, port):
+            run.wait_for_step(1)
+            api.kill()
+        api.start()
+        stack.enter_context(environment(tmp_path, api.url, port))
+        run.finish()
+    assert [row["step"] for row in run.rows(files.TRAIN)] == list(range(5))
+    assert "registered again" in run.stdout
+
+
+def test_a_run_that_waits_for_a_batch_stops_when_asked(tmp_path):
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(EMBEDDED))
+        run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, free_port()), ranks=2))
+        run.wait_until(lambda: _registered(api))
+        run.launcher.terminate()
+        assert run.wait(60) == 143
+    assert files.read_summary(run.folder)["outcome"] == "stopped"
+
+
+def _registered(api: ApiProcess) -> bool:
+    with urlopen(f"{api.url}/info", timeout=5) as answer:
+        return json.load(answer)["batch_size"] == 4 * GROUP

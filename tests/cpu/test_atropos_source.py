@@ -258,7 +258,7 @@ def test_a_queue_that_forms_no_batch_is_explained(url, monkeypatch):
     until(lambda: trial.notes)
     trial.stop.set()
     thread.join(10)
-    assert "has 1 groups waiting" in trial.notes[0]
+    assert "holds 1 groups; batches are made of whole groups" in trial.notes[0]
 
 
 def test_the_count_of_groups_is_kept_over_a_restart(url):

@@ -1,8 +1,8 @@
 """What Atropos' API server keeps: one trainer's wishes, its environments, and scored groups on their way between them.
 
-Plain state without HTTP. It answers as atroposlib 0.4.0 does, but for three accidents there that only lose data: a
-group that comes before the trainer does not spoil its registration, a batch asked for after a reset gets the same
-answer as before the first registration, and an unknown environment is named instead of ending in a server error.
+Plain state without HTTP. It answers as atroposlib 0.4.0 does, but for accidents there that help nobody: a group that
+comes before the trainer does not spoil its registration, a batch asked for after a reset gets the same answer as before
+the first registration, an environment without a name gets one, and an unknown one is told so instead of failing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from colocated_grpo.environments.atropos.wire import EnvRegistration, Registrati
 Group = dict[str, Any]
 
 LEAST_WEIGHT = 0.01
+NAMELESS = "env"
 NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
 
 
@@ -69,7 +70,8 @@ class Exchange:
         if self._trainer is None or not self._started:
             return {"status": "wait for trainer to start"}
         namesakes = sum(env.settings.desired_name == settings.desired_name for env in self._envs)
-        env = Env(len(self._envs), settings, f"{settings.desired_name}_{namesakes}", settings.group_size)
+        name = f"{settings.desired_name or NAMELESS}_{namesakes}"
+        env = Env(len(self._envs), settings, name, settings.group_size)
         self._envs.append(env)
         return {
             "status": "success",

@@ -138,11 +138,15 @@ class AtroposSource:
             status = self._client.status()
         except (Unavailable, Refused):
             return
-        self._note(
-            f"atropos: no batch for {PATIENCE:g} s; {self._client.url} has {status.get('queue_size', 0):g} groups "
-            "waiting. Batches are made of whole groups whose sizes are powers of two that divide "
+        waiting = int(status.get("queue_size", 0))
+        advice = (
+            "batches are made of whole groups whose sizes are powers of two that divide "
             "rollout.prompts_per_step * rollout.group_size"
+            if waiting
+            else "is an environment running, with this --env.rollout_server_url, with --env.wandb_name and with this "
+            "trainer's server as --openai.base_url?"
         )
+        self._note(f"atropos: no batch for {PATIENCE:g} s; {self._client.url} holds {waiting} groups; {advice}")
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch."""

@@ -54,7 +54,8 @@ class Registration(Payload):
 
 class EnvRegistration(Payload):
     max_token_length: int
-    desired_name: str
+    desired_name: str | None
+    """None from environments started without --env.wandb_name."""
     weight: float
     group_size: int
     min_batch_allocation: float | None = None

@@ -162,6 +162,8 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         if not task.done():
             raise Disconnected
         return task.result()
+    except asyncio.CancelledError:
+        raise Unserved from None  # the server closes
     finally:
         gone.cancel()
         task.cancel()

@@ -49,6 +49,7 @@ class Serving:
         self._limits = limits
         self._inbox = Inbox()
         self._links, self._end = link_ranks(self._inbox, world)
+        self._engines = LeastBusy([self._inbox.put, *(link.put for link in self._links)])
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
         world.from_main(lambda: self._open(config, folder, tokenizer))
@@ -70,8 +71,7 @@ class Serving:
         self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
 
     def _sampler(self, origins: Origins, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-        engines = LeastBusy([self._inbox.put, *(link.put for link in self._links)])
-        return Sampler(engines, self._top_logprobs, tokenizer, origins, self._limits, self._note)
+        return Sampler(self._engines, self._top_logprobs, tokenizer, origins, self._limits, self._note)
 
     def _top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
         return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
@@ -85,7 +85,15 @@ class Serving:
             role: MainServing | RankServing = RankServing(driver, self._end)
         else:
             role = MainServing(
-                self.source, driver, self._inbox, self._links, self._servers, stop_asked, policy_version, self._note
+                self.source,
+                driver,
+                self._inbox,
+                self._links,
+                self._engines,
+                self._servers,
+                stop_asked,
+                policy_version,
+                self._note,
             )
         self._world.from_main(lambda: self.source.register(step))
         probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]

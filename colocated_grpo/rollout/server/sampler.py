@@ -55,9 +55,13 @@ class LeastBusy:
     def __init__(self, engines: Sequence[Send]) -> None:
         self._engines = engines
         self.under_way = [0] * len(engines)
+        self.closed = False
+        """Set by whoever ends the run: no engine will be driven again."""
 
     async def send(self, request: Request) -> Completion:
-        """Cancelling it takes the request out of its engine."""
+        """Cancelling it takes the request out of its engine. Raises Unserved when the run ends before it is done."""
+        if self.closed:
+            raise Unserved
         chosen = min(range(len(self._engines)), key=self.under_way.__getitem__)
         self.under_way[chosen] += 1
         try:

@@ -19,6 +19,7 @@ from colocated_grpo.environments.atropos.source import AtroposSource
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server.links import Link, LinkedInbox
+from colocated_grpo.rollout.server.sampler import LeastBusy
 from colocated_grpo.rollout.supply import Order
 from colocated_grpo.types import Group
 from colocated_grpo.web.serving import ServerThread
@@ -38,6 +39,7 @@ class MainServing:
         driver: Driver,
         inbox: Inbox,
         links: list[Link],
+        engines: LeastBusy,
         servers: list[ServerThread],
         stop_asked: Callable[[], bool],
         policy_version: Callable[[], int],
@@ -47,6 +49,7 @@ class MainServing:
         self._driver = driver
         self._inbox = inbox
         self._links = links
+        self._engines = engines
         self._servers = servers
         self._stop_asked = stop_asked
         self._policy_version = policy_version
@@ -86,6 +89,8 @@ class MainServing:
             )
 
     def close(self) -> None:
+        # First no new requests, then an answer to those that wait, then the connections.
+        self._engines.closed = True
         self._driver.abort()
         for server in self._servers:
             server.close()

@@ -123,7 +123,7 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions"""
 
     max_tokens: int | None = Field(16, ge=1)
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: Annotated[bool, Field(strict=True)] = False
     suffix: None = None
@@ -137,8 +137,8 @@ class CompletionBody(OpenAIBody):
     def _within_what_is_served(self) -> Self:
         if self.echo:
             raise ValueError("echo is not served")
-        if not self.prompts or len(self.prompts) * (self.n or 1) > MOST_COMPLETIONS:
-            raise ValueError(f"between 1 and {MOST_COMPLETIONS} completions a request")
+        if len(self.prompts) * (self.n or 1) > MOST_COMPLETIONS:
+            raise ValueError(f"at most {MOST_COMPLETIONS} completions a request")
         return self
 
 
