@@ -210,6 +210,11 @@ def test_a_bad_sequence_is_left_out_and_its_sibling_stays(reason, changes):
     assert left.token_ids == [5, 6, 20, 21, 22]
 
 
+def test_a_log_probability_just_above_zero_is_zero():
+    (first, _) = rollouts(inference_logprobs=[[1, 1, 1e-6, -0.2, -0.3], [1, 1, -0.4, -0.5, -0.6]])
+    assert first.sampling_logprobs == [0, 0, 0, -0.2, -0.3]
+
+
 def test_images_are_refused():
     assert dropped(images=[None, "aGVsbG8="]) == {"images": 2}
     assert dropped(images="aGVsbG8=") == {"images": 2}

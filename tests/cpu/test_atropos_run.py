@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from colocated_grpo.tracking import files
 
@@ -74,7 +74,11 @@ def test_an_environment_is_trained_by_two_ranks(tmp_path):
         api = stack.enter_context(ApiProcess(UPSTREAM))
         run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, port, training_steps=6), ranks=2))
         stack.enter_context(environment(tmp_path, api.url, port))
+        run.wait_for_step(0)
+        reply = generate(port)
         run.finish()
+    assert_is_a_reply_of_vllm(reply)
+    assert "Traceback" not in run.stderr
     rows = run.rows(files.TRAIN)
     assert len(rows) == 6
     assert all(row["atropos/dropped"] == 0 for row in rows)
@@ -108,6 +112,26 @@ def test_a_run_that_waits_for_a_batch_stops_when_asked(tmp_path):
         run.launcher.terminate()
         assert run.wait(60) == 143
     assert files.read_summary(run.folder)["outcome"] == "stopped"
+
+
+def generate(port: int) -> dict[str, Any]:
+    """A request of our own beside the environment's; it may be held while the policy trains."""
+    body = {"prompt": "sort 31", "n": 2, "max_tokens": 6, "stop": ["0"], "prompt_logprobs": 2, "top_k": 5}
+    request = Request(
+        f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def assert_is_a_reply_of_vllm(reply: dict[str, Any]) -> None:
+    nothing, *entries = reply["prompt_logprobs"]
+    assert nothing is None
+    assert [int(next(iter(entry))) for entry in entries] == reply["prompt_token_ids"][1:]
+    assert all(2 <= len(entry) <= 3 and max(entry.values()) <= 0 for entry in entries)
+    assert not any("0" in text for text in reply["text"])
+    for tokens, logprobs in zip(reply["token_ids"], reply["logprobs"], strict=True):
+        assert [int(token) for [entry] in logprobs for token in entry] == tokens
 
 
 def _registered(api: ApiProcess) -> bool:
