@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,13 +64,19 @@ class PromptSupply:
         self._world = world
         self._stop_asked = stop_asked
         self._config = config
-        self._sampling = sampling
+        self.sampling = sampling
+
+    def resized(self, config: RolloutConfig, sampling: Sampling) -> PromptSupply:
+        """Another amount of work from the same source."""
+        other = copy(self)
+        other._config, other.sampling = config, sampling
+        return other
 
     def order(self, step: int) -> Order:
         prompts = self._world.from_main(self._pull)
         if prompts is None:
             raise Stopped
-        job = Job(name=f"train/{step}", prompts=prompts, group_size=self._config.group_size, sampling=self._sampling)
+        job = Job(name=f"train/{step}", prompts=prompts, group_size=self._config.group_size, sampling=self.sampling)
         return Order(probe=prompts[0].token_ids, collect=lambda: self._collect(job))
 
     def _pull(self) -> list[Prompt] | None:
