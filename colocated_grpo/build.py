@@ -27,7 +27,10 @@ from colocated_grpo.rollout.engine import RolloutEngine, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
+from colocated_grpo.rollout.server.build import Serving
+from colocated_grpo.rollout.server.sampler import Limits
 from colocated_grpo.rollout.sharing import build_sharing
+from colocated_grpo.rollout.supply import PromptSupply, Supply
 from colocated_grpo.rollout.vllm_engine import VLLMEngine
 from colocated_grpo.supervision import StopRequest
 from colocated_grpo.tracking import NullTracker, Tracker, make_tracker
@@ -38,7 +41,7 @@ from colocated_grpo.weights.shared import share
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything the loop works with. On ranks other than 0 `source` is None: rank 0 alone pulls prompts."""
+    """Everything the loop works with."""
 
     config: Config
     world: World
@@ -51,21 +54,19 @@ class Run:
     reference: ShardedWeights | None
     engine: RolloutEngine
     collector: Collector
+    supply: Supply
     choreography: Choreography
     clock: Clock
-    source: LongestFirst | None
     held_out: list[Prompt]
-    sampling: Sampling
     held_out_sampling: Sampling
     checkpoints: Checkpoints
     tracker: Tracker | NullTracker
     start: int
 
     def close(self) -> None:
+        self.supply.close()
         self.collector.close()
         self.engine.close()
-        if self.source is not None:
-            self.source.close()
 
 
 def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> Run:
@@ -73,8 +74,12 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     model_folder = fetch_model(config.model, world)
     hf_config = read_model_config(config.model, model_folder)
     tokenizer = load_tokenizer(config, model_folder)
+    tracker = make_tracker(config, folder, world.is_main)
+    stop_tokens = stop_token_ids(tokenizer, model_folder)
     environments = build_environments(config, tokenizer)
-    source = LongestFirst(environments.open_source()) if world.is_main else None
+    limits = Limits(config.max_sequence_tokens, hf_config.get_text_config().vocab_size, stop_tokens, config.seed)
+    serving = Serving(config, folder, tokenizer, limits, world, tracker.note) if config.atropos else None
+    source = LongestFirst(environments.open_source()) if world.is_main and serving is None else None
     held_out = world.from_main(lambda: environments.held_out(config.evaluation.prompts))
 
     policy = Policy(config, hf_config, model_folder, world)
@@ -82,15 +87,20 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     reference = ShardedWeights(build_model(config, hf_config, model_folder, world)) if wants_reference else None
     checkpoints = Checkpoints(folder, config.checkpoint, world)
     start, state = checkpoints.restore(policy)
-    if source is not None and state:
-        source.load_state_dict(state["source"])
 
     clock = Clock(world.device)
     engine = build_engine(config, policy, model_folder, world)
     sync = build_sync(policy, engine, world)
     # The engine sleeps: what is free now is free while the policy trains.
     config = settle_micro_batches(policy, config, world)
-    stop_tokens = stop_token_ids(tokenizer, model_folder)
+    collector = build_collector(config, engine, environments, tokenizer, world, stop)
+    supply: Supply = (
+        PromptSupply(source, collector, world, stop.asked, config.rollout, training_sampling(config, stop_tokens))
+        if serving is None
+        else serving.start(engine, start, stop.asked, lambda: policy.version)
+    )
+    if state:
+        supply.load_state_dict(state["source"])
     return Run(
         config=config,
         world=world,
@@ -102,15 +112,14 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         policy=policy,
         reference=reference,
         engine=engine,
-        collector=build_collector(config, engine, environments, tokenizer, world, stop),
+        collector=collector,
+        supply=supply,
         choreography=build_choreography(config, policy, engine, sync, clock),
         clock=clock,
-        source=source,
         held_out=held_out,
-        sampling=training_sampling(config, stop_tokens),
         held_out_sampling=held_out_sampling(config, stop_tokens),
         checkpoints=checkpoints,
-        tracker=make_tracker(config, folder, world.is_main),
+        tracker=tracker,
         start=start,
     )
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from colocated_grpo.advantages import group_advantages, is_constant
-from colocated_grpo.batching import Batch, pack
+from colocated_grpo.batching import Batch, MicroBatch, pack
 from colocated_grpo.build import Run, build_run, describe
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
@@ -18,14 +19,14 @@ from colocated_grpo.environments.base import Settled
 from colocated_grpo.errors import ReportedElsewhere
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
-from colocated_grpo.policy.policy import DTYPES, score
+from colocated_grpo.policy.policy import DTYPES, known_or, score
 from colocated_grpo.profiling import profiled
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.sharing import Job
 from colocated_grpo.run_folder import choose_run_folder
 from colocated_grpo.summaries import check_reward_errors, group_rewards, held_out_metrics, rollout_metrics
 from colocated_grpo.supervision import StopRequest, Watchdog
-from colocated_grpo.types import Group, Prompt
+from colocated_grpo.types import Group
 
 FINISHED, STOPPED = "finished", "stopped"
 
@@ -70,12 +71,11 @@ def train(run: Run) -> str:
     config = run.config
     steps = config.training_steps
     for step in range(run.start, steps):
-        cursor = run.source.state_dict() if run.source else None
+        cursor = run.supply.state_dict()
         with run.clock.time("step"):
             seed_everything(derive_seed(config.seed, step, run.world.rank))
-            prompts = next_prompts(run)
             try:
-                groups, settled = rollout(run, step, prompts)
+                groups, settled = rollout(run, step)
             except Stopped:
                 save(run, step, cursor)
                 run.checkpoints.wait()
@@ -88,7 +88,7 @@ def train(run: Run) -> str:
             row |= reduce(metrics, run.world.sum_, run.world.max_)
             if run.checkpoints.due(step + 1):
                 with run.clock.time("checkpoint"):
-                    save(run, step + 1, run.source.state_dict() if run.source else None)
+                    save(run, step + 1, run.supply.state_dict())
         run.tracker.games(step, settled.games)
         run.tracker.flush(step, row | throughput(run, groups, batch), groups)
         maybe_export(run, step + 1)
@@ -100,27 +100,16 @@ def train(run: Run) -> str:
     return FINISHED
 
 
-def next_prompts(run: Run) -> list[Prompt] | None:
-    """This step's prompts, pulled by rank 0. None on every rank once a stop has been asked for."""
-
-    def pull() -> list[Prompt] | None:
-        return None if run.stop.asked() else run.source.next(run.config.rollout.prompts_per_step)
-
-    return run.world.from_main(pull)
-
-
-def rollout(run: Run, step: int, prompts: list[Prompt] | None) -> tuple[list[Group], Settled]:
+def rollout(run: Run, step: int) -> tuple[list[Group], Settled]:
     """Groups to train in this step, on every rank; evaluates first where that is due. Raises Stopped."""
-    if prompts is None:
-        raise Stopped
-    job = Job(name=f"train/{step}", prompts=prompts, group_size=run.config.rollout.group_size, sampling=run.sampling)
-    with run.choreography.rollout_phase(step, probe=prompts[0].token_ids):
+    order = run.supply.order(step)
+    with run.choreography.rollout_phase(step, probe=order.probe):
         if evaluation_due(run, step):
             evaluate(run, step)
         with run.clock.time("collect"):
-            groups = run.collector.collect(job)
+            groups = order.collect()
     check_reward_errors(groups, run.config.rollout)
-    settled = run.world.from_main(lambda: run.source.record(groups))
+    settled = run.supply.settle(groups)
     chosen = [groups[place] for place in settled.now] + settled.late
     # The order of serving ends here: what is trained and logged does not depend on it.
     return sorted(chosen, key=lambda group: group.prompt.index), settled
@@ -155,8 +144,11 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
             ]
             for g, values in zip(groups, per_rollout, strict=True)
         ]
-        # Without a KL penalty a group of equal rewards has no gradient at all.
-        idle = [run.config.loss.kl.coef == 0 and is_constant(values) for values in rewards]
+        # Without a KL penalty a group of equal rewards has no gradient at all, unless its advantages came ready-made.
+        idle = [
+            run.config.loss.kl.coef == 0 and is_constant(values) and all(r.advantages is None for r in g.rollouts)
+            for g, values in zip(groups, rewards, strict=True)
+        ]
         return pack(
             groups,
             advantages,
@@ -171,12 +163,19 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
 def with_logprobs(run: Run, batch: Batch) -> Batch:
     """Add what the loss compares with: nothing when the only update is on-policy and no reference is asked for."""
     config = run.config
+    if batch.lacks_sampling_logprobs:
+        batch = run.policy.with_sampling_logprobs(batch)
     several_updates = config.batch.minibatches * config.batch.epochs > 1
     if several_updates and config.loss.old_logprobs == "trainer":
         batch = run.policy.with_old_logprobs(batch)
     if run.reference is not None:
-        batch = batch.map(lambda m: replace(m, ref_logprobs_N=score(run.reference, m, run.world.device)))
+        batch = batch.map(lambda m: replace(m, ref_logprobs_N=ref_logprobs(run, m)))
     return batch
+
+
+def ref_logprobs(run: Run, micro_batch: MicroBatch) -> Tensor:
+    """The environment's where it gave them, else the reference model's. Collective."""
+    return known_or(micro_batch.ref_logprobs_N, score(run.reference, micro_batch, run.world.device))
 
 
 def update(run: Run, batch: Batch) -> Metrics:
@@ -230,6 +229,6 @@ def finish(run: Run, steps: int) -> None:
         with suppress(Stopped), run.choreography.rollout_phase(steps, probe=run.held_out[0].token_ids, sync=True):
             evaluate(run, steps)
     if run.config.checkpoint.final:
-        save(run, steps, run.source.state_dict() if run.source else None)
+        save(run, steps, run.supply.state_dict())
         export_to(run, run.folder / "final_model")
     run.checkpoints.wait()

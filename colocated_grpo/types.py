@@ -66,8 +66,8 @@ class Rollout:
     """Prompt, then every sampled and observed token."""
     loss_mask: list[bool]
     """True on tokens that the policy sampled and that are trained."""
-    sampling_logprobs: list[float]
-    """0.0 where loss_mask is False."""
+    sampling_logprobs: list[float] | None
+    """0.0 where loss_mask is False. None: the sampler did not say; the trainer's own of before the batch stand in."""
     prompt_length: int
     """Tokens before the first sampled one."""
     text: str
@@ -78,7 +78,9 @@ class Rollout:
     """At which sampling_logprobs were taken; the trainer divides its logits by it."""
     score: Score
     advantages: list[float] | None = None
-    """Per-token advantages given by the environment; None: computed from the group's rewards."""
+    """Of each sampled token, given by the environment; None: computed from the group's rewards."""
+    ref_logprobs: list[float] | None = None
+    """From the environment, 0.0 where loss_mask is False. None: the trainer's reference model is asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

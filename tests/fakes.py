@@ -60,6 +60,14 @@ class FakeEngine:
         self.events.append("score")
         return [-1.0] * (len(token_ids) - 1)
 
+    def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        """Of each token its own, -1, and k others, -2 and less."""
+        self.events.append(f"top {k}")
+        if max(token_ids) >= VOCABULARY:
+            raise ValueError("unknown token")
+        others = lambda token: [t for t in range(VOCABULARY) if t != token][:k]  # noqa: E731
+        return [{token: -1.0, **{t: -2.0 - i for i, t in enumerate(others(token))}} for token in token_ids[1:]]
+
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self.events.append(f"load {len(list(weights))}")
 

@@ -131,12 +131,12 @@ def resized(run: Run, size: Size, start: int, steps: int, vocabulary: int) -> Ru
     """The run with the work of `size`, from step `start` on. Engine and policy are the same objects."""
     prompts = size.completions // run.config.rollout.group_size
     rollout = run.config.rollout.model_copy(update={"prompts_per_step": prompts, "max_completion_tokens": size.length})
+    stop_token_ids = tuple(stop_tokens(vocabulary, size.stop_share))
+    sampling = replace(run.supply.sampling, max_tokens=size.length, stop_token_ids=stop_token_ids)
     return replace(
         run,
         config=run.config.model_copy(update={"rollout": rollout, "training_steps": start + steps}),
-        sampling=replace(
-            run.sampling, max_tokens=size.length, stop_token_ids=tuple(stop_tokens(vocabulary, size.stop_share))
-        ),
+        supply=run.supply.resized(rollout, sampling),
         start=start,
     )
 

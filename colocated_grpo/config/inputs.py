@@ -11,6 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig, ModelConfig
 
@@ -138,6 +139,11 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
 
 def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     key = f"environments.{index}"
+    if isinstance(source, AtroposSourceConfig):
+        variable = source.server.api_key_variable
+        if variable is not None and not os.environ.get(variable):
+            yield f"{key}.server.api_key_variable={variable!r}: this environment variable is not set"
+        return
     if not isinstance(source, DatasetSourceConfig):
         yield from _check_module(f"{key}.name", source.name)
         return

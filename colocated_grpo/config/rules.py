@@ -116,6 +116,37 @@ def _shared_weights_are_plain(config: Config) -> Lines:
         yield f"engine.args.quantization={quantization} does not go with weights=shared: gradients need plain weights"
 
 
+def _atropos_stands_alone(config: Config) -> Lines:
+    kinds = [source.type for source in config.environments]
+    if "atropos" in kinds and len(kinds) > 1:
+        yield (
+            f"environments: an atropos entry beside {len(kinds) - 1} other(s); its groups arrive ready-made and cannot "
+            "be mixed with prompts: connect every environment to the one API server instead"
+        )
+
+
+def _atropos_needs_whole_engines(config: Config) -> Lines:
+    if config.atropos is None:
+        return
+    if config.engine.tensor_parallel_size > 1:
+        yield (
+            f"engine.tensor_parallel_size={config.engine.tensor_parallel_size}: an atropos environment needs 1, since "
+            "requests come to each engine at times of their own"
+        )
+    if config.rollout.generation == "replicated":
+        yield "rollout.generation=replicated: an atropos environment samples what it asks for, once"
+    if config.deterministic:
+        yield "deterministic: an atropos environment decides what is sampled and when; no run repeats another"
+
+
+def _served_ports_differ(config: Config) -> Lines:
+    if config.atropos is None:
+        return
+    ports = [config.atropos.server.port, *config.atropos.server.more_ports]
+    if len(set(ports)) < len(ports):
+        yield f"environments.0.server: port and more_ports name a port twice: {', '.join(map(str, ports))}"
+
+
 def _episodes_have_the_engine_to_themselves(config: Config) -> Lines:
     size = config.engine.tensor_parallel_size
     for index, source in enumerate(config.environments):
@@ -193,6 +224,9 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _resumable_at_a_sync,
     _engine_fields_are_not_arguments,
     _shared_weights_are_plain,
+    _atropos_stands_alone,
+    _atropos_needs_whole_engines,
+    _served_ports_differ,
     _episodes_have_the_engine_to_themselves,
     _grammar_needs_weights,
 )

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import Section
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
@@ -206,7 +207,8 @@ class DatasetSourceConfig(Section):
 
 
 EnvironmentConfig = Annotated[
-    TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | TurnsSourceConfig, Field(discriminator="type")
+    TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | TurnsSourceConfig | AtroposSourceConfig,
+    Field(discriminator="type"),
 ]
 
 
@@ -301,6 +303,12 @@ class Config(Section):
     """Saving and exporting."""
     tracking: TrackingConfig = TrackingConfig()
     """What a person sees."""
+
+    @property
+    def atropos(self) -> AtroposSourceConfig | None:
+        """The Atropos entry, which stands alone where there is one."""
+        first = self.environments[0]
+        return first if isinstance(first, AtroposSourceConfig) else None
 
     @property
     def completions_per_step(self) -> int:

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
+from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig, EpisodeSourceConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import BatchSource, Episode, Scorer, Task
@@ -112,6 +113,8 @@ class Environments:
 
     def held_out(self, n: int) -> list[Prompt]:
         """Up to n prompts that are never trained on, shared out by weight; always the same ones. Rank 0 only."""
+        if not self.entries:
+            return []
         shares = Mixture(self.weights)
         for _ in range(n):
             shares.counts[shares.due()] += 1
@@ -138,13 +141,14 @@ class Environments:
 
 def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environments:
     """Every name resolved, every user module imported; no data read. Raises EnvironmentSetupError with one line."""
-    names = _unique([entry.name for entry in config.environments])
-    entries = [_build(name, entry, config) for name, entry in zip(names, config.environments, strict=True)]
+    prompted = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
+    names = _unique([entry.name for entry in prompted])
+    entries = [_build(name, entry, config) for name, entry in zip(names, prompted, strict=True)]
     return Environments(
         scorers={e.name: e.scorer for e in entries if not isinstance(e, EpisodeEnvironment)},
         episodes={e.name: e.episode for e in entries if isinstance(e, EpisodeEnvironment)},
         entries=entries,
-        weights={name: entry.weight for name, entry in zip(names, config.environments, strict=True)},
+        weights={name: entry.weight for name, entry in zip(names, prompted, strict=True)},
         encoder=PromptEncoder(tokenizer, config.rollout.max_prompt_tokens),
         seed=config.seed,
     )

@@ -68,6 +68,14 @@ def score(weights: Weights, micro_batch: MicroBatch, device: torch.device) -> Te
     return logprobs_N
 
 
+def known_or(known_N: Tensor | None, scored_N: Tensor) -> Tensor:
+    """`known_N`, and `scored_N` where it is None or NaN; on the device of the scores."""
+    if known_N is None:
+        return scored_N
+    known_N = known_N.to(scored_N.device)
+    return torch.where(known_N.isnan(), scored_N, known_N)
+
+
 class Policy:
     """Owns the model's weights, their optimizer and the learning-rate schedule.
 
@@ -110,6 +118,15 @@ class Policy:
     def with_old_logprobs(self, batch: Batch) -> Batch:
         """The batch with `old_logprobs_N` from the current weights: the ratio's denominator once weights have moved."""
         return batch.map(lambda micro_batch: replace(micro_batch, old_logprobs_N=self.score(micro_batch)))
+
+    def with_sampling_logprobs(self, batch: Batch) -> Batch:
+        """The batch with the current policy's log-probabilities where the sampler's are not known."""
+
+        def fill(micro_batch: MicroBatch) -> MicroBatch:
+            scored_N = self.score(micro_batch)
+            return replace(micro_batch, sampling_logprobs_N=known_or(micro_batch.sampling_logprobs_N, scored_N))
+
+        return batch.map(fill)
 
     def score(self, micro_batch: MicroBatch) -> Tensor:
         return score(self.weights, micro_batch, self.device)

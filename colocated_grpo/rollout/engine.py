@@ -60,6 +60,13 @@ class RolloutEngine(Protocol):
         """Log-probability of token_ids[1:], each given the tokens before it, at temperature 1."""
         ...
 
+    def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        """For each of token_ids[1:] the `k` likeliest tokens and itself, itself first. Only while nothing else runs.
+
+        At temperature 1. Raises ValueError for tokens or a `k` that the engine does not know.
+        """
+        ...
+
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace every weight from full tensors under checkpoint names; slow and always right."""
         ...

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from colocated_grpo.rollout.engine import Request, RolloutEngine
 from colocated_grpo.types import Completion
@@ -17,6 +18,7 @@ from colocated_grpo.types import Completion
 PATIENCE = 0.5
 """Seconds that a step without work waits before it gives its caller a chance to see a stop request."""
 
+Call = Callable[[RolloutEngine], Any]
 Finished = list[tuple[Hashable, Completion]]
 
 
@@ -26,6 +28,7 @@ class Inbox:
     def __init__(self) -> None:
         self._requests: deque[tuple[Request, Future[Completion]]] = deque()
         self._given_up: deque[tuple[Hashable, Future[Completion]]] = deque()
+        self._calls: deque[tuple[Call, Future[Any]]] = deque()
         self._bell = threading.Event()
 
     def put(self, request: Request) -> Future[Completion]:
@@ -37,6 +40,16 @@ class Inbox:
         future: Future[Completion] = Future()
         future.add_done_callback(lambda done: self._give_up(request.key, done) if done.cancelled() else None)
         self._requests.append((request, future))
+        self._bell.set()
+        return future
+
+    def call(self, call: Call) -> Future[Any]:
+        """`call(engine)` on the driving thread, between two requests: the engine has nothing else to do then.
+
+        The future raises ValueError where the call does.
+        """
+        future: Future[Any] = Future()
+        self._calls.append((call, future))
         self._bell.set()
         return future
 
@@ -55,11 +68,19 @@ class Inbox:
         self._bell.clear()
 
     def __bool__(self) -> bool:
-        return bool(self._requests or self._given_up)
+        return bool(self._requests or self._given_up or self._calls)
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._calls)
 
     def take(self) -> Iterator[tuple[Request, Future[Completion]]]:
         while self._requests:
             yield self._requests.popleft()
+
+    def take_calls(self) -> Iterator[tuple[Call, Future[Any]]]:
+        while self._calls:
+            yield self._calls.popleft()
 
     def take_given_up(self) -> Iterator[tuple[Hashable, Future[Completion]]]:
         while self._given_up:
@@ -90,21 +111,33 @@ class Driver:
 
         Where there is nothing to decode it waits until something comes, at most PATIENCE.
         """
+        finished = self.drain() if self._inbox.has_calls else []
         if self._inbox:
             self._drop_given_up()
             for request, future in self._inbox.take():
                 self._admit(request, future)
-        if not self.running:
+        if not self.running and not finished:
             self._inbox.wait(PATIENCE)
-            return []
-        return self._decode()
+        return finished + self._decode() if self.running else finished
 
-    def drain(self) -> None:
-        """Bring to its end what is under way; what comes meanwhile waits. Afterwards the engine may sleep."""
+    def drain(self) -> Finished:
+        """End what is under way and answer calls; what comes meanwhile waits. Afterwards the engine may sleep."""
+        finished: Finished = []
         self._drop_given_up()
         while self.running:
-            self._decode()
+            finished += self._decode()
             self._drop_given_up()
+        for call, future in self._inbox.take_calls():
+            self._answer(call, future)
+        return finished
+
+    def _answer(self, call: Call, future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(call(self._engine))
+        except ValueError as error:
+            future.set_exception(error)
 
     def _decode(self) -> Finished:
         finished = self._engine.step()
@@ -118,6 +151,7 @@ class Driver:
         self._engine.abort()
         self.running = 0
         waiting = [*self._futures.values(), *(future for _, future in self._inbox.take())]
+        waiting += [future for _, future in self._inbox.take_calls()]
         self._futures.clear()
         for future in waiting:
             future.cancel()

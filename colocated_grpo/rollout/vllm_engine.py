@@ -26,10 +26,6 @@ from colocated_grpo.types import Completion
 # Full decode graphs without inductor: the engine is ready in a third of the time and decodes as fast.
 CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
-SCORING = SamplingParams(
-    temperature=1.0, seed=0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-)
-
 
 class VLLMEngine:
     """`RolloutEngine` over `vllm.LLM`. Construction is collective over all ranks."""
@@ -47,7 +43,7 @@ class VLLMEngine:
         self._worker = self._engine.model_executor.driver_worker.worker
         self.max_num_seqs: int = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization"))
-        self._requests: Requests = (TextRequests if config.rollout.stop else CoreRequests)(self._engine)
+        self._requests: Requests = (TextRequests if needs_text(config) else CoreRequests)(self._engine)
         self._keys: dict[str, Hashable] = {}
         self._buffers: dict[str, Tensor] = {}
         self._submitted = 0
@@ -93,7 +89,11 @@ class VLLMEngine:
             del self._keys[name]
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        return prompt_logprobs(self._engine, self._new_name(), token_ids, SCORING)
+        entries = prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(0))
+        return [next(iter(entry.values())) for entry in entries]
+
+    def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k))
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.transforms_weights:
@@ -132,6 +132,11 @@ class VLLMEngine:
         self._engine.engine_core.shutdown()
 
 
+def needs_text(config: Config) -> bool:
+    """Whether requests may end at a string: always, where other processes send them."""
+    return bool(config.rollout.stop) or config.atropos is not None
+
+
 def _engine_arguments(
     config: Config, folder: Path, dtype: torch.dtype, world: World, *, sleeps: bool
 ) -> dict[str, Any]:
@@ -150,7 +155,7 @@ def _engine_arguments(
         "seed": derive_seed(config.seed, "engine", world.rank // engine.tensor_parallel_size),
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "skip_tokenizer_init": not (config.rollout.stop or config.structured),
+        "skip_tokenizer_init": not (needs_text(config) or config.structured),
         "enforce_eager": engine.enforce_eager or not on_gpu,
     }
     if on_gpu:
@@ -161,6 +166,18 @@ def _engine_arguments(
         # For a seeded request whose prompt comes in parts vLLM winds the generator back, which only CUDA's can do.
         arguments["enable_chunked_prefill"] = False
     return {**arguments, **kv_cache_arguments(config, folder, dtype, world.device), **engine.args}
+
+
+def _scoring(k: int) -> SamplingParams:
+    """Of each prompt token its own log-probability and the `k` largest."""
+    return SamplingParams(
+        temperature=1.0,
+        seed=0,
+        max_tokens=1,
+        prompt_logprobs=k,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def _sampling_params(request: Request) -> SamplingParams:

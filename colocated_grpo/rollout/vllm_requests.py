@@ -120,11 +120,16 @@ def _sampled(output: RequestOutput) -> Sampled:
     return Sampled(output.request_id, token_ids, logprobs, completion.finish_reason)
 
 
-def prompt_logprobs(engine: LLMEngine, name: str, token_ids: Sequence[int], params: SamplingParams) -> list[float]:
-    """Log-probability of token_ids[1:]; the engine must have nothing else to do."""
+def prompt_logprobs(
+    engine: LLMEngine, name: str, token_ids: Sequence[int], params: SamplingParams
+) -> list[dict[int, float]]:
+    """Log-probabilities for each of token_ids[1:], its own first; the engine must have nothing else to do."""
     engine.add_request(name, TokensPrompt(prompt_token_ids=list(token_ids)), params)
     finished: list[RequestOutput] = []
     while not finished:
         finished = [output for output in engine.step() if output.finished]
-    entries = finished[0].prompt_logprobs[1:]
-    return [entry[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True)]
+    entries = zip(finished[0].prompt_logprobs[1:], token_ids[1:], strict=True)
+    return [
+        {token: entry[token].logprob, **{other: value.logprob for other, value in entry.items()}}
+        for entry, token in entries
+    ]

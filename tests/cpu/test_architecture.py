@@ -14,7 +14,7 @@ FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 LAYERS = [
     {"errors", "types", "config"},
-    {"metrics"},
+    {"metrics", "web"},
     {"advantages", "losses", "distributed"},
     {"batching", "summaries", "profiling"},
     {"policy", "rollout", "environments", "weights", "tracking"},

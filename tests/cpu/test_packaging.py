@@ -99,14 +99,16 @@ def test_the_cpu_install_puts_torch_first_and_removes_the_cuda_builds_last(check
     assert asked[0] == "venv"
     assert "torch==" in asked[1]
     assert asked[2].endswith("-e .[cpu,dev]")
-    assert asked[3].endswith("uninstall --yes torchvision torchaudio torchcodec")
+    assert asked[3].endswith("--no-deps atroposlib==0.4.0")
+    assert asked[4].endswith("uninstall --yes torchvision torchaudio torchcodec")
 
 
 def test_the_cuda_install_leaves_every_version_to_vllm(checkout):
     _, install = checkout
     asked = install("cuda")
-    assert len(asked) == 2
+    assert len(asked) == 3
     assert asked[1].endswith("-e .[cuda,dev]")
+    assert asked[2].endswith("--no-deps atroposlib==0.4.0")
 
 
 def test_installing_again_does_nothing_until_the_requirements_change(checkout):
@@ -148,6 +150,18 @@ def test_the_makefile_installs_the_torch_that_the_cpu_extra_names():
     (wanted,) = (requirement for requirement in requirements("cpu") if str(requirement).startswith("torch=="))
     assert wanted.specifier.contains(named)
     assert wanted.specifier.contains(pins("cpu")["torch"])
+
+
+@pytest.mark.parametrize("module", ["atroposlib.api", "atroposlib.envs.base"])
+def test_the_extra_names_all_that_atroposlib_imports(module):
+    pytest.importorskip("atroposlib", reason="atroposlib is not installed")
+    importlib.import_module(module)
+
+
+def test_no_package_of_ours_hides_one_of_atroposlib():
+    """Its wheel holds a second top-level package, example_trainer, and two scripts of that name."""
+    theirs = {"atroposlib", "example_trainer", "atropos-grpo", "atropos-grpo-run", "run-api"}
+    assert not theirs & {*(path.stem for path in ROOT.iterdir()), *PROJECT["scripts"]}
 
 
 @pytest.mark.parametrize("target", ["quickstart", "test", "test-gpu", "lint"])

@@ -1,0 +1,1 @@
+"""The co-located engine over HTTP, for environments in other processes."""

@@ -1,0 +1,142 @@
+"""An Atropos run's side of serving. What can fail for outside reasons fails here, before the engine is made."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from colocated_grpo.config.atropos import ServerConfig
+from colocated_grpo.config.schema import Config
+from colocated_grpo.distributed import World
+from colocated_grpo.environments.atropos.client import AtroposClient, Trainer
+from colocated_grpo.environments.atropos.origins import Origins
+from colocated_grpo.environments.atropos.rows import Reader
+from colocated_grpo.environments.atropos.source import AtroposSource
+from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.rollout.engine import RolloutEngine
+from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.server.app import create_app
+from colocated_grpo.rollout.server.links import link_ranks
+from colocated_grpo.rollout.server.sampler import LeastBusy, Limits, Sampler
+from colocated_grpo.rollout.server.supply import MainServing, Note, RankServing, ServedSupply
+from colocated_grpo.web.serving import ServerThread
+
+REMEMBERED_COMPLETIONS = 1 << 17
+"""Several batches of the largest size, in some 40 MB."""
+PROBE_TOKENS = 64
+
+
+class Serving:
+    """This rank's inbox and, on rank 0, open ports whose requests wait for the engine, and a source of batches."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: Limits,
+        world: World,
+        note: Note,
+    ) -> None:
+        """Collective. Raises EnvironmentSetupError with one line, on every rank."""
+        self._world = world
+        self._note = note
+        self._limits = limits
+        self._inbox = Inbox()
+        self._links, self._end = link_ranks(self._inbox, world)
+        self._engines = LeastBusy([self._inbox.put, *(link.put for link in self._links)])
+        self._servers: list[ServerThread] = []
+        self.source: AtroposSource | None = None
+        world.from_main(lambda: self._open(config, folder, tokenizer))
+
+    def _open(self, config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        atropos, origins = config.atropos, Origins(REMEMBERED_COMPLETIONS)
+        client = AtroposClient(atropos.url, trainer_of(config, folder), may_reset=atropos.reset)
+        # Tokenizers are not made for several threads at once: one for batches, one for requests.
+        self.source = AtroposSource(
+            client,
+            make_reader(config, self._limits, origins, copy.deepcopy(tokenizer)),
+            connect_timeout=atropos.connect_timeout,
+            note=self._note,
+        )
+        self.source.connect()
+        sampler = self._sampler(origins, copy.deepcopy(tokenizer))
+        self._servers.append(listen(sampler, config, atropos.server, self._limits))
+        ports = ", ".join(map(str, self._servers[0].ports))
+        self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
+
+    def _sampler(self, origins: Origins, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+        return Sampler(self._engines, self._top_logprobs, tokenizer, origins, self._limits, self._note)
+
+    def _top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
+        return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
+
+    def start(
+        self, engine: RolloutEngine, step: int, stop_asked: Callable[[], bool], policy_version: Callable[[], int]
+    ) -> ServedSupply:
+        """Register as the trainer, as of `step`, which lets environments begin. Collective."""
+        driver = Driver(engine, self._inbox)
+        if self._end is not None:
+            role: MainServing | RankServing = RankServing(driver, self._end)
+        else:
+            role = MainServing(
+                self.source,
+                driver,
+                self._inbox,
+                self._links,
+                self._engines,
+                self._servers,
+                stop_asked,
+                policy_version,
+                self._note,
+            )
+        self._world.from_main(lambda: self.source.register(step))
+        probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]
+        return ServedSupply(role, self._world, stop_asked, probe)
+
+
+def trainer_of(config: Config, folder: Path) -> Trainer:
+    return Trainer(
+        batch_size=config.completions_per_step,
+        # Environments drop what is as long as this or longer.
+        max_token_len=config.max_sequence_tokens + 1,
+        checkpoint_dir=str(folder),
+        save_checkpoint_interval=config.checkpoint.every or config.training_steps,
+        num_steps=config.training_steps,
+        wandb_group=config.tracking.wandb_group or "",
+        wandb_project=config.tracking.wandb_project,
+    )
+
+
+def make_reader(config: Config, limits: Limits, origins: Origins, tokenizer: PreTrainedTokenizerBase) -> Reader:
+    return Reader(
+        source=config.atropos.name,
+        vocab_size=limits.vocab_size,
+        max_tokens=limits.max_tokens,
+        recompute_logprobs=config.atropos.missing_logprobs == "recompute",
+        origins=origins,
+        decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+    )
+
+
+def listen(sampler: Sampler, config: Config, settings: ServerConfig, limits: Limits) -> ServerThread:
+    app = create_app(
+        sampler,
+        config.model.name,
+        limits.max_tokens,
+        api_key=os.environ[settings.api_key_variable] if settings.api_key_variable else None,
+        max_body_bytes=settings.max_body_bytes,
+        max_requests=settings.max_requests,
+    )
+    try:
+        return ServerThread(app, settings.host, [settings.port, *settings.more_ports])
+    except OSError as error:
+        raise EnvironmentSetupError(
+            f"environments.0.server: cannot listen on {error.strerror}; stop what does (lsof -i :{settings.port}) or "
+            "set environments.0.server.port"
+        ) from None

@@ -1,0 +1,207 @@
+"""From a wish to completions: the requests of one HTTP call, spread over the engines of all ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from colocated_grpo.distributed import derive_seed
+from colocated_grpo.environments.atropos.origins import Origin, Origins
+from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.server.wishes import SamplingWish
+from colocated_grpo.types import Completion
+
+COLDEST = 0.01
+RESERVED_FOR_TEMPLATES = frozenset({"conversation", "chat_template", "tokenize", "return_dict", "return_tensors"})
+
+Send = Callable[[Request], "Future[Completion]"]
+
+
+class Tokenizer(Protocol):
+    """The part of transformers' tokenizers that is used here."""
+
+    chat_template: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **settings: Any) -> Any: ...
+
+
+class BadWish(Exception):
+    """A request that is well-formed and cannot be served; its words go to the client with status 400."""
+
+
+class Unserved(Exception):
+    """The engine gave this request up: the run is ending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One completion as clients see it."""
+
+    completion: Completion
+    text: str
+
+
+class LeastBusy:
+    """Each request goes to the engine with the fewest under way. For one event loop."""
+
+    def __init__(self, engines: Sequence[Send]) -> None:
+        self._engines = engines
+        self.under_way = [0] * len(engines)
+        self.closed = False
+        """Set by whoever ends the run: no engine will be driven again."""
+
+    async def send(self, request: Request) -> Completion:
+        """Cancelling it takes the request out of its engine. Raises Unserved when the run ends before it is done."""
+        if self.closed:
+            raise Unserved
+        chosen = min(range(len(self._engines)), key=self.under_way.__getitem__)
+        self.under_way[chosen] += 1
+        try:
+            return await asyncio.wrap_future(self._engines[chosen](request))
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise Unserved from None
+        finally:
+            self.under_way[chosen] -= 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine can take."""
+
+    max_tokens: int
+    """Longest prompt and completion together."""
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    seed: int
+
+
+class Sampler:
+    def __init__(
+        self,
+        engines: LeastBusy,
+        top_logprobs: Callable[[list[int], int], Future[list[dict[int, float]]]],
+        tokenizer: Tokenizer,
+        origins: Origins,
+        limits: Limits,
+        note: Callable[[str], None],
+    ) -> None:
+        self._engines = engines
+        self._top_logprobs = top_logprobs
+        self._tokenizer = tokenizer
+        self._origins = origins
+        self._limits = limits
+        self._note = note
+        self._noted = False
+        self._numbers = itertools.count()
+
+    async def sample(self, prompt: list[int], wish: SamplingWish) -> list[Served]:
+        """wish.n completions. Raises BadWish, or Unserved when the run ends before they are there."""
+        self._check(prompt)
+        sampling = self._sampling(prompt, wish)
+        number = next(self._numbers)
+        requests = [
+            Request(key=("http", number, i), token_ids=prompt, seed=self._seed(wish, number, i), sampling=sampling)
+            for i in range(wish.n)
+        ]
+        tasks = [asyncio.ensure_future(self._engines.send(request)) for request in requests]
+        try:
+            completions = await asyncio.gather(*tasks)
+        except ValueError as error:
+            raise BadWish(str(error)) from None
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [self._serve(prompt, completion, wish) for completion in completions]
+
+    def _serve(self, prompt: list[int], completion: Completion, wish: SamplingWish) -> Served:
+        # Greedy log-probabilities are taken at temperature 1, and vLLM raises what lies between to its smallest.
+        temperature = max(wish.temperature, COLDEST) if wish.temperature else 1.0
+        origin = Origin(temperature, completion.policy_version, completion.finish_reason)
+        self._origins.remember(prompt, completion.token_ids, origin)
+        text = self.decode(completion.token_ids, skip_special_tokens=wish.skip_special_tokens)
+        return Served(completion=completion, text=text if wish.include_stop_str_in_output else _cut(text, wish.stop))
+
+    async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
+        """For each token of the prompt itself and the k likeliest; None for the first, which nothing predicts."""
+        self._check(prompt)
+        if len(prompt) < 2:
+            return [None]
+        try:
+            return [None, *await asyncio.wrap_future(self._top_logprobs(prompt, k))]
+        except ValueError as error:
+            raise BadWish(str(error)) from None
+
+    def _check(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise BadWish("the prompt is empty")
+        if len(prompt) >= self._limits.max_tokens:
+            raise BadWish(
+                f"the prompt has {len(prompt)} tokens; with at least one sampled it must fit into "
+                f"{self._limits.max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens)"
+            )
+        if max(prompt) >= self._limits.vocab_size:
+            raise BadWish(f"token {max(prompt)} is not in the vocabulary of {self._limits.vocab_size}")
+
+    def _sampling(self, prompt: list[int], wish: SamplingWish) -> Sampling:
+        changed = [f"{name}={value:g}" for name, value in _renormalising(wish).items()]
+        if changed and not self._noted:
+            self._noted = True
+            self._note(
+                f"atropos: an environment samples with {', '.join(changed)}: the engine's log-probabilities are "
+                "renormalised over the tokens it keeps, the trainer's are not; expect a larger sampler/trainer KL"
+            )
+        room = self._limits.max_tokens - len(prompt)
+        own = set(wish.stop_token_ids or [])
+        return Sampling(
+            temperature=wish.temperature,
+            max_tokens=min(wish.max_tokens or room, room),
+            top_p=wish.top_p,
+            top_k=max(wish.top_k, 0),
+            min_p=wish.min_p,
+            repetition_penalty=wish.repetition_penalty,
+            stop=tuple(wish.stop),
+            stop_token_ids=tuple(sorted(own if wish.ignore_eos else own | set(self._limits.stop_token_ids))),
+        )
+
+    def _seed(self, wish: SamplingWish, number: int, index: int) -> int:
+        if wish.seed is None:
+            return derive_seed(self._limits.seed, "http", number, index)
+        return derive_seed("http", wish.seed, index)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def encode_chat(self, messages: list[dict[str, Any]], settings: dict[str, Any]) -> list[int]:
+        """Through the model's chat template. Raises BadWish where it has none or does not like the messages."""
+        if not self._tokenizer.chat_template:
+            raise BadWish("this model has no chat template; use /v1/completions or set model.chat_template")
+        if reserved := RESERVED_FOR_TEMPLATES & settings.keys():
+            raise BadWish(f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be set")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+        except Exception as error:  # a template is a program that came with the model, run on what a stranger sent
+            raise BadWish(f"the chat template refuses these messages: {error}") from None
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def _renormalising(wish: SamplingWish) -> dict[str, float]:
+    neutral = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,)}
+    return {name: getattr(wish, name) for name, values in neutral.items() if getattr(wish, name) not in values}
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    """Up to the first stop string."""
+    return text[: min((text.index(string) for string in stop if string in text), default=len(text))]

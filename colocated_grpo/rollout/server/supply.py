@@ -1,0 +1,162 @@
+"""Groups that environments in other processes sample from these engines, score, and post to an Atropos API server.
+
+SERVE  engines awake: requests are answered, rank 0 asks the API for a batch
+DRAIN  a batch is there: what is under way is finished, new requests wait in the inbox with their connections open
+TRAIN  engines asleep; /health answers 200, so environments wait instead of giving up
+SYNC   new weights into the engines, and SERVE again
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from colocated_grpo.distributed import World
+from colocated_grpo.environments.atropos.source import AtroposSource
+from colocated_grpo.environments.base import Settled
+from colocated_grpo.rollout.collect import Stopped
+from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.server.links import Link, LinkedInbox
+from colocated_grpo.rollout.server.sampler import LeastBusy
+from colocated_grpo.rollout.supply import Order
+from colocated_grpo.types import Group
+from colocated_grpo.web.serving import ServerThread
+
+LONGEST_HOLD = 480.0
+"""Seconds. Atropos' environments give a rollout up after 600 by default, waiting for a held request included."""
+
+Note = Callable[[str], None]
+
+
+class MainServing:
+    """Rank 0: answers HTTP, drives its engine, asks for batches."""
+
+    def __init__(
+        self,
+        source: AtroposSource,
+        driver: Driver,
+        inbox: Inbox,
+        links: list[Link],
+        engines: LeastBusy,
+        servers: list[ServerThread],
+        stop_asked: Callable[[], bool],
+        policy_version: Callable[[], int],
+        note: Note,
+    ) -> None:
+        self.source = source
+        self._driver = driver
+        self._inbox = inbox
+        self._links = links
+        self._engines = engines
+        self._servers = servers
+        self._stop_asked = stop_asked
+        self._policy_version = policy_version
+        self._note = note
+        self._asleep_since: float | None = None
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="atropos")
+
+    def serve(self, step: int) -> list[Group] | None:
+        """Until a batch has come; None if the run is asked to stop before."""
+        self._say_how_long_requests_were_held()
+        enough = threading.Event()
+        batch = self._waiting.submit(self.source.wait_for_groups, step, self._policy_version(), enough)
+        batch.add_done_callback(lambda _: self._inbox.ring())
+        try:
+            while not batch.done() and not self._stop_asked():
+                self._driver.step()
+        finally:
+            enough.set()
+            stopped = self._stop_asked()
+            for link in self._links:
+                link.end_phase(step + 1, abort=stopped)
+        if stopped:
+            self._driver.abort()
+        else:
+            self._driver.drain()
+        self._asleep_since = time.monotonic()
+        return None if stopped else batch.result()
+
+    def _say_how_long_requests_were_held(self) -> None:
+        if self._asleep_since is None:
+            return
+        held = time.monotonic() - self._asleep_since
+        if held > LONGEST_HOLD:
+            self._note(
+                f"atropos: requests were held for {held:.0f} s while the policy trained; environments give up after "
+                "--env.worker_timeout, 600 s by default"
+            )
+
+    def close(self) -> None:
+        # First no new requests, then an answer to those that wait, then the connections.
+        self._engines.closed = True
+        self._driver.abort()
+        for server in self._servers:
+            server.close()
+        for link in self._links:
+            link.close()
+        self._waiting.shutdown(wait=False, cancel_futures=True)
+
+
+class RankServing:
+    """Every other rank: drives its engine for the requests that rank 0 sends on."""
+
+    def __init__(self, driver: Driver, end: LinkedInbox) -> None:
+        self._driver = driver
+        self._end = end
+
+    def serve(self, step: int) -> None:
+        while not self._end.ended(step + 1):
+            self._driver.step()
+        if self._end.aborted:
+            self._driver.abort()
+        else:
+            self._driver.drain()
+
+    def close(self) -> None:
+        self._driver.abort()
+        self._end.close()
+
+
+class ServedSupply:
+    """The Supply of an Atropos run."""
+
+    def __init__(
+        self, role: MainServing | RankServing, world: World, stop_asked: Callable[[], bool], probe: list[int]
+    ) -> None:
+        """probe: for the first freshness check, before anything was sampled."""
+        self._role = role
+        self._world = world
+        self._stop_asked = stop_asked
+        self._probe = probe
+
+    def order(self, step: int) -> Order:
+        if self._world.from_main(self._stop_asked):
+            raise Stopped
+        return Order(probe=self._probe, collect=lambda: self._collect(step))
+
+    def _collect(self, step: int) -> list[Group]:
+        if isinstance(self._role, RankServing):
+            self._role.serve(step)
+        # Rank 0 serves inside: an error of its environments then ends all ranks with the same line.
+        groups = self._world.from_main(lambda: self._role.serve(step))
+        if groups is None:
+            raise Stopped
+        self._probe = groups[0].rollouts[0].token_ids
+        return groups
+
+    def settle(self, groups: list[Group]) -> Settled:
+        metrics = self._role.source.metrics() if isinstance(self._role, MainServing) else {}
+        return Settled(now=list(range(len(groups))), metrics=metrics)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return self._role.source.state_dict() if isinstance(self._role, MainServing) else None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self._role, MainServing):
+            self._role.source.load_state_dict(state)
+
+    def close(self) -> None:
+        self._role.close()

@@ -1,0 +1,98 @@
+"""Where the groups of a step come from. One object a rank, chosen when the run is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from colocated_grpo.config.schema import RolloutConfig
+from colocated_grpo.distributed import World
+from colocated_grpo.environments.base import Settled
+from colocated_grpo.rollout.collect import Collector, Stopped
+from colocated_grpo.rollout.engine import Sampling
+from colocated_grpo.rollout.lengths import LongestFirst
+from colocated_grpo.rollout.sharing import Job
+from colocated_grpo.types import Group, Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What one rollout phase is for."""
+
+    probe: list[int]
+    """Tokens like those that will be sampled, for the freshness check."""
+    collect: Callable[[], list[Group]]
+    """Collective; the engine must be awake. All groups, on every rank. Raises Stopped."""
+
+
+class Supply(Protocol):
+    """Methods are collective."""
+
+    def order(self, step: int) -> Order:
+        """Raises Stopped on every rank once a stop has been asked for."""
+        ...
+
+    def settle(self, groups: list[Group]) -> Settled:
+        """What becomes of the groups that the order collected. Its metrics are those of rank 0."""
+        ...
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Where it stands, on rank 0."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PromptSupply:
+    """Prompts pulled by rank 0, sampled by all."""
+
+    def __init__(
+        self,
+        source: LongestFirst | None,
+        collector: Collector,
+        world: World,
+        stop_asked: Callable[[], bool],
+        config: RolloutConfig,
+        sampling: Sampling,
+    ) -> None:
+        """source: None on all ranks but 0."""
+        self._source = source
+        self._collector = collector
+        self._world = world
+        self._stop_asked = stop_asked
+        self._config = config
+        self.sampling = sampling
+
+    def resized(self, config: RolloutConfig, sampling: Sampling) -> PromptSupply:
+        """Another amount of work from the same source."""
+        other = copy(self)
+        other._config, other.sampling = config, sampling
+        return other
+
+    def order(self, step: int) -> Order:
+        prompts = self._world.from_main(self._pull)
+        if prompts is None:
+            raise Stopped
+        job = Job(name=f"train/{step}", prompts=prompts, group_size=self._config.group_size, sampling=self.sampling)
+        return Order(probe=prompts[0].token_ids, collect=lambda: self._collector.collect(job))
+
+    def _pull(self) -> list[Prompt] | None:
+        return None if self._stop_asked() else self._source.next(self._config.prompts_per_step)
+
+    def settle(self, groups: list[Group]) -> Settled:
+        return self._world.from_main(lambda: self._source.record(groups))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return self._source.state_dict() if self._source is not None else None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._source is not None:
+            self._source.load_state_dict(state)
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()

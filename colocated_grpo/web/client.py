@@ -1,0 +1,53 @@
+"""A small JSON client over the standard library, for servers that come, go and answer nonsense."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+# The servers meant here are on this machine or in its cluster, where a proxy for the internet only gets in the way.
+_opener = build_opener(ProxyHandler({}))
+
+
+class Unavailable(Exception):
+    """No usable answer: not reached, too late, a server error, or no JSON. Worth another try."""
+
+
+class Refused(Exception):
+    """The server understood the request and refuses it: 4xx. Trying again would change nothing."""
+
+
+class JsonClient:
+    def __init__(self, url: str, *, timeout: float, headers: dict[str, str] | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._timeout = timeout
+        self._headers = {"Accept-Encoding": "gzip", "Content-Type": "application/json", **(headers or {})}
+
+    def get(self, path: str) -> Any:
+        return self._call(Request(self._url + path, headers=self._headers))
+
+    def post(self, path: str, body: Any) -> Any:
+        return self._call(Request(self._url + path, json.dumps(body).encode(), self._headers))
+
+    def _call(self, request: Request) -> Any:
+        """The parsed answer; plain text comes back as a string."""
+        try:
+            with _opener.open(request, timeout=self._timeout) as answer:
+                raw, headers = answer.read(), answer.headers
+            body = gzip.decompress(raw) if headers.get("Content-Encoding") == "gzip" else raw
+            return json.loads(body) if "json" in headers.get("Content-Type", "") else body.decode(errors="replace")
+        except HTTPError as error:
+            kind = Refused if 400 <= error.code < 500 else Unavailable
+            raise kind(f"{error.code} {error.reason}") from None
+        except (OSError, HTTPException, EOFError, ValueError, RecursionError) as error:
+            raise Unavailable(_reason(error)) from None
+
+
+def _reason(error: BaseException) -> str:
+    """What happened, in a few words: urllib wraps the interesting exception."""
+    inner = getattr(error, "reason", error)
+    return str(inner) or type(inner).__name__

@@ -1,0 +1,139 @@
+"""A whole run: an unmodified Atropos environment, an API server, two ranks with real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from colocated_grpo.tracking import files
+
+from servers import EMBEDDED, ROOT, UPSTREAM, ApiProcess, free_port, needs_atropos
+from training_runs import Settings, TrainingRun, settings, tiny_model
+
+pytestmark = needs_atropos
+
+GROUP = 4
+
+
+@contextmanager
+def environment(folder: Path, api: str, server_port: int, **flags: str) -> Iterator[subprocess.Popen]:
+    """The environment's process, started as the guides of Atropos start theirs."""
+    model = str(tiny_model())
+    arguments = {
+        "--slurm": "False",
+        "--env.tokenizer_name": model,
+        "--env.group_size": str(GROUP),
+        "--env.total_steps": "1000",
+        "--env.steps_per_eval": "1000",
+        "--env.rollout_server_url": api,
+        "--env.use_wandb": "False",
+        "--env.wandb_name": "toy",
+        "--openai.api_key": "x",
+        "--openai.base_url": f"http://localhost:{server_port}/v1",
+        "--openai.model_name": model,
+        "--openai.server_type": "vllm",
+        **flags,
+    }
+    command = [sys.executable, str(ROOT / "tests/toy_environment.py"), "serve"]
+    with (folder / "env.log").open("a") as log:
+        process = subprocess.Popen(
+            [*command, *(word for pair in arguments.items() for word in pair)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def atropos_settings(api: str, port: int, **changes: Any) -> Settings:
+    entry = {"type": "atropos", "url": api, "server": {"port": port}}
+    return settings(
+        tiny_model(),
+        environments=[entry],
+        rollout={"prompts_per_step": 4, "group_size": GROUP, "max_prompt_tokens": 24, "max_completion_tokens": 16},
+        evaluation={"every": 0},
+        checkpoint={"every": 2},
+        **changes,
+    )
+
+
+def test_an_environment_is_trained_by_two_ranks(tmp_path):
+    port = free_port()
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(UPSTREAM))
+        run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, port, training_steps=6), ranks=2))
+        stack.enter_context(environment(tmp_path, api.url, port))
+        run.wait_for_step(0)
+        reply = generate(port)
+        run.finish()
+    assert_is_a_reply_of_vllm(reply)
+    assert "Traceback" not in run.stderr
+    rows = run.rows(files.TRAIN)
+    assert len(rows) == 6
+    assert all(row["atropos/dropped"] == 0 for row in rows)
+    assert all(row["atropos/unknown_origin"] == 0 for row in rows)
+    assert rows[0]["staleness"] == 0
+    # Sampled at 0.8, which the environment does not say: with another temperature the two would differ by far more.
+    assert rows[0]["mismatch/abs"] < 1e-4
+    assert "registered again" not in run.stdout
+
+
+def test_an_api_server_and_an_environment_that_die_are_survived(tmp_path):
+    port = free_port()
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(EMBEDDED))
+        run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, port, training_steps=5)))
+        with environment(tmp_path, api.url, port):
+            run.wait_for_step(1)
+            api.kill()
+        api.start()
+        stack.enter_context(environment(tmp_path, api.url, port))
+        run.finish()
+    assert [row["step"] for row in run.rows(files.TRAIN)] == list(range(5))
+    assert "registered again" in run.stdout
+
+
+def test_a_run_that_waits_for_a_batch_stops_when_asked(tmp_path):
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(EMBEDDED))
+        run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, free_port()), ranks=2))
+        run.wait_until(lambda: _registered(api))
+        run.launcher.terminate()
+        assert run.wait(60) == 143
+    assert files.read_summary(run.folder)["outcome"] == "stopped"
+
+
+def generate(port: int) -> dict[str, Any]:
+    """A request of our own beside the environment's; it may be held while the policy trains."""
+    body = {"prompt": "sort 31", "n": 2, "max_tokens": 6, "stop": ["0"], "prompt_logprobs": 2, "top_k": 5}
+    request = Request(
+        f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def assert_is_a_reply_of_vllm(reply: dict[str, Any]) -> None:
+    nothing, *entries = reply["prompt_logprobs"]
+    assert nothing is None
+    assert [int(next(iter(entry))) for entry in entries] == reply["prompt_token_ids"][1:]
+    assert all(2 <= len(entry) <= 3 and max(entry.values()) <= 0 for entry in entries)
+    assert not any("0" in text for text in reply["text"])
+    for tokens, logprobs in zip(reply["token_ids"], reply["logprobs"], strict=True):
+        assert [int(token) for [entry] in logprobs for token in entry] == tokens
+
+
+def _registered(api: ApiProcess) -> bool:
+    with urlopen(f"{api.url}/info", timeout=5) as answer:
+        return json.load(answer)["batch_size"] == 4 * GROUP

@@ -1,0 +1,423 @@
+"""The engine over HTTP: what clients of Atropos, OpenAI and vLLM send and read, and what strangers may not do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as some
+
+from colocated_grpo.environments.atropos.origins import Origin, Origins
+from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.server.app import create_app
+from colocated_grpo.rollout.server.sampler import LeastBusy, Limits, Sampler
+from colocated_grpo.web.serving import ServerThread
+
+from fakes import VOCABULARY, FakeEngine
+from servers import until
+
+LONGEST = 24
+MODEL = "tiny"
+MAX_BODY = 50_000
+
+
+class Letters:
+    """A tokenizer of ten letters."""
+
+    chat_template = "letters"
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) % VOCABULARY for letter in text]
+
+    def decode(self, token_ids, *, skip_special_tokens: bool) -> str:
+        return "".join("abcdefghij"[token] for token in token_ids)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **settings: Any) -> str:
+        if any(message["role"] not in ("user", "assistant", "system") for message in messages):
+            raise ValueError("roles are user, assistant and system")
+        return "".join(message["content"] for message in messages)
+
+
+class Served:
+    """A server over a fake engine that a thread drives, as long as `awake` is set."""
+
+    def __init__(self, *, engines: int = 1, **guards: Any) -> None:
+        self.inboxes = [Inbox() for _ in range(engines)]
+        self.engines = [FakeEngine() for _ in self.inboxes]
+        self.origins = Origins(100)
+        self.notes: list[str] = []
+        self.awake, self.ended = threading.Event(), threading.Event()
+        self.awake.set()
+        sampler = Sampler(
+            LeastBusy([inbox.put for inbox in self.inboxes]),
+            lambda tokens, k: self.inboxes[0].call(lambda engine: engine.top_logprobs(tokens, k)),
+            Letters(),
+            self.origins,
+            Limits(LONGEST, VOCABULARY, (9,), 0),
+            self.notes.append,
+        )
+        guards = {"api_key": None, "max_body_bytes": MAX_BODY, "max_requests": 64, **guards}
+        self.server = ServerThread(create_app(sampler, MODEL, LONGEST, **guards), "127.0.0.1", [0, 0])
+        self.url = f"http://127.0.0.1:{self.server.ports[0]}"
+        self.threads = [
+            threading.Thread(target=self._drive, args=(Driver(engine, inbox),), daemon=True)
+            for engine, inbox in zip(self.engines, self.inboxes, strict=True)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _drive(self, driver: Driver) -> None:
+        while not self.ended.is_set():
+            if self.awake.wait(0.01):
+                driver.step()
+        driver.abort()
+
+    def call(self, method: str, path: str, body: Any = None, port: int = 0, **headers: str) -> tuple[int, Any]:
+        connection = HTTPConnection("127.0.0.1", self.server.ports[port], timeout=10)
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json", **headers})
+        answer = connection.getresponse()
+        raw = answer.read()
+        connection.close()
+        is_json = "json" in answer.headers.get("Content-Type", "") and "nd" not in answer.headers["Content-Type"]
+        return answer.status, json.loads(raw) if is_json else raw.decode()
+
+    def post(self, path: str, body: Any) -> Any:
+        status, answer = self.call("POST", path, body)
+        assert status == 200, answer
+        return answer
+
+    def refused(self, path: str, body: Any, status: int = 400) -> str:
+        code, answer = self.call("POST", path, body)
+        assert code == status, answer
+        return answer["error"]["message"]
+
+    def requests(self) -> list[Any]:
+        return [request for engine in self.engines for request in engine.submitted]
+
+    def close(self) -> None:
+        self.ended.set()
+        for inbox in self.inboxes:
+            inbox.ring()
+        for thread in self.threads:
+            thread.join()
+        self.server.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+ATROPOS = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "logprobs": 0, "n": 3, "max_tokens": 6, "temperature": 0.9}
+
+
+def test_generate_answers_as_atropos_reads_it(served):
+    reply = served.post("/generate", {**ATROPOS, "top_p": 1.0, "stop": ["\n"]})
+    assert set(reply) == {"text", "prompt", "finish_reasons", "logprobs", "prompt_token_ids", "token_ids"}
+    assert (reply["prompt"], reply["prompt_token_ids"]) == ("bcd", [1, 2, 3])
+    assert len(reply["logprobs"]) == len(reply["finish_reasons"]) == len(reply["text"]) == 3
+    for tokens, logprobs, text in zip(reply["token_ids"], reply["logprobs"], reply["text"], strict=True):
+        assert [int(next(iter(position[0]))) for position in logprobs] == tokens
+        assert all(value < 0 for position in logprobs for value in position[0].values())
+        assert text == Letters().decode(tokens, skip_special_tokens=True)
+    assert {request.sampling.temperature for request in served.requests()} == {0.9}
+    assert {request.sampling.stop for request in served.requests()} == {("\n",)}
+
+
+def test_the_documented_curl_gets_logprobs(served):
+    reply = served.post("/generate", {"prompt": "Hello", "max_tokens": 5})
+    assert len(reply["logprobs"][0]) == len(reply["token_ids"][0]) > 0
+
+
+def test_completions_of_one_prompt_differ_and_a_seed_repeats_them(served):
+    body = {**ATROPOS, "max_tokens": 20, "n": 4}
+    first = served.post("/generate", body)["token_ids"]
+    assert len({tuple(tokens) for tokens in first}) == 4
+    assert served.post("/generate", body)["token_ids"] != first
+    seeded = [served.post("/generate", {**body, "seed": 5})["token_ids"] for _ in range(2)]
+    assert seeded[0] == seeded[1]
+
+
+def test_how_tokens_were_sampled_is_remembered(served):
+    served.engines[0].weights_changed(7)
+    tokens = served.post("/generate", ATROPOS)["token_ids"][0]
+    assert served.origins.find([1, 2, 3], tokens)[:2] == (0.9, 7)
+
+
+@pytest.mark.parametrize(("asked", "remembered"), [(0, 1.0), (1e-9, 0.01), (1.3, 1.3)])
+def test_the_remembered_temperature_is_the_one_that_was_used(served, asked, remembered):
+    tokens = served.post("/generate", {**ATROPOS, "temperature": asked})["token_ids"][0]
+    assert isinstance(served.origins.find([1, 2, 3], tokens), Origin)
+    assert served.origins.find([1, 2, 3], tokens).temperature == remembered
+
+
+def test_prompt_logprobs_have_the_token_itself_first(served):
+    reply = served.post("/generate", {"prompt": {"prompt_token_ids": [1, 2, 3]}, "prompt_logprobs": 2, "max_tokens": 1})
+    nothing, *entries = reply["prompt_logprobs"]
+    assert nothing is None
+    assert [list(entry) for entry in entries] == [["2", "0", "1"], ["3", "0", "1"]]
+    assert entries[0]["2"] == -1.0
+
+
+def test_a_stream_is_one_line_with_prompt_and_text(served):
+    status, body = served.call("POST", "/generate", {**ATROPOS, "n": 1, "stream": True, "seed": 3})
+    text = served.post("/generate", {**ATROPOS, "n": 1, "seed": 3})["text"]
+    assert (status, json.loads(body)) == (200, {"text": ["bcd" + text[0]]})
+
+
+def test_max_tokens_are_cut_to_what_fits(served):
+    served.post("/generate", {"prompt": "a" * 20, "max_tokens": 1000})
+    assert served.requests()[-1].sampling.max_tokens == LONGEST - 20
+    served.post("/v1/chat/completions", {"model": "x", "messages": [{"role": "user", "content": "abcd"}]})
+    assert served.requests()[-1].sampling.max_tokens == LONGEST - 4
+
+
+def test_the_models_own_end_ends_a_completion_unless_it_is_ignored(served):
+    served.post("/generate", {**ATROPOS, "n": 1, "stop_token_ids": [4]})
+    assert served.requests()[-1].sampling.stop_token_ids == (4, 9)
+    served.post("/generate", {**ATROPOS, "n": 1, "stop_token_ids": [4], "ignore_eos": True})
+    assert served.requests()[-1].sampling.stop_token_ids == (4,)
+
+
+def test_text_ends_before_the_stop_string(served):
+    tokens = served.post("/generate", {**ATROPOS, "n": 1, "seed": 8, "max_tokens": 20})["text"][0]
+    stop = tokens[2:4]
+    cut = served.post("/generate", {**ATROPOS, "n": 1, "seed": 8, "max_tokens": 20, "stop": stop})["text"][0]
+    assert cut == tokens[: tokens.index(stop)]
+
+
+def test_sampling_that_changes_the_distribution_is_told_once(served):
+    for _ in range(2):
+        served.post("/generate", {**ATROPOS, "top_p": 0.5, "top_k": 3})
+    assert served.notes == [
+        "atropos: an environment samples with top_p=0.5, top_k=3: the engine's log-probabilities are renormalised over "
+        "the tokens it keeps, the trainer's are not; expect a larger sampler/trainer KL"
+    ]
+
+
+def test_tokens_in_and_tokens_out_as_vllm_has_it(served):
+    protocol = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")
+    body = {"token_ids": [1, 2], "sampling_params": {"n": 2, "max_tokens": 5, "logprobs": 1}, "request_id": "r"}
+    reply = served.post("/inference/v1/generate", body)
+    parsed = protocol.GenerateTokensResponse.model_validate(reply)
+    assert parsed.request_id == "r"
+    for choice in parsed.choices:
+        assert [entry.token_id for entry in choice.logprobs.content] == choice.token_ids
+
+
+def client(served: Served, key: str = "x") -> openai.OpenAI:
+    return openai.OpenAI(api_key=key, base_url=f"{served.url}/v1", max_retries=0)
+
+
+def test_the_openai_client_lists_the_model(served):
+    assert [model.id for model in client(served).models.list()] == [MODEL]
+
+
+def test_the_openai_client_chats(served):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
+    reply = client(served).chat.completions.create(
+        model=MODEL, messages=messages, n=2, max_tokens=6, logprobs=True, top_logprobs=1, seed=1
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    first = reply.choices[0]
+    assert "".join(entry.token for entry in first.logprobs.content) == first.message.content
+    assert reply.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in reply.choices)
+    assert served.requests()[0].token_ids == Letters().encode("abc")
+
+
+def test_the_openai_client_completes(served):
+    reply = client(served).completions.create(model=MODEL, prompt=["abc", "de"], n=2, max_tokens=4, logprobs=0)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert "".join(reply.choices[0].logprobs.tokens) == reply.choices[0].text
+    tokens = client(served).completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=4)
+    assert tokens.usage.prompt_tokens == 3
+
+
+def test_the_openai_client_streams_one_piece(served):
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 6, "seed": 4}
+    whole = client(served).chat.completions.create(**asked).choices[0].message.content
+    pieces = [chunk.choices[0].delta.content for chunk in client(served).chat.completions.create(**asked, stream=True)]
+    assert pieces == [whole]
+
+
+def test_requests_wait_while_the_engine_sleeps_and_health_stays_good(served):
+    served.awake.clear()
+    replies: list[Any] = []
+    thread = threading.Thread(target=lambda: replies.append(served.call("POST", "/generate", ATROPOS)))
+    thread.start()
+    until(lambda: served.inboxes[0])
+    assert served.call("GET", "/health") == (200, "")
+    assert replies == []
+    served.awake.set()
+    thread.join(10)
+    assert replies[0][0] == 200
+
+
+def test_a_client_that_leaves_frees_its_place_in_the_engine(served):
+    served.engines[0]._decode_steps = lambda request: 10**9
+    connection = HTTPConnection("127.0.0.1", served.server.ports[0])
+    connection.request("POST", "/generate", json.dumps(ATROPOS), {"Content-Type": "application/json"})
+    until(lambda: len(served.engines[0].running) == 3)
+    connection.close()
+    until(lambda: not served.engines[0].running)
+    assert all(event.startswith("abort") for event in served.engines[0].events)
+
+
+def test_a_run_that_ends_says_so_to_who_waits(served):
+    served.engines[0]._decode_steps = lambda request: 10**9
+    replies: list[Any] = []
+    thread = threading.Thread(target=lambda: replies.append(served.call("POST", "/generate", ATROPOS)))
+    thread.start()
+    until(lambda: len(served.engines[0].running) == 3)
+    served.ended.set()
+    thread.join(10)
+    assert replies == [(503, {"error": {"message": "the run is ending", "type": "server_error", "code": 503}})]
+
+
+def test_requests_go_where_the_fewest_are_under_way():
+    served = Served(engines=3)
+    served.awake.clear()
+    threads = [threading.Thread(target=served.call, args=("POST", "/generate", {**ATROPOS, "n": 2})) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    until(lambda: sum(len(inbox._requests) for inbox in served.inboxes) == 6)
+    assert [len(inbox._requests) for inbox in served.inboxes] == [2, 2, 2]
+    served.awake.set()
+    for thread in threads:
+        thread.join(10)
+    served.close()
+
+
+def test_every_port_has_the_same_server(served):
+    assert [served.call("GET", "/v1/models", port=port)[0] for port in (0, 1)] == [200, 200]
+
+
+def test_a_port_in_use_is_named(served):
+    with pytest.raises(OSError, match=rf"127.0.0.1:{served.server.ports[0]}"):
+        ServerThread(SimpleNamespace(), "127.0.0.1", [served.server.ports[0]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nonsense": 1}, "nonsense: Extra inputs are not permitted"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": {"prompt_token_ids": [VOCABULARY]}}, "token 10 is not in the vocabulary of 10"),
+        ({"prompt": {"prompt_token_ids": [-1]}}, "greater than or equal to 0"),
+        ({"prompt": {"prompt_token_ids": [1] * LONGEST}}, "the prompt has 24 tokens"),
+        ({"n": 0}, "n: Input should be greater than or equal to 1"),
+        ({"temperature": -1}, "temperature"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"stop": [""]}, "stop strings"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(shared, changes, message):
+    assert message in shared.refused("/generate", {**ATROPOS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text content is served"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "the chat template refuses these messages: roles are"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "cannot be set"),
+        ({"logit_bias": {"5": 10}}, "logit_bias"),
+    ],
+)
+def test_chats_that_cannot_be_served_are_refused_in_one_line(shared, changes, message):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], **changes}
+    assert message in shared.refused("/v1/chat/completions", body)
+
+
+def test_large_bodies_are_refused(shared):
+    assert shared.call("POST", "/generate", {"prompt": "a" * MAX_BODY})[0] == 413
+
+
+def test_unknown_paths_and_methods_are_refused_without_a_trace(shared):
+    assert shared.call("GET", "/nowhere")[0] == 404
+    assert shared.call("GET", "/generate")[0] == 405
+
+
+def test_only_who_has_the_key_is_served():
+    served = Served(api_key="secret-\u00e9")
+    as_sent = "secret-\u00e9".encode().decode("latin-1")
+    for wrong in ({}, {"Authorization": "Bearer secret"}, {"Authorization": as_sent}):
+        assert served.call("POST", "/generate", ATROPOS, **wrong)[0] == 401
+    assert served.call("GET", "/health")[0] == 200
+    assert served.call("POST", "/generate", ATROPOS, Authorization=f"Bearer {as_sent}")[0] == 200
+    assert len(served.requests()) == 3
+    served.close()
+
+
+def test_more_requests_than_allowed_are_turned_away():
+    served = Served(max_requests=1)
+    served.awake.clear()
+    thread = threading.Thread(target=served.call, args=("POST", "/generate", ATROPOS))
+    thread.start()
+    until(lambda: served.inboxes[0])
+    assert served.call("POST", "/generate", ATROPOS)[0] == 503
+    assert served.call("GET", "/health")[0] == 200
+    served.awake.set()
+    thread.join(10)
+    served.close()
+
+
+JSON = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=8),
+    lambda inner: some.lists(inner, max_size=4) | some.dictionaries(some.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = ["prompt", "n", "max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "logprobs", "prompt_logprobs"]
+NAMES += [
+    "stream",
+    "messages",
+    "token_ids",
+    "sampling_params",
+    "tools",
+    "echo",
+    "stop_token_ids",
+    "chat_template_kwargs",
+]
+BASES = {
+    "/generate": ATROPOS,
+    "/v1/completions": {"prompt": "abc"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/inference/v1/generate": {"token_ids": [1]},
+}
+
+
+@given(path=some.sampled_from(sorted(BASES)), changes=some.dictionaries(some.sampled_from(NAMES), JSON, max_size=3))
+@effort(max_examples=300)
+def test_no_body_makes_the_server_fail(shared, path, changes):
+    status, answer = shared.call("POST", path, {**BASES[path], **changes})
+    assert status in (200, 400), answer
+    if status == 400:
+        assert "\n" not in answer["error"]["message"].split("template refuses")[0]
+        assert "Traceback" not in answer["error"]["message"]
+
+
+@given(path=some.sampled_from(sorted(BASES)), raw=some.binary(max_size=60))
+@effort(max_examples=100)
+def test_no_bytes_make_the_server_fail(shared, path, raw):
+    assert shared.call("POST", path, raw)[0] == 400
