@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from colocated_grpo.environments.adapters.gymnasium import Gymnasium
+from colocated_grpo.environments.adapters.openenv import OpenEnv
 from colocated_grpo.environments.adapters.textarena import TextArena
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
 from colocated_grpo.environments.user_code import construct
@@ -18,6 +19,7 @@ class Adapter(NamedTuple):
 
 ADAPTERS = {
     "gymnasium": Adapter(Gymnasium, "environment"),
+    "openenv": Adapter(OpenEnv, "url"),
     "textarena": Adapter(TextArena, "game"),
 }
 FORMS = tuple(f"{library}:<{adapter.argument}>" for library, adapter in ADAPTERS.items())
