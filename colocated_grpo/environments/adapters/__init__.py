@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from colocated_grpo.environments.adapters.gymnasium import Gymnasium
 from colocated_grpo.environments.adapters.openenv import OpenEnv
 from colocated_grpo.environments.adapters.textarena import TextArena
+from colocated_grpo.environments.adapters.verifiers import Verifiers
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
 from colocated_grpo.environments.user_code import construct
 
@@ -21,6 +22,7 @@ ADAPTERS = {
     "gymnasium": Adapter(Gymnasium, "environment"),
     "openenv": Adapter(OpenEnv, "url"),
     "textarena": Adapter(TextArena, "game"),
+    "verifiers": Adapter(Verifiers, "taskset"),
 }
 FORMS = tuple(f"{library}:<{adapter.argument}>" for library, adapter in ADAPTERS.items())
 
