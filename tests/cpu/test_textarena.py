@@ -6,6 +6,7 @@ import random
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy
 import pytest
@@ -166,6 +167,15 @@ def test_the_other_seats_may_be_played_by_a_function_of_the_user(opponents):
     assert rollout.score.reward == -1
     clowned = arena("TicTacToe-v0", seat=0, opponent=opponents("clown"))
     assert played(clowned, items(clowned, 1)[0], saying("[4]")).score.reward == 1
+
+
+def test_the_guides_opponent_takes_the_middle(tmp_path):
+    guide = (Path(__file__).parents[2] / "docs/guides/adapters.md").read_text()
+    (tmp_path / "my_players.py").write_text(guide.split("```python\n", 1)[1].split("```", 1)[0])
+    episode = arena("TicTacToe-v0", seat=0, opponent=f"{tmp_path / 'my_players.py'}:clever")
+    rollout = played(episode, items(episode, 1)[0], saying("[0]", "[8]"))
+    assert "[Player 1] [4]" in next(observations(rollout))
+    assert rollout.score.parts["finished"] == 1
 
 
 def test_games_have_a_chance_of_their_own_and_say_nothing(capsys):
