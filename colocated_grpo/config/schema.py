@@ -160,7 +160,8 @@ class TaskSourceConfig(Section):
 class EpisodeSourceConfig(Section):
     type: Literal["episode"]
     name: str
-    """A built-in episode, one that an installed package announces, or your own 'module:object'."""
+    """A built-in episode, 'textarena:<game>' or another library's (docs/guides/adapters.md), one that an installed
+    package announces, or your own 'module:object'."""
     args: dict[str, Any] = {}
     """Keyword arguments of the episode."""
     weight: float = Field(1.0, gt=0)

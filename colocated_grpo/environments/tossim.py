@@ -7,25 +7,22 @@ Such an environment executes whatever it rewards, so a completion is judged on a
 
 from __future__ import annotations
 
-import io
 import pickle
 import random
-import threading
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.isolation import isolated
 from colocated_grpo.environments.user_code import construct, load_object, one_line
 
 WAIT = "<think></think><wait/>"
 """What a seat does that is not asked."""
 RETRIES = 10
 """Empty batches in a row after which a table is left alone for this step."""
-_alone = threading.Lock()
-"""Standard output and the global stream of chance belong to the process: one call at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +110,7 @@ class ToSSim:
 
     def _judged(self, turn: ToSSimTurn, completion: str) -> ToSSimOutcome:
         try:
-            with _quiet(random.Random(f"{turn.id}/{completion}")):
+            with isolated(random.Random(f"{turn.id}/{completion}")):
                 table = pickle.loads(turn.frozen)
                 reward = table.answer({turn.place: completion})[turn.place]
         except (Exception, SystemExit):
@@ -161,7 +158,7 @@ class ToSSim:
 
     def _new_table(self) -> Table:
         self._seated += 1
-        with _quiet(random.Random(f"{self._seed}/{self._seated}")):
+        with isolated(random.Random(f"{self._seed}/{self._seated}")):
             table = Table(construct(self._class, self._args, self._key))
         try:
             pickle.dumps(table)
@@ -196,22 +193,10 @@ class ToSSim:
         """A table whose code raises is set up anew; its open turns are lost."""
         table = self._tables[number]
         try:
-            with _quiet(random.Random(f"{self._seed}/{number}/{table.batches}")):
+            with isolated(random.Random(f"{self._seed}/{number}/{table.batches}")):
                 yield
         except (Exception, SystemExit):
             batches = table.batches
             self._tables[number] = self._new_table()
             self._tables[number].batches = batches  # ids are not used again
             self._resets += 1
-
-
-@contextmanager
-def _quiet(chance: random.Random) -> Iterator[None]:
-    """Nothing printed, and `random` as if it had been seeded for this call alone."""
-    with _alone, redirect_stdout(io.StringIO()):
-        before = random.getstate()
-        random.setstate(chance.getstate())
-        try:
-            yield
-        finally:
-            random.setstate(before)

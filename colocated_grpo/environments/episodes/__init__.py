@@ -5,6 +5,7 @@ from __future__ import annotations
 from inspect import iscoroutinefunction
 from typing import Any
 
+from colocated_grpo.environments.adapters import FORMS, build_adapter, is_adapted
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
 from colocated_grpo.environments.episodes.tool_use import ToolUse
 from colocated_grpo.environments.registry import check_methods, find_environment
@@ -13,8 +14,10 @@ EPISODES = {"tool_use": ToolUse}
 
 
 def build_episode(name: str, args: dict[str, Any]) -> Episode:
-    """A built-in episode, an installed one, or the user's 'module:object'."""
-    episode = find_environment("episode", name, args, EPISODES)
+    """A built-in episode, one of another library, an installed one, or the user's 'module:object'."""
+    if is_adapted(name):
+        return build_adapter(name, args)
+    episode = find_environment("episode", name, args, EPISODES, *FORMS)
     check_methods(episode, "an episode", ("prompts", "run"), name)
     if not iscoroutinefunction(episode.run):
         raise EnvironmentSetupError(f"environments {name!r}: run() must be a coroutine: write `async def run`")

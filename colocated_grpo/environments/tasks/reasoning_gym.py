@@ -10,7 +10,7 @@ from typing import Any
 from colocated_grpo.environments.answers import final_answer
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
 from colocated_grpo.environments.tasks.procedural import split_items
-from colocated_grpo.environments.user_code import unknown_name
+from colocated_grpo.environments.user_code import import_optional, unknown_name
 
 CHUNK = 500
 """Questions of one reasoning-gym dataset object; some generators prepare or hold all of them at once."""
@@ -24,14 +24,9 @@ class ReasoningGym:
     ) -> None:
         for reserved in {"seed", "size"} & args.keys():
             raise EnvironmentSetupError(f"reasoning_gym:{dataset}: args.{reserved} is set by the run; leave it out")
-        try:
-            from reasoning_gym.factory import DATASETS
-        except ModuleNotFoundError as error:
-            raise EnvironmentSetupError(
-                f"reasoning_gym:{dataset}: cannot import {error.name!r}; install it with: pip install reasoning-gym"
-            ) from None
-        if dataset not in DATASETS:
-            raise unknown_name("environments", "reasoning_gym dataset", dataset, DATASETS)
+        factory = import_optional("reasoning_gym.factory", "reasoning-gym", f"reasoning_gym:{dataset}")
+        if dataset not in factory.DATASETS:
+            raise unknown_name("environments", "reasoning_gym dataset", dataset, factory.DATASETS)
         self.dataset = dataset
         self.template = "{question}\n" + instruction if instruction else "{question}"
         self.args = args
