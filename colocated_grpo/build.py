@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -27,8 +29,6 @@ from colocated_grpo.rollout.engine import RolloutEngine, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
-from colocated_grpo.rollout.server.build import Serving
-from colocated_grpo.rollout.server.sampler import Limits
 from colocated_grpo.rollout.sharing import build_sharing
 from colocated_grpo.rollout.supply import PromptSupply, Supply
 from colocated_grpo.rollout.vllm_engine import VLLMEngine
@@ -37,6 +37,9 @@ from colocated_grpo.tracking import NullTracker, Tracker, make_tracker
 from colocated_grpo.types import Prompt
 from colocated_grpo.weights.colocated import ColocatedSync
 from colocated_grpo.weights.shared import share
+
+if TYPE_CHECKING:
+    from colocated_grpo.rollout.server.build import Serving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +77,12 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     model_folder = fetch_model(config.model, world)
     hf_config = read_model_config(config.model, model_folder)
     tokenizer = load_tokenizer(config, model_folder)
-    tracker = make_tracker(config, folder, world.is_main)
     stop_tokens = stop_token_ids(tokenizer, model_folder)
+    tracker = make_tracker(config, folder, world.is_main)
     environments = build_environments(config, tokenizer)
-    limits = Limits(config.max_sequence_tokens, hf_config.get_text_config().vocab_size, stop_tokens, config.seed)
-    serving = Serving(config, folder, tokenizer, limits, world, tracker.note) if config.atropos else None
+    serving = None
+    if config.atropos is not None:
+        serving = build_serving(config, folder, tokenizer, hf_config, stop_tokens, world, tracker.note)
     source = LongestFirst(environments.open_source()) if world.is_main and serving is None else None
     held_out = world.from_main(lambda: environments.held_out(config.evaluation.prompts))
 
@@ -122,6 +126,24 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         tracker=tracker,
         start=start,
     )
+
+
+def build_serving(
+    config: Config,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    hf_config: PretrainedConfig,
+    stop_tokens: tuple[int, ...],
+    world: World,
+    note: Callable[[str], None],
+) -> Serving:
+    """The engine over HTTP, for environments in other processes."""
+    # Here, for it brings a web framework, a third of a second at the start of each rank, that other runs do not need.
+    from colocated_grpo.rollout.server.build import Serving
+    from colocated_grpo.rollout.server.sampler import Limits
+
+    limits = Limits(config.max_sequence_tokens, hf_config.get_text_config().vocab_size, stop_tokens, config.seed)
+    return Serving(config, folder, tokenizer, limits, world, note)
 
 
 def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
