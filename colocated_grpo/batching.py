@@ -41,7 +41,7 @@ class TrainSequence:
     temperature: float
     trained: bool
     """False: its tokens are scored but carry no loss (a truncated completion that is masked)."""
-    ref_logprobs: list[float] | None = None
+    ref_logprobs: np.ndarray | None = None
     """From the environment; None: not given."""
 
     @property
@@ -253,9 +253,7 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
 def _given_ref_logprobs(sequences: Sequence[TrainSequence]) -> Tensor | None:
     if all(seq.ref_logprobs is None for seq in sequences):
         return None
-    unknown = [np.full(len(seq.scored), math.nan, np.float32) for seq in sequences]
-    given = [seq.ref_logprobs for seq in sequences]
-    return _joined([nans if own is None else own for own, nans in zip(given, unknown, strict=True)])
+    return _joined([_at(seq.scored, None) if seq.ref_logprobs is None else seq.ref_logprobs for seq in sequences])
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> Tensor:

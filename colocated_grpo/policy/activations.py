@@ -25,9 +25,10 @@ from colocated_grpo.policy.policy import Policy
 
 GIB = 1 << 30
 AUTO_TOKENS = 24_576, 16_384, 8_192, 4_096, 2_048
-"""Sizes to choose from where the settings leave it open. Each micro-batch costs the host about 0.1 s, so larger ones
-are faster, up to about this size: 0.6B on one H200 trains 97,500 tokens/s at 16k and 107,000 at 32k, in 20 GiB more."""
-ON_CPU = 16_384
+"""Sizes to choose from where the settings leave it open. Every micro-batch costs the host the same, so larger ones are
+faster, but the gain shrinks while memory grows in step."""
+MOST_ON_CPU = 16_384
+"""Host memory is not measured."""
 LEAST_UNRECOMPUTED = 8_192
 """Below it recomputing costs less than so many small micro-batches."""
 USABLE = 0.92
@@ -79,7 +80,8 @@ def settle_micro_batches(policy: Policy, config: Config, world: World) -> Config
     Call when all that stays on the device while the policy trains is there. Collective.
     """
     if world.device.type == "cpu":
-        tokens = max(size for size in candidate_sizes(config) if size <= ON_CPU or size == candidate_sizes(config)[-1])
+        sizes = candidate_sizes(config)
+        tokens = next((size for size in sizes if size <= MOST_ON_CPU), sizes[-1])
     else:
         tokens = fit_micro_batches(policy, config, world)
     batch = config.batch.model_copy(update={"max_tokens_per_micro_batch": tokens})

@@ -19,7 +19,7 @@ CPU_LIMIT = 1 * GIB
 SMALLEST = 64 << 20
 FILLED = 0.5
 """Share of the worst case, all sequences at full length at one time, that the cache is made for. Completions that stop
-by themselves fill a quarter of it; where all run to the end, the engine makes half of them wait their turn."""
+by themselves fill less; where all run to the end, the engine makes some of them wait their turn."""
 FEW = 8
 """So many sequences always have room for their full length."""
 BLOCK = 64

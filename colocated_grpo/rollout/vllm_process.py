@@ -92,7 +92,7 @@ def discard(*parts: Part) -> None:
     """Unmap these parts' memory; what it held is lost.
 
     vLLM's own sleep cannot keep the weights and drop the cache (before 0.32), and it runs the garbage collector over
-    the whole heap: 0.1 s a step.
+    the whole heap.
     """
     from vllm.device_allocator import cumem
 

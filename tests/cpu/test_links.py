@@ -106,6 +106,7 @@ def test_a_cancelled_request_leaves_the_far_engine(pair):
     until(lambda: not pair.engine.running)
     pair.link.end_phase(1, abort=False)
     thread.join(10)
+    assert not thread.is_alive(), "an engine that still decoded it would never come to its end"
 
 
 def test_a_stranger_is_turned_away_and_does_not_take_the_place():

@@ -47,7 +47,8 @@ def test_credit_is_one_for_exact_calls_and_at_most_a_half_for_others(one, other)
 @given(st.text())
 def test_no_text_breaks_the_reader(text):
     for completion in (text, f"<tool_call>{text}", f"<tool_call>{text}</tool_call>"):
-        read_calls(completion)
+        calls = read_calls(completion)
+        assert calls is None or all(set(call) == {"name", "arguments"} for call in calls)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class SamplingWish(BaseModel):
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     presence_penalty: Neutral = 0.0
     frequency_penalty: Neutral = 0.0
-    stop: Stop = None
+    stop: Stop = Field(None, validate_default=True)
     stop_token_ids: list[Token] | None = Field(None, max_length=MOST_COMPLETIONS)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -53,12 +53,6 @@ class SamplingWish(BaseModel):
     """None leaves them out. The sampled token's own is given, whatever the number."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     """The k likeliest tokens at each position of the prompt."""
-
-    @model_validator(mode="after")
-    def _stop_is_a_list(self) -> Self:
-        # Not validated where it is left out.
-        object.__setattr__(self, "stop", self.stop or [])
-        return self
 
 
 class TextPrompt(BaseModel):
