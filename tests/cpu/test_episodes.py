@@ -286,7 +286,7 @@ def test_a_conversation_out_of_order_is_refused(run, line):
 def test_the_engine_is_idle_after_a_batch_even_where_an_episode_ended_before_its_turn():
     async def run(item, model):
         turn = asyncio.ensure_future(model.generate(3))
-        while len(engine.running) < 2:
+        while engine.most_running < 2:
             await asyncio.sleep(0.001)
         assert not turn.done()
         return 1.0
