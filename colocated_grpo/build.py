@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
+from colocated_grpo.config.turns import OpponentConfig
 from colocated_grpo.distributed import World
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
@@ -22,8 +25,8 @@ from colocated_grpo.policy.activations import settle_micro_batches
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.masters import ShardedWeights, WholeWeights
-from colocated_grpo.policy.model import read_model_config
-from colocated_grpo.policy.policy import DTYPES, Policy, build_model
+from colocated_grpo.policy.model import host_copy, read_model_config
+from colocated_grpo.policy.policy import DTYPES, Policy, build_model, compute_dtype
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import RolloutEngine, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
@@ -36,6 +39,7 @@ from colocated_grpo.supervision import StopRequest
 from colocated_grpo.tracking import NullTracker, Tracker, make_tracker
 from colocated_grpo.types import Prompt
 from colocated_grpo.weights.colocated import ColocatedSync
+from colocated_grpo.weights.opponent import Opponent
 from colocated_grpo.weights.shared import share
 
 if TYPE_CHECKING:
@@ -87,19 +91,33 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     held_out = world.from_main(lambda: environments.held_out(config.evaluation.prompts))
 
     policy = Policy(config, hf_config, model_folder, world)
-    wants_reference = config.loss.kl.coef > 0 and config.loss.kl.target == "reference"
-    reference = ShardedWeights(build_model(config, hf_config, model_folder, world)) if wants_reference else None
-    checkpoints = Checkpoints(folder, config.checkpoint, world)
+    reference = None
+    if config.loss.kl.coef > 0 and config.loss.kl.target == "reference":
+        offloaded = config.policy.cpu_offload
+        reference = ShardedWeights(build_model(config, hf_config, model_folder, world, offloaded=offloaded))
+    frozen = read_opponent(config, hf_config, world)
+    refreshed = config.opponent is not None and config.opponent.refresh_every > 0
+    kept = {f"opponent.{name}": weight for name, weight in frozen.items()} if refreshed else {}
+    checkpoints = Checkpoints(folder, config.checkpoint, world, kept)
     start, state = checkpoints.restore(policy)
 
     clock = Clock(world.device)
     engine = build_engine(config, policy, model_folder, world)
     sync = build_sync(policy, engine, world)
+    opponent = build_opponent(config.opponent, frozen, policy, engine, sync, world) if config.opponent else None
     # The engine sleeps: what is free now is free while the policy trains.
     config = settle_micro_batches(policy, config, world)
     collector = build_collector(config, engine, environments, tokenizer, world, stop)
     supply: Supply = (
-        PromptSupply(source, collector, world, stop.asked, config.rollout, training_sampling(config, stop_tokens))
+        PromptSupply(
+            source,
+            collector,
+            world,
+            stop.asked,
+            config.rollout,
+            training_sampling(config, stop_tokens),
+            opponent,
+        )
         if serving is None
         else serving.start(engine, start, stop.asked, lambda: policy.version)
     )
@@ -172,10 +190,49 @@ def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
     return policy.dtype if config.engine.dtype == "auto" else DTYPES[config.engine.dtype]
 
 
+def read_opponent(config: Config, hf_config: PretrainedConfig, world: World) -> dict[str, DTensor]:
+    """The frozen opponent's shards in host memory; nothing where there is none. Collective."""
+    if config.opponent_model is None:
+        return {}
+    on_gpu = world.device.type == "cuda"
+    folder = fetch_model(config.opponent_model, world)
+    return host_copy(
+        build_model(config, hf_config, folder, world, offloaded=on_gpu),
+        compute_dtype(config, world.device),
+        pinned=on_gpu,
+    )
+
+
+def build_opponent(
+    config: OpponentConfig,
+    frozen: Mapping[str, DTensor],
+    policy: Policy,
+    engine: VLLMEngine,
+    sync: WeightSync,
+    world: World,
+) -> Opponent:
+    """frozen: as `read_opponent` gave them, before a checkpoint was restored into them."""
+
+    def put_policy_back() -> None:
+        policy.weights.publish()  # where policy and engine share their weights
+        sync.sync()  # everywhere else
+        engine.weights_changed(policy.version)
+
+    into_engine = copy_into(engine, frozen, world)
+    return Opponent(
+        frozen, policy.parameters(), into_engine, engine.weights_changed, put_policy_back, config.refresh_every
+    )
+
+
 def build_sync(policy: Policy, engine: VLLMEngine, world: World) -> WeightSync:
     """How the policy's weights reach the engine. Where both are to be one, they are from here on."""
-    copies = ColocatedSync(
-        policy.parameters(),
+    copies = copy_into(engine, policy.parameters(), world)
+    return share(copies, policy.weights.adopt) if isinstance(policy.weights, WholeWeights) else copies
+
+
+def copy_into(engine: VLLMEngine, parameters: Mapping[str, Tensor], world: World) -> ColocatedSync:
+    return ColocatedSync(
+        parameters,
         engine.model,
         engine.tensor_parallel_rank,
         engine.load_weights,
@@ -183,7 +240,6 @@ def build_sync(policy: Policy, engine: VLLMEngine, world: World) -> WeightSync:
         transformed=engine.transforms_weights,
         device=world.device,
     )
-    return share(copies, policy.weights.adopt) if isinstance(policy.weights, WholeWeights) else copies
 
 
 def build_choreography(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,14 @@ UNFINISHED = ".partial"
 class Checkpoints:
     """Saves and restores one run. Every method is collective except `latest`."""
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig, world: World) -> None:
+    def __init__(
+        self, run_dir: Path, config: CheckpointConfig, world: World, others: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """others: tensors or shards that belong to the run beside the policy's, under names of their own."""
         self._folder = run_dir / FOLDER
         self._config = config
         self._world = world
+        self._others = others or {}
         self._published: Future[None] | None = None
 
     def due(self, step: int) -> bool:
@@ -56,9 +60,7 @@ class Checkpoints:
             (partial / STATE_FILE).write_text(json.dumps(record))
         self._world.barrier()
         policy.init_optimizer_state()  # a run that is stopped before its first step must be restorable as well
-        writing = dcp.async_save(
-            _tensors(policy, self._world), checkpoint_id=partial, process_group=self._world.checkpoints
-        )
+        writing = dcp.async_save(self._tensors(policy), checkpoint_id=partial, process_group=self._world.checkpoints)
         # Waiting for the write alone is not enough: its callbacks, and so the renaming, run after it counts as done.
         self._published = Future()
         published = self._published
@@ -90,12 +92,15 @@ class Checkpoints:
             return 0, {}
         record = json.loads((newest / STATE_FILE).read_text())
         policy.init_optimizer_state()
-        tensors = _tensors(policy, self._world)
+        tensors = self._tensors(policy)
         self._check_loadable(newest, record, tensors)
         dcp.load(tensors, checkpoint_id=newest, process_group=self._world.checkpoints)
         _restore_numbers(policy, tensors, self._world)
         policy.restored(record["policy_version"])
         return record["step"], record["state"]
+
+    def _tensors(self, policy: Policy) -> dict[str, Tensor]:
+        return {**_tensors(policy, self._world), **self._others}
 
     def _check_loadable(self, folder: Path, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         saved = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import logging
 import os
 import re
 import socket
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -105,12 +106,21 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return record(_run)(config, options.resume, Path(config_file(options)).stem)
 
 
+def _import_trainer() -> Callable[..., None]:
+    gc.disable()  # modules stay: a collection meanwhile finds nothing and takes its time
+    try:
+        from colocated_grpo.trainer import main
+    finally:
+        gc.enable()
+    return main
+
+
 def _run(config: Config, resume: str | None, name: str) -> int:
     """Train. What the user can act on becomes one line, from the first rank that met it, and an exit code."""
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.errors import ReportedElsewhere, RunError
-    from colocated_grpo.trainer import main as train
 
+    train = _import_trainer()
     try:
         train(config, resume=resume, name=name)
     except (ConfigError, RunError) as error:

@@ -29,6 +29,8 @@ class Prompt:
     """Name of the environment that made it; key into the table of scorers."""
     pattern: str | None = None
     """Regular expression that the engine keeps the completions within; None: they are free."""
+    by_opponent: bool = False
+    """Answered once by the frozen opponent, for a game to go on, and not trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

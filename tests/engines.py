@@ -33,13 +33,17 @@ class Pair:
     def __init__(self, world: World, model: Path, **changes: Any) -> None:
         os.environ.update(library_environment("INFO"))
         # The engine's own imports read the variables above.
-        from colocated_grpo.build import build_engine, build_sync
+        from colocated_grpo.build import build_engine, build_opponent, build_sync, read_opponent
 
         self.world = world
         self.config = Config.model_validate(settings(model, **changes))
-        self.policy = Policy(self.config, read_model_config(self.config.model, model), model, world)
+        hf_config = read_model_config(self.config.model, model)
+        self.policy = Policy(self.config, hf_config, model, world)
+        frozen = read_opponent(self.config, hf_config, world)
         self.engine: VLLMEngine = build_engine(self.config, self.policy, model, world)
         self.sync = build_sync(self.policy, self.engine, world)
+        if frozen:
+            self.opponent = build_opponent(self.config.opponent, frozen, self.policy, self.engine, self.sync, world)
 
     def write(self) -> None:
         """The policy's weights into the engine."""

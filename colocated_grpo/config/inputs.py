@@ -14,9 +14,21 @@ from typing import Any
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig, ModelConfig
+from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_SHAPE_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 # The longest sequence goes by these names in the model families' config.json
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -26,33 +38,49 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     missing = [line for index, source in enumerate(config.environments) for line in _check_source(index, source)]
     if missing:
         raise ConfigError(*missing)
-    return _fit_engine(config, read_model_config(config.model))
+    model = read_model_config(config.model)
+    for index, source in enumerate(config.environments):
+        if isinstance(source, TurnsSourceConfig) and source.opponent is not None:
+            _check_opponent(f"environments.{index}.opponent", config, model)
+    return _fit_engine(config, model)
 
 
-def read_model_config(model: ModelConfig) -> dict[str, Any]:
-    """The model's config.json: from its folder, the local cache or the Hub."""
-    path = _local_config(model) or _hub_config(model)
+def _check_opponent(section: str, config: Config, policy: Mapping[str, Any]) -> None:
+    """It takes the policy's place in the engine, whose parameters have the policy's shapes."""
+    opponent = config.opponent_model
+    theirs = read_model_config(opponent, section)
+    for key in _SHAPE_KEYS:
+        if theirs.get(key) != policy.get(key):
+            raise ConfigError(
+                f"{section}.name={opponent.name!r}: its {key} is {theirs.get(key)}, that of {config.model.name} is "
+                f"{policy.get(key)}; both must fit into one engine"
+            )
+
+
+def read_model_config(model: ModelConfig, section: str = "model") -> dict[str, Any]:
+    """The model's config.json: from its folder, the local cache or the Hub. `section` names it in errors."""
+    path = _local_config(model, section) or _hub_config(model, section)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"model.name={model.name!r}: {path.name} is not valid JSON ({error})") from None
+        raise ConfigError(f"{section}.name={model.name!r}: {path.name} is not valid JSON ({error})") from None
 
 
-def _local_config(model: ModelConfig) -> Path | None:
+def _local_config(model: ModelConfig, section: str) -> Path | None:
     """config.json of a local folder; None where the name can only be one on the Hub."""
     folder = Path(model.name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.name={model.name!r}: this folder has no config.json, so it is no saved model")
+            raise ConfigError(f"{section}.name={model.name!r}: this folder has no config.json, so it is no saved model")
         if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
-            raise ConfigError(f"model.name={model.name!r}: this folder has no weights (*.safetensors or *.bin)")
+            raise ConfigError(f"{section}.name={model.name!r}: this folder has no weights (*.safetensors or *.bin)")
         return folder / "config.json"
     if folder.is_absolute() or model.name.startswith((".", "~")) or model.name.count("/") > 1:
-        raise ConfigError(f"model.name={model.name!r}: no such folder")
+        raise ConfigError(f"{section}.name={model.name!r}: no such folder")
     return None
 
 
-def _hub_config(model: ModelConfig) -> Path:
+def _hub_config(model: ModelConfig, section: str) -> Path:
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -62,7 +90,7 @@ def _hub_config(model: ModelConfig) -> Path:
         RevisionNotFoundError,
     )
 
-    name = f"model.name={model.name!r}: no such folder"
+    name = f"{section}.name={model.name!r}: no such folder"
     try:
         cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
         if isinstance(cached, str):
@@ -76,13 +104,17 @@ def _hub_config(model: ModelConfig) -> Path:
     except HFValidationError:
         raise ConfigError(f"{name}, and no valid Hugging Face name") from None
     except GatedRepoError:
-        raise ConfigError(f"model.name={model.name!r}: gated on the Hub; accept its terms and set HF_TOKEN") from None
+        raise ConfigError(
+            f"{section}.name={model.name!r}: gated on the Hub; accept its terms and set HF_TOKEN"
+        ) from None
     except RepositoryNotFoundError:
         raise ConfigError(f"{name}, and not on the Hub (or private: set HF_TOKEN)") from None
     except RevisionNotFoundError:
-        raise ConfigError(f"model.revision={model.revision!r}: {model.name} has no such branch or commit") from None
+        raise ConfigError(f"{section}.revision={model.revision!r}: {model.name} has no such branch or commit") from None
     except RemoteEntryNotFoundError:
-        raise ConfigError(f"model.name={model.name!r}: has no config.json on the Hub, no transformers model") from None
+        raise ConfigError(
+            f"{section}.name={model.name!r}: has no config.json on the Hub, no transformers model"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{name}, not in the local cache, and the Hub cannot be reached ({_first(error)})") from None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import Config, EngineConfig, EpisodeSourceConfig
+from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 
 Lines = Iterator[str]
 
@@ -165,6 +166,20 @@ def _grammar_needs_weights(config: Config) -> Lines:
         )
 
 
+def _one_opponent(config: Config) -> Lines:
+    for index, source in enumerate(config.environments):
+        if not isinstance(source, TurnsSourceConfig):
+            continue
+        if source.opponent is not None and source.opponent != config.opponent:
+            yield f"environments.{index}.opponent: differs from another entry's; a run has one frozen model"
+        players = source.args.get("players")
+        if source.opponent is None and isinstance(players, list) and FROZEN in players:
+            yield (
+                f"environments.{index}.args.players: {FROZEN!r} seats need a model that plays them: "
+                f"environments.{index}.opponent: {{name: initial}}"
+            )
+
+
 def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
     size = config.engine.tensor_parallel_size
     if world_size % size:
@@ -229,6 +244,7 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _served_ports_differ,
     _episodes_have_the_engine_to_themselves,
     _grammar_needs_weights,
+    _one_opponent,
 )
 WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
     _tensor_parallel_divides_world,

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import Section
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
-from colocated_grpo.config.turns import TurnsSourceConfig
+from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -310,6 +310,20 @@ class Config(Section):
         """The Atropos entry, which stands alone where there is one."""
         first = self.environments[0]
         return first if isinstance(first, AtroposSourceConfig) else None
+
+    @property
+    def opponent(self) -> OpponentConfig | None:
+        """Of the turn games that have one; all of them have the same."""
+        turns = [source for source in self.environments if isinstance(source, TurnsSourceConfig)]
+        return next((source.opponent for source in turns if source.opponent is not None), None)
+
+    @property
+    def opponent_model(self) -> ModelConfig | None:
+        """Where the opponent's weights are read from."""
+        opponent = self.opponent
+        if opponent is None or opponent.name == INITIAL:
+            return self.model if opponent else None
+        return self.model.model_copy(update={"name": opponent.name, "revision": opponent.revision})
 
     @property
     def completions_per_step(self) -> int:

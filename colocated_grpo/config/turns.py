@@ -9,6 +9,20 @@ from pydantic import Field
 from colocated_grpo.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+INITIAL = "initial"
+FROZEN = "frozen"
+"""Among the `players` of a game: the opponent's seats."""
+
+
+class OpponentConfig(Section):
+    name: str = INITIAL
+    """initial: the run's own model as it was before the first step. Otherwise the folder or Hugging Face name of one of
+    the same shape, such as the final_model or an exported step of another run."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    refresh_every: NonNegative = 0
+    """Steps after which the opponent becomes what the policy is then; 0: never."""
 
 
 class TurnsSourceConfig(Section):
@@ -28,5 +42,8 @@ class TurnsSourceConfig(Section):
     """Steps in a row for stop_at_parse_rate."""
     structured: bool = False
     """Let the engine sample legal replies only. Off, the policy learns the form by itself."""
+    opponent: OpponentConfig | None = None
+    """A second set of weights that plays the seats which the game gives it (town: players: [policy, frozen]). Its turns
+    are answered once and not trained. It rests in host memory; every entry that has one has the same."""
     weight: float = Field(1.0, gt=0)
     """Share of prompts drawn from this source, relative to the others."""

@@ -74,7 +74,9 @@ class Settled:
 class BatchSource(Protocol):
     """Where training prompts come from. Lives on rank 0 only."""
 
-    def next(self, n: int) -> list[Prompt]: ...
+    def next(self, n: int) -> list[Prompt]:
+        """`n` prompts for the policy, and those that an opponent has to answer; fewer where all games wait for it."""
+        ...
 
     def record(self, groups: Sequence[Group]) -> Settled:
         """Take in the scored groups of all prompts that the last next() gave."""

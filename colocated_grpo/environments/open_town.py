@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.config.turns import FROZEN
 from colocated_grpo.environments.town.environment import TownEnvironment
 from colocated_grpo.environments.town.players import SCRIPTED
 from colocated_grpo.environments.town.rewards import CREDITS
@@ -27,9 +27,6 @@ def open_town(seed: int, **args: Any) -> TownEnvironment:
             raise unknown_name("environments 'town': args.credit", "mode", credit, CREDITS)
         args = {**args, "credit": CREDITS[credit]}
     for label in players:
-        if label not in (POLICY, *SCRIPTED):
-            raise EnvironmentSetupError(
-                f"environments 'town': args.players: {label!r} would need a second model; a seat is played by "
-                f"{POLICY!r} or by one of {', '.join(SCRIPTED)}"
-            )
+        if label not in (known := (POLICY, FROZEN, *SCRIPTED)):
+            raise unknown_name("environments 'town': args.players", "player", label, known)
     return TownEnvironment(TypeAdapter(TownSettings).validate_python({**args, "seed": seed}))

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 PATTERN = "reply_pattern"
 """Key of an item under which a turn with structured output has the regular expression of its replies."""
+BY_OPPONENT = "by_opponent"
+"""Key of an item that is true where the frozen opponent answers."""
 
 
 class PromptEncoder:
@@ -29,7 +31,15 @@ class PromptEncoder:
         text, token_ids = self._render(item, source)
         if not 1 <= len(token_ids) <= self.max_prompt_tokens:
             return None
-        return Prompt(index=index, token_ids=token_ids, text=text, item=item, source=source, pattern=item.get(PATTERN))
+        return Prompt(
+            index=index,
+            token_ids=token_ids,
+            text=text,
+            item=item,
+            source=source,
+            pattern=item.get(PATTERN),
+            by_opponent=item.get(BY_OPPONENT, False),
+        )
 
     def too_long(self, source: str, dropped: int) -> EnvironmentSetupError:
         return EnvironmentSetupError(

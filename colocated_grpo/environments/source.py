@@ -11,6 +11,9 @@ from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.streams import Stream
 from colocated_grpo.types import Group, Prompt
 
+LEAST_BY_OPPONENT = 16
+"""Turns that an opponent may take in one step, however few prompts the policy is given."""
+
 
 class Mixture:
     """Whose turn it is: the one furthest behind its share, so that counts never stray from the shares by a batch."""
@@ -36,20 +39,29 @@ class PromptSource:
         self.streams = streams
         self.mixture = Mixture(weights)
         self.encoder = encoder
+        self.given = 0
+        """Prompts so far, those for an opponent included."""
         self.dropped = 0
         """Prompts left out so far because they were too long."""
 
     def next(self, n: int) -> list[Prompt]:
-        return [self._next_prompt() for _ in range(n)]
+        prompts: list[Prompt] = []
+        by_opponent = 0
+        # Where every game waits for the opponent, asking for more would open new games without end.
+        while len(prompts) - by_opponent < n and by_opponent < max(n, LEAST_BY_OPPONENT):
+            prompts.append(self._next_prompt())
+            by_opponent += prompts[-1].by_opponent
+        return prompts
 
     def _next_prompt(self) -> Prompt:
         name = self.mixture.due()
         stream = self.streams[name]
         for _ in range(stream.patience):
             item = stream.take()
-            prompt = self.encoder.encode(item, index=self.mixture.total, source=name)
+            prompt = self.encoder.encode(item, index=self.given, source=name)
             if prompt is not None:
-                self.mixture.counts[name] += 1
+                self.given += 1
+                self.mixture.counts[name] += not prompt.by_opponent
                 return prompt
             stream.reject(item)
             self.dropped += 1
@@ -73,6 +85,7 @@ class PromptSource:
         return {
             "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
             "counts": dict(self.mixture.counts),
+            "given": self.given,
             "dropped": self.dropped,
         }
 
@@ -85,6 +98,7 @@ class PromptSource:
         for name, stream in self.streams.items():
             stream.load_state_dict(state["streams"][name])
         self.mixture.counts = dict(state["counts"])
+        self.given = state["given"]
         self.dropped = state["dropped"]
 
     def close(self) -> None:

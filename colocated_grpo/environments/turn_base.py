@@ -26,7 +26,8 @@ class Turn(Protocol):
 
     @property
     def trainable(self) -> bool:
-        """Whether the trained policy plays the seat. The environment plays all others itself."""
+        """Whether the trained policy plays the seat. False: the entry's opponent does. The environment plays all others
+        itself, and asks nobody."""
         ...
 
     def pattern(self) -> str:

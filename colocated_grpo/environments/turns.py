@@ -17,7 +17,7 @@ from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Settled
 from colocated_grpo.environments.early_stop import EarlyStop
 from colocated_grpo.environments.held import HeldGroups
-from colocated_grpo.environments.prompts import PATTERN
+from colocated_grpo.environments.prompts import BY_OPPONENT, PATTERN
 from colocated_grpo.environments.scoring import as_number
 from colocated_grpo.environments.turn_base import Turn, TurnEnvironment
 from colocated_grpo.environments.user_code import one_line
@@ -68,7 +68,8 @@ class TurnGames:
         environment = self._factory(_training(seed) + 1)
         while turns := environment.next_batch():
             for turn in turns:
-                yield item_of(turn, structured=self._config.structured)
+                if turn.trainable:
+                    yield item_of(turn, structured=self._config.structured)
                 environment.play_on(turn)
 
 
@@ -78,7 +79,7 @@ def _training(seed: int) -> int:
 
 
 def item_of(turn: Turn, *, structured: bool) -> dict[str, Any]:
-    item = {"prompt": turn.messages, TURN: turn}
+    item = {"prompt": turn.messages, TURN: turn, BY_OPPONENT: not turn.trainable}
     return item | {PATTERN: turn.pattern()} if structured else item
 
 
@@ -119,10 +120,10 @@ class TurnStream:
             fresh = self._environment.add_game() if self._looked else self._environment.next_batch()
         self._looked = True
         for turn in fresh:
-            if not turn.trainable:
+            if not turn.trainable and self._config.opponent is None:
                 raise EnvironmentSetupError(
-                    f"environments {self._name!r}: asks for turn {turn.id} of a seat that is not trained; seats are "
-                    "played by the policy or by the environment itself, there is no second model"
+                    f"environments {self._name!r}: turn {turn.id} is of a seat that is not trained; its entry needs a "
+                    "frozen model that plays it, opponent: {name: initial}"
                 )
         self._open.extend(turn for turn in fresh if turn.id not in self._asked)
 
@@ -141,15 +142,19 @@ class TurnStream:
             chosen = self._choose(turn, group)
             with self._blamed("commit"):
                 self._environment.commit(turn, group.rollouts[chosen].text)
-            if self._environment.delayed:
+            if self._environment.delayed and turn.trainable:
                 self._held.add(turn.id, group, chosen)
         self._forget()
-        metrics = self._environment.drain_stats() | sampled_rates(in_order)
+        trained = [place for place, group in enumerate(groups) if not group.prompt.by_opponent]
+        rates = sampled_rates([group for group in in_order if not group.prompt.by_opponent])
+        metrics = self._environment.drain_stats() | rates
+        if self._config.opponent is not None:
+            metrics["opponent_turns"] = len(groups) - len(trained)
         complete, overdue = self._held.end_step(self._environment.drain_returns())
         if self._environment.delayed:
             metrics |= {"turns_waiting": len(self._held), "turns_overdue": len(overdue)}
         return Settled(
-            now=[] if self._environment.delayed else list(range(len(groups))),
+            now=[] if self._environment.delayed else trained,
             late=complete + overdue,
             metrics={f"{self._label}/{key}": float(value) for key, value in metrics.items()},
             games=[{"source": self._name, **game} for game in self._environment.drain_games()],

@@ -146,6 +146,23 @@ def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: b
         model.set_reshard_after_backward(False)
 
 
+def host_copy(model: PackedLM, dtype: torch.dtype, *, pinned: bool) -> dict[str, DTensor]:
+    """This rank's shards in `dtype` in host memory, under checkpoint names: weights to write somewhere, not to compute
+    with. pinned: for copies to the device at full speed."""
+    copies = {}
+    for name, parameter in model.hf_parameters().items():
+        local = parameter.to_local().detach().to("cpu", dtype)
+        copies[name] = DTensor.from_local(
+            local.pin_memory() if pinned else local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return copies
+
+
 def free_gathered(model: PackedLM) -> None:
     """Let go of gathered parameters: a later forward pass would use them whatever became of the shards."""
     for module in model.modules():

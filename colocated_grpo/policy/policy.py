@@ -37,12 +37,14 @@ def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, wor
     if config.weights == "shared":
         model = _build_empty(config, hf_config, world)
         return WholeWeights(model, folder, world.device, compute_dtype(config, world.device))
-    return ShardedWeights(build_model(config, hf_config, folder, world))
+    return ShardedWeights(build_model(config, hf_config, folder, world, offloaded=config.policy.cpu_offload))
 
 
-def build_model(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> PackedLM:
-    """A sharded copy of the checkpoint in `folder`."""
-    model, offloaded = _build_empty(config, hf_config, world), config.policy.cpu_offload
+def build_model(
+    config: Config, hf_config: PretrainedConfig, folder: Path, world: World, *, offloaded: bool
+) -> PackedLM:
+    """A sharded copy of the checkpoint in `folder`. offloaded: it rests in host memory."""
+    model = _build_empty(config, hf_config, world)
     shard(model, world.mesh, compute_dtype(config, world.device), offloaded=offloaded)
     load_shards(model, folder, world.device, offloaded=offloaded)
     return model

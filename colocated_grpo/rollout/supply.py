@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,6 +48,18 @@ class Supply(Protocol):
     def close(self) -> None: ...
 
 
+class Opponent(Protocol):
+    """Other weights that the engine can sample with. Collective."""
+
+    def refresh(self, step: int) -> None:
+        """Become the policy as it is before `step`, where that is due."""
+        ...
+
+    def plays(self) -> AbstractContextManager[None]:
+        """The awake engine has these weights inside the context, and the policy's again behind it."""
+        ...
+
+
 class PromptSupply:
     """Prompts pulled by rank 0, sampled by all."""
 
@@ -58,6 +71,7 @@ class PromptSupply:
         stop_asked: Callable[[], bool],
         config: RolloutConfig,
         sampling: Sampling,
+        opponent: Opponent | None,
     ) -> None:
         """source: None on all ranks but 0."""
         self._source = source
@@ -66,6 +80,7 @@ class PromptSupply:
         self._stop_asked = stop_asked
         self._config = config
         self.sampling = sampling
+        self._opponent = opponent
 
     def resized(self, config: RolloutConfig, sampling: Sampling) -> PromptSupply:
         """Another amount of work from the same source."""
@@ -74,11 +89,24 @@ class PromptSupply:
         return other
 
     def order(self, step: int) -> Order:
+        if self._opponent is not None:
+            self._opponent.refresh(step)
         prompts = self._world.from_main(self._pull)
         if prompts is None:
             raise Stopped
-        job = Job(name=f"train/{step}", prompts=prompts, group_size=self._config.group_size, sampling=self.sampling)
-        return Order(probe=prompts[0].token_ids, collect=lambda: self._collector.collect(job))
+        return Order(probe=prompts[0].token_ids, collect=lambda: self._collect(step, prompts))
+
+    def _collect(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
+        own = [prompt for prompt in prompts if not prompt.by_opponent]
+        groups = self._sample(f"train/{step}", own, self._config.group_size) if own else []
+        if len(own) < len(prompts):
+            others = [prompt for prompt in prompts if prompt.by_opponent]
+            with self._opponent.plays():
+                groups += self._sample(f"opponent/{step}", others, 1)
+        return groups
+
+    def _sample(self, name: str, prompts: Sequence[Prompt], group_size: int) -> list[Group]:
+        return self._collector.collect(Job(name=name, prompts=prompts, group_size=group_size, sampling=self.sampling))
 
     def _pull(self) -> list[Prompt] | None:
         return None if self._stop_asked() else self._source.next(self._config.prompts_per_step)

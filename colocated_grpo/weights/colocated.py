@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    parameters: list[nn.Parameter]
+    parameters: list[Tensor]
     size: int
     """Elements that each rank contributes, padding included."""
     pieces: list[Piece]
@@ -51,7 +51,7 @@ class ColocatedSync:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         engine_model: nn.Module,
         tensor_parallel_rank: int,
         load_weights: Callable[[Iterator[tuple[str, Tensor]]], None],
@@ -125,7 +125,7 @@ class ColocatedSync:
     def _gather(self, bucket: Bucket) -> Tensor:
         """[world size, bucket.size] in the engine's type."""
         own = torch.empty(bucket.size, dtype=self._dtype, device=self._device)
-        torch._foreach_copy_(_slots(own, bucket, self._world_size()), [_local(p) for p in bucket.parameters])
+        torch._foreach_copy_(_slots(own, bucket, self._world_size()), [local_part(p) for p in bucket.parameters])
         if self._world_size() == 1:
             return own[None]
         gathered = torch.empty(self._world_size(), bucket.size, dtype=self._dtype, device=self._device)
@@ -162,13 +162,11 @@ class _SideStreamCopy:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-def make_buckets(
-    parameters: Mapping[str, nn.Parameter], plan: Plan, world_size: int, dtype: torch.dtype
-) -> list[Bucket]:
+def make_buckets(parameters: Mapping[str, Tensor], plan: Plan, world_size: int, dtype: torch.dtype) -> list[Bucket]:
     """Parameters in order, cut into buckets of about BUCKET_BYTES gathered."""
     limit = BUCKET_BYTES // dtype.itemsize // world_size
     buckets: list[Bucket] = []
-    members: list[nn.Parameter] = []
+    members: list[Tensor] = []
     pieces: list[Piece] = []
     size = 0
     for name, parameter in parameters.items():
@@ -214,7 +212,7 @@ def _slots(own: Tensor, bucket: Bucket, world_size: int) -> list[Tensor]:
     """Views into this rank's contribution, one for each parameter's local rows."""
     slots, offset = [], 0
     for parameter in bucket.parameters:
-        local = _local(parameter)
+        local = local_part(parameter)
         slots.append(own[offset : offset + local.numel()].view(local.shape))
         offset += _slot_numel(parameter.shape, world_size)
     return slots
@@ -229,5 +227,6 @@ def _numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def _local(parameter: nn.Parameter) -> Tensor:
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's rows."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data

@@ -37,7 +37,10 @@ class Paid:
 
 
 class Echo:
-    """`games` games of `length` turns, one open turn each; a game returns `pays` to each of its turns."""
+    """`games` games of `length` turns, one open turn each; a game returns `pays` to each of its turns.
+
+    frozen_seat: every second turn is the opponent's.
+    """
 
     def __init__(
         self, seed: int, games: int = 1, length: int = 3, pays: float = 0.0, frozen_seat: bool = False, bad: str = ""
@@ -60,7 +63,7 @@ class Echo:
 
     def _turn(self, number: int) -> EchoTurn:
         left = self.games[number]
-        return EchoTurn(f"{number}.{left}", number, left, trainable=not self.frozen_seat)
+        return EchoTurn(f"{number}.{left}", number, left, trainable=not (self.frozen_seat and left % 2 == 0))
 
     def add_game(self) -> list[EchoTurn]:
         if self.bad == "silent":

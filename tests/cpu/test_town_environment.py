@@ -313,7 +313,21 @@ def test_rates_are_drained_and_wins_are_remembered():
     stats = environment.stats()
     assert environment.drain_stats() == stats
     left = environment.drain_stats()
-    assert left == {key: rate for key, rate in stats.items() if key.startswith("win_rate/")} | {"turns": 0, "games": 0}
+    remembered = {key: rate for key, rate in stats.items() if key.startswith(("win_rate/", "seats_won/"))}
+    assert left == remembered | {"turns": 0, "games": 0}
+
+
+def test_the_share_of_seats_won_is_told_for_each_player():
+    environment = small(games=2, players=("policy", "sensible"))
+    play(environment, 600)
+    ended = environment.drain_games()
+    for player in ("policy", "sensible"):
+        shares = []
+        for game in ended:
+            results = [seat["result"] for seat in game["seats"] if seat["player"] == player]
+            shares.append(sum(result > 0 for result in results) / len(results))
+        assert environment.stats()[f"seats_won/{player}"] == pytest.approx(sum(shares) / len(shares))
+    assert len(ended) >= 3
 
 
 def test_games_can_be_added_and_the_oldest_asks_first():

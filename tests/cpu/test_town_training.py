@@ -24,9 +24,10 @@ TOWN = {
         "memory": 4,
         "games": 1,
         "credit": "mix",
-        "players": ["policy", "sensible", "sensible", "sensible"],
+        "players": ["policy", "sensible", "sensible", "frozen"],
         "rules": {"tool_calls": 0, "max_days": 2},
     },
+    "opponent": {"name": "initial", "refresh_every": 4},
 }
 
 
@@ -66,6 +67,7 @@ def test_every_step_has_its_row_also_while_all_turns_wait_for_the_end_of_their_g
 def test_turns_are_trained_on_what_their_game_came_to(run):
     rows = [row for row in run.rows(files.TRAIN) if "reward/return" in row]
     assert rows
+    assert any(row["town/opponent_turns"] > 0 for row in run.rows(files.TRAIN))
     assert {"town/parse_rate", "town/legal_rate", "town/turns_overdue", "town/games"} <= rows[0].keys()
 
 
@@ -94,7 +96,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(run, tmp_path):
 def test_within_the_grammar_a_random_model_reaches_the_parse_rate_at_which_the_run_ends(tmp_path):
     rules = {"tool_calls": 0, "max_speech": 20}
     args = {**TOWN["args"], "credit": "immediate", "players": ["policy"], "rules": rules}
-    entry = {**TOWN, "args": args, "structured": True, "stop_at_parse_rate": 0.3, "stop_after": 2}
+    entry = {**TOWN, "opponent": None, "args": args, "structured": True, "stop_at_parse_rate": 0.3, "stop_after": 2}
     rollout = {"prompts_per_step": 4, "max_prompt_tokens": 320, "max_completion_tokens": 480}
     config = town_run(environments=[entry], rollout=rollout, evaluation={"every": 0}, training_steps=4)
     run = train(tmp_path, config)

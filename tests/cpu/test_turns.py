@@ -247,8 +247,47 @@ def test_games_that_ask_for_nothing_are_named():
 
 
 def test_a_seat_that_needs_another_model_is_refused():
-    with pytest.raises(EnvironmentSetupError, match=r"turn 0\.3 of a seat that is not trained.*no second model"):
-        built(echo(frozen_seat=True)).open_source().next(1)
+    with pytest.raises(EnvironmentSetupError, match=r"turn 0\.4 is of a seat that is not trained.*opponent: {name"):
+        built(echo(frozen_seat=True, length=4)).open_source().next(1)
+
+
+@pytest.mark.parametrize("pays", [0.0, 1.0])
+def test_turns_of_the_opponent_come_on_top_and_are_carried_out_but_not_trained(pays):
+    made = built(echo({"opponent": {}}, games=3, frozen_seat=True, pays=pays))
+    source, trained, by_opponent, last = made.open_source(), [], [], -1
+    for _ in range(6):
+        prompts = source.next(4)
+        assert [prompt.index for prompt in prompts] == list(range(last + 1, last + 1 + len(prompts)))
+        last = prompts[-1].index
+        own = [prompt for prompt in prompts if not prompt.by_opponent]
+        assert len(own) == 4
+        by_opponent += [prompt.item["turn"] for prompt in prompts if prompt.by_opponent]
+        groups = [judged(made, prompt, WORDS[:1] if prompt.by_opponent else WORDS) for prompt in prompts]
+        settled = source.record(groups)
+        assert settled.metrics["Echo/opponent_turns"] == len(prompts) - 4
+        assert settled.metrics["Echo/reward/talk"] == sum(map(len, WORDS)) / len(WORDS), "of the policy's replies only"
+        trained += [groups[place] for place in settled.now] + settled.late
+    assert by_opponent
+    assert all(turn.left % 2 == 0 for turn in by_opponent)
+    assert {turn for turn, _ in environment_of(source).committed} >= {turn.id for turn in by_opponent}
+    assert trained
+    assert not any(group.prompt.by_opponent for group in trained)
+
+
+def test_a_step_in_which_every_game_waits_for_the_opponent_ends_too():
+    made = built(echo({"opponent": {}}, length=4, frozen_seat=True))
+    source = made.open_source()
+    first = source.next(20)
+    assert len(first) == 20
+    assert all(prompt.by_opponent for prompt in first)
+    settled = source.record([judged(made, prompt, WORDS[:1]) for prompt in first])
+    assert settled.now == []
+    assert [prompt.by_opponent for prompt in source.next(20)] == [False] * 20
+
+
+def test_held_out_turns_are_never_the_opponents():
+    made = built(echo({"opponent": {}}, frozen_seat=True))
+    assert all(prompt.item["turn"].trainable for prompt in made.held_out(5))
 
 
 def test_held_out_turns_are_always_the_same_and_of_other_games():
@@ -317,7 +356,7 @@ def test_another_game_in_the_checkpoint_is_refused_in_one_line():
         (town(game=3), "unknown setting 'game'; did you mean 'games'?"),
         (town(credit="late"), "unknown mode 'late'"),
         (town(rules={"max_days": 0}), "max_days=0 is below 1"),
-        (town(players=["policy", "frozen-100"]), "'frozen-100' would need a second model"),
+        (town(players=["policy", "frozen-100"]), "unknown player 'frozen-100'; did you mean 'frozen'?"),
         (town(players=["sensible"]), "all scripted"),
         (town(seed=3), "args.seed is not yours to give"),
         (echo(size=3), "unexpected keyword argument 'size'"),

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from colocated_grpo.environments.town.acting import carry_out
+from colocated_grpo.environments.town.endings import result
 from colocated_grpo.environments.town.events import record
 from colocated_grpo.environments.town.kpis import Kpis
 from colocated_grpo.environments.town.legality import Legal
@@ -156,7 +157,7 @@ class TownEnvironment:
 
     def drain_stats(self) -> dict[str, float]:
         """Rates since the last call; of wins over the latest games, however old."""
-        rates, self.kpis = self.stats(), Kpis(winners=self.kpis.winners)
+        rates, self.kpis = self.stats(), self.kpis.after_reset()
         return rates
 
     def snapshot(self) -> dict[str, Any]:
@@ -207,7 +208,8 @@ class TownEnvironment:
     def _settled(self, game: Game) -> Game:
         """Closes the books on an ended game and gives the one that follows it."""
         self._returns += outcome_returns(game, self.settings.credit)
-        self.kpis.game(game.winner or DRAW, game.day)
+        results = [(seat.player, result(game, index)) for index, seat in enumerate(game.seats)]
+        self.kpis.game(game.winner or DRAW, game.day, results)
         self._ended.append(record(game))
         return self._new_game()
 

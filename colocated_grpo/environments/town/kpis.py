@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from colocated_grpo.environments.town.grammar import TOOLS
@@ -28,6 +29,8 @@ class Kpis:
     days: int = 0
     winners: list[str] = field(default_factory=list)
     """Faction or 'draw' of the latest games, also of those before the reset: few games end in one step."""
+    won: dict[str, list[float]] = field(default_factory=dict)
+    """Player -> share of its seats that won, for each of the latest games."""
     tags: dict[str, int] = field(default_factory=dict)
     """Legal actions by tag: votes, whispers, nominations ..."""
 
@@ -42,10 +45,18 @@ class Kpis:
         self.phase_turns[phase] = self.phase_turns.get(phase, 0) + 1
         self.phase_rewards[phase] = self.phase_rewards.get(phase, 0.0) + reward
 
-    def game(self, winner: str, days: int) -> None:
+    def game(self, winner: str, days: int, results: Sequence[tuple[str, int]]) -> None:
+        """results: (player, +1 won or 0 draw or -1 lost) of each seat."""
         self.games += 1
         self.days += days
         self.winners = [*self.winners[1 - LATEST_GAMES :], str(winner)]
+        for player in sorted({player for player, _ in results}):
+            seats = [result > 0 for other, result in results if other == player]
+            self.won[player] = [*self.won.get(player, [])[1 - LATEST_GAMES :], sum(seats) / len(seats)]
+
+    def after_reset(self) -> Kpis:
+        """Nothing counted yet, and the latest games as they are."""
+        return Kpis(winners=self.winners, won=self.won)
 
     def rates(self) -> dict[str, float]:
         """By name, ready for a metrics table. What has not been seen is left out rather than shown as zero."""
@@ -60,6 +71,8 @@ class Kpis:
             rates["days_per_game"] = self.days / self.games
         for winner, count in sorted(Counter(self.winners).items()):
             rates[f"win_rate/{winner}"] = count / len(self.winners)
+        for player, shares in sorted(self.won.items()):
+            rates[f"seats_won/{player}"] = sum(shares) / len(shares)
         for phase, count in sorted(self.phase_turns.items()):
             rates[f"reward/{phase}"] = self.phase_rewards[phase] / count
         rates |= {f"error/{code}": count / self.turns for code, count in sorted(self.codes.items())}

@@ -1,0 +1,108 @@
+"""A frozen opponent: its own weights in the engine for its turns, the policy's again behind them, and one line where it
+cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colocated_grpo.config import rules
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.inputs import check_inputs
+from colocated_grpo.config.schema import Config
+from colocated_grpo.distributed import World
+
+from engines import PROBE, Pair, request_of
+from ranks import run_on_ranks
+from training_runs import settings, tiny_model
+
+CLOSE = 2e-5
+"""Float32 on both sides, with kernels that add up in different orders."""
+REFRESH_EVERY = 3
+
+
+def entry(players=("policy", "frozen"), **opponent) -> dict[str, Any]:
+    return {"type": "turns", "name": "town", "args": {"players": list(players)}, "opponent": opponent}
+
+
+def played(world: World, folder: Path, weights: str) -> dict[str, Any]:
+    """The policy moves three times; what the engine scores before, as the opponent, and after."""
+    pair = Pair(world, folder, weights=weights, environments=[entry(refresh_every=REFRESH_EVERY)])
+    pair.write()
+    facts: dict[str, Any] = {"initial": pair.engine.score(PROBE), "opponent": [], "versions": [], "behind": []}
+    for step in range(2 * REFRESH_EVERY):
+        pair.opponent.refresh(step)
+        with pair.opponent.plays():
+            facts["opponent"].append(pair.engine.score(PROBE))
+            [completion] = pair.generate([request_of(step, 3)])
+            facts["versions"].append(completion.policy_version)
+        facts["behind"].append(pair.disagreement())
+        [completion] = pair.generate([request_of(step, 3)])
+        facts["versions"].append(completion.policy_version)
+        if step == REFRESH_EVERY:
+            facts["policy at the refresh"] = pair.engine.score(PROBE)
+        pair.change_weights()
+    pair.engine.close()
+    return facts
+
+
+@pytest.mark.parametrize(("weights", "ranks"), [("copied", 2), ("shared", 1)])
+def test_the_opponent_plays_with_its_own_weights_and_leaves_the_policys_behind(weights, ranks):
+    for facts in run_on_ranks(played, ranks, tiny_model(), weights, timeout=300.0):
+        before, after = facts["opponent"][:REFRESH_EVERY], facts["opponent"][REFRESH_EVERY:]
+        assert all(scores == facts["initial"] for scores in before)
+        assert all(scores == facts["policy at the refresh"] for scores in after)
+        assert facts["initial"] != facts["policy at the refresh"]
+        assert max(facts["behind"]) < CLOSE
+        assert facts["versions"] == [-1, 0] * 2 * REFRESH_EVERY
+
+
+def check(*environments) -> None:
+    rules.check(Config.model_validate(settings(Path("model"), environments=list(environments))))
+
+
+def test_a_run_has_one_frozen_model():
+    check(entry(name="runs/a/final_model"), entry(name="runs/a/final_model"))
+    with pytest.raises(ConfigError, match=r"environments.1.opponent: differs from another entry's"):
+        check(entry(name="runs/a/final_model"), entry())
+
+
+def test_frozen_seats_need_a_model_that_plays_them():
+    with pytest.raises(ConfigError) as caught:
+        check({**entry(), "opponent": None})
+    assert str(caught.value) == (
+        "environments.0.args.players: 'frozen' seats need a model that plays them: "
+        "environments.0.opponent: {name: initial}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"hidden_size": 128}, "its hidden_size is 128, that of"),
+        ({"vocab_size": None}, "its vocab_size is None, that of"),
+        (None, "no such folder"),
+    ],
+)
+def test_a_model_of_another_shape_is_refused_before_anything_starts(tmp_path, change, line):
+    other = tmp_path / "other"
+    if change is not None:
+        other.mkdir()
+        (other / "config.json").write_text(json.dumps(json.loads((tiny_model() / "config.json").read_text()) | change))
+        (other / "model.safetensors").touch()
+    config = Config.model_validate(settings(tiny_model(), environments=[entry(name=str(other))]))
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(config)
+    assert str(caught.value).startswith(f"environments.0.opponent.name={str(other)!r}: {line}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["initial", "itself"])
+def test_the_runs_own_model_and_others_of_its_shape_are_accepted(name):
+    name = str(tiny_model()) if name == "itself" else name
+    config = Config.model_validate(settings(tiny_model(), environments=[entry(name=name)]))
+    assert check_inputs(config) == (config, [])
+    assert config.opponent_model.name == str(tiny_model())
