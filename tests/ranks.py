@@ -8,21 +8,33 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from colocated_grpo.cli import library_environment
 from colocated_grpo.distributed import World, init_world
 
 TIMEOUT = 90.0
 
 # Ranks are forked from a server that has imported the slow modules once and holds no threads and no process group.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["colocated_grpo.policy.export", "colocated_grpo.checkpoint"])
+_context.set_forkserver_preload(
+    ["colocated_grpo.policy.export", "colocated_grpo.checkpoint", "colocated_grpo.rollout.vllm_engine"]
+)
+
+
+@cache
+def _start_server() -> None:
+    """In the environment of a rank, which the engine's modules read when they are imported."""
+    with set_in_environment({**library_environment("INFO"), "OPENBLAS_NUM_THREADS": "1"}):
+        forkserver.ensure_running()
 
 
 class RankFailed(AssertionError):
@@ -47,6 +59,7 @@ class Ranks:
     def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
         # The store lives here, as it lives in torchrun's agent: no rank has to be the first, and no port is guessed.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        _start_server()
         self.processes = []
         self._pipes: list[Connection] = []
         for rank in range(world_size):
@@ -110,19 +123,24 @@ def _run_rank(
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@contextmanager
-def torchrun_environment(rank: int, world_size: int, port: int) -> Iterator[None]:
+def torchrun_environment(rank: int, world_size: int, port: int) -> AbstractContextManager[None]:
     """The variables that torchrun sets for a rank whose agent serves the store at `port`."""
-    values = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    return set_in_environment(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+    )
+
+
+@contextmanager
+def set_in_environment(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: str(value) for name, value in values.items()})
+    os.environ.update(values)
     try:
         yield
     finally:
