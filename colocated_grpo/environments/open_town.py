@@ -12,7 +12,7 @@ from colocated_grpo.environments.town.environment import TownEnvironment
 from colocated_grpo.environments.town.players import SCRIPTED
 from colocated_grpo.environments.town.rewards import CREDITS
 from colocated_grpo.environments.town.settings import POLICY, TownSettings
-from colocated_grpo.environments.user_code import unknown_name
+from colocated_grpo.environments.user_code import unknown_name, with_named
 
 
 def open_town(seed: int, **args: Any) -> TownEnvironment:
@@ -21,12 +21,8 @@ def open_town(seed: int, **args: Any) -> TownEnvironment:
     for name in args:
         if name not in names:
             raise unknown_name("environments 'town': args", "setting", name, names)
-    credit, players = args.get("credit"), args.get("players", ())
-    if isinstance(credit, str):
-        if credit not in CREDITS:
-            raise unknown_name("environments 'town': args.credit", "mode", credit, CREDITS)
-        args = {**args, "credit": CREDITS[credit]}
-    for label in players:
+    args = with_named(args, "credit", CREDITS, "environments 'town'")
+    for label in args.get("players", ()):
         if label not in (POLICY, *SCRIPTED):
             raise EnvironmentSetupError(
                 f"environments 'town': args.players: {label!r} would need a second model; a seat is played by "

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError
-from colocated_grpo.environments.adapters.textarena import Game, random_move
+from colocated_grpo.environments.adapters.textarena_game import Game, random_move
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.isolation import isolated
 
