@@ -149,6 +149,11 @@ def test_illegal_moves_are_known_before_they_are_made_also_when_they_end_the_gam
     assert deal.over
 
 
+def test_a_move_is_judged_by_itself_also_by_a_seat_that_has_not_read_the_last_complaint():
+    deal = Game("TicTacToe-v0", {}, 2, 0)
+    assert [deal.play(move) for move in ("honk", "[4]", "[4]", "[0]")] == [False, True, False, True]
+
+
 def test_a_trial_of_a_move_leaves_no_trace():
     deal, other = (Game("SecretMafia-v0", {}, 6, 3) for _ in range(2))
     for turn in range(8):

@@ -94,13 +94,13 @@ def totals(environment: TextArenaTurns, moves: list[str]) -> list[tuple[int, flo
 @per_game
 def test_every_turn_is_asked_once_and_trained_once(args):
     made = built(args)
-    told = play(made, made.open_source(), 60)
+    told = play(made, made.open_source(), 40)
     asked = [prompt.index for prompts, _ in told for prompt in prompts]
     turns = [prompt.item["turn"].id for prompts, _ in told for prompt in prompts]
     trained = [group.prompt.index for _, settled in told for group in settled.late]
     waiting = told[-1][1].metrics[f"{args['game']}/turns_waiting"]
-    assert len(set(turns)) == len(asked) == 180
-    assert len(set(trained)) == len(trained) == 180 - waiting
+    assert len(set(turns)) == len(asked) == 120
+    assert len(set(trained)) == len(trained) == 120 - waiting
     assert all(settled.now == [] for _, settled in told)
     scores = [rollout.score for _, settled in told for group in settled.late for rollout in group.rollouts]
     assert all(score.error is None for score in scores)
@@ -302,7 +302,7 @@ def test_seats_may_be_played_by_scripts_and_move_round_the_table(tmp_path):
     )
     for script in ("random", f"{path}:first_cell"):
         made = built({**TIC_TAC_TOE, "seats": ["policy", script]})
-        told = play(made, made.open_source(), 40)
+        told = play(made, made.open_source(), 20)
         turns = [prompt.item["turn"] for prompts, _ in told for prompt in prompts]
         assert all(turn.trainable and turn.seat == turn.game % 2 for turn in turns)
         games = [game for _, settled in told for game in settled.games]

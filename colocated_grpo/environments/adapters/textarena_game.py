@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from copy import deepcopy
+from copy import copy, deepcopy
 from random import Random
 from typing import Any
 
@@ -85,10 +85,17 @@ class Game:
     def _faults(self, seat: int) -> bool:
         return bool(self._bare.state.game_info[seat]["invalid_move"])
 
+    def copy(self) -> Game:
+        """Independent of this one, with the same chance."""
+        # Messages and the numbers inside of the chance are never changed: copying each would take most of the time.
+        state = self._bare.state
+        lists = [state.logs, *state.observations.values(), *self._heard.values()]
+        return deepcopy(self, {id(each): copy(each) for each in [*lists, self._chance]})
+
     def accepts(self, reply: str) -> bool:
         """Whether the move is legal, tried on a copy."""
         try:
-            return deepcopy(self).play(reply)
+            return self.copy().play(reply)
         except Exception:
             return False
 

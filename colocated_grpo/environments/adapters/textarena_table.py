@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -146,7 +146,7 @@ class Table:
 
     def copy(self) -> Table:
         other = copy(self)
-        other.game, other.said = deepcopy(self.game), list(self.said)
+        other.game, other.said = self.game.copy(), list(self.said)
         return other
 
     def prompt(self) -> str:
