@@ -28,7 +28,7 @@ class OpponentConfig(Section):
 class TurnsSourceConfig(Section):
     type: Literal["turns"]
     name: str
-    """'town', 'tossim', the entry point of an installed package, or your own 'module:object'."""
+    """'town', 'textarena:<game>', 'tossim', the entry point of an installed package, or your own 'module:object'."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment. Its seed follows from the run's."""
     commit: Literal["first", "random", "best"] = "first"

@@ -1,4 +1,4 @@
-"""Turn environments by name: built in, installed, or the user's own."""
+"""Turn environments by name: built in, of another library, installed, or the user's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.turns import TurnsSourceConfig
+from colocated_grpo.environments.adapters import TURN_FORMS, is_adapted, turn_adapter
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.open_town import open_town
 from colocated_grpo.environments.registry import find_object
@@ -23,10 +24,13 @@ def turn_factory(config: TurnsSourceConfig) -> Factory:
     key = f"environments {config.name!r}"
     if "seed" in config.args:
         raise EnvironmentSetupError(f"{key}: args.seed is not yours to give: games are seeded by the run's `seed`")
-    found = find_object("turn environment", config.name, TURN_ENVIRONMENTS)
+    if is_adapted(config.name):
+        found, args = turn_adapter(config.name, config.args)
+    else:
+        found, args = find_object("turn environment", config.name, TURN_ENVIRONMENTS, *TURN_FORMS), config.args
 
     def build(seed: int) -> TurnEnvironment:
-        environment = construct(partial(found, seed=seed), config.args, key)
+        environment = construct(partial(found, seed=seed), args, key)
         if not isinstance(environment, TurnEnvironment):
             surface = [name for name in dir(TurnEnvironment) if not name.startswith("_")]
             missing = [name for name in surface if not hasattr(environment, name)]

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from hashlib import sha256
 from inspect import signature
@@ -103,6 +103,16 @@ def _first_problem(error: ValidationError, factory: Callable[..., Any], args: di
         return f"unknown argument {name!r}; {_nearest(name, signature(factory).parameters)}"
     message = problem["msg"].removeprefix("Value error, ")
     return f"args.{name}={problem['input']!r}: {message}" if name else f"args: {message}"
+
+
+def with_named(args: dict[str, Any], name: str, objects: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The arguments, with the object itself where args[name] is the name of one of `objects`."""
+    given = args.get(name)
+    if not isinstance(given, str):
+        return args
+    if given not in objects:
+        raise unknown_name(f"{key}: args.{name}", "mode", given, objects)
+    return {**args, name: objects[given]}
 
 
 def unknown_name(key: str, what: str, name: str, valid: Iterable[str]) -> EnvironmentSetupError:

@@ -72,10 +72,22 @@ def test_the_guides_own_game_trains_and_resumes(entry):
 def test_configurations_of_the_guide_are_valid(text):
     config = Config.model_validate(yaml.safe_load(text))
     source = build_environments(config, TOKENIZER).open_source()
-    assert len(source.next(4)) == 4
+    assert sum(not prompt.by_opponent for prompt in source.next(4)) == 4
 
 
 def test_the_guides_arguments_of_tossim_are_those_of_the_entry():
     [text] = [block for block in blocks("yaml") if "tossim" in block]
     config = Config.model_validate({"model": {"name": "none"}, **yaml.safe_load(text)})
     assert config.environments[0].name == "tossim"
+
+
+def test_the_guides_self_play_is_judged_and_carried_on():
+    [text] = [block for block in blocks("yaml") if "SecretMafia" in block]
+    made = build_environments(Config.model_validate(yaml.safe_load(text)), TOKENIZER)
+    told = play(made, made.open_source(), 8)
+    ended = [game for settled in told for game in settled.games]
+    assert {game["source"] for game in ended} <= set(made.scorers)
+    assert any(game["winner"].startswith("Player") for game in ended)
+    late = [rollout for settled in told for group in settled.late for rollout in group.rollouts]
+    assert {"return", "end", "legal_rate"} <= {part for rollout in late for part in rollout.score.parts}
+    assert all(rollout.score.error is None for rollout in late)

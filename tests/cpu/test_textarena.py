@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError
-from colocated_grpo.environments.adapters.textarena import Game, random_move
+from colocated_grpo.environments.adapters.textarena_game import Game, random_move
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.isolation import isolated
 
@@ -147,6 +147,11 @@ def test_illegal_moves_are_known_before_they_are_made_also_when_they_end_the_gam
         assert [deal.accepts(move) for move in ("[4]", "[0]", "[9]", "honk")] == [False, True, False, False]
         deal.play("[4]")
     assert deal.over
+
+
+def test_a_move_is_judged_by_itself_also_by_a_seat_that_has_not_read_the_last_complaint():
+    deal = Game("TicTacToe-v0", {}, 2, 0)
+    assert [deal.play(move) for move in ("honk", "[4]", "[4]", "[0]")] == [False, True, False, True]
 
 
 def test_a_trial_of_a_move_leaves_no_trace():

@@ -355,6 +355,8 @@ def test_another_game_in_the_checkpoint_is_refused_in_one_line():
         (town(seats="many"), "args.seats"),
         (town(game=3), "unknown setting 'game'; did you mean 'games'?"),
         (town(credit="late"), "unknown mode 'late'"),
+        (town(credit={"outcom": 1}), "args.credit: unknown setting 'outcom'; did you mean 'outcome'?"),
+        (town(rules={"max_day": 2}), "args.rules: unknown setting 'max_day'; did you mean 'max_days'?"),
         (town(rules={"max_days": 0}), "max_days=0 is below 1"),
         (town(players=["policy", "frozen-100"]), "unknown player 'frozen-100'; did you mean 'frozen'?"),
         (town(players=["sensible"]), "all scripted"),

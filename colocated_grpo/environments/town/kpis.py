@@ -72,7 +72,7 @@ class Kpis:
         for winner, count in sorted(Counter(self.winners).items()):
             rates[f"win_rate/{winner}"] = count / len(self.winners)
         for player, shares in sorted(self.won.items()):
-            rates[f"seats_won/{player}"] = sum(shares) / len(shares)
+            rates[f"win_rate/{player}"] = sum(shares) / len(shares)
         for phase, count in sorted(self.phase_turns.items()):
             rates[f"reward/{phase}"] = self.phase_rewards[phase] / count
         rates |= {f"error/{code}": count / self.turns for code, count in sorted(self.codes.items())}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from colocated_grpo.environments.credit import OutcomeCredit
 from colocated_grpo.environments.town.endings import result
 from colocated_grpo.environments.town.roles import Faction
 from colocated_grpo.environments.town.state import Game, Phase, TurnRecord
@@ -18,18 +19,11 @@ _NOMINATION, _VOTE, _NIGHT, _LOOK = 0.25, 0.5, 0.5, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
+class Credit(OutcomeCredit):
     """How the three parts add up."""
 
     form: float = 1.0
     shaping: float = 0.0
-    outcome: float = 0.0
-    discount: float = 1.0
-    """Of the outcome, for every later turn of the same seat."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.discount <= 1:
-            raise ValueError(f"town credit: discount={self.discount} is not in (0, 1]")
 
 
 CREDITS = {
@@ -119,15 +113,12 @@ class Return:
 
 def outcome_returns(game: Game, credit: Credit) -> list[Return]:
     """One for each recorded turn of an ended game, in the order in which they were committed."""
-    later: dict[int, int] = {}
-    returns = [_one_return(game, record, credit, later) for record in reversed(game.turns)]
-    return returns[::-1]
+    shares = credit.shares([record.seat for record in game.turns])
+    return [_one_return(game, record, share) for record, share in zip(game.turns, shares, strict=True)]
 
 
-def _one_return(game: Game, record: TurnRecord, credit: Credit, later: dict[int, int]) -> Return:
+def _one_return(game: Game, record: TurnRecord, share: float) -> Return:
     outcome = result(game, record.seat)
-    steps = later.setdefault(record.seat, 0)
-    later[record.seat] += 1
     return Return(
         turn_id=record.turn_id,
         game=game.number,
@@ -136,5 +127,5 @@ def _one_return(game: Game, record: TurnRecord, credit: Credit, later: dict[int,
         phase=record.phase,
         reward=record.reward,
         outcome=outcome,
-        value=credit.outcome * outcome * credit.discount**steps,
+        value=share * outcome,
     )

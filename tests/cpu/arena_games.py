@@ -1,0 +1,51 @@
+"""Games of textarena that misbehave, by a name that the package knows."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import textarena
+from textarena.envs.TicTacToe.env import TicTacToeEnv
+
+BRITTLE, BROKEN, FICKLE, RESTLESS = "Brittle-v0", "Broken-v0", "Fickle-v0", "Restless-v0"
+_numbers = count()
+
+
+class Brittle(TicTacToeEnv):
+    """Falls over when told to."""
+
+    def step(self, action: str) -> Any:
+        if "crash" in action:
+            raise IndexError("the table\nfell over")
+        return super().step(action)
+
+
+class Broken(TicTacToeEnv):
+    def step(self, action: str) -> Any:
+        raise IndexError("never worked")
+
+
+class Fickle(TicTacToeEnv):
+    """Tells every game something else, whatever its seed."""
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        super().reset(*args, **kwargs)
+        self.state.add_observation(
+            message=f"It is day {next(_numbers)}.", observation_type=textarena.ObservationType.GAME_MESSAGE
+        )
+
+
+class Restless(TicTacToeEnv):
+    """Nobody ever wins, and only [4] is legal."""
+
+    def step(self, action: str) -> Any:
+        self.state.game_state["board"][1][1] = ""
+        return super().step(action)
+
+    def _check_winner(self) -> bool:
+        return False
+
+
+for _name, _game in ((BRITTLE, Brittle), (BROKEN, Broken), (FICKLE, Fickle), (RESTLESS, Restless)):
+    textarena.envs.registration.register(_name, _game)
