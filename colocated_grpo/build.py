@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from colocated_grpo.rollout.server.build import Serving
 
 
+GOAL_REACHED = "goal_reached"
+"""Key in a checkpoint's state: the environment had nothing more to teach."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Everything the loop works with."""
@@ -69,6 +73,8 @@ class Run:
     checkpoints: Checkpoints
     tracker: Tracker | NullTracker
     start: int
+    goal_reached: bool
+    """By an earlier part of the run: nothing is left to train."""
 
     def close(self) -> None:
         self.supply.close()
@@ -143,6 +149,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         checkpoints=checkpoints,
         tracker=tracker,
         start=start,
+        goal_reached=state.get(GOAL_REACHED, False),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colocated_grpo.advantages import group_advantages, is_constant
 from colocated_grpo.batching import Batch, MicroBatch, pack
-from colocated_grpo.build import Run, build_run, describe
+from colocated_grpo.build import GOAL_REACHED, Run, build_run, describe
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
 from colocated_grpo.environments.base import Settled
@@ -69,7 +69,8 @@ def settle_garbage_collector() -> None:
 def train(run: Run) -> str:
     """Run every remaining step; how it ended."""
     config = run.config
-    steps = config.training_steps
+    steps = run.start if run.goal_reached else config.training_steps
+    goal_reached = run.goal_reached
     for step in range(run.start, steps):
         cursor = run.supply.state_dict()
         with run.clock.time("step"):
@@ -94,9 +95,9 @@ def train(run: Run) -> str:
         maybe_export(run, step + 1)
         if settled.finished:
             run.tracker.note(f"step {step}: the last one, the environment's goal is reached")
-            steps = step + 1
+            steps, goal_reached = step + 1, True
             break
-    finish(run, steps)
+    finish(run, steps, goal_reached)
     return FINISHED
 
 
@@ -205,8 +206,8 @@ def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
     return row
 
 
-def save(run: Run, step: int, cursor: dict | None) -> None:
-    run.checkpoints.save(step, run.policy, {"source": cursor})
+def save(run: Run, step: int, cursor: dict | None, *, goal_reached: bool = False) -> None:
+    run.checkpoints.save(step, run.policy, {"source": cursor, GOAL_REACHED: goal_reached})
 
 
 def maybe_export(run: Run, step: int) -> None:
@@ -222,13 +223,13 @@ def export_to(run: Run, target: Path) -> None:
     run.tracker.note(f"exported {target}")
 
 
-def finish(run: Run, steps: int) -> None:
+def finish(run: Run, steps: int, goal_reached: bool) -> None:
     """Evaluate the weights after `steps` steps, save them and export them."""
     if run.config.evaluation.every and run.held_out:
         # A stop now gives up this evaluation only: every step is done.
         with suppress(Stopped), run.choreography.rollout_phase(steps, probe=run.held_out[0].token_ids, sync=True):
             evaluate(run, steps)
     if run.config.checkpoint.final:
-        save(run, steps, run.supply.state_dict())
+        save(run, steps, run.supply.state_dict(), goal_reached=goal_reached)
         export_to(run, run.folder / "final_model")
     run.checkpoints.wait()

@@ -105,4 +105,7 @@ def test_within_the_grammar_a_random_model_reaches_the_parse_rate_at_which_the_r
     assert all(row["town/parse_rate"] == row["town/legal_rate"] >= 0.3 for row in rows)
     assert "the last one, the environment's goal is reached" in run.stdout
     assert files.read_summary(run.folder)["outcome"] == "finished"
-    assert weights_of(run)
+    final = weights_of(run)
+    again = train(tmp_path, config, "--resume", "auto")
+    assert [row["step"] for row in again.rows(files.TRAIN)] == [0, 1], "the goal stays reached"
+    assert weights_of(again) == final
