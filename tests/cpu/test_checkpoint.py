@@ -113,6 +113,20 @@ def test_another_optimizer_than_the_saved_one_is_refused(world, model_folder, tm
         restore_and_go_on(world, model_folder(), tmp_path, "adamw")
 
 
+def test_other_tensors_of_the_run_are_saved_and_restored_with_the_policy(world, model_folder, tmp_path):
+    policy = policy_of(config_with(model_folder(), "adamw"), world)
+
+    def checkpoints_with(tensor: torch.Tensor) -> Checkpoints:
+        return Checkpoints(tmp_path, CheckpointConfig(), world, {"opponent.weight": tensor})
+
+    saved = checkpoints_with(torch.arange(4.0))
+    saved.save(1, policy, STATE)
+    saved.wait()
+    other = torch.zeros(4)
+    assert checkpoints_with(other).restore(policy)[0] == 1
+    assert other.tolist() == [0, 1, 2, 3]
+
+
 def test_without_a_checkpoint_the_run_starts_at_step_zero(world, model_folder, tmp_path):
     policy = policy_of(config_of(model_folder()), world)
     before = weights_of(policy)

@@ -32,18 +32,18 @@ def played(world: World, folder: Path, weights: str) -> dict[str, Any]:
     """The policy moves three times; what the engine scores before, as the opponent, and after."""
     pair = Pair(world, folder, weights=weights, environments=[entry(refresh_every=REFRESH_EVERY)])
     pair.write()
-    facts: dict[str, Any] = {"initial": pair.engine.score(PROBE), "opponent": [], "versions": [], "behind": []}
+    facts: dict[str, Any] = {"initial": pair.engine.score(PROBE), "opponent": [], "versions": [], "policy": []}
     for step in range(2 * REFRESH_EVERY):
+        pair.write()
+        facts["policy"].append((pair.engine.score(PROBE), pair.disagreement()))
         pair.opponent.refresh(step)
         with pair.opponent.plays():
             facts["opponent"].append(pair.engine.score(PROBE))
             [completion] = pair.generate([request_of(step, 3)])
             facts["versions"].append(completion.policy_version)
-        facts["behind"].append(pair.disagreement())
+        facts["policy"].append((pair.engine.score(PROBE), pair.disagreement()))
         [completion] = pair.generate([request_of(step, 3)])
         facts["versions"].append(completion.policy_version)
-        if step == REFRESH_EVERY:
-            facts["policy at the refresh"] = pair.engine.score(PROBE)
         pair.change_weights()
     pair.engine.close()
     return facts
@@ -53,10 +53,13 @@ def played(world: World, folder: Path, weights: str) -> dict[str, Any]:
 def test_the_opponent_plays_with_its_own_weights_and_leaves_the_policys_behind(weights, ranks):
     for facts in run_on_ranks(played, ranks, tiny_model(), weights, timeout=300.0):
         before, after = facts["opponent"][:REFRESH_EVERY], facts["opponent"][REFRESH_EVERY:]
+        policy_before, policy_behind = facts["policy"][::2], facts["policy"][1::2]
+        assert policy_before == policy_behind
+        assert max(disagreement for _, disagreement in policy_before) < CLOSE
+        at_the_refresh, _ = policy_before[REFRESH_EVERY]
+        assert at_the_refresh != facts["initial"]
         assert all(scores == facts["initial"] for scores in before)
-        assert all(scores == facts["policy at the refresh"] for scores in after)
-        assert facts["initial"] != facts["policy at the refresh"]
-        assert max(facts["behind"]) < CLOSE
+        assert all(scores == at_the_refresh for scores in after)
         assert facts["versions"] == [-1, 0] * 2 * REFRESH_EVERY
 
 

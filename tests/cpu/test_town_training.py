@@ -6,6 +6,8 @@ import csv
 import math
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from colocated_grpo.tools import show_rollouts
 from colocated_grpo.tracking import files
@@ -27,7 +29,7 @@ TOWN = {
         "players": ["policy", "sensible", "sensible", "frozen"],
         "rules": {"tool_calls": 0, "max_days": 2},
     },
-    "opponent": {"name": "initial", "refresh_every": 4},
+    "opponent": {"name": "initial", "refresh_every": 3},
 }
 
 
@@ -80,6 +82,20 @@ def test_a_run_leaves_its_games_as_csv_transcript_and_in_the_report(run, capsys)
     assert "Games (the latest" in (run.folder / "report.html").read_text()
     assert show_rollouts.main([str(run.folder), "--game"]) == 0
     assert "The game is over" in capsys.readouterr().out
+
+
+def tensors_of(run, step, prefix):
+    folder = run.folder / "checkpoints" / f"step_{step:06d}"
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size) for name, entry in metadata.items() if name.startswith(prefix)}
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def test_a_checkpoint_holds_the_opponent_which_is_the_policy_of_the_latest_refresh(run):
+    opponent, policy = tensors_of(run, 12, "opponent."), tensors_of(run, 9, "model.")
+    assert opponent.keys() == policy.keys()
+    assert all(torch.equal(opponent[name], policy[name]) for name in policy)
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(run, tmp_path):
