@@ -29,6 +29,7 @@ from colocated_grpo.rollout.engine import RolloutEngine, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
+from colocated_grpo.rollout.mixed import MixedSupply
 from colocated_grpo.rollout.sharing import build_sharing
 from colocated_grpo.rollout.supply import PromptSupply, Supply
 from colocated_grpo.rollout.vllm_engine import VLLMEngine
@@ -80,10 +81,10 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     stop_tokens = stop_token_ids(tokenizer, model_folder)
     tracker = make_tracker(config, folder, world.is_main)
     environments = build_environments(config, tokenizer)
-    serving = None
+    inbox, serving = Inbox(), None
     if config.atropos is not None:
-        serving = build_serving(config, folder, tokenizer, hf_config, stop_tokens, world, tracker.note)
-    source = LongestFirst(environments.open_source()) if world.is_main and serving is None else None
+        serving = build_serving(config, folder, inbox, tokenizer, hf_config, stop_tokens, world, tracker.note)
+    source = LongestFirst(environments.open_source()) if world.is_main and environments.entries else None
     held_out = world.from_main(lambda: environments.held_out(config.evaluation.prompts))
 
     policy = Policy(config, hf_config, model_folder, world)
@@ -97,12 +98,11 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     sync = build_sync(policy, engine, world)
     # The engine sleeps: what is free now is free while the policy trains.
     config = settle_micro_batches(policy, config, world)
-    collector = build_collector(config, engine, environments, tokenizer, world, stop)
-    supply: Supply = (
-        PromptSupply(source, collector, world, stop.asked, config.rollout, training_sampling(config, stop_tokens))
-        if serving is None
-        else serving.start(engine, start, stop.asked, lambda: policy.version)
-    )
+    driver = Driver(engine, inbox)
+    collector = build_collector(config, driver, inbox, environments, tokenizer, world, stop)
+    sampled = build_prompt_supply(config, source, collector, world, stop, stop_tokens) if environments.entries else None
+    served = None if serving is None else serving.start(driver, start, stop.asked, lambda: policy.version)
+    supply: Supply = MixedSupply(sampled, served) if sampled and served else sampled or served
     if state:
         supply.load_state_dict(state["source"])
     return Run(
@@ -131,6 +131,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
 def build_serving(
     config: Config,
     folder: Path,
+    inbox: Inbox,
     tokenizer: PreTrainedTokenizerBase,
     hf_config: PretrainedConfig,
     stop_tokens: tuple[int, ...],
@@ -143,7 +144,21 @@ def build_serving(
     from colocated_grpo.rollout.server.sampler import Limits
 
     limits = Limits(config.max_sequence_tokens, hf_config.get_text_config().vocab_size, stop_tokens, config.seed)
-    return Serving(config, folder, tokenizer, limits, world, note)
+    return Serving(config, folder, inbox, tokenizer, limits, world, note)
+
+
+def build_prompt_supply(
+    config: Config,
+    source: LongestFirst | None,
+    collector: Collector,
+    world: World,
+    stop: StopRequest,
+    stop_tokens: tuple[int, ...],
+) -> PromptSupply:
+    """Of the prompts that are left to this run where other processes bring some of a batch."""
+    prompts = config.rollout.prompts_per_step - round(config.atropos_share)
+    rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
+    return PromptSupply(source, collector, world, stop.asked, rollout, training_sampling(config, stop_tokens))
 
 
 def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
@@ -195,19 +210,19 @@ def build_choreography(
 
 def build_collector(
     config: Config,
-    engine: RolloutEngine,
+    driver: Driver,
+    inbox: Inbox,
     environments: Environments,
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     stop: StopRequest,
 ) -> Collector:
-    inbox = Inbox()
     rollout = config.rollout
     episodes = EpisodeRunner(
         environments.episodes, ChatCodec(tokenizer), inbox, seed=config.seed, tool_timeout=rollout.tool_timeout
     )
     return Collector(
-        Driver(engine, inbox),
+        driver,
         episodes,
         environments.scorers,
         lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),

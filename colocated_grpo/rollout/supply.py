@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.distributed import World
 from colocated_grpo.environments.base import Settled
-from colocated_grpo.rollout.collect import Collector, Stopped
+from colocated_grpo.rollout.collect import Collector, Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.sharing import Job
@@ -74,11 +74,19 @@ class PromptSupply:
         return other
 
     def order(self, step: int) -> Order:
+        job = self.job(step)
+        return Order(probe=job.prompts[0].token_ids, collect=lambda: self._collector.collect(job))
+
+    def job(self, step: int) -> Job:
+        """Collective. Raises Stopped on every rank once a stop has been asked for."""
         prompts = self._world.from_main(self._pull)
         if prompts is None:
             raise Stopped
-        job = Job(name=f"train/{step}", prompts=prompts, group_size=self._config.group_size, sampling=self.sampling)
-        return Order(probe=prompts[0].token_ids, collect=lambda: self._collector.collect(job))
+        return Job(name=f"train/{step}", prompts=prompts, group_size=self._config.group_size, sampling=self.sampling)
+
+    def sample(self, job: Job) -> Gather:
+        """This rank's share of the job, as `Collector.sample` has it."""
+        return self._collector.sample(job)
 
     def _pull(self) -> list[Prompt] | None:
         return None if self._stop_asked() else self._source.next(self._config.prompts_per_step)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from training_runs import Settings, TrainingRun, settings, tiny_model
 pytestmark = needs_atropos
 
 GROUP = 4
+SORTING = {"type": "task", "name": "sorting", "args": {"min_digits": 2, "max_digits": 3}}
 
 
 @contextmanager
@@ -56,32 +58,51 @@ def environment(folder: Path, api: str, server_port: int, **flags: str) -> Itera
         process.wait()
 
 
-def atropos_settings(api: str, port: int, **changes: Any) -> Settings:
+def atropos_settings(api: str, port: int, *others: Settings, **changes: Any) -> Settings:
     entry = {"type": "atropos", "url": api, "server": {"port": port}}
     return settings(
         tiny_model(),
-        environments=[entry],
+        environments=[entry, *others],
         rollout={"prompts_per_step": 4, "group_size": GROUP, "max_prompt_tokens": 24, "max_completion_tokens": 16},
-        evaluation={"every": 0},
         checkpoint={"every": 2},
-        **changes,
+        **{"evaluation": {"every": 0}, **changes},
     )
 
 
-def test_an_environment_is_trained_by_two_ranks(tmp_path):
+def test_an_environment_and_a_task_are_trained_together_by_ranks_of_two_nodes(tmp_path):
     port = free_port()
+    place = ["--nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     with ExitStack() as stack:
         api = stack.enter_context(ApiProcess(UPSTREAM))
-        run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, port, training_steps=6), ranks=2))
+        evaluation = {"every": 3, "prompts": 4}
+        config = atropos_settings(
+            api.url,
+            port,
+            SORTING,
+            training_steps=6,
+            evaluation=evaluation,
+            tracking={"rollouts_per_step": 4 * GROUP},
+        )
+        nodes = [
+            stack.enter_context(TrainingRun(tmp_path, config, *place, "--node-rank", str(node), name=f"node{node}"))
+            for node in range(2)
+        ]
         stack.enter_context(environment(tmp_path, api.url, port))
+        run = nodes[0]
         run.wait_for_step(0)
         reply = generate(port)
-        run.finish()
+        for node in nodes:
+            node.finish()
     assert_is_a_reply_of_vllm(reply)
-    assert "Traceback" not in run.stderr
+    assert not any("Traceback" in node.stderr for node in nodes)
     rows = run.rows(files.TRAIN)
     assert len(rows) == 6
     assert all(row["atropos/dropped"] == 0 for row in rows)
+    rollouts = [row for row in files.read_rows(run.folder / files.ROLLOUTS_FILE) if row["kind"] == files.TRAIN]
+    for step in range(6):
+        sources = Counter(row["source"] for row in rollouts if row["step"] == step)
+        assert sources == {"atropos": 2 * GROUP, "sorting": 2 * GROUP}
+    assert [row["step"] for row in run.rows(files.EVALUATION)] == [0, 3, 6]
     assert all(row["atropos/unknown_origin"] == 0 for row in rows)
     assert rows[0]["staleness"] == 0
     # Sampled at 0.8, which the environment does not say: with another temperature the two would differ by far more.

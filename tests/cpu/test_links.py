@@ -11,7 +11,7 @@ import pytest
 from colocated_grpo.distributed import World
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.server.links import Link, LinkedInbox, link_ranks
+from colocated_grpo.rollout.server.links import Link, LinkedInbox, link_ranks, own_address
 from colocated_grpo.rollout.server.supply import RankServing
 
 from fakes import FakeEngine, completion_of
@@ -121,6 +121,10 @@ def test_a_stranger_is_turned_away_and_does_not_take_the_place():
     until(lambda: inbox)
     link.close()
     end.close()
+
+
+def test_ranks_listen_on_the_way_to_the_first_one():
+    assert own_address("127.0.0.1") == "127.0.0.1"
 
 
 def sampled_everywhere(world: World) -> list[int] | None:

@@ -122,7 +122,7 @@ class LinkedInbox:
     def __init__(self, inbox: Inbox, host: str, secret: str) -> None:
         self._inbox = inbox
         self._secret = secret
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._line: _Line | None = None
         self._futures: dict[int, Future[Completion]] = {}
         self._ended = 0
@@ -194,12 +194,18 @@ class LinkedInbox:
             self._line.close()
 
 
+def own_address(peer: str) -> str:
+    """This machine's address on the way to `peer`. Its own name may resolve to 127.0.1.1, as on many machines."""
+    family, kind, protocol, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing: it only looks up the route
+        return probe.getsockname()[0]
+
+
 def link_ranks(inbox: Inbox, world: World) -> tuple[list[Link], LinkedInbox | None]:
     """Links to every other rank on rank 0, the other end elsewhere. Collective."""
     secret = world.broadcast_object(secrets.token_hex(32) if world.is_main else None)
-    node = os.uname().nodename
-    one_machine = len(set(world.gather_objects(node))) == 1
-    host = "127.0.0.1" if one_machine else socket.gethostbyname(node)
+    host = own_address(os.environ["MASTER_ADDR"])
     end = None if world.is_main else LinkedInbox(inbox, host, secret)
     addresses = world.gather_objects(None if end is None else (host, end.port))
     links = [Link(address, secret) for address in addresses if address is not None] if world.is_main else []
