@@ -7,8 +7,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from vllm import RequestOutput, SamplingParams, TokensPrompt
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from colocated_grpo.rollout.engine import Piece
 from colocated_grpo.rollout.steady_batch import Chunk
 from colocated_grpo.rollout.steady_decode import SteadyDecode, is_supported
 
@@ -27,6 +29,10 @@ class Requests(Protocol):
 
     def step(self) -> list[Sampled]:
         """One decode step; what finished in it."""
+        ...
+
+    def pieces(self) -> list[tuple[str, Piece]]:
+        """What the last step added to requests whose output kind is DELTA."""
         ...
 
     def abort(self, names: Collection[str]) -> None: ...
@@ -80,6 +86,9 @@ class CoreRequests:
         del self._running[chunk.request_id]
         return request.sampled(chunk.finish_reason)
 
+    def pieces(self) -> list[tuple[str, Piece]]:
+        return []  # who streams asks over HTTP, and has TextRequests
+
     def abort(self, names: Collection[str]) -> None:
         given_up = [request_id for request_id, request in self._running.items() if request.name in names]
         self._engine.engine_core.abort_requests(given_up)
@@ -102,15 +111,40 @@ class TextRequests:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
+        self._streams: dict[str, Piece] = {}
+        """Of each running request that streams all that it has so far."""
+        self._pieces: list[tuple[str, Piece]] = []
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
         self._engine.add_request(name, TokensPrompt(prompt_token_ids=token_ids), params)
+        if params.output_kind is RequestOutputKind.DELTA:
+            self._streams[name] = Piece([], [])
 
     def step(self) -> list[Sampled]:
-        return [_sampled(output) for output in self._engine.step() if output.finished]
+        self._pieces.clear()
+        return [sampled for output in self._engine.step() if (sampled := self._take(output)) is not None]
+
+    def _take(self, output: RequestOutput) -> Sampled | None:
+        """The whole completion, if this was the end of it. Of what does not stream vLLM gives nothing before."""
+        sampled = _sampled(output)
+        so_far = self._streams.get(sampled.name)
+        if so_far is None:
+            return sampled if output.finished else None
+        so_far.token_ids.extend(sampled.token_ids)
+        so_far.sampling_logprobs.extend(sampled.logprobs)
+        if output.finished:
+            del self._streams[sampled.name]
+            return Sampled(sampled.name, so_far.token_ids, so_far.sampling_logprobs, sampled.finish_reason)
+        self._pieces.append((sampled.name, Piece(sampled.token_ids, sampled.logprobs)))
+        return None
+
+    def pieces(self) -> list[tuple[str, Piece]]:
+        return list(self._pieces)
 
     def abort(self, names: Collection[str]) -> None:
         self._engine.abort_request(list(names))
+        for name in names:
+            self._streams.pop(name, None)
 
 
 def _sampled(output: RequestOutput) -> Sampled:
