@@ -146,12 +146,12 @@ def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
             bits = sampler.stream(prompts, body.wish, body.alternatives)
             begun = await _begun(request, bits)
             chunks = completion_chunks(
-                body.model or model, begun, sampler.decode, length, logprobs=logprobs, usage=body.counts_usage
+                body.model or model, begun, sampler.spell, length, logprobs=logprobs, usage=body.counts_usage
             )
             return Stream(as_events(chunks), bits, EVENTS)
         work = asyncio.gather(*(sampler.sample(prompt, body.wish, body.alternatives) for prompt in prompts))
         served = [one for several in await unless_gone(request, work) for one in several]
-        return JSONResponse(completion_reply(body.model or model, served, sampler.decode, length, logprobs=logprobs))
+        return JSONResponse(completion_reply(body.model or model, served, sampler.spell, length, logprobs=logprobs))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -167,10 +167,10 @@ def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         if body.stream:
             bits = sampler.stream([prompt], body.wish, body.alternatives)
             begun = await _begun(request, bits)
-            chunks = chat_chunks(name, begun, sampler.decode, len(prompt), logprobs=logprobs, usage=body.counts_usage)
+            chunks = chat_chunks(name, begun, sampler.spell, len(prompt), logprobs=logprobs, usage=body.counts_usage)
             return Stream(as_events(chunks), bits, EVENTS)
         served = await unless_gone(request, sampler.sample(prompt, body.wish, body.alternatives))
-        return JSONResponse(chat_reply(name, served, sampler.decode, len(prompt), logprobs=logprobs))
+        return JSONResponse(chat_reply(name, served, sampler.spell, len(prompt), logprobs=logprobs))
 
 
 async def _begun(request: Request, bits: AsyncGenerator[Bit]) -> AsyncIterator[Bit]:

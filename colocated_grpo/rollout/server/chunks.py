@@ -80,7 +80,7 @@ async def tokens_chunks(
 
 
 async def completion_chunks(
-    model: str, bits: AsyncIterator[Bit], decode: Decode, prompt_tokens: int, *, logprobs: bool, usage: bool
+    model: str, bits: AsyncIterator[Bit], spell: Decode, prompt_tokens: int, *, logprobs: bool, usage: bool
 ) -> AsyncIterator[Chunk]:
     """POST /v1/completions"""
     head = _head("cmpl", "text_completion", model) | ({"usage": None} if usage else {})
@@ -90,7 +90,7 @@ async def completion_chunks(
         choice = _choice(bit) | {"text": bit.text, "logprobs": None}
         if logprobs:
             start = written.get(bit.index, 0)
-            choice["logprobs"] = text_logprobs(_pairs(bit), _alternatives(bit), decode, start)
+            choice["logprobs"] = text_logprobs(_pairs(bit), _alternatives(bit), spell, start)
             written[bit.index] = start + sum(map(len, choice["logprobs"]["tokens"]))
         sampled += len(bit.token_ids)
         yield {**head, "choices": [choice]}
@@ -99,7 +99,7 @@ async def completion_chunks(
 
 
 async def chat_chunks(
-    model: str, bits: AsyncIterator[Bit], decode: Decode, prompt_tokens: int, *, logprobs: bool, usage: bool
+    model: str, bits: AsyncIterator[Bit], spell: Decode, prompt_tokens: int, *, logprobs: bool, usage: bool
 ) -> AsyncIterator[Chunk]:
     """POST /v1/chat/completions"""
     head = _head("chatcmpl", "chat.completion.chunk", model) | ({"usage": None} if usage else {})
@@ -109,7 +109,7 @@ async def chat_chunks(
         role = {} if bit.index in begun else {"role": "assistant"}
         begun.add(bit.index)
         sampled += len(bit.token_ids)
-        values = chat_logprobs(_pairs(bit), _alternatives(bit), decode) if logprobs else None
+        values = chat_logprobs(_pairs(bit), _alternatives(bit), spell) if logprobs else None
         yield {**head, "choices": [_choice(bit) | {"delta": {**role, "content": bit.text}, "logprobs": values}]}
     if usage:
         yield {**head, "choices": [], "usage": usage_of(prompt_tokens, sampled)}

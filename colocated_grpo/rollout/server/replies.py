@@ -64,7 +64,7 @@ def _candidate(token: int, value: float) -> dict[str, Any]:
 
 
 def completion_reply(
-    model: str, served: Sequence[Served], decode: Decode, prompt_tokens: int, *, logprobs: bool
+    model: str, served: Sequence[Served], spell: Decode, prompt_tokens: int, *, logprobs: bool
 ) -> dict[str, Any]:
     """POST /v1/completions"""
     choices = [
@@ -72,34 +72,34 @@ def completion_reply(
             "index": index,
             "text": one.text,
             "finish_reason": one.completion.finish_reason,
-            "logprobs": text_logprobs(_scored(one), one.alternatives, decode) if logprobs else None,
+            "logprobs": text_logprobs(_scored(one), one.alternatives, spell) if logprobs else None,
         }
         for index, one in enumerate(served)
     ]
     return _envelope("cmpl", "text_completion", model, choices, served, prompt_tokens)
 
 
-def text_logprobs(scored: Scored, alternatives: Alternatives, decode: Decode, start: int = 0) -> dict[str, Any]:
+def text_logprobs(scored: Scored, alternatives: Alternatives, spell: Decode, start: int = 0) -> dict[str, Any]:
     """start: characters of the completion before these tokens."""
-    pieces = [decode([token]) for token, _ in scored]
+    pieces = [spell([token]) for token, _ in scored]
     return {
         "tokens": pieces,
         "token_logprobs": [value for _, value in scored],
-        "top_logprobs": [_by_text(entry, decode) for entry in alternatives or [dict([pair]) for pair in scored]],
+        "top_logprobs": [_by_text(entry, spell) for entry in alternatives or [dict([pair]) for pair in scored]],
         "text_offset": list(accumulate(map(len, pieces), initial=start))[:-1],
     }
 
 
-def _by_text(entry: dict[int, float], decode: Decode) -> dict[str, float]:
+def _by_text(entry: dict[int, float], spell: Decode) -> dict[str, float]:
     """Tokens of the same text, such as parts of characters, are one: the sampled one, which comes first."""
     named: dict[str, float] = {}
     for token, value in entry.items():
-        named.setdefault(decode([token]), value)
+        named.setdefault(spell([token]), value)
     return named
 
 
 def chat_reply(
-    model: str, served: Sequence[Served], decode: Decode, prompt_tokens: int, *, logprobs: bool
+    model: str, served: Sequence[Served], spell: Decode, prompt_tokens: int, *, logprobs: bool
 ) -> dict[str, Any]:
     """POST /v1/chat/completions"""
     choices = [
@@ -107,16 +107,16 @@ def chat_reply(
             "index": index,
             "message": {"role": "assistant", "content": one.text},
             "finish_reason": one.completion.finish_reason,
-            "logprobs": chat_logprobs(_scored(one), one.alternatives, decode) if logprobs else None,
+            "logprobs": chat_logprobs(_scored(one), one.alternatives, spell) if logprobs else None,
         }
         for index, one in enumerate(served)
     ]
     return _envelope("chatcmpl", "chat.completion", model, choices, served, prompt_tokens)
 
 
-def chat_logprobs(scored: Scored, alternatives: Alternatives, decode: Decode) -> dict[str, Any]:
+def chat_logprobs(scored: Scored, alternatives: Alternatives, spell: Decode) -> dict[str, Any]:
     def entry(token: int, value: float) -> dict[str, Any]:
-        piece = decode([token])
+        piece = spell([token])
         return {"token": piece, "logprob": value, "bytes": list(piece.encode())}
 
     likeliest = alternatives or [{} for _ in scored]

@@ -301,6 +301,10 @@ class Sampler:
             raise BadWish(f"the chat template refuses these messages: {error}") from None
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Special tokens too: as a name for tokens."""
+        return self.decode(token_ids, skip_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
