@@ -59,7 +59,7 @@ def create_app(
     _add_status_routes(app, model, max_tokens)
     _add_token_routes(app, sampler, model)
     _add_openai_routes(app, sampler, model)
-    guarded: ASGIApp = AtMost(RequestBodies(app, max_body_bytes), max_requests, UNGUARDED)
+    guarded: ASGIApp = AtMost(RequestBodies(app, max_body_bytes, refusal), max_requests, UNGUARDED)
     return guarded if api_key is None else ApiKey(guarded, api_key, UNGUARDED)
 
 

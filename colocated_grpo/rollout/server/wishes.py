@@ -38,7 +38,7 @@ class SamplingWish(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     presence_penalty: Neutral = 0.0
     frequency_penalty: Neutral = 0.0
     stop: Stop = Field(None, validate_default=True)
@@ -105,7 +105,7 @@ class OpenAIBody(BaseModel):
     top_p: float | None = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(0, ge=-1, lt=1 << 31)
     min_p: float | None = Field(0.0, ge=0, le=1)
-    repetition_penalty: float | None = Field(1.0, gt=0, le=100)
+    repetition_penalty: float | None = Field(1.0, ge=0.01, le=100)
     presence_penalty: Neutral | None = 0.0
     frequency_penalty: Neutral | None = 0.0
     logit_bias: dict[str, Neutral] | None = None
