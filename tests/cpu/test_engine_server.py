@@ -556,7 +556,11 @@ def test_more_requests_than_allowed_are_turned_away():
     thread = threading.Thread(target=served.call, args=("POST", "/generate", ATROPOS))
     thread.start()
     until(lambda: served.inboxes[0])
-    assert served.call("POST", "/generate", ATROPOS)[0] == 503
+    connection = HTTPConnection("127.0.0.1", served.server.ports[0], timeout=10)
+    connection.request("POST", "/generate", json.dumps(ATROPOS), JSON_TYPE)
+    answer = connection.getresponse()
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+    connection.close()
     assert served.call("GET", "/health")[0] == 200
     served.awake.set()
     thread.join(10)
