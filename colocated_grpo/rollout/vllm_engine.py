@@ -20,7 +20,7 @@ from colocated_grpo.rollout.vllm_process import (
     keep_trainer_state,
     prepare_process,
 )
-from colocated_grpo.rollout.vllm_requests import CoreRequests, Requests, Sampled, TextRequests, prompt_logprobs
+from colocated_grpo.rollout.vllm_requests import CoreRequests, EitherRequests, Requests, Sampled, prompt_logprobs
 from colocated_grpo.types import Completion
 
 # Full decode graphs without inductor: the engine is ready in a third of the time and decodes as fast.
@@ -43,7 +43,7 @@ class VLLMEngine:
         self._worker = self._engine.model_executor.driver_worker.worker
         self.max_num_seqs: int = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization"))
-        self._requests: Requests = (TextRequests if needs_text(config) else CoreRequests)(self._engine)
+        self._requests: Requests = (EitherRequests if needs_text(config) else CoreRequests)(self._engine)
         self._keys: dict[str, Hashable] = {}
         self._buffers: dict[str, Tensor] = {}
         self._submitted = 0
