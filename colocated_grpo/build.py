@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from colocated_grpo.build_weights import belongs_into_checkpoints, build_opponent, build_sync, read_opponent
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
-from colocated_grpo.config.turns import OpponentConfig
 from colocated_grpo.distributed import World
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
@@ -24,23 +22,21 @@ from colocated_grpo.phases import Choreography, Clock, WeightSync
 from colocated_grpo.policy.activations import settle_micro_batches
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.checkpoint_files import fetch_model
-from colocated_grpo.policy.masters import ShardedWeights, WholeWeights
-from colocated_grpo.policy.model import host_copy, read_model_config
-from colocated_grpo.policy.policy import DTYPES, Policy, build_model, compute_dtype
+from colocated_grpo.policy.masters import ShardedWeights
+from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.policy.policy import DTYPES, Policy, build_model
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import RolloutEngine, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
+from colocated_grpo.rollout.mixed import MixedSupply
 from colocated_grpo.rollout.sharing import build_sharing
-from colocated_grpo.rollout.supply import PromptSupply, Supply
+from colocated_grpo.rollout.supply import Opponent, PromptSupply, Supply
 from colocated_grpo.rollout.vllm_engine import VLLMEngine
 from colocated_grpo.supervision import StopRequest
 from colocated_grpo.tracking import NullTracker, Tracker, make_tracker
 from colocated_grpo.types import Prompt
-from colocated_grpo.weights.colocated import ColocatedSync
-from colocated_grpo.weights.opponent import Opponent
-from colocated_grpo.weights.shared import share
 
 if TYPE_CHECKING:
     from colocated_grpo.rollout.server.build import Serving
@@ -90,10 +86,10 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     stop_tokens = stop_token_ids(tokenizer, model_folder)
     tracker = make_tracker(config, folder, world.is_main)
     environments = build_environments(config, tokenizer)
-    serving = None
+    inbox, serving = Inbox(), None
     if config.atropos is not None:
-        serving = build_serving(config, folder, tokenizer, hf_config, stop_tokens, world, tracker.note)
-    source = LongestFirst(environments.open_source()) if world.is_main and serving is None else None
+        serving = build_serving(config, folder, inbox, tokenizer, hf_config, stop_tokens, world, tracker.note)
+    source = LongestFirst(environments.open_source()) if world.is_main and environments.entries else None
     held_out = world.from_main(lambda: environments.held_out(config.evaluation.prompts))
 
     policy = Policy(config, hf_config, model_folder, world)
@@ -102,31 +98,22 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         offloaded = config.policy.cpu_offload
         reference = ShardedWeights(build_model(config, hf_config, model_folder, world, offloaded=offloaded))
     frozen = read_opponent(config, hf_config, world)
-    refreshed = config.opponent is not None and config.opponent.refresh_every > 0
-    kept = {f"opponent.{name}": weight for name, weight in frozen.items()} if refreshed else {}
-    checkpoints = Checkpoints(folder, config.checkpoint, world, kept)
+    checkpoints = Checkpoints(folder, config.checkpoint, world, belongs_into_checkpoints(config.opponent, frozen))
     start, state = checkpoints.restore(policy)
 
     clock = Clock(world.device)
     engine = build_engine(config, policy, model_folder, world)
     sync = build_sync(policy, engine, world)
-    opponent = build_opponent(config.opponent, frozen, policy, engine, sync, world) if config.opponent else None
+    opponent = build_opponent(config.opponent, frozen, policy, engine, sync, world)
     # The engine sleeps: what is free now is free while the policy trains.
     config = settle_micro_batches(policy, config, world)
-    collector = build_collector(config, engine, environments, tokenizer, world, stop)
-    supply: Supply = (
-        PromptSupply(
-            source,
-            collector,
-            world,
-            stop.asked,
-            config.rollout,
-            training_sampling(config, stop_tokens),
-            opponent,
-        )
-        if serving is None
-        else serving.start(engine, start, stop.asked, lambda: policy.version)
-    )
+    driver = Driver(engine, inbox)
+    collector = build_collector(config, driver, inbox, environments, tokenizer, world, stop)
+    sampled = None
+    if environments.entries:
+        sampled = build_prompt_supply(config, source, collector, world, stop, stop_tokens, opponent)
+    served = None if serving is None else serving.start(driver, start, stop.asked, lambda: policy.version)
+    supply: Supply = MixedSupply(sampled, served) if sampled and served else sampled or served
     if state:
         supply.load_state_dict(state["source"])
     return Run(
@@ -156,6 +143,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
 def build_serving(
     config: Config,
     folder: Path,
+    inbox: Inbox,
     tokenizer: PreTrainedTokenizerBase,
     hf_config: PretrainedConfig,
     stop_tokens: tuple[int, ...],
@@ -168,7 +156,23 @@ def build_serving(
     from colocated_grpo.rollout.server.sampler import Limits
 
     limits = Limits(config.max_sequence_tokens, hf_config.get_text_config().vocab_size, stop_tokens, config.seed)
-    return Serving(config, folder, tokenizer, limits, world, note)
+    return Serving(config, folder, inbox, tokenizer, limits, world, note)
+
+
+def build_prompt_supply(
+    config: Config,
+    source: LongestFirst | None,
+    collector: Collector,
+    world: World,
+    stop: StopRequest,
+    stop_tokens: tuple[int, ...],
+    opponent: Opponent | None,
+) -> PromptSupply:
+    """Of the prompts that are left to this run where other processes bring some of a batch."""
+    prompts = config.rollout.prompts_per_step - round(config.atropos_share)
+    rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
+    sampling = training_sampling(config, stop_tokens)
+    return PromptSupply(source, collector, world, stop.asked, rollout, sampling, opponent)
 
 
 def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
@@ -197,58 +201,6 @@ def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
     return policy.dtype if config.engine.dtype == "auto" else DTYPES[config.engine.dtype]
 
 
-def read_opponent(config: Config, hf_config: PretrainedConfig, world: World) -> dict[str, DTensor]:
-    """The frozen opponent's shards in host memory; nothing where there is none. Collective."""
-    if config.opponent_model is None:
-        return {}
-    on_gpu = world.device.type == "cuda"
-    folder = fetch_model(config.opponent_model, world)
-    return host_copy(
-        build_model(config, hf_config, folder, world, offloaded=on_gpu),
-        compute_dtype(config, world.device),
-        pinned=on_gpu,
-    )
-
-
-def build_opponent(
-    config: OpponentConfig,
-    frozen: Mapping[str, DTensor],
-    policy: Policy,
-    engine: VLLMEngine,
-    sync: WeightSync,
-    world: World,
-) -> Opponent:
-    """frozen: as `read_opponent` gave them, before a checkpoint was restored into them."""
-
-    def put_policy_back() -> None:
-        policy.weights.publish()  # where policy and engine share their weights
-        sync.sync()  # everywhere else
-        engine.weights_changed(policy.version)
-
-    into_engine = copy_into(engine, frozen, world)
-    return Opponent(
-        frozen, policy.parameters(), into_engine, engine.weights_changed, put_policy_back, config.refresh_every
-    )
-
-
-def build_sync(policy: Policy, engine: VLLMEngine, world: World) -> WeightSync:
-    """How the policy's weights reach the engine. Where both are to be one, they are from here on."""
-    copies = copy_into(engine, policy.parameters(), world)
-    return share(copies, policy.weights.adopt) if isinstance(policy.weights, WholeWeights) else copies
-
-
-def copy_into(engine: VLLMEngine, parameters: Mapping[str, Tensor], world: World) -> ColocatedSync:
-    return ColocatedSync(
-        parameters,
-        engine.model,
-        engine.tensor_parallel_rank,
-        engine.load_weights,
-        lambda ok: all(world.gather_objects(ok)),
-        transformed=engine.transforms_weights,
-        device=world.device,
-    )
-
-
 def build_choreography(
     config: Config, policy: Policy, engine: VLLMEngine, sync: WeightSync, clock: Clock
 ) -> Choreography:
@@ -258,19 +210,19 @@ def build_choreography(
 
 def build_collector(
     config: Config,
-    engine: RolloutEngine,
+    driver: Driver,
+    inbox: Inbox,
     environments: Environments,
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     stop: StopRequest,
 ) -> Collector:
-    inbox = Inbox()
     rollout = config.rollout
     episodes = EpisodeRunner(
         environments.episodes, ChatCodec(tokenizer), inbox, seed=config.seed, tool_timeout=rollout.tool_timeout
     )
     return Collector(
-        Driver(engine, inbox),
+        driver,
         episodes,
         environments.scorers,
         lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),

@@ -33,7 +33,8 @@ class Pair:
     def __init__(self, world: World, model: Path, **changes: Any) -> None:
         os.environ.update(library_environment("INFO"))
         # The engine's own imports read the variables above.
-        from colocated_grpo.build import build_engine, build_opponent, build_sync, read_opponent
+        from colocated_grpo.build import build_engine
+        from colocated_grpo.build_weights import build_opponent, build_sync, read_opponent
 
         self.world = world
         self.config = Config.model_validate(settings(model, **changes))
@@ -42,8 +43,7 @@ class Pair:
         frozen = read_opponent(self.config, hf_config, world)
         self.engine: VLLMEngine = build_engine(self.config, self.policy, model, world)
         self.sync = build_sync(self.policy, self.engine, world)
-        if frozen:
-            self.opponent = build_opponent(self.config.opponent, frozen, self.policy, self.engine, self.sync, world)
+        self.opponent = build_opponent(self.config.opponent, frozen, self.policy, self.engine, self.sync, world)
 
     def write(self) -> None:
         """The policy's weights into the engine."""

@@ -7,7 +7,7 @@ from random import Random
 
 from torch import Tensor
 
-from colocated_grpo.rollout.engine import Part, Request
+from colocated_grpo.rollout.engine import Part, Piece, Request
 from colocated_grpo.types import Completion
 
 VOCABULARY = 10
@@ -36,10 +36,14 @@ class FakeEngine:
         self._decode_steps = decode_steps
         self._on_step = on_step
         self._policy_version = 0
+        self._streaming: set[Hashable] = set()
+        self._pieces: list[tuple[Hashable, Piece]] = []
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self.submitted.append(request)
+            if request.stream:
+                self._streaming.add(request.key)
             completion = completion_of(request, self._policy_version)
             steps = self._decode_steps(request) if self._decode_steps else len(completion.token_ids)
             self.running[request.key] = (steps, completion)
@@ -48,8 +52,16 @@ class FakeEngine:
     def step(self) -> list[tuple[Hashable, Completion]]:
         self._on_step()
         finished = [(key, completion) for key, (steps, completion) in self.running.items() if steps <= 1]
+        self._pieces = [
+            (key, piece_of(one, len(one.token_ids) - steps))
+            for key, (steps, one) in self.running.items()
+            if key in self._streaming and 1 < steps <= len(one.token_ids)
+        ]
         self.running = {key: (steps - 1, one) for key, (steps, one) in self.running.items() if steps > 1}
         return finished
+
+    def pieces(self) -> list[tuple[Hashable, Piece]]:
+        return self._pieces
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         self.events.append("abort" if keys is None else f"abort {list(keys)}")
@@ -95,3 +107,9 @@ def completion_of(request: Request, policy_version: int = 0) -> Completion:
         finish_reason="length" if length == request.sampling.max_tokens else "stop",
         policy_version=policy_version,
     )
+
+
+def piece_of(completion: Completion, position: int) -> Piece:
+    """One token of it."""
+    one = slice(position, position + 1)
+    return Piece(completion.token_ids[one], completion.sampling_logprobs[one])

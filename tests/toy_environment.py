@@ -15,7 +15,7 @@ MAX_TOKENS = 8
 
 
 class ToyEnv(BaseEnv):
-    """Rewards even tokens."""
+    """Rewards even tokens. Under the name half-silent every other group comes without inference_logprobs."""
 
     name = "toy"
 
@@ -24,7 +24,7 @@ class ToyEnv(BaseEnv):
         return BaseEnvConfig(), [APIServerConfig(base_url="http://localhost:1/v1", api_key="x", server_type="vllm")]
 
     async def setup(self):
-        self.numbers = itertools.count()
+        self.numbers, self.groups = itertools.count(), itertools.count()
 
     async def get_next_item(self):
         return f"sort {next(self.numbers) % 90 + 10}"
@@ -45,6 +45,8 @@ class ToyEnv(BaseEnv):
             group["masks"].append(node.masked_tokens)
             group["inference_logprobs"].append(node.logprobs)
             group["scores"].append(sum(token % 2 == 0 for token in sampled) / len(sampled))
+        if self.config.wandb_name == "half-silent" and next(self.groups) % 2:
+            del group["inference_logprobs"]
         return group, []
 
 

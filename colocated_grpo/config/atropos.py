@@ -44,3 +44,5 @@ class AtroposSourceConfig(Section):
     """Seconds to wait for the API server at the start."""
     server: ServerConfig = ServerConfig()
     """Where environments sample completions."""
+    weight: float = Field(1.0, gt=0)
+    """Share of a step's prompts that its batch stands for, relative to the other entries."""

@@ -117,12 +117,20 @@ def _shared_weights_are_plain(config: Config) -> Lines:
         yield f"engine.args.quantization={quantization} does not go with weights=shared: gradients need plain weights"
 
 
-def _atropos_stands_alone(config: Config) -> Lines:
-    kinds = [source.type for source in config.environments]
-    if "atropos" in kinds and len(kinds) > 1:
+def _one_atropos_entry(config: Config) -> Lines:
+    count = sum(source.type == "atropos" for source in config.environments)
+    if count > 1:
+        yield f"environments: {count} atropos entries; connect every such environment to the one API server instead"
+
+
+def _atropos_shares_prompts(config: Config) -> Lines:
+    if config.atropos is None or len(config.environments) == 1:
+        return
+    share, prompts = config.atropos_share, config.rollout.prompts_per_step
+    if abs(share - round(share)) > 1e-6 or not 1 <= round(share) < prompts:
         yield (
-            f"environments: an atropos entry beside {len(kinds) - 1} other(s); its groups arrive ready-made and cannot "
-            "be mixed with prompts: connect every environment to the one API server instead"
+            f"environments: by its weight={config.atropos.weight:g} the atropos entry has {share:.4g} of "
+            f"rollout.prompts_per_step={prompts}; it and the others need a whole number of prompts each, at least 1"
         )
 
 
@@ -145,7 +153,7 @@ def _served_ports_differ(config: Config) -> Lines:
         return
     ports = [config.atropos.server.port, *config.atropos.server.more_ports]
     if len(set(ports)) < len(ports):
-        yield f"environments.0.server: port and more_ports name a port twice: {', '.join(map(str, ports))}"
+        yield f"environments: atropos: server: port and more_ports name a port twice: {', '.join(map(str, ports))}"
 
 
 def _episodes_have_the_engine_to_themselves(config: Config) -> Lines:
@@ -170,6 +178,8 @@ def _one_opponent(config: Config) -> Lines:
     for index, source in enumerate(config.environments):
         if not isinstance(source, TurnsSourceConfig):
             continue
+        if source.opponent is not None and config.atropos is not None:
+            yield f"environments.{index}.opponent: beside an atropos entry it would answer requests from outside too"
         if source.opponent is not None and source.opponent != config.opponent:
             yield f"environments.{index}.opponent: differs from another entry's; a run has one frozen model"
         players = source.args.get("players")
@@ -239,7 +249,8 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _resumable_at_a_sync,
     _engine_fields_are_not_arguments,
     _shared_weights_are_plain,
-    _atropos_stands_alone,
+    _one_atropos_entry,
+    _atropos_shares_prompts,
     _atropos_needs_whole_engines,
     _served_ports_differ,
     _episodes_have_the_engine_to_themselves,

@@ -307,9 +307,14 @@ class Config(Section):
 
     @property
     def atropos(self) -> AtroposSourceConfig | None:
-        """The Atropos entry, which stands alone where there is one."""
-        first = self.environments[0]
-        return first if isinstance(first, AtroposSourceConfig) else None
+        """The Atropos entry; there is at most one."""
+        return next((entry for entry in self.environments if isinstance(entry, AtroposSourceConfig)), None)
+
+    @property
+    def atropos_share(self) -> float:
+        """Of a step's prompts, those that the Atropos entry's batch stands for; a whole number in a sound config."""
+        total = sum(entry.weight for entry in self.environments)
+        return 0.0 if self.atropos is None else self.rollout.prompts_per_step * self.atropos.weight / total
 
     @property
     def opponent(self) -> OpponentConfig | None:

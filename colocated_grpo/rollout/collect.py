@@ -23,6 +23,8 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids of a completion to text, special tokens left out."""
 Judged = tuple[list[str], list[Score]]
 """The completions of one prompt as text, and their scores."""
+Gather = Callable[[], list[Group]]
+"""Collective: all groups of a job, as `Collector.collect` gives them."""
 
 
 class Stopped(Exception):
@@ -60,15 +62,24 @@ class Collector:
 
     def collect(self, job: Job) -> list[Group]:
         """All groups of the job, in prompt order, on every rank. Raises Stopped everywhere if any was asked to stop."""
-        done = self._generate(job, self._sharing.open(job))
+        gather = self.sample(job)
+        self._driver.drain()
+        return gather()
+
+    def sample(self, job: Job) -> Gather:
+        """Decode this rank's share, waiting for no other rank. What the inbox brought may still be under way then."""
+        done = self._decode_share(job, self._sharing.open(job))
+        return lambda: self._gather(job, done())
+
+    def _gather(self, job: Job, done: dict[int, Group] | None) -> list[Group]:
         gathered = self._world.gather_objects(done)
         if any(part is None for part in gathered):
             raise Stopped
         groups = {index: group for part in gathered for index, group in part.items()}
         return [groups[index] for index in range(len(job.prompts))]
 
-    def _generate(self, job: Job, share: Share) -> dict[int, Group] | None:
-        """This rank's groups by prompt; None if it was asked to stop."""
+    def _decode_share(self, job: Job, share: Share) -> Callable[[], dict[int, Group] | None]:
+        """What waits for the rewards: this rank's groups by prompt, or None if it was asked to stop."""
         batch = _Batch(job, self._seed, self._driver, self._episodes)
         pending: dict[int, Future[Judged]] = {}
         while batch.admit(share) or batch.running:
@@ -78,18 +89,19 @@ class Collector:
             if share.may_stop and self._stop_asked():
                 self._episodes.cancel()
                 self._driver.abort()
-                return None
-        self._driver.drain()
+                return lambda: None
         deadline = time.monotonic() + self._reward_timeout
+        return lambda: self._judged(job, batch, pending, deadline) | (_played(job, batch) if share.counts else {})
+
+    def _judged(
+        self, job: Job, batch: _Batch, pending: Mapping[int, Future[Judged]], deadline: float
+    ) -> dict[int, Group]:
         groups = {
             index: self._group(job, batch.completions[index], index, future, deadline)
             for index, future in pending.items()
         }
         if not all(future.done() for future in pending.values()):
             self._replace_pool()
-        if share.counts:
-            played = batch.played.items()
-            groups |= {index: Group(prompt=job.prompts[index], rollouts=rollouts) for index, rollouts in played}
         return groups
 
     def _replace_pool(self) -> None:
@@ -195,6 +207,10 @@ class _Batch:
             self.played[index] = rollouts
             self.running -= len(rollouts)
             self._playing -= len(rollouts)
+
+
+def _played(job: Job, batch: _Batch) -> dict[int, Group]:
+    return {index: Group(prompt=job.prompts[index], rollouts=rollouts) for index, rollouts in batch.played.items()}
 
 
 def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, temperature: float) -> Rollout:

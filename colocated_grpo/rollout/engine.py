@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -39,6 +39,15 @@ class Request:
     sampling: Sampling
     pattern: str | None = None
     """Regular expression of the whole completion. Its log-probabilities are then over what the pattern allows."""
+    stream: bool = False
+    """Whether somebody listens to its pieces; what nobody listens to costs nothing until it has ended."""
+
+
+class Piece(NamedTuple):
+    """The next tokens of a completion that is under way."""
+
+    token_ids: list[int]
+    sampling_logprobs: list[float]
 
 
 class RolloutEngine(Protocol):
@@ -50,6 +59,10 @@ class RolloutEngine(Protocol):
 
     def step(self) -> list[tuple[Hashable, Completion]]:
         """Decode one token for every running request; returns those that finished."""
+        ...
+
+    def pieces(self) -> list[tuple[Hashable, Piece]]:
+        """What the last step added to running requests that stream. An engine may give none: completions are whole."""
         ...
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from colocated_grpo.rollout.engine import Request, RolloutEngine
+from colocated_grpo.rollout.engine import Piece, Request, RolloutEngine
 from colocated_grpo.types import Completion
 
 PATIENCE = 0.5
 """Seconds that a step without work waits before it gives its caller a chance to see a stop request."""
 
 Call = Callable[[RolloutEngine], Any]
+Listen = Callable[[Piece], None]
 Finished = list[tuple[Hashable, Completion]]
 
 
@@ -26,20 +27,21 @@ class Inbox:
     """Thread-safe. Requests wait while the engine sleeps; nothing is lost between rollout phases."""
 
     def __init__(self) -> None:
-        self._requests: deque[tuple[Request, Future[Completion]]] = deque()
+        self._requests: deque[tuple[Request, Future[Completion], Listen | None]] = deque()
         self._given_up: deque[tuple[Hashable, Future[Completion]]] = deque()
         self._calls: deque[tuple[Call, Future[Any]]] = deque()
         self._bell = threading.Event()
 
-    def put(self, request: Request) -> Future[Completion]:
+    def put(self, request: Request, listen: Listen | None = None) -> Future[Completion]:
         """Its key must differ from all others under way. From asyncio: `await asyncio.wrap_future(inbox.put(...))`.
 
         The future raises ValueError where the engine refuses the request, and CancelledError when the engine gives up
-        its work. Cancelling it takes the request out of the engine.
+        its work. Cancelling it takes the request out of the engine. Of a request with `stream`, `listen` is told on the
+        driving thread, which it must not keep, each piece but what the last step adds.
         """
         future: Future[Completion] = Future()
         future.add_done_callback(lambda done: self._give_up(request.key, done) if done.cancelled() else None)
-        self._requests.append((request, future))
+        self._requests.append((request, future, listen))
         self._bell.set()
         return future
 
@@ -74,7 +76,7 @@ class Inbox:
     def has_calls(self) -> bool:
         return bool(self._calls)
 
-    def take(self) -> Iterator[tuple[Request, Future[Completion]]]:
+    def take(self) -> Iterator[tuple[Request, Future[Completion], Listen | None]]:
         while self._requests:
             yield self._requests.popleft()
 
@@ -94,6 +96,8 @@ class Driver:
         self._engine = engine
         self._inbox = inbox
         self._futures: dict[Hashable, Future[Completion]] = {}
+        self._listeners: dict[Hashable, Listen] = {}
+        """Of the futures that stream."""
         self.running = 0
         """Requests that the engine is working on, from whatever side they came."""
 
@@ -114,8 +118,8 @@ class Driver:
         finished = self.drain() if self._inbox.has_calls else []
         if self._inbox:
             self._drop_given_up()
-            for request, future in self._inbox.take():
-                self._admit(request, future)
+            for request, future, listen in self._inbox.take():
+                self._admit(request, future, listen)
         if not self.running and not finished:
             self._inbox.wait(PATIENCE)
         return finished + self._decode() if self.running else finished
@@ -142,17 +146,25 @@ class Driver:
     def _decode(self) -> Finished:
         finished = self._engine.step()
         self.running -= len(finished)
+        if self._listeners:
+            self._tell_listeners()
         if not self._futures:
             return finished
         return [(key, completion) for key, completion in finished if not self._resolve(key, completion)]
+
+    def _tell_listeners(self) -> None:
+        for key, piece in self._engine.pieces():
+            if key in self._listeners:
+                self._listeners[key](piece)
 
     def abort(self) -> None:
         """Give up everything under way; futures are cancelled."""
         self._engine.abort()
         self.running = 0
-        waiting = [*self._futures.values(), *(future for _, future in self._inbox.take())]
+        waiting = [*self._futures.values(), *(future for _, future, _ in self._inbox.take())]
         waiting += [future for _, future in self._inbox.take_calls()]
         self._futures.clear()
+        self._listeners.clear()
         for future in waiting:
             future.cancel()
 
@@ -161,10 +173,11 @@ class Driver:
         for key, future in self._inbox.take_given_up():
             if self._futures.get(key) is future:
                 del self._futures[key]
+                self._listeners.pop(key, None)
                 self._engine.abort([key])
                 self.running -= 1
 
-    def _admit(self, request: Request, future: Future[Completion]) -> None:
+    def _admit(self, request: Request, future: Future[Completion], listen: Listen | None) -> None:
         if future.cancelled():
             return
         if request.key in self._futures:
@@ -176,12 +189,15 @@ class Driver:
             future.set_exception(error)
             return
         self._futures[request.key] = future
+        if listen is not None:
+            self._listeners[request.key] = listen
 
     def _resolve(self, key: Hashable, completion: Completion) -> bool:
         """Whether the completion belonged to a future."""
         future = self._futures.pop(key, None)
         if future is None:
             return False
+        self._listeners.pop(key, None)
         if future.set_running_or_notify_cancel():
             future.set_result(completion)
         return True

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
@@ -68,13 +69,15 @@ def decodes_only(step: SchedulerOutput) -> bool:
 
 
 def is_plain(request: Request) -> bool:
-    """Whether the request's next step needs no more than its next token, with `logprobs=0`."""
+    """Whether the request's next step needs no more than its next token, with `logprobs=0`, and nobody waits for it."""
     params = request.sampling_params
     return (
         params is not None
         and params.logprobs == 0
         and params.prompt_logprobs is None
         and params.repetition_detection is None
+        and not params.stop
+        and params.output_kind is not RequestOutputKind.DELTA
         and not request.use_structured_output
         and not request.has_encoder_inputs
         and not request.resumable

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.distributed import World
 from colocated_grpo.environments.base import Settled
-from colocated_grpo.rollout.collect import Collector, Stopped
+from colocated_grpo.rollout.collect import Collector, Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.sharing import Job
@@ -71,7 +71,7 @@ class PromptSupply:
         stop_asked: Callable[[], bool],
         config: RolloutConfig,
         sampling: Sampling,
-        opponent: Opponent | None,
+        opponent: Opponent | None = None,
     ) -> None:
         """source: None on all ranks but 0."""
         self._source = source
@@ -89,24 +89,31 @@ class PromptSupply:
         return other
 
     def order(self, step: int) -> Order:
+        job = self.job(step)
+        return Order(probe=job.prompts[0].token_ids, collect=lambda: self._collect(job))
+
+    def job(self, step: int) -> Job:
+        """Collective. Raises Stopped on every rank once a stop has been asked for."""
         if self._opponent is not None:
             self._opponent.refresh(step)
         prompts = self._world.from_main(self._pull)
         if prompts is None:
             raise Stopped
-        return Order(probe=prompts[0].token_ids, collect=lambda: self._collect(step, prompts))
+        return Job(name=f"train/{step}", prompts=prompts, group_size=self._config.group_size, sampling=self.sampling)
 
-    def _collect(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
-        own = [prompt for prompt in prompts if not prompt.by_opponent]
-        groups = self._sample(f"train/{step}", own, self._config.group_size) if own else []
-        if len(own) < len(prompts):
-            others = [prompt for prompt in prompts if prompt.by_opponent]
+    def sample(self, job: Job) -> Gather:
+        """This rank's share of the job, as `Collector.sample` has it."""
+        return self._collector.sample(job)
+
+    def _collect(self, job: Job) -> list[Group]:
+        own = [prompt for prompt in job.prompts if not prompt.by_opponent]
+        groups = self._collector.collect(replace(job, prompts=own)) if own else []
+        others = [prompt for prompt in job.prompts if prompt.by_opponent]
+        if others:
             with self._opponent.plays():
-                groups += self._sample(f"opponent/{step}", others, 1)
+                its_job = replace(job, name=f"{job.name}/opponent", prompts=others, group_size=1)
+                groups += self._collector.collect(its_job)
         return groups
-
-    def _sample(self, name: str, prompts: Sequence[Prompt], group_size: int) -> list[Group]:
-        return self._collector.collect(Job(name=name, prompts=prompts, group_size=group_size, sampling=self.sampling))
 
     def _pull(self) -> list[Prompt] | None:
         return None if self._stop_asked() else self._source.next(self._config.prompts_per_step)

@@ -13,14 +13,14 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World, derive_seed
-from colocated_grpo.rollout.engine import Part, Request
+from colocated_grpo.rollout.engine import Part, Piece, Request
 from colocated_grpo.rollout.kv_budget import kv_cache_arguments
 from colocated_grpo.rollout.vllm_process import (
     discard,
     keep_trainer_state,
     prepare_process,
 )
-from colocated_grpo.rollout.vllm_requests import CoreRequests, Requests, Sampled, TextRequests, prompt_logprobs
+from colocated_grpo.rollout.vllm_requests import CoreRequests, EitherRequests, Requests, Sampled, prompt_logprobs
 from colocated_grpo.types import Completion
 
 # Full decode graphs without inductor: the engine is ready in a third of the time and decodes as fast.
@@ -43,7 +43,7 @@ class VLLMEngine:
         self._worker = self._engine.model_executor.driver_worker.worker
         self.max_num_seqs: int = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization"))
-        self._requests: Requests = (TextRequests if needs_text(config) else CoreRequests)(self._engine)
+        self._requests: Requests = (EitherRequests if needs_text(config) else CoreRequests)(self._engine)
         self._keys: dict[str, Hashable] = {}
         self._buffers: dict[str, Tensor] = {}
         self._submitted = 0
@@ -73,6 +73,9 @@ class VLLMEngine:
 
     def step(self) -> list[tuple[Hashable, Completion]]:
         return [(self._keys.pop(sampled.name), self._completion(sampled)) for sampled in self._requests.step()]
+
+    def pieces(self) -> list[tuple[Hashable, Piece]]:
+        return [(self._keys[name], piece) for name, piece in self._requests.pieces()]
 
     def _completion(self, sampled: Sampled) -> Completion:
         return Completion(
@@ -194,7 +197,7 @@ def _sampling_params(request: Request) -> SamplingParams:
         seed=request.seed,
         logprobs=0,
         detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         structured_outputs=None if request.pattern is None else StructuredOutputsParams(regex=request.pattern),
         skip_clone=True,  # nobody else holds it; copying a few hundred stop tokens takes a millisecond
     )

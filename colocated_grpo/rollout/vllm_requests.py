@@ -1,4 +1,4 @@
-"""How completions travel through vLLM: two ways, one of which is chosen when the engine is built."""
+"""How completions travel through vLLM: straight at its core, or through its output processing where text decides."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from vllm import RequestOutput, SamplingParams, TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from colocated_grpo.rollout.engine import Piece
 from colocated_grpo.rollout.steady_batch import Chunk
 from colocated_grpo.rollout.steady_decode import SteadyDecode, is_supported
 
@@ -29,6 +32,10 @@ class Requests(Protocol):
         """One decode step; what finished in it."""
         ...
 
+    def pieces(self) -> list[tuple[str, Piece]]:
+        """What the last step added to requests whose output kind is DELTA."""
+        ...
+
     def abort(self, names: Collection[str]) -> None: ...
 
 
@@ -43,6 +50,7 @@ class CoreRequests:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._running: dict[str, _Running] = {}
+        self._pieces: list[tuple[str, Piece]] = []
         scheduler = engine.engine_core.engine_core.scheduler
         self._steady = SteadyDecode(scheduler) if is_supported(scheduler) else None
 
@@ -51,11 +59,16 @@ class CoreRequests:
         processor = self._engine.input_processor
         request = processor.process_inputs(name, prompt, params, supported_tasks=self._engine.get_supported_tasks())
         processor.assign_request_id(request)
-        self._running[request.request_id] = _Running(name, [], [])
+        streams = params.output_kind is RequestOutputKind.DELTA
+        self._running[request.request_id] = _Running(name, [], [], streams)
         self._engine.engine_core.add_request(request)
 
     def step(self) -> list[Sampled]:
-        outputs = self._engine.engine_core.get_output().outputs
+        return self.take(self._engine.engine_core.get_output().outputs)
+
+    def take(self, outputs: list[EngineCoreOutput]) -> list[Sampled]:
+        """What finished; outputs of others are passed over."""
+        self._pieces.clear()
         chunks = self._steady.take() if self._steady is not None else []
         chunks += [
             Chunk(
@@ -65,6 +78,7 @@ class CoreRequests:
                 None if output.finish_reason is None else str(output.finish_reason),
             )
             for output in outputs
+            if output.request_id in self._running
         ]
         return [sampled for chunk in chunks if (sampled := self._add(chunk)) is not None]
 
@@ -76,9 +90,14 @@ class CoreRequests:
         request.token_ids.extend(chunk.token_ids)
         request.logprobs.append(chunk.logprobs)
         if chunk.finish_reason is None:
+            if request.streams:
+                self._pieces.append((request.name, Piece(list(chunk.token_ids), chunk.logprobs.tolist())))
             return None
         del self._running[chunk.request_id]
         return request.sampled(chunk.finish_reason)
+
+    def pieces(self) -> list[tuple[str, Piece]]:
+        return list(self._pieces)
 
     def abort(self, names: Collection[str]) -> None:
         given_up = [request_id for request_id, request in self._running.items() if request.name in names]
@@ -92,6 +111,7 @@ class _Running(NamedTuple):
     token_ids: list[int]
     logprobs: list[np.ndarray]
     """Of the sampled tokens, one array for each chunk."""
+    streams: bool
 
     def sampled(self, finish_reason: str) -> Sampled:
         return Sampled(self.name, self.token_ids, np.concatenate(self.logprobs).tolist(), finish_reason)
@@ -102,15 +122,66 @@ class TextRequests:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
+        self._running: dict[str, Piece | None] = {}
+        """Of those that stream all that they have so far."""
+        self._pieces: list[tuple[str, Piece]] = []
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
         self._engine.add_request(name, TokensPrompt(prompt_token_ids=token_ids), params)
+        self._running[name] = Piece([], []) if params.output_kind is RequestOutputKind.DELTA else None
 
-    def step(self) -> list[Sampled]:
-        return [_sampled(output) for output in self._engine.step() if output.finished]
+    def take(self, outputs: list[EngineCoreOutput]) -> list[Sampled]:
+        """What finished; outputs of others are passed over."""
+        self._pieces.clear()
+        if not self._running:
+            return []
+        processed = self._engine.output_processor.process_outputs(outputs)
+        self._engine.engine_core.abort_requests(processed.reqs_to_abort)
+        return [sampled for output in processed.request_outputs if (sampled := self._take(output)) is not None]
+
+    def _take(self, output: RequestOutput) -> Sampled | None:
+        """The whole completion, if this was the end of it. Of what does not stream vLLM gives nothing before."""
+        sampled = _sampled(output)
+        so_far = self._running[sampled.name]
+        if so_far is not None:
+            so_far.token_ids.extend(sampled.token_ids)
+            so_far.sampling_logprobs.extend(sampled.logprobs)
+        if not output.finished:
+            self._pieces.append((sampled.name, Piece(sampled.token_ids, sampled.logprobs)))
+            return None
+        del self._running[sampled.name]
+        return sampled if so_far is None else sampled._replace(token_ids=so_far[0], logprobs=so_far[1])
+
+    def pieces(self) -> list[tuple[str, Piece]]:
+        return list(self._pieces)
 
     def abort(self, names: Collection[str]) -> None:
-        self._engine.abort_request(list(names))
+        given_up = [name for name in self._running if name in names]
+        self._engine.abort_request(given_up)
+        for name in given_up:
+            del self._running[name]
+
+
+class EitherRequests:
+    """Those that may end at a string through the text, all others straight at the core."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._core, self._text = CoreRequests(engine), TextRequests(engine)
+
+    def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
+        (self._text if params.stop else self._core).add(name, token_ids, params)
+
+    def step(self) -> list[Sampled]:
+        outputs = self._engine.engine_core.get_output().outputs
+        return self._core.take(outputs) + self._text.take(outputs)
+
+    def pieces(self) -> list[tuple[str, Piece]]:
+        return self._core.pieces() + self._text.pieces()
+
+    def abort(self, names: Collection[str]) -> None:
+        self._core.abort(names)
+        self._text.abort(names)
 
 
 def _sampled(output: RequestOutput) -> Sampled:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 import zlib
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-CHUNK_BYTES = 1 << 16
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""A half of a pair, as JSON writes it."""
 
 
 class BodyRefused(Exception):
@@ -22,12 +26,15 @@ class BodyRefused(Exception):
 class RequestBodies:
     """Middleware: hands each request on with its whole body, gzip undone; 413 above `max_bytes`, 400 for broken gzip.
 
-    The limit holds for the unpacked size: a kilobyte of gzip can stand for a megabyte.
+    The limit holds for the unpacked size: a kilobyte of gzip can stand for a megabyte. Bodies are text in UTF-8, for
+    strings that cannot be written in it break whatever they reach: tokenizers, replies, the engine.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, refuse: Callable[[int, str], Response]) -> None:
+        """refuse: the answer with this status and this sentence."""
         self._app = app
         self._max_bytes = max_bytes
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,7 +43,7 @@ class RequestBodies:
         try:
             body = await self._read(Headers(scope=scope), receive)
         except BodyRefused as refusal:
-            await JSONResponse({"detail": str(refusal)}, refusal.status)(scope, receive, send)
+            await self._refuse(refusal.status, str(refusal))(scope, receive, send)
             return
         headers = MutableHeaders(scope=scope)
         del headers["content-encoding"]
@@ -55,7 +62,9 @@ class RequestBodies:
             if len(body) > self._max_bytes:
                 raise self._too_large()
         packed = "gzip" in headers.get("content-encoding", "").lower()
-        return self._unpack(bytes(body)) if packed and body else bytes(body)
+        whole = self._unpack(bytes(body)) if packed and body else bytes(body)
+        _check_text(whole)
+        return whole
 
     def _unpack(self, packed: bytes) -> bytes:
         unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
@@ -71,6 +80,27 @@ class RequestBodies:
 
     def _too_large(self) -> BodyRefused:
         return BodyRefused(413, f"request body above the limit of {self._max_bytes} bytes")
+
+
+def _check_text(body: bytes) -> None:
+    try:
+        body.decode()
+        # A zero byte would make Python's parser take the body for UTF-16.
+        clean = b"\0" not in body and not (SURROGATE.search(body) and _has_lone_surrogate(body))
+    except UnicodeDecodeError:
+        clean = False
+    if not clean:
+        raise BodyRefused(400, "request bodies are text in UTF-8")
+
+
+def _has_lone_surrogate(body: bytes) -> bool:
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return True
+    except ValueError:
+        pass  # no JSON: the application says so
+    return False
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -11,9 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 def refusal(status: int, reason: str, **headers: str) -> JSONResponse:
+    return JSONResponse(refusal_body(status, reason), status, headers=headers)
+
+
+def refusal_body(status: int, reason: str) -> dict[str, Any]:
     """In the form of OpenAI's API, which its clients show to people."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": reason, "type": kind, "code": status}}, status, headers=headers)
+    return {"error": {"message": reason, "type": kind, "code": status}}
 
 
 class ApiKey:

@@ -20,6 +20,7 @@ LAYERS = [
     {"policy", "rollout", "environments", "weights", "tracking"},
     {"freshness", "checkpoint", "supervision"},
     {"phases", "run_folder"},
+    {"build_weights"},
     {"build"},
     {"trainer"},
     {"processes", "cli"},

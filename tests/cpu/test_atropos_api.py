@@ -10,6 +10,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from colocated_grpo.environments.atropos.api import create_app
+from colocated_grpo.web.serving import ServerThread
+
 from servers import APIS, ApiProcess
 
 KEYS = {
@@ -331,3 +334,14 @@ def test_long_answers_are_packed_for_who_asks(api):
         assert answer.headers["Content-Encoding"] == "gzip"
         body = json.loads(gzip.decompress(answer.read()))
     assert body["batch"][0]["tokens"][0] == [5, 7, 9]
+
+
+def test_text_that_cannot_be_written_is_refused_before_it_is_in_a_batch():
+    server = ServerThread(create_app(), "127.0.0.1", [0])
+    api = Client(f"http://127.0.0.1:{server.ports[0]}")
+    api.start(batch_size=4)
+    spoiled = {**group(4, mark=1), "messages": [[{"role": "user", "content": "\ud800"}]] * 4}
+    assert api.call("POST", "/scored_data", spoiled) == (400, {"detail": "request bodies are text in UTF-8"})
+    api.send(4, mark=2)
+    assert api.batch_marks() == [2]
+    server.close()

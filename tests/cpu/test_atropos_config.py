@@ -19,15 +19,37 @@ def config(*environments: dict[str, Any], **sections: Any) -> Config:
     return Config.model_validate({"model": {"name": "m"}, "environments": [ATROPOS, *environments], **sections})
 
 
+def mixture(weight: float, others: list[float]) -> Config:
+    """Eight prompts a step in groups of four; the atropos entry stands last."""
+    entries = [{"type": "task", "name": "sorting", "weight": other} for other in others]
+    values = {"model": {"name": "m"}, "rollout": {"prompts_per_step": 8, "group_size": 4}}
+    return Config.model_validate({**values, "environments": [*entries, {**ATROPOS, "weight": weight}]})
+
+
 def test_an_atropos_environment_alone_is_fine():
     check(config())
     assert config().atropos.server.port == 9001
 
 
+@pytest.mark.parametrize(("weight", "others", "share"), [(1, [1, 2], 2), (0.3, [0.1], 6), (6, [1, 1], 6)])
+def test_the_entries_beside_it_share_the_prompts_with_it_by_weight(tmp_path, weight, others, share):
+    mixed = mixture(weight, others)
+    check(mixed)
+    assert trainer_of(mixed, tmp_path).batch_size == 4 * share
+
+
+@pytest.mark.parametrize(("weight", "others", "share"), [(1, [2], "2.667"), (1, [100], "0.07921"), (100, [1], "7.921")])
+def test_a_share_that_is_no_whole_number_of_prompts_is_refused(weight, others, share):
+    with pytest.raises(
+        ConfigError, match=rf"has {share} of rollout.prompts_per_step=8; it and the others need a whole"
+    ):
+        check(mixture(weight, others))
+
+
 @pytest.mark.parametrize(
     ("broken", "line"),
     [
-        (config({"type": "task", "name": "sorting"}), "cannot be mixed with prompts"),
+        (config(ATROPOS), "environments: 2 atropos entries"),
         (config(engine={"tensor_parallel_size": 2}), "engine.tensor_parallel_size=2: an atropos environment needs 1"),
         (config(rollout={"generation": "replicated"}), "rollout.generation=replicated"),
         (config(deterministic=True), "deterministic: an atropos environment decides what is sampled"),

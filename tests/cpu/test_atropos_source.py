@@ -149,7 +149,7 @@ def test_what_was_posted_before_a_restarted_trainer_is_still_there(url):
 def test_a_batch_size_that_somebody_else_has_registered_is_refused_in_one_line(url):
     register_other(url, 6)
     with pytest.raises(
-        EnvironmentSetupError, match=r"batch_size=6 .* needs batch_size=4 .* environments.0.reset: true"
+        EnvironmentSetupError, match=r"batch_size=6 .* needs batch_size=4 .* reset: true in the atropos entry"
     ):
         Trial(url).start()
     assert ask(url, "/info")["batch_size"] == 6

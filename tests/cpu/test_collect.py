@@ -17,7 +17,7 @@ from colocated_grpo.distributed import World
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.rewards import RewardScorer, build_rewards
 from colocated_grpo.rollout.collect import Collector, Stopped
-from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.sharing import FixedShares, Job, Replicated, SharedCounter, Sharing
@@ -258,15 +258,19 @@ def test_replicated_engines_all_generate_everything_and_one_counts():
 
 
 def uneven_work(world: World) -> tuple[list[list[Group]], int]:
-    """Three batches in which rank 0 decodes two hundred times as long as rank 1; the groups and this rank's part."""
+    """Three batches in which rank 0 decodes until rank 1 has taken all it left; the groups and this rank's part."""
+    batches, part = [], 0
+    for batch in range(3):
+        job = job_of(20, group_size=2, name=f"train/{batch}")
 
-    def decode_steps(request: Request) -> int:
-        return 200 if world.rank == 0 else 1
+        def decode(job: Job = job) -> None:
+            while world.rank == 0 and world.store.add(f"tickets/{job.name}", 0) < 20:
+                pass
 
-    engine = FakeEngine(max_num_seqs=4, decode_steps=decode_steps)
-    collector = collector_of(engine, SumScorer(), world)
-    batches = [collector.collect(job_of(20, group_size=2, name=f"train/{i}")) for i in range(3)]
-    return batches, len(engine.submitted)
+        engine = FakeEngine(max_num_seqs=4, decode_steps=lambda request: 1, on_step=decode)
+        batches.append(collector_of(engine, SumScorer(), world).collect(job))
+        part += len(engine.submitted)
+    return batches, part
 
 
 def test_a_slow_rank_takes_fewer_prompts_and_hangs_nobody():

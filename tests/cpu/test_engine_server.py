@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import itertools
 import json
+import logging
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from concurrent.futures import Future
 from http.client import HTTPConnection
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +20,21 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as some
+from starlette.requests import ClientDisconnect
 
 from colocated_grpo.environments.atropos.origins import Origin, Origins
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server.app import create_app
-from colocated_grpo.rollout.server.sampler import LeastBusy, Limits, Sampler
+from colocated_grpo.rollout.server.chunks import Stream, as_lines, generate_chunks
+from colocated_grpo.rollout.server.sampler import Bit, LeastBusy, Limits, Sampler
+from colocated_grpo.rollout.server.wishes import ChatBody, CompletionBody, GenerateBody, SamplingWish, TokensBody
+from colocated_grpo.types import Completion
 from colocated_grpo.web.serving import ServerThread
 
 from fakes import VOCABULARY, FakeEngine
 from servers import until
 
+JSON_TYPE = {"Content-Type": "application/json"}
 LONGEST = 24
 MODEL = "tiny"
 MAX_BODY = 50_000
@@ -57,7 +68,7 @@ class Served:
         self.awake, self.ended = threading.Event(), threading.Event()
         self.awake.set()
         sampler = Sampler(
-            LeastBusy([inbox.put for inbox in self.inboxes]),
+            LeastBusy([lambda *request, i=inbox: i.put(*request) for inbox in self.inboxes]),
             lambda tokens, k: self.inboxes[0].call(lambda engine: engine.top_logprobs(tokens, k)),
             Letters(),
             self.origins,
@@ -177,10 +188,15 @@ def test_prompt_logprobs_have_the_token_itself_first(served):
     assert entries[0]["2"] == -1.0
 
 
-def test_a_stream_is_one_line_with_prompt_and_text(served):
-    status, body = served.call("POST", "/generate", {**ATROPOS, "n": 1, "stream": True, "seed": 3})
-    text = served.post("/generate", {**ATROPOS, "n": 1, "seed": 3})["text"]
-    assert (status, json.loads(body)) == (200, {"text": ["bcd" + text[0]]})
+def test_a_stream_has_the_whole_texts_so_far_in_each_line(served):
+    status, body = served.call("POST", "/generate", {**ATROPOS, "n": 2, "stream": True, "seed": 3})
+    assert status == 200
+    lines = [json.loads(line)["text"] for line in body.splitlines()]
+    whole = ["bcd" + text for text in served.post("/generate", {**ATROPOS, "n": 2, "seed": 3})["text"]]
+    assert lines[-1] == whole
+    assert len(lines) == sum(map(len, whole)) - len("bcd") * 2, "a line for each letter"
+    for before, after in itertools.pairwise(lines):
+        assert all(new.startswith(old) for old, new in zip(before, after, strict=True))
 
 
 def test_max_tokens_are_cut_to_what_fits(served):
@@ -251,11 +267,175 @@ def test_the_openai_client_completes(served):
     assert tokens.usage.prompt_tokens == 3
 
 
-def test_the_openai_client_streams_one_piece(served):
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 6, "seed": 4}
-    whole = client(served).chat.completions.create(**asked).choices[0].message.content
-    pieces = [chunk.choices[0].delta.content for chunk in client(served).chat.completions.create(**asked, stream=True)]
-    assert pieces == [whole]
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 12, "seed": 4}
+
+
+def test_the_openai_client_iterates_over_a_chat(served):
+    whole = client(served).chat.completions.create(**CHAT, logprobs=True).choices[0]
+    usage = {"stream_options": {"include_usage": True}}
+    *chunks, last = client(served).chat.completions.create(**CHAT, stream=True, logprobs=True, **usage)
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert len(choices) == len(whole.message.content) > 3
+    assert "".join(choice.delta.content for choice in choices) == whole.message.content
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [whole.finish_reason]
+    assert [choice.delta.role for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
+    entries = [entry for choice in choices for entry in choice.logprobs.content]
+    assert entries == whole.logprobs.content
+    assert last.choices == [] and last.usage.completion_tokens == len(choices)
+    assert all(chunk.usage is None for chunk in chunks)
+    assert len({chunk.id for chunk in [*chunks, last]}) == 1
+
+
+def test_the_openai_client_iterates_over_completions_of_several_prompts(served):
+    asked = {"model": MODEL, "prompt": ["abc", "de"], "n": 2, "max_tokens": 9, "seed": 4, "logprobs": 0}
+    whole = client(served).completions.create(**asked)
+    texts, offsets = ["", "", "", ""], [[], [], [], []]
+    for chunk in client(served).completions.create(**asked, stream=True):
+        [choice] = chunk.choices
+        texts[choice.index] += choice.text
+        offsets[choice.index] += choice.logprobs.text_offset
+        assert chunk.usage is None
+    assert texts == [choice.text for choice in whole.choices]
+    assert offsets == [choice.logprobs.text_offset for choice in whole.choices]
+
+
+def test_a_stream_of_tokens_is_as_vllm_has_it(served):
+    protocol = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")
+    body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9, "seed": 1, "logprobs": 0}}
+    [whole] = served.post("/inference/v1/generate", body)["choices"]
+    _, events = served.call("POST", "/inference/v1/generate", {**body, "stream": True})
+    *events, done, _ = events.split("\n\n")
+    assert done == "data: [DONE]"
+    chunks = [protocol.GenerateTokensStreamResponse.model_validate_json(event[6:]) for event in events]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert [token for choice in choices for token in choice.token_ids] == whole["token_ids"]
+    assert all(entry.token_id in choice.token_ids for choice in choices for entry in choice.logprobs.content)
+    assert choices[-1].finish_reason == whole["finish_reason"]
+
+
+def test_a_stop_string_is_never_in_a_stream(served):
+    text = client(served).chat.completions.create(**{**CHAT, "max_tokens": 20}).choices[0].message.content
+    stop = text[2:5]
+    chunks = client(served).chat.completions.create(**{**CHAT, "max_tokens": 20}, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == text[: text.index(stop)]
+
+
+def test_what_fails_before_a_stream_begins_has_a_status(served):
+    assert "24 tokens" in served.refused("/generate", {"prompt": "a" * LONGEST, "stream": True})
+    served.ended.set()
+    until(lambda: not any(thread.is_alive() for thread in served.threads))
+    served.inboxes[0].put = lambda request, listen: _cancelled()
+    assert served.refused("/v1/chat/completions", {**CHAT, "stream": True}, 503) == "the run is ending"
+
+
+def _cancelled() -> Future:
+    future: Future = Future()
+    future.cancel()
+    return future
+
+
+class Steps:
+    """Lets an engine make one step at a time."""
+
+    def __init__(self) -> None:
+        self._allowed = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        assert self._allowed.acquire(timeout=10)
+
+    def allow(self, count: int) -> None:
+        self._allowed.release(count)
+
+
+def test_a_piece_is_sent_before_the_next_is_sampled_and_a_run_that_ends_is_an_event(served):
+    served.engines[0]._on_step = steps = Steps()
+    connection = HTTPConnection("127.0.0.1", served.server.ports[0], timeout=10)
+    connection.request("POST", "/v1/chat/completions", json.dumps({**CHAT, "stream": True}), JSON_TYPE)
+    steps.allow(1)
+    answer = connection.getresponse()
+    assert json.loads(answer.readline()[6:])["choices"][0]["delta"]["content"] != ""
+    served.ended.set()
+    steps.allow(1)
+    rest = answer.read().decode()
+    assert '"message": "the run is ending"' in rest and rest.endswith("data: [DONE]\n\n")
+    connection.close()
+
+
+def test_a_client_that_leaves_within_a_stream_frees_its_place_in_the_engine(served):
+    served.engines[0]._on_step = steps = Steps()
+    connection = HTTPConnection("127.0.0.1", served.server.ports[0], timeout=10)
+    connection.request("POST", "/v1/chat/completions", json.dumps({**CHAT, "n": 2, "stream": True}), JSON_TYPE)
+    steps.allow(1)
+    answer = connection.getresponse()
+    answer.readline()
+    assert len(served.engines[0].running) == 2
+    answer.close()
+    connection.close()
+    until(lambda: len(served.inboxes[0]._given_up) == 2)
+    steps.allow(10)
+    until(lambda: not served.engines[0].running)
+
+
+def test_a_stream_that_cannot_be_sent_closes_its_source():
+    closed: list[bool] = []
+
+    async def source() -> AsyncGenerator[Bit]:
+        try:
+            while True:
+                yield Bit(index=0, text="a", token_ids=[1], logprobs=[-1.0])
+        finally:
+            closed.append(True)
+
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("body"):
+            raise OSError("the client has gone")
+
+    async def respond() -> list[bool]:
+        bits = source()
+        lines = as_lines(generate_chunks("", 1, bits))
+        with pytest.raises(ClientDisconnect):
+            await Stream(lines, bits, "text/plain")({"type": "http", "asgi": {"spec_version": "2.4"}}, None, send)
+        return list(closed)
+
+    assert asyncio.run(respond()) == [True]
+
+
+def test_alternatives_are_at_the_temperature_of_the_sampling(served):
+    chat = {**CHAT, "temperature": 0.5, "logprobs": True}
+    [choice] = client(served).chat.completions.create(**chat, top_logprobs=2).choices
+    plain = client(served).chat.completions.create(**chat).choices[0].logprobs.content
+    for entry, alone in zip(choice.logprobs.content, plain, strict=True):
+        own, *others = entry.top_logprobs
+        assert (own.token, own.logprob) == (entry.token, entry.logprob) == (alone.token, alone.logprob)
+        # The engine names others with -2 and -3 at temperature 1, where each token of the completion has -1.
+        assert [other.logprob for other in others] == pytest.approx([entry.logprob - 2, entry.logprob - 4])
+        assert alone.top_logprobs == []
+    reply = client(served).completions.create(model=MODEL, prompt="abc", max_tokens=4, logprobs=3)
+    logprobs = reply.choices[0].logprobs
+    assert [len(entry) for entry in logprobs.top_logprobs] == [4] * len(logprobs.tokens)
+    assert [next(iter(entry.items())) for entry in logprobs.top_logprobs] == list(
+        zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
+    )
+
+
+def test_alternatives_of_a_stream_come_with_its_only_piece(served):
+    asked = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    [whole] = client(served).chat.completions.create(**asked).choices
+    [chunk] = client(served).chat.completions.create(**asked, stream=True)
+    assert chunk.choices[0].logprobs.content == whole.logprobs.content
+
+
+def test_a_sequence_that_fills_the_engine_has_no_alternatives_for_its_last_token(served):
+    completion = Completion(token_ids=[3] * 4, sampling_logprobs=[-0.5] * 4, finish_reason="length", policy_version=0)
+    served.inboxes[0].put = lambda request, listen: _done(completion)
+    reply = served.post("/v1/completions", {"prompt": [1] * (LONGEST - 4), "max_tokens": 4, "logprobs": 2})
+    assert [len(entry) for entry in reply["choices"][0]["logprobs"]["top_logprobs"]] == [3, 3, 3, 1]
+
+
+def _done(completion: Completion) -> Future:
+    future: Future = Future()
+    future.set_result(completion)
+    return future
 
 
 def test_requests_wait_while_the_engine_sleeps_and_health_stays_good(served):
@@ -376,48 +556,146 @@ def test_more_requests_than_allowed_are_turned_away():
     thread = threading.Thread(target=served.call, args=("POST", "/generate", ATROPOS))
     thread.start()
     until(lambda: served.inboxes[0])
-    assert served.call("POST", "/generate", ATROPOS)[0] == 503
+    connection = HTTPConnection("127.0.0.1", served.server.ports[0], timeout=10)
+    connection.request("POST", "/generate", json.dumps(ATROPOS), JSON_TYPE)
+    answer = connection.getresponse()
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+    connection.close()
     assert served.call("GET", "/health")[0] == 200
     served.awake.set()
     thread.join(10)
     served.close()
 
 
+ODD = [
+    10**400,
+    -(10**30),
+    2**63,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "\ud800",
+    "\0",
+    "\U0001f600",
+    [[[[[]]]]],
+    {"": {"": {}}},
+]
 JSON = some.recursive(
-    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=8),
+    some.none()
+    | some.booleans()
+    | some.integers()
+    | some.floats()
+    | some.text(max_size=8)
+    | some.sampled_from(ODD)
+    | some.integers(-1, 5),
     lambda inner: some.lists(inner, max_size=4) | some.dictionaries(some.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-NAMES = ["prompt", "n", "max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "logprobs", "prompt_logprobs"]
-NAMES += [
-    "stream",
-    "messages",
-    "token_ids",
-    "sampling_params",
-    "tools",
-    "echo",
-    "stop_token_ids",
-    "chat_template_kwargs",
-]
 BASES = {
-    "/generate": ATROPOS,
-    "/v1/completions": {"prompt": "abc"},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
-    "/inference/v1/generate": {"token_ids": [1]},
+    "/generate": (ATROPOS, GenerateBody),
+    "/v1/completions": ({"prompt": "abc"}, CompletionBody),
+    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "a"}]}, ChatBody),
+    "/inference/v1/generate": ({"token_ids": [1]}, TokensBody),
+}
+NESTED = {
+    "sampling_params": SamplingWish.model_fields,
+    "stream_options": ("include_usage",),
+    "prompt": ("prompt", "prompt_token_ids"),
+    "messages": ("role", "content", "tool_calls"),
 }
 
 
-@given(path=some.sampled_from(sorted(BASES)), changes=some.dictionaries(some.sampled_from(NAMES), JSON, max_size=3))
-@effort(max_examples=300)
-def test_no_body_makes_the_server_fail(shared, path, changes):
-    status, answer = shared.call("POST", path, {**BASES[path], **changes})
-    assert status in (200, 400), answer
-    if status == 400:
-        assert "\n" not in answer["error"]["message"].split("template refuses")[0]
-        assert "Traceback" not in answer["error"]["message"]
+def fields_of(names: Iterable[str]) -> some.SearchStrategy:
+    return some.dictionaries(some.sampled_from(sorted(names)), JSON, max_size=3)
+
+
+@some.composite
+def bodies(draw: some.DrawFn) -> tuple[str, dict[str, Any]]:
+    """A route, and a body of which some fields, or fields within fields, are anything."""
+    path = draw(some.sampled_from(sorted(BASES)))
+    base, model = BASES[path]
+    body = {
+        **base,
+        **draw(fields_of(model.model_fields)),
+        **draw(some.dictionaries(some.text(max_size=4), JSON, max_size=1)),
+    }
+    name = draw(some.sampled_from(["", *NESTED]))
+    if name in model.model_fields:
+        inner = draw(fields_of(NESTED[name]))
+        body[name] = draw(some.sampled_from([inner, [inner], [{"role": "user", "content": "a", **inner}]]))
+    return path, body
+
+
+def test_no_body_makes_the_server_fail(shared, caplog):
+    @given(bodies())
+    @effort(max_examples=400)
+    def try_one(one: tuple[str, dict[str, Any]]) -> None:
+        status, answer = shared.call("POST", *one)
+        assert status in (200, 400), answer
+        if status == 400:
+            message = answer["error"]["message"]
+            assert "\n" not in message.split("template refuses")[0]
+            assert "Traceback" not in message
+
+    try_one()
+    shared.post("/generate", ATROPOS)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @given(path=some.sampled_from(sorted(BASES)), raw=some.binary(max_size=60))
 @effort(max_examples=100)
 def test_no_bytes_make_the_server_fail(shared, path, raw):
     assert shared.call("POST", path, raw)[0] == 400
+
+
+def nested(depth: int) -> bytes:
+    return (
+        b'{"prompt": "a", "messages": [{"role": "user", "content": "a", "x": '
+        + b'{"a":' * depth
+        + b"1"
+        + b"}" * depth
+        + b"}]}"
+    )
+
+
+GZIP = {"Content-Encoding": "gzip"}
+PROMPT = b'{"prompt": "a", "max_tokens": 2}'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status"),
+    [
+        ("/v1/completions", b'{"prompt": "a", "model": "\\ud800"}', {}, 400),
+        ("/v1/completions", b'{"prompt": "a", "model": "\xed\xa0\x80"}', {}, 400),
+        ("/v1/completions", b'{"prompt": "a", "model": "\\ud83d\\ude00"}', {}, 200),
+        ("/v1/completions", PROMPT.decode().encode("utf-16-le"), {}, 400),
+        ("/v1/chat/completions", nested(900), {}, 200),
+        ("/v1/chat/completions", nested(20_000 // 6), {}, 400),
+        ("/generate", b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", {}, 400),
+        ("/generate", b'{"prompt": "a", "seed": ' + b"9" * 40_000 + b"}", {}, 400),
+        ("/generate", b'{"prompt": "a", "temperature": 1e999}', {}, 400),
+        ("/generate", PROMPT, {"Content-Type": "text/plain"}, 400),
+        ("/generate", b"prompt=a", {"Content-Type": "application/x-www-form-urlencoded"}, 400),
+        ("/generate", PROMPT, {"Content-Type": "multipart/form-data; boundary=x"}, 400),
+        ("/generate", PROMPT, {"Content-Type": "\xff;;=\xfe"}, 400),
+        ("/generate", gzip.compress(PROMPT), GZIP, 200),
+        ("/generate", gzip.compress(PROMPT)[:-6], GZIP, 400),
+        ("/generate", PROMPT, GZIP, 400),
+        ("/generate", gzip.compress(b"a" * 100 * MAX_BODY), GZIP, 413),
+        ("/generate", zlib.compress(PROMPT), {"Content-Encoding": "deflate"}, 400),
+        ("/generate", iter([b"a" * 4096] * 100), {}, 413),
+        ("/generate", iter([PROMPT[:9], PROMPT[9:]]), {}, 200),
+        ("/generate", PROMPT, {"Content-Length": "-5"}, 400),
+        ("/generate", PROMPT, {"Content-Length": "9" * 5000}, 400),
+    ],
+)
+def test_odd_bodies_are_answered(shared, caplog, path, body, headers, status):
+    connection = HTTPConnection("127.0.0.1", shared.server.ports[0], timeout=10)
+    connection.request("POST", path, body, JSON_TYPE | headers)
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    assert answer.status == status, text
+    assert b"Traceback" not in text
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(shared.post("/generate", ATROPOS)["text"]) == 3

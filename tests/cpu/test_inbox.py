@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Hashable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from colocated_grpo.rollout import inbox as inbox_module
-from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.engine import Piece, Request, Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.types import Completion
 
@@ -180,6 +181,48 @@ def test_two_requests_under_way_cannot_share_a_key():
     assert first.result(0) == completion_of(request_of("a", seed=1))
     with pytest.raises(ValueError, match="request key 'a' is already under way"):
         second.result(0)
+
+
+def streamed(key: Hashable, seed: int = 0) -> Request:
+    return replace(request_of(key, seed), stream=True)
+
+
+def test_a_listener_hears_each_piece_of_its_own_request_but_the_last():
+    inbox = Inbox()
+    engine = FakeEngine()
+    driver = Driver(engine, inbox)
+    heard: dict[str, list[Piece]] = {"a": [], "b": []}
+    futures = {key: inbox.put(streamed(key, seed), heard[key].append) for key, seed in (("a", 4), ("b", 8))}
+    silent = inbox.put(request_of("c", 3))
+    while not (silent.done() and all(future.done() for future in futures.values())):
+        driver.step()
+    for key, future in futures.items():
+        whole = future.result(0)
+        assert len(whole.token_ids) > 2
+        assert [token for piece in heard[key] for token in piece.token_ids] == whole.token_ids[:-1]
+        assert [x for piece in heard[key] for x in piece.sampling_logprobs] == whole.sampling_logprobs[:-1]
+
+
+def test_without_listeners_nobody_asks_for_pieces(monkeypatch):
+    monkeypatch.setattr(FakeEngine, "pieces", lambda engine: pytest.fail("on the path of every step"))
+    inbox = Inbox()
+    driver = Driver(FakeEngine(), inbox)
+    future = inbox.put(request_of("a", 4))
+    while not future.done():
+        driver.step()
+
+
+def test_a_listener_of_a_request_that_was_given_up_hears_no_more():
+    inbox = Inbox()
+    driver = Driver(FakeEngine(), inbox)
+    heard: list[Piece] = []
+    future = inbox.put(streamed("a", 4), heard.append)
+    driver.step()
+    future.cancel()
+    again = inbox.put(request_of("a", 4))
+    while not again.done():
+        driver.step()
+    assert len(heard) == 1
 
 
 class Picky(FakeEngine):

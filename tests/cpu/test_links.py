@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from colocated_grpo.distributed import World
-from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.engine import Piece, Request, Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.server.links import Link, LinkedInbox, link_ranks
+from colocated_grpo.rollout.server.links import Link, LinkedInbox, link_ranks, own_address
 from colocated_grpo.rollout.server.supply import RankServing
 
 from fakes import FakeEngine, completion_of
@@ -61,6 +62,20 @@ def test_completions_come_back_as_the_far_engine_sampled_them(pair):
     pair.link.end_phase(1, abort=False)
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_pieces_travel_ahead_of_their_completion(pair):
+    heard: list[Piece] = []
+    future = pair.link.put(replace(request(1), stream=True), heard.append)
+    heard_at_the_end: list[int] = []
+    future.add_done_callback(lambda _: heard_at_the_end.append(len(heard)))
+    thread = serve(pair, 0)
+    whole = future.result(10)
+    pair.link.end_phase(1, abort=False)
+    thread.join(10)
+    assert [token for piece in heard for token in piece.token_ids] == whole.token_ids[:-1] != []
+    assert all(isinstance(piece, Piece) for piece in heard)
+    assert heard_at_the_end == [len(heard)]
 
 
 def test_the_end_of_a_phase_lets_finish_what_is_under_way(pair):
@@ -121,6 +136,10 @@ def test_a_stranger_is_turned_away_and_does_not_take_the_place():
     until(lambda: inbox)
     link.close()
     end.close()
+
+
+def test_ranks_listen_on_the_way_to_the_first_one():
+    assert own_address("127.0.0.1") == "127.0.0.1"
 
 
 def sampled_everywhere(world: World) -> list[int] | None:

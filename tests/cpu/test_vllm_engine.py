@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from colocated_grpo.distributed import World
+from colocated_grpo.rollout.engine import Piece
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion
 
@@ -66,7 +68,14 @@ def engine_facts(world: World, folder: Path, stop: list[str]) -> dict[str, Any]:
 
     facts = {"process": process_state(build)}
     pair.write()
-    facts |= seeds(pair) | errors(pair) | ends(pair, tuple(stop)) | aborted(pair) | stale_prefix(pair)
+    facts |= (
+        seeds(pair)
+        | streamed(pair, tuple(stop))
+        | errors(pair)
+        | ends(pair, tuple(stop))
+        | aborted(pair)
+        | stale_prefix(pair)
+    )
     pair.engine.close()
     total = torch.ones(3)
     dist.all_reduce(total)
@@ -88,6 +97,20 @@ def seeds(pair: Pair) -> dict[str, Any]:
         "among prompts that overflow a batch": crowded,
         "by itself": uncrowded,
     }
+
+
+def streamed(pair: Pair, stop: tuple[str, ...]) -> dict[str, Any]:
+    """Requests that stream beside some that do not: pieces by request, and completions with and without streams."""
+    requests = [request_of(n, 70 + n, max_tokens=12, temperature=2.0, stop=stop if n > 2 else ()) for n in range(6)]
+    alone = pair.generate(requests)
+    pair.engine.submit(replace(request, stream=request.key[0] % 2 == 0) for request in requests)
+    pieces: dict[int, list[Piece]] = {n: [] for n in range(6)}
+    done: dict[int, Completion] = {}
+    while len(done) < len(requests):
+        done |= {number: completion for (number, _), completion in pair.engine.step()}
+        for (number, _), piece in pair.engine.pieces():
+            pieces[number].append(piece)
+    return {"pieces": pieces, "streamed": [done[n] for n in range(6)], "not streamed": alone}
 
 
 def errors(pair: Pair) -> dict[str, float]:
@@ -172,6 +195,16 @@ def test_a_seed_repeats_its_completion_whatever_runs_beside_it(facts):
 def test_sampling_logprobs_are_the_policys_scores_at_the_same_temperature(facts):
     assert facts["error"] < 1e-4
     assert facts["error at another temperature"] > 0.05
+
+
+def test_streaming_changes_no_completion_and_its_pieces_lead_up_to_it(facts):
+    assert [one.token_ids for one in facts["streamed"]] == [one.token_ids for one in facts["not streamed"]]
+    for number, whole in enumerate(facts["streamed"]):
+        tokens = [token for piece in facts["pieces"][number] for token in piece.token_ids]
+        logprobs = [value for piece in facts["pieces"][number] for value in piece.sampling_logprobs]
+        count = len(whole.token_ids) - 1 if number % 2 == 0 else 0
+        assert (tokens, logprobs) == (whole.token_ids[:count], whole.sampling_logprobs[:count])
+        assert all(len(piece.token_ids) == 1 for piece in facts["pieces"][number])
 
 
 def test_a_stop_token_ends_a_completion_and_is_part_of_it(facts):

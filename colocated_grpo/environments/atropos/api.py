@@ -33,11 +33,15 @@ def create_app(*, max_body_bytes: int = MAX_BODY_BYTES, max_queued: int = MAX_QU
     # Environments that render a page read the API from a browser, as upstream's may.
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(GZipMiddleware, minimum_size=GZIP_FROM_BYTES)
-    app.add_middleware(RequestBodies, max_bytes=max_body_bytes)
+    app.add_middleware(RequestBodies, max_bytes=max_body_bytes, refuse=_refuse)
     _add_refusals(app)
     _add_trainer_routes(app, exchange)
     _add_environment_routes(app, exchange)
     return app
+
+
+def _refuse(status: int, reason: str) -> JSONResponse:
+    return JSONResponse({"detail": reason}, status)
 
 
 def _add_refusals(app: FastAPI) -> None:
@@ -49,11 +53,11 @@ def _add_refusals(app: FastAPI) -> None:
 
     @app.exception_handler(UnknownEnvironment)
     async def unknown(_request: Request, error: UnknownEnvironment) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, 404)
+        return _refuse(404, str(error))
 
     @app.exception_handler(QueueFull)
     async def full(_request: Request, error: QueueFull) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, 503)
+        return _refuse(503, str(error))
 
 
 def _add_trainer_routes(app: FastAPI, exchange: Exchange) -> None:

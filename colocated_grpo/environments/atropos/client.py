@@ -44,6 +44,10 @@ class AtroposClient:
         self._may_reset = may_reset
         self._http = JsonClient(url, timeout=timeout)
 
+    @property
+    def batch_size(self) -> int:
+        return self._trainer.batch_size
+
     def check(self) -> None:
         """Raises EnvironmentSetupError where the server belongs to a trainer with other wishes."""
         self._refuse_conflict(self._info())
@@ -90,7 +94,7 @@ class AtroposClient:
         )
         raise EnvironmentSetupError(
             f"environments: {self.url} is registered with {theirs} and this run needs {ours}; restart the API server, "
-            "or set environments.0.reset: true to empty it (its queue and its environments are lost)"
+            "or set reset: true in the atropos entry to empty it (its queue and its environments are lost)"
         )
 
     def batch(self) -> list[Any] | None:

@@ -66,7 +66,7 @@ class Reader:
         if rows and not item.get("inference_logprobs") and not self.recompute_logprobs:
             raise RunError(
                 f"{MISSING_LOGPROBS} {_sender(item)} sent none: let it sample through its managed_server with "
-                "server_type vllm, or set environments.0.missing_logprobs: recompute"
+                "server_type vllm, or set missing_logprobs: recompute in the atropos entry"
             )
         rollouts = []
         for index in range(len(rows)):

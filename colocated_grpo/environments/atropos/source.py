@@ -67,7 +67,7 @@ class AtroposSource:
 
     def _no_api(self, reason: str) -> EnvironmentSetupError:
         return EnvironmentSetupError(
-            f"environments.0.url={self._client.url!r}: no Atropos API there, {reason}; start run-api, or "
+            f"environments: atropos: url={self._client.url!r}: no Atropos API there, {reason}; start run-api, or "
             "python -m colocated_grpo.environments.atropos.api"
         )
 
@@ -140,8 +140,8 @@ class AtroposSource:
             return
         waiting = int(status.get("queue_size", 0))
         advice = (
-            "batches are made of whole groups whose sizes are powers of two that divide "
-            "rollout.prompts_per_step * rollout.group_size"
+            "batches are made of whole groups whose sizes are powers of two that divide the batch of "
+            f"{self._client.batch_size} sequences"
             if waiting
             else "is an environment running, with this --env.rollout_server_url, with --env.wandb_name and with this "
             "trainer's server as --openai.base_url?"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -13,15 +12,24 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from colocated_grpo.rollout.server.replies import (
+from colocated_grpo.rollout.server.chunks import (
+    Stream,
     as_events,
+    as_lines,
+    chat_chunks,
+    completion_chunks,
+    generate_chunks,
+    preceded,
+    tokens_chunks,
+)
+from colocated_grpo.rollout.server.replies import (
     chat_reply,
     completion_reply,
     generate_reply,
     models_reply,
     tokens_reply,
 )
-from colocated_grpo.rollout.server.sampler import BadWish, Sampler, Unserved
+from colocated_grpo.rollout.server.sampler import BadWish, Bit, Sampler, Unserved
 from colocated_grpo.rollout.server.wishes import (
     ChatBody,
     CompletionBody,
@@ -35,6 +43,7 @@ from colocated_grpo.web.guards import ApiKey, AtMost, refusal
 
 T = TypeVar("T")
 
+EVENTS = "text/event-stream"
 UNGUARDED = frozenset({"/health"})
 
 
@@ -50,7 +59,7 @@ def create_app(
     _add_status_routes(app, model, max_tokens)
     _add_token_routes(app, sampler, model)
     _add_openai_routes(app, sampler, model)
-    guarded: ASGIApp = AtMost(RequestBodies(app, max_body_bytes), max_requests, UNGUARDED)
+    guarded: ASGIApp = AtMost(RequestBodies(app, max_body_bytes, refusal), max_requests, UNGUARDED)
     return guarded if api_key is None else ApiKey(guarded, api_key, UNGUARDED)
 
 
@@ -95,12 +104,23 @@ def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
     @app.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:
         prompt_ids = _token_ids(sampler, body)
+        if body.stream:
+            bits = sampler.stream([prompt_ids], body)
+            chunks = generate_chunks(sampler.decode(prompt_ids), body.n, await _begun(request, bits))
+            return Stream(as_lines(chunks), bits, "application/x-ndjson")
         return await unless_gone(request, _generate(sampler, prompt_ids, body))
 
     @app.post("/inference/v1/generate")
     async def generate_tokens(body: TokensBody, request: Request) -> Response:
-        served = await unless_gone(request, sampler.sample(body.token_ids, body.sampling_params))
-        return JSONResponse(tokens_reply(body.request_id, body.model or model, served, body.sampling_params))
+        wish, name = body.sampling_params, body.model or model
+        if body.stream:
+            bits = sampler.stream([body.token_ids], wish)
+            chunks = tokens_chunks(
+                body.request_id, name, await _begun(request, bits), logprobs=wish.logprobs is not None
+            )
+            return Stream(as_events(chunks), bits, EVENTS)
+        served = await unless_gone(request, sampler.sample(body.token_ids, wish))
+        return JSONResponse(tokens_reply(body.request_id, name, served, wish))
 
 
 def _token_ids(sampler: Sampler, body: GenerateBody) -> list[int]:
@@ -113,24 +133,25 @@ def _token_ids(sampler: Sampler, body: GenerateBody) -> list[int]:
 
 async def _generate(sampler: Sampler, prompt_ids: list[int], body: GenerateBody) -> Response:
     served = await sampler.sample(prompt_ids, body)
-    prompt = sampler.decode(prompt_ids)
-    if body.stream:
-        line = json.dumps({"text": [prompt + one.text for one in served]})
-        return Response(line + "\n", media_type="application/x-ndjson")
     scored = None if body.prompt_logprobs is None else await sampler.prompt_logprobs(prompt_ids, body.prompt_logprobs)
-    return JSONResponse(generate_reply(prompt, prompt_ids, served, body, scored))
+    return JSONResponse(generate_reply(sampler.decode(prompt_ids), prompt_ids, served, body, scored))
 
 
 def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         prompts = [sampler.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-        work = asyncio.gather(*(sampler.sample(prompt, body.wish) for prompt in prompts))
+        logprobs, length = body.logprobs is not None, sum(map(len, prompts))
+        if body.stream:
+            bits = sampler.stream(prompts, body.wish, body.alternatives)
+            begun = await _begun(request, bits)
+            chunks = completion_chunks(
+                body.model or model, begun, sampler.spell, length, logprobs=logprobs, usage=body.counts_usage
+            )
+            return Stream(as_events(chunks), bits, EVENTS)
+        work = asyncio.gather(*(sampler.sample(prompt, body.wish, body.alternatives) for prompt in prompts))
         served = [one for several in await unless_gone(request, work) for one in several]
-        reply = completion_reply(
-            body.model or model, served, sampler.decode, sum(map(len, prompts)), logprobs=body.logprobs is not None
-        )
-        return _openai_response(reply, body.stream)
+        return JSONResponse(completion_reply(body.model or model, served, sampler.spell, length, logprobs=logprobs))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -142,13 +163,19 @@ def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         }
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         prompt = sampler.encode_chat(messages, settings)
-        served = await unless_gone(request, sampler.sample(prompt, body.wish))
-        reply = chat_reply(body.model or model, served, sampler.decode, len(prompt), logprobs=bool(body.logprobs))
-        return _openai_response(reply, body.stream)
+        name, logprobs = body.model or model, bool(body.logprobs)
+        if body.stream:
+            bits = sampler.stream([prompt], body.wish, body.alternatives)
+            begun = await _begun(request, bits)
+            chunks = chat_chunks(name, begun, sampler.spell, len(prompt), logprobs=logprobs, usage=body.counts_usage)
+            return Stream(as_events(chunks), bits, EVENTS)
+        served = await unless_gone(request, sampler.sample(prompt, body.wish, body.alternatives))
+        return JSONResponse(chat_reply(name, served, sampler.spell, len(prompt), logprobs=logprobs))
 
 
-def _openai_response(reply: dict[str, Any], stream: bool | None) -> Response:
-    return Response(as_events(reply), media_type="text/event-stream") if stream else JSONResponse(reply)
+async def _begun(request: Request, bits: AsyncGenerator[Bit]) -> AsyncIterator[Bit]:
+    """The same bits once the first is there: what fails before it has a status of its own."""
+    return preceded(await unless_gone(request, anext(bits)), bits)
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

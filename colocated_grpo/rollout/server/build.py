@@ -1,4 +1,4 @@
-"""An Atropos run's side of serving. What can fail for outside reasons fails here, before the engine is made."""
+"""What serves environments in other processes. What can fail for outside reasons fails before the engine is made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from colocated_grpo.environments.atropos.origins import Origins
 from colocated_grpo.environments.atropos.rows import Reader
 from colocated_grpo.environments.atropos.source import AtroposSource
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.rollout.engine import RolloutEngine
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server.app import create_app
 from colocated_grpo.rollout.server.links import link_ranks
@@ -32,12 +31,13 @@ PROBE_TOKENS = 64
 
 
 class Serving:
-    """This rank's inbox and, on rank 0, open ports whose requests wait for the engine, and a source of batches."""
+    """Links between the inboxes of all ranks; on rank 0 open ports, whose requests wait, and a source of batches."""
 
     def __init__(
         self,
         config: Config,
         folder: Path,
+        inbox: Inbox,
         tokenizer: PreTrainedTokenizerBase,
         limits: Limits,
         world: World,
@@ -47,7 +47,7 @@ class Serving:
         self._world = world
         self._note = note
         self._limits = limits
-        self._inbox = Inbox()
+        self._inbox = inbox
         self._links, self._end = link_ranks(self._inbox, world)
         self._engines = LeastBusy([self._inbox.put, *(link.put for link in self._links)])
         self._servers: list[ServerThread] = []
@@ -77,10 +77,9 @@ class Serving:
         return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
 
     def start(
-        self, engine: RolloutEngine, step: int, stop_asked: Callable[[], bool], policy_version: Callable[[], int]
+        self, driver: Driver, step: int, stop_asked: Callable[[], bool], policy_version: Callable[[], int]
     ) -> ServedSupply:
-        """Register as the trainer, as of `step`, which lets environments begin. Collective."""
-        driver = Driver(engine, self._inbox)
+        """Register as the trainer, as of `step`, which lets environments begin. Collective. driver: of the inbox."""
         if self._end is not None:
             role: MainServing | RankServing = RankServing(driver, self._end)
         else:
@@ -102,7 +101,7 @@ class Serving:
 
 def trainer_of(config: Config, folder: Path) -> Trainer:
     return Trainer(
-        batch_size=config.completions_per_step,
+        batch_size=round(config.atropos_share) * config.rollout.group_size,
         # Environments drop what is as long as this or longer.
         max_token_len=config.max_sequence_tokens + 1,
         checkpoint_dir=str(folder),
@@ -137,6 +136,6 @@ def listen(sampler: Sampler, config: Config, settings: ServerConfig, limits: Lim
         return ServerThread(app, settings.host, [settings.port, *settings.more_ports])
     except OSError as error:
         raise EnvironmentSetupError(
-            f"environments.0.server: cannot listen on {error.strerror}; stop what does (lsof -i :{settings.port}) or "
-            "set environments.0.server.port"
+            f"environments: atropos: server: cannot listen on {error.strerror}; stop what does (lsof -i "
+            f":{settings.port}) or set another port"
         ) from None

@@ -17,8 +17,8 @@ from dataclasses import asdict
 from typing import Any
 
 from colocated_grpo.distributed import World
-from colocated_grpo.rollout.engine import Request, Sampling
-from colocated_grpo.rollout.inbox import Inbox
+from colocated_grpo.rollout.engine import Piece, Request, Sampling
+from colocated_grpo.rollout.inbox import Inbox, Listen
 from colocated_grpo.types import Completion
 
 CONNECT_SECONDS = 60.0
@@ -69,17 +69,26 @@ class Link:
         connection.sendall(secret.encode() + b"\n")
         self._line = _Line(connection)
         self._futures: dict[int, Future[Completion]] = {}
+        self._listeners: dict[int, Listen] = {}
         self._sent = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._receive, name="link", daemon=True).start()
 
-    def put(self, request: Request) -> Future[Completion]:
+    def put(self, request: Request, listen: Listen | None = None) -> Future[Completion]:
+        """As `Inbox.put`; pieces are told on the thread that receives them."""
         future: Future[Completion] = Future()
         with self._lock:
             self._sent += 1
             number = self._sent
             self._futures[number] = future
-        message = {"token_ids": request.token_ids, "seed": request.seed, "sampling": asdict(request.sampling)}
+            if listen is not None:
+                self._listeners[number] = listen
+        message = {
+            "token_ids": request.token_ids,
+            "seed": request.seed,
+            "sampling": asdict(request.sampling),
+            "stream": request.stream,
+        }
         future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         self._line.send({"id": number, **message})
         return future
@@ -87,6 +96,7 @@ class Link:
     def _cancel(self, number: int) -> None:
         with self._lock:
             known = self._futures.pop(number, None)
+            self._listeners.pop(number, None)
         if known is not None:
             self._line.send({"cancel": number})
 
@@ -96,14 +106,24 @@ class Link:
 
     def _receive(self) -> None:
         while (message := self._line.receive()) is not None:
+            if "piece" in message:
+                self._tell(message["id"], Piece(*message["piece"]))
+                continue
             with self._lock:
                 future = self._futures.pop(message["id"], None)
+                self._listeners.pop(message["id"], None)
             if future is None:
                 continue
             if "completion" not in message and "error" not in message:
                 future.cancel()
             elif future.set_running_or_notify_cancel():
                 _resolve(future, message)
+
+    def _tell(self, number: int, piece: Piece) -> None:
+        with self._lock:
+            listen = self._listeners.get(number)
+        if listen is not None:
+            listen(piece)
 
     def close(self) -> None:
         self._line.close()
@@ -122,7 +142,7 @@ class LinkedInbox:
     def __init__(self, inbox: Inbox, host: str, secret: str) -> None:
         self._inbox = inbox
         self._secret = secret
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._line: _Line | None = None
         self._futures: dict[int, Future[Completion]] = {}
         self._ended = 0
@@ -173,8 +193,14 @@ class LinkedInbox:
         number = message["id"]
         settings = message["sampling"]
         sampling = Sampling(**{key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
-        request = Request(key=("link", number), token_ids=message["token_ids"], seed=message["seed"], sampling=sampling)
-        future = self._inbox.put(request)
+        request = Request(
+            key=("link", number),
+            token_ids=message["token_ids"],
+            seed=message["seed"],
+            sampling=sampling,
+            stream=message["stream"],
+        )
+        future = self._inbox.put(request, (lambda piece: self._send_piece(number, piece)) if request.stream else None)
         self._futures[number] = future
         future.add_done_callback(lambda done: self._answer(number, done))
 
@@ -185,8 +211,14 @@ class LinkedInbox:
         if not done.cancelled():
             error = done.exception()
             answer |= {"completion": asdict(done.result())} if error is None else {"error": str(error)}
+        self._send(answer)
+
+    def _send_piece(self, number: int, piece: Piece) -> None:
+        self._send({"id": number, "piece": piece})
+
+    def _send(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # rank 0 has gone; the watchdog ends this process too
-            self._line.send(answer)
+            self._line.send(message)
 
     def close(self) -> None:
         self._listener.close()
@@ -194,13 +226,20 @@ class LinkedInbox:
             self._line.close()
 
 
+def own_address(peer: str) -> str:
+    """This machine's address on the way to `peer`. Its own name may resolve to 127.0.1.1, as on many machines."""
+    family, kind, protocol, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing: it only looks up the route
+        return probe.getsockname()[0]
+
+
 def link_ranks(inbox: Inbox, world: World) -> tuple[list[Link], LinkedInbox | None]:
     """Links to every other rank on rank 0, the other end elsewhere. Collective."""
     secret = world.broadcast_object(secrets.token_hex(32) if world.is_main else None)
-    node = os.uname().nodename
-    one_machine = len(set(world.gather_objects(node))) == 1
-    host = "127.0.0.1" if one_machine else socket.gethostbyname(node)
-    end = None if world.is_main else LinkedInbox(inbox, host, secret)
-    addresses = world.gather_objects(None if end is None else (host, end.port))
-    links = [Link(address, secret) for address in addresses if address is not None] if world.is_main else []
-    return links, end
+    if world.is_main:
+        return [Link(address, secret) for address in world.gather_objects(None) if address is not None], None
+    host = own_address(os.environ["MASTER_ADDR"])
+    end = LinkedInbox(inbox, host, secret)
+    world.gather_objects((host, end.port))
+    return [], end

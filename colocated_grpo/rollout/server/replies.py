@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from colocated_grpo.rollout.server.sampler import Served
+from colocated_grpo.rollout.server.spelling import Decode
 from colocated_grpo.rollout.server.wishes import SamplingWish
 
-Decode = Callable[[Sequence[int]], str]
+Scored = list[tuple[int, float]]
+"""Sampled tokens, each with its log-probability."""
+Alternatives = list[dict[int, float]] | None
 
 
 def generate_reply(
@@ -44,9 +47,7 @@ def tokens_reply(request_id: str | None, model: str, served: Sequence[Served], w
                 "index": index,
                 "token_ids": one.completion.token_ids,
                 "finish_reason": one.completion.finish_reason,
-                "logprobs": None
-                if wish.logprobs is None
-                else {"content": [_candidate(*pair) for pair in _scored(one)]},
+                "logprobs": None if wish.logprobs is None else token_logprobs(_scored(one)),
             }
             for index, one in enumerate(served)
         ],
@@ -54,12 +55,16 @@ def tokens_reply(request_id: str | None, model: str, served: Sequence[Served], w
     }
 
 
+def token_logprobs(scored: Scored) -> dict[str, Any]:
+    return {"content": [_candidate(*pair) for pair in scored]}
+
+
 def _candidate(token: int, value: float) -> dict[str, Any]:
     return {"token_id": token, "logprob": value, "rank": None, "top_logprobs": [{"token_id": token, "logprob": value}]}
 
 
 def completion_reply(
-    model: str, served: Sequence[Served], decode: Decode, prompt_tokens: int, *, logprobs: bool
+    model: str, served: Sequence[Served], spell: Decode, prompt_tokens: int, *, logprobs: bool
 ) -> dict[str, Any]:
     """POST /v1/completions"""
     choices = [
@@ -67,29 +72,34 @@ def completion_reply(
             "index": index,
             "text": one.text,
             "finish_reason": one.completion.finish_reason,
-            "logprobs": _text_logprobs(one, decode) if logprobs else None,
+            "logprobs": text_logprobs(_scored(one), one.alternatives, spell) if logprobs else None,
         }
         for index, one in enumerate(served)
     ]
     return _envelope("cmpl", "text_completion", model, choices, served, prompt_tokens)
 
 
-def _text_logprobs(one: Served, decode: Decode) -> dict[str, Any]:
-    pieces = [decode([token]) for token in one.completion.token_ids]
-    values = one.completion.sampling_logprobs
-    offsets = [0]
-    for piece in pieces[:-1]:
-        offsets.append(offsets[-1] + len(piece))
+def text_logprobs(scored: Scored, alternatives: Alternatives, spell: Decode, start: int = 0) -> dict[str, Any]:
+    """start: characters of the completion before these tokens."""
+    pieces = [spell([token]) for token, _ in scored]
     return {
         "tokens": pieces,
-        "token_logprobs": values,
-        "top_logprobs": [{piece: value} for piece, value in zip(pieces, values, strict=True)],
-        "text_offset": offsets[: len(pieces)],
+        "token_logprobs": [value for _, value in scored],
+        "top_logprobs": [_by_text(entry, spell) for entry in alternatives or [dict([pair]) for pair in scored]],
+        "text_offset": list(accumulate(map(len, pieces), initial=start))[:-1],
     }
 
 
+def _by_text(entry: dict[int, float], spell: Decode) -> dict[str, float]:
+    """Tokens of the same text, such as parts of characters, are one: the sampled one, which comes first."""
+    named: dict[str, float] = {}
+    for token, value in entry.items():
+        named.setdefault(spell([token]), value)
+    return named
+
+
 def chat_reply(
-    model: str, served: Sequence[Served], decode: Decode, prompt_tokens: int, *, logprobs: bool
+    model: str, served: Sequence[Served], spell: Decode, prompt_tokens: int, *, logprobs: bool
 ) -> dict[str, Any]:
     """POST /v1/chat/completions"""
     choices = [
@@ -97,48 +107,41 @@ def chat_reply(
             "index": index,
             "message": {"role": "assistant", "content": one.text},
             "finish_reason": one.completion.finish_reason,
-            "logprobs": _chat_logprobs(one, decode) if logprobs else None,
+            "logprobs": chat_logprobs(_scored(one), one.alternatives, spell) if logprobs else None,
         }
         for index, one in enumerate(served)
     ]
     return _envelope("chatcmpl", "chat.completion", model, choices, served, prompt_tokens)
 
 
-def _chat_logprobs(one: Served, decode: Decode) -> dict[str, Any]:
-    entries = []
-    for token, value in _scored(one):
-        piece = decode([token])
-        entry = {"token": piece, "logprob": value, "bytes": list(piece.encode())}
-        entries.append({**entry, "top_logprobs": [entry]})
-    return {"content": entries, "refusal": None}
+def chat_logprobs(scored: Scored, alternatives: Alternatives, spell: Decode) -> dict[str, Any]:
+    def entry(token: int, value: float) -> dict[str, Any]:
+        piece = spell([token])
+        return {"token": piece, "logprob": value, "bytes": list(piece.encode())}
+
+    likeliest = alternatives or [{} for _ in scored]
+    content = [
+        {**entry(*pair), "top_logprobs": [entry(*other) for other in others.items()]}
+        for pair, others in zip(scored, likeliest, strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 def _envelope(
     prefix: str, kind: str, model: str, choices: list[dict[str, Any]], served: Sequence[Served], prompt_tokens: int
 ) -> dict[str, Any]:
-    sampled = sum(len(one.completion.token_ids) for one in served)
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": sampled,
-            "total_tokens": prompt_tokens + sampled,
-        },
+        "usage": usage_of(prompt_tokens, sum(len(one.completion.token_ids) for one in served)),
     }
 
 
-def as_events(reply: dict[str, Any]) -> str:
-    """A finished reply as a stream of one piece: text is known once a completion has ended, not before."""
-    choices = []
-    for choice in reply["choices"]:
-        piece = {key: value for key, value in choice.items() if key != "message"}
-        choices.append(piece | ({"delta": choice["message"]} if "message" in choice else {}))
-    kind = reply["object"].replace("chat.completion", "chat.completion.chunk")
-    return f"data: {json.dumps({**reply, 'object': kind, 'choices': choices})}\n\ndata: [DONE]\n\n"
+def usage_of(prompt_tokens: int, sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
 
 
 def models_reply(model: str, max_tokens: int) -> dict[str, Any]:
@@ -147,5 +150,5 @@ def models_reply(model: str, max_tokens: int) -> dict[str, Any]:
     return {"object": "list", "data": [card]}
 
 
-def _scored(one: Served) -> list[tuple[int, float]]:
+def _scored(one: Served) -> Scored:
     return list(zip(one.completion.token_ids, one.completion.sampling_logprobs, strict=True))

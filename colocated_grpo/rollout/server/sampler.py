@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from colocated_grpo.distributed import derive_seed
 from colocated_grpo.environments.atropos.origins import Origin, Origins
-from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.engine import Piece, Request, Sampling
+from colocated_grpo.rollout.inbox import Listen
+from colocated_grpo.rollout.server.spelling import Spelling, before_stop
 from colocated_grpo.rollout.server.wishes import SamplingWish
 from colocated_grpo.types import Completion
 
 COLDEST = 0.01
 RESERVED_FOR_TEMPLATES = frozenset({"conversation", "chat_template", "tokenize", "return_dict", "return_tensors"})
 
-Send = Callable[[Request], "Future[Completion]"]
+Send = Callable[[Request, Listen | None], "Future[Completion]"]
 
 
 class Tokenizer(Protocol):
@@ -47,6 +50,20 @@ class Served:
 
     completion: Completion
     text: str
+    alternatives: list[dict[int, float]] | None = None
+    """Of each token itself, first, and the likeliest ones, where they were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bit:
+    """The next part of one of the completions of a stream."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    served: Served | None = None
+    """The whole completion, with its last bit."""
 
 
 class LeastBusy:
@@ -58,14 +75,14 @@ class LeastBusy:
         self.closed = False
         """Set by whoever ends the run: no engine will be driven again."""
 
-    async def send(self, request: Request) -> Completion:
+    async def send(self, request: Request, listen: Listen | None = None) -> Completion:
         """Cancelling it takes the request out of its engine. Raises Unserved when the run ends before it is done."""
         if self.closed:
             raise Unserved
         chosen = min(range(len(self._engines)), key=self.under_way.__getitem__)
         self.under_way[chosen] += 1
         try:
-            return await asyncio.wrap_future(self._engines[chosen](request))
+            return await asyncio.wrap_future(self._engines[chosen](request, listen))
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise
@@ -104,40 +121,131 @@ class Sampler:
         self._noted = False
         self._numbers = itertools.count()
 
-    async def sample(self, prompt: list[int], wish: SamplingWish) -> list[Served]:
+    async def sample(self, prompt: list[int], wish: SamplingWish, alternatives: int = 0) -> list[Served]:
         """wish.n completions. Raises BadWish, or Unserved when the run ends before they are there."""
-        self._check(prompt)
-        sampling = self._sampling(prompt, wish)
-        number = next(self._numbers)
-        requests = [
-            Request(key=("http", number, i), token_ids=prompt, seed=self._seed(wish, number, i), sampling=sampling)
-            for i in range(wish.n)
-        ]
-        tasks = [asyncio.ensure_future(self._engines.send(request)) for request in requests]
+        requests = self._requests(prompt, wish, stream=False)
+        tasks = [asyncio.ensure_future(self._sample_one(request, wish, alternatives)) for request in requests]
         try:
-            completions = await asyncio.gather(*tasks)
-        except ValueError as error:
-            raise BadWish(str(error)) from None
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return [self._serve(prompt, completion, wish) for completion in completions]
 
-    def _serve(self, prompt: list[int], completion: Completion, wish: SamplingWish) -> Served:
+    async def stream(
+        self, prompts: Sequence[list[int]], wish: SamplingWish, alternatives: int = 0
+    ) -> AsyncGenerator[Bit]:
+        """The completions of all prompts bit by bit, as they are sampled. Raises as `sample` does.
+
+        With alternatives, which are only known at the end, a completion is one bit.
+        """
+        requests = [request for prompt in prompts for request in self._requests(prompt, wish, stream=not alternatives)]
+        bits: asyncio.Queue[Bit | None] = asyncio.Queue()
+        tasks = [self._stream_one(i, request, wish, alternatives, bits) for i, request in enumerate(requests)]
+        everything = asyncio.gather(*tasks)
+        everything.add_done_callback(lambda _: bits.put_nowait(None))
+        try:
+            while (bit := await bits.get()) is not None:
+                yield bit
+            await everything
+        finally:
+            everything.cancel()
+
+    def _requests(self, prompt: list[int], wish: SamplingWish, *, stream: bool) -> list[Request]:
+        self._check(prompt)
+        number, sampling = next(self._numbers), self._sampling(prompt, wish)
+        return [
+            Request(
+                key=("http", number, i),
+                token_ids=prompt,
+                seed=self._seed(wish, number, i),
+                sampling=sampling,
+                stream=stream,
+            )
+            for i in range(wish.n)
+        ]
+
+    async def _sample_one(
+        self, request: Request, wish: SamplingWish, alternatives: int, listen: Listen | None = None
+    ) -> Served:
+        try:
+            completion = await self._engines.send(request, listen)
+        except ValueError as error:
+            raise BadWish(str(error)) from None
         # Greedy log-probabilities are taken at temperature 1, and vLLM raises what lies between to its smallest.
         temperature = max(wish.temperature, COLDEST) if wish.temperature else 1.0
         origin = Origin(temperature, completion.policy_version, completion.finish_reason)
-        self._origins.remember(prompt, completion.token_ids, origin)
+        self._origins.remember(request.token_ids, completion.token_ids, origin)
         text = self.decode(completion.token_ids, skip_special_tokens=wish.skip_special_tokens)
-        return Served(completion=completion, text=text if wish.include_stop_str_in_output else _cut(text, wish.stop))
+        return Served(
+            completion=completion,
+            text=text if wish.include_stop_str_in_output else before_stop(text, wish.stop),
+            alternatives=await self._alternatives(request.token_ids, completion, temperature, alternatives)
+            if alternatives
+            else None,
+        )
+
+    async def _stream_one(
+        self, index: int, request: Request, wish: SamplingWish, alternatives: int, bits: asyncio.Queue[Bit | None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        stop = () if wish.include_stop_str_in_output else wish.stop
+        spelling = Spelling(partial(self.decode, skip_special_tokens=wish.skip_special_tokens), stop)
+        heard, told = Piece([], []), 0
+
+        def hear(piece: Piece) -> None:
+            nonlocal told
+            heard.token_ids.extend(piece.token_ids)
+            heard.sampling_logprobs.extend(piece.sampling_logprobs)
+            if text := spelling.add(piece.token_ids):
+                new = slice(told, None)
+                bits.put_nowait(
+                    Bit(index=index, text=text, token_ids=heard.token_ids[new], logprobs=heard.sampling_logprobs[new])
+                )
+                told = len(heard.token_ids)
+
+        def listen(piece: Piece) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(hear, piece)
+
+        served = await self._sample_one(request, wish, alternatives, listen if request.stream else None)
+        rest = {
+            "text": served.text[spelling.given :],
+            "token_ids": served.completion.token_ids[told:],
+            "logprobs": served.completion.sampling_logprobs[told:],
+        }
+        bits.put_nowait(Bit(index=index, **rest, served=served))
+
+    async def _alternatives(
+        self, prompt: list[int], completion: Completion, temperature: float, k: int
+    ) -> list[dict[int, float]]:
+        """Of each token of the completion itself and the k likeliest, at the temperature that it was sampled at.
+
+        One pass over the finished sequence says them at temperature 1. Their distances, divided by the temperature, are
+        those of the sampling, where the token's own value is known. The last token of a sequence that fills the engine
+        has no place in that pass, and only itself.
+        """
+        sequence = [*prompt, *completion.token_ids][: self._limits.max_tokens - 1]
+        entries = (await self._score(sequence, k))[len(prompt) - 1 :]
+        known = [
+            {
+                token: value,
+                **{t: value + (other - entry[token]) / temperature for t, other in entry.items() if t != token},
+            }
+            for token, value, entry in zip(completion.token_ids, completion.sampling_logprobs, entries, strict=False)
+        ]
+        pairs = zip(completion.token_ids[len(known) :], completion.sampling_logprobs[len(known) :], strict=True)
+        return known + [{token: value} for token, value in pairs]
 
     async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
         """For each token of the prompt itself and the k likeliest; None for the first, which nothing predicts."""
         self._check(prompt)
-        if len(prompt) < 2:
-            return [None]
+        return [None, *await self._score(prompt, k)]
+
+    async def _score(self, token_ids: list[int], k: int) -> list[dict[int, float]]:
+        if len(token_ids) < 2:
+            return []
         try:
-            return [None, *await asyncio.wrap_future(self._top_logprobs(prompt, k))]
+            return await asyncio.wrap_future(self._top_logprobs(token_ids, k))
         except ValueError as error:
             raise BadWish(str(error)) from None
 
@@ -193,6 +301,10 @@ class Sampler:
             raise BadWish(f"the chat template refuses these messages: {error}") from None
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Special tokens too: as a name for tokens."""
+        return self.decode(token_ids, skip_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -200,8 +312,3 @@ class Sampler:
 def _renormalising(wish: SamplingWish) -> dict[str, float]:
     neutral = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,)}
     return {name: getattr(wish, name) for name, values in neutral.items() if getattr(wish, name) not in values}
-
-
-def _cut(text: str, stop: Sequence[str]) -> str:
-    """Up to the first stop string."""
-    return text[: min((text.index(string) for string in stop if string in text), default=len(text))]

@@ -60,7 +60,6 @@ class MainServing:
 
     def serve(self, step: int) -> list[Group] | None:
         """Until a batch has come; None if the run is asked to stop before."""
-        self._say_how_long_requests_were_held()
         enough = threading.Event()
         batch = self._waiting.submit(self.source.wait_for_groups, step, self._policy_version(), enough)
         batch.add_done_callback(lambda _: self._inbox.ring())
@@ -79,7 +78,8 @@ class MainServing:
         self._asleep_since = time.monotonic()
         return None if stopped else batch.result()
 
-    def _say_how_long_requests_were_held(self) -> None:
+    def say_how_long_requests_were_held(self) -> None:
+        """Just before the engine wakes."""
         if self._asleep_since is None:
             return
         held = time.monotonic() - self._asleep_since
@@ -121,7 +121,7 @@ class RankServing:
 
 
 class ServedSupply:
-    """The Supply of an Atropos run."""
+    """A Supply of what environments in other processes have sampled here."""
 
     def __init__(
         self, role: MainServing | RankServing, world: World, stop_asked: Callable[[], bool], probe: list[int]
@@ -135,6 +135,8 @@ class ServedSupply:
     def order(self, step: int) -> Order:
         if self._world.from_main(self._stop_asked):
             raise Stopped
+        if isinstance(self._role, MainServing):
+            self._role.say_how_long_requests_were_held()
         return Order(probe=self._probe, collect=lambda: self._collect(step))
 
     def _collect(self, step: int) -> list[Group]:

@@ -38,7 +38,7 @@ class SamplingWish(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     presence_penalty: Neutral = 0.0
     frequency_penalty: Neutral = 0.0
     stop: Stop = Field(None, validate_default=True)
@@ -84,6 +84,13 @@ class TokensBody(BaseModel):
     stream: bool | None = False
 
 
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool = False
+    """A last chunk that counts the tokens."""
+
+
 class OpenAIBody(BaseModel):
     """What /v1/completions and /v1/chat/completions share. Keys without influence on the sampling are ignored."""
 
@@ -91,13 +98,14 @@ class OpenAIBody(BaseModel):
 
     model: str | None = None
     stream: bool | None = False
+    stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, le=MOST_COMPLETIONS)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(1.0, ge=0, le=100)
     top_p: float | None = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(0, ge=-1, lt=1 << 31)
     min_p: float | None = Field(0.0, ge=0, le=1)
-    repetition_penalty: float | None = Field(1.0, gt=0, le=100)
+    repetition_penalty: float | None = Field(1.0, ge=0.01, le=100)
     presence_penalty: Neutral | None = 0.0
     frequency_penalty: Neutral | None = 0.0
     logit_bias: dict[str, Neutral] | None = None
@@ -105,6 +113,11 @@ class OpenAIBody(BaseModel):
     stop_token_ids: list[Token] | None = Field(None, max_length=MOST_COMPLETIONS)
     ignore_eos: bool = False
     seed: int | None = None
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def wish(self) -> SamplingWish:
@@ -121,6 +134,11 @@ class CompletionBody(OpenAIBody):
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: Annotated[bool, Field(strict=True)] = False
     suffix: None = None
+
+    @property
+    def alternatives(self) -> int:
+        """Likeliest tokens to name beside each sampled one."""
+        return self.logprobs or 0
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -164,6 +182,11 @@ class ChatBody(OpenAIBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def alternatives(self) -> int:
+        """Likeliest tokens to name beside each sampled one."""
+        return self.top_logprobs or 0 if self.logprobs else 0
 
     @property
     def wish(self) -> SamplingWish:

@@ -1,0 +1,70 @@
+"""Prompts of this run and groups of environments in other processes, in each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from colocated_grpo.environments.base import EnvironmentSetupError, Settled
+from colocated_grpo.rollout.sharing import Job
+from colocated_grpo.rollout.supply import Order, PromptSupply, Supply
+from colocated_grpo.types import Group
+
+
+class MixedSupply:
+    """A Supply of two: sampled groups come first, served ones behind them.
+
+    Both use one driver and one inbox a rank: requests from outside are answered while prompts are sampled, and a rank
+    that has sampled its share goes on with them at once.
+    """
+
+    def __init__(self, sampled: PromptSupply, served: Supply) -> None:
+        self._sampled = sampled
+        self._served = served
+        self._num_sampled = 0
+        """Groups of the last order that came from prompts."""
+
+    def order(self, step: int) -> Order:
+        served = self._served.order(step)
+        job = self._sampled.job(step)
+        self._num_sampled = len(job.prompts)
+        return Order(probe=job.prompts[0].token_ids, collect=lambda: self._collect(job, served))
+
+    def _collect(self, job: Job, served: Order) -> list[Group]:
+        gather = self._sampled.sample(job)
+        # Nothing is gathered before the served batch is there: a rank that waited for others would answer no requests.
+        behind = served.collect()
+        return _numbered(gather(), 0) + _numbered(behind, 1)
+
+    def settle(self, groups: list[Group]) -> Settled:
+        first = self._num_sampled
+        sampled, served = self._sampled.settle(groups[:first]), self._served.settle(groups[first:])
+        return Settled(
+            now=[*sampled.now, *(first + place for place in served.now)],
+            late=sampled.late + served.late,
+            metrics=sampled.metrics | served.metrics,
+            games=sampled.games + served.games,
+            finished=sampled.finished or served.finished,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sampled": self._sampled.state_dict(), "served": self._served.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.keys() != {"sampled", "served"}:
+            raise EnvironmentSetupError(
+                "environments: the checkpoint is of a run without an atropos entry beside others; an exact resume "
+                "needs the same ones"
+            )
+        self._sampled.load_state_dict(state["sampled"])
+        self._served.load_state_dict(state["served"])
+
+    def close(self) -> None:
+        self._served.close()
+        self._sampled.close()
+
+
+def _numbered(groups: Sequence[Group], side: int) -> list[Group]:
+    """Both sides count from 0; in the run's one stream of prompts the sampled have the even places."""
+    return [replace(group, prompt=replace(group.prompt, index=2 * group.prompt.index + side)) for group in groups]
