@@ -103,6 +103,10 @@ def test_an_environment_and_a_task_are_trained_together_by_ranks_of_two_nodes(tm
         reply, texts, likeliest = answers
         for node in nodes:
             node.finish()
+            assert node.processes() == []
+    assert "2 x CPU" in run.stdout
+    assert "held out" not in nodes[1].stdout, "the first node alone reports"
+    assert (run.folder / "final_model/model.safetensors").exists()
     assert_is_a_reply_of_vllm(reply)
     assert len(texts) > 2 and all(texts)
     assert_are_probabilities(likeliest)
