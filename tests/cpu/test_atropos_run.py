@@ -104,7 +104,7 @@ def test_an_environment_and_a_task_are_trained_together_by_ranks_of_two_nodes(tm
         for node in nodes:
             node.finish()
     assert_is_a_reply_of_vllm(reply)
-    assert len(texts) > 2 and all(texts)
+    assert len(texts) > 2 and all(texts[:-1]), "only the last token of a stream may add no text, being a special one"
     assert_are_probabilities(likeliest)
     # Of the first node: torchrun's agent on the other one complains where the store, which lives here, is gone first.
     assert "Traceback" not in run.stderr

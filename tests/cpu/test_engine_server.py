@@ -451,10 +451,11 @@ def test_requests_wait_while_the_engine_sleeps_and_health_stays_good(served):
     assert replies[0][0] == 200
 
 
-def test_a_client_that_leaves_frees_its_place_in_the_engine(served):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_place_in_the_engine(served, stream):
     served.engines[0]._decode_steps = lambda request: 10**9
     connection = HTTPConnection("127.0.0.1", served.server.ports[0])
-    connection.request("POST", "/generate", json.dumps(ATROPOS), {"Content-Type": "application/json"})
+    connection.request("POST", "/generate", json.dumps({**ATROPOS, "stream": stream}), JSON_TYPE)
     until(lambda: len(served.engines[0].running) == 3)
     connection.close()
     until(lambda: not served.engines[0].running)
