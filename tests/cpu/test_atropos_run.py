@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -169,9 +168,9 @@ def _client(port: int) -> openai.OpenAI:
 
 
 def assert_are_probabilities(entries: list[dict[str, float]]) -> None:
-    """Up to a change of weights between the sampling and the pass that names the likeliest."""
+    """With other weights, or at another temperature, than those of the sampling they would add up to more or less."""
     assert all(20 <= len(entry) <= 21 for entry in entries)
-    assert 0.6 < statistics.fmean(sum(map(math.exp, entry.values())) for entry in entries) < 1.4
+    assert all(0.7 < sum(map(math.exp, entry.values())) < 1.01 for entry in entries)
 
 
 def generate(port: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import logging
 import threading
 import zlib
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPConnection
 from types import SimpleNamespace
 from typing import Any
@@ -416,6 +416,30 @@ def test_alternatives_are_at_the_temperature_of_the_sampling(served):
     assert [next(iter(entry.items())) for entry in logprobs.top_logprobs] == list(
         zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
     )
+
+
+def test_alternatives_are_scored_before_the_engine_may_sleep():
+    inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 3)
+    sampler = Sampler(
+        LeastBusy([inbox.put]),
+        lambda tokens, k: inbox.call(lambda engine: engine.top_logprobs(tokens, k)),
+        Letters(),
+        Origins(10),
+        Limits(LONGEST, VOCABULARY, (9,), 0),
+        lambda line: None,
+    )
+
+    async def ask() -> list[Any]:
+        return await sampler.sample([1, 2], SamplingWish(max_tokens=5), 2)
+
+    driver = Driver(engine, inbox)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(asyncio.run, ask())
+        until(lambda: inbox)
+        driver.step()
+        driver.drain()
+        assert engine.events == ["top 2"]
+        assert answer.result(10)[0].alternatives
 
 
 def test_alternatives_of_a_stream_come_with_its_only_piece(served):
