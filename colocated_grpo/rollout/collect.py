@@ -19,6 +19,8 @@ from colocated_grpo.rollout.inbox import Driver
 from colocated_grpo.rollout.sharing import Job, Share, Sharing
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 
+LOOK_SECONDS = 0.5
+
 Decode = Callable[[Sequence[int]], str]
 """Token ids of a completion to text, special tokens left out."""
 Judged = tuple[list[str], list[Score]]
@@ -153,6 +155,8 @@ class _Batch:
         self.played: dict[int, list[Rollout]] = {}
         self._playing = 0
         """Episodes among the running."""
+        self._next_look = 0.0
+        """When overdue episodes are looked for although the engine decodes."""
         self._missing: dict[int, int] = {}
         self._exhausted = False
 
@@ -199,8 +203,10 @@ class _Batch:
                 yield index
         if self._playing:
             self._put_away(self._episodes.finished())
-            if not self._driver.running:
+            # Requests from outside may keep the engine busy without end.
+            if not self._driver.running or time.monotonic() >= self._next_look:
                 self._put_away(self._episodes.give_up_overdue())
+                self._next_look = time.monotonic() + LOOK_SECONDS
 
     def _put_away(self, finished: Iterable[tuple[int, list[Rollout]]]) -> None:
         for index, rollouts in finished:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -108,7 +107,7 @@ def test_an_environment_and_a_task_are_trained_together_by_ranks_of_two_nodes(tm
     assert "held out" not in nodes[1].stdout, "the first node alone reports"
     assert (run.folder / "final_model/model.safetensors").exists()
     assert_is_a_reply_of_vllm(reply)
-    assert len(texts) > 2 and all(texts)
+    assert len(texts) > 2 and all(texts[:-1]), "only the last token of a stream may add no text, being a special one"
     assert_are_probabilities(likeliest)
     # Of the first node: torchrun's agent on the other one complains where the store, which lives here, is gone first.
     assert "Traceback" not in run.stderr
@@ -173,9 +172,9 @@ def _client(port: int) -> openai.OpenAI:
 
 
 def assert_are_probabilities(entries: list[dict[str, float]]) -> None:
-    """Up to a change of weights between the sampling and the pass that names the likeliest."""
+    """With other weights, or at another temperature, than those of the sampling they would add up to more or less."""
     assert all(20 <= len(entry) <= 21 for entry in entries)
-    assert 0.6 < statistics.fmean(sum(map(math.exp, entry.values())) for entry in entries) < 1.4
+    assert all(0.7 < sum(map(math.exp, entry.values())) < 1.01 for entry in entries)
 
 
 def generate(port: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import logging
 import threading
 import zlib
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPConnection
 from types import SimpleNamespace
 from typing import Any
@@ -418,6 +418,30 @@ def test_alternatives_are_at_the_temperature_of_the_sampling(served):
     )
 
 
+def test_alternatives_are_scored_before_the_engine_may_sleep():
+    inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 3)
+    sampler = Sampler(
+        LeastBusy([inbox.put]),
+        lambda tokens, k: inbox.call(lambda engine: engine.top_logprobs(tokens, k)),
+        Letters(),
+        Origins(10),
+        Limits(LONGEST, VOCABULARY, (9,), 0),
+        lambda line: None,
+    )
+
+    async def ask() -> list[Any]:
+        return await sampler.sample([1, 2], SamplingWish(max_tokens=5), 2)
+
+    driver = Driver(engine, inbox)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(asyncio.run, ask())
+        until(lambda: inbox)
+        driver.step()
+        driver.drain()
+        assert engine.events == ["top 2"]
+        assert answer.result(10)[0].alternatives
+
+
 def test_alternatives_of_a_stream_come_with_its_only_piece(served):
     asked = {**CHAT, "logprobs": True, "top_logprobs": 2}
     [whole] = client(served).chat.completions.create(**asked).choices
@@ -451,10 +475,11 @@ def test_requests_wait_while_the_engine_sleeps_and_health_stays_good(served):
     assert replies[0][0] == 200
 
 
-def test_a_client_that_leaves_frees_its_place_in_the_engine(served):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_place_in_the_engine(served, stream):
     served.engines[0]._decode_steps = lambda request: 10**9
     connection = HTTPConnection("127.0.0.1", served.server.ports[0])
-    connection.request("POST", "/generate", json.dumps(ATROPOS), {"Content-Type": "application/json"})
+    connection.request("POST", "/generate", json.dumps({**ATROPOS, "stream": stream}), JSON_TYPE)
     until(lambda: len(served.engines[0].running) == 3)
     connection.close()
     until(lambda: not served.engines[0].running)

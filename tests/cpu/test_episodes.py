@@ -17,9 +17,10 @@ from colocated_grpo.distributed import World
 from colocated_grpo.environments.base import Episode
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
+from colocated_grpo.rollout import collect as collect_module
 from colocated_grpo.rollout import episodes as episodes_module
 from colocated_grpo.rollout.collect import Collector, Stopped
-from colocated_grpo.rollout.engine import Sampling
+from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.sharing import FixedShares, Job, Replicated, SharedCounter, Sharing
@@ -79,8 +80,9 @@ def collector_of(
     tokenizer: PreTrainedTokenizerFast = TOKENIZER,
     tool_timeout: float = 30.0,
     stop_asked: Callable[[], bool] = lambda: False,
+    inbox: Inbox | None = None,
 ) -> Collector:
-    inbox, world = Inbox(), world or single_rank()
+    inbox, world = Inbox() if inbox is None else inbox, world or single_rank()
     return Collector(
         Driver(engine, inbox),
         EpisodeRunner(episodes, ChatCodec(tokenizer), inbox, seed=0, tool_timeout=tool_timeout),
@@ -349,6 +351,23 @@ def test_an_episode_that_blocks_the_event_loop_is_left_behind_and_the_next_batch
     assert "run blocking code with asyncio.to_thread" in groups[1].rollouts[0].score.error
     one = Job(name="train/1", prompts=[prompt_of(0)], group_size=2, sampling=job_of(1).sampling)
     assert [rollout.score.reward for rollout in collector.collect(one)[0].rollouts] == [1.0, 1.0]
+    collector.close()
+
+
+def test_an_episode_that_blocks_is_left_behind_though_requests_from_outside_never_end(never, monkeypatch):
+    monkeypatch.setattr(episodes_module, "GRACE", 0.05)
+    monkeypatch.setattr(collect_module, "LOOK_SECONDS", 0.01)
+
+    async def run(item, model):
+        never.wait()
+
+    inbox = Inbox()
+    engine = FakeEngine(decode_steps=lambda request: 10**9)
+    collector = collector_of(engine, {"play": Play(run)}, tool_timeout=0.05, inbox=inbox)
+    inbox.put(Request(key="guest", token_ids=[1], seed=0, sampling=job_of(1).sampling))
+    [group] = collector.sample(job_of(1))()
+    assert {rollout.score.reward for rollout in group.rollouts} == {None}
+    assert engine.running.keys() == {"guest"}
     collector.close()
 
 

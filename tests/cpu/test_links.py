@@ -32,7 +32,7 @@ class Pair:
     def __init__(self) -> None:
         self.inbox, self.engine = Inbox(), FakeEngine()
         self.end = LinkedInbox(self.inbox, "127.0.0.1", "secret")
-        self.link = Link(("127.0.0.1", self.end.port), "secret")
+        self.link = Link(self.end.address, "secret")
         self.serving = RankServing(Driver(self.engine, self.inbox), self.end)
 
     def close(self) -> None:
@@ -128,10 +128,10 @@ def test_a_stranger_is_turned_away_and_does_not_take_the_place():
     inbox = Inbox()
     end = LinkedInbox(inbox, "127.0.0.1", "secret")
     for guess in (b"wrong\n", b"secre\n", b"{}\n" * 200):
-        with socket.create_connection(("127.0.0.1", end.port)) as stranger:
+        with socket.create_connection(end.address) as stranger:
             stranger.sendall(guess)
             assert stranger.recv(10) == b""
-    link = Link(("127.0.0.1", end.port), "secret")
+    link = Link(end.address, "secret")
     link.put(request(1))
     until(lambda: inbox)
     link.close()

@@ -150,8 +150,8 @@ class LinkedInbox:
         threading.Thread(target=self._serve, name="link", daemon=True).start()
 
     @property
-    def port(self) -> int:
-        return self._listener.getsockname()[1]
+    def address(self) -> tuple[str, int]:
+        return self._listener.getsockname()[:2]
 
     def ended(self, phase: int) -> bool:
         """Whether rank 0 has ended this phase; `aborted` says how."""
@@ -237,9 +237,7 @@ def own_address(peer: str) -> str:
 def link_ranks(inbox: Inbox, world: World) -> tuple[list[Link], LinkedInbox | None]:
     """Links to every other rank on rank 0, the other end elsewhere. Collective."""
     secret = world.broadcast_object(secrets.token_hex(32) if world.is_main else None)
-    if world.is_main:
-        return [Link(address, secret) for address in world.gather_objects(None) if address is not None], None
-    host = own_address(os.environ["MASTER_ADDR"])
-    end = LinkedInbox(inbox, host, secret)
-    world.gather_objects((host, end.port))
-    return [], end
+    end = None if world.is_main else LinkedInbox(inbox, own_address(os.environ["MASTER_ADDR"]), secret)
+    addresses = world.gather_objects(None if end is None else end.address)
+    links = [Link(address, secret) for address in addresses if address is not None] if world.is_main else []
+    return links, end

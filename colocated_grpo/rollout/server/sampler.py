@@ -75,20 +75,32 @@ class LeastBusy:
         self.closed = False
         """Set by whoever ends the run: no engine will be driven again."""
 
-    async def send(self, request: Request, listen: Listen | None = None) -> Completion:
-        """Cancelling it takes the request out of its engine. Raises Unserved when the run ends before it is done."""
+    async def send(
+        self, request: Request, listen: Listen | None = None, then: Callable[[Completion], None] | None = None
+    ) -> Completion:
+        """Cancelling it takes the request out of its engine. Raises Unserved when the run ends before it is done.
+
+        then: is told the completion on the engine's own thread, before that may sleep; the engine is the first one.
+        """
         if self.closed:
             raise Unserved
-        chosen = min(range(len(self._engines)), key=self.under_way.__getitem__)
+        chosen = min(range(len(self._engines)), key=self.under_way.__getitem__) if then is None else 0
         self.under_way[chosen] += 1
         try:
-            return await asyncio.wrap_future(self._engines[chosen](request, listen))
+            future = self._engines[chosen](request, listen)
+            if then is not None:
+                future.add_done_callback(lambda done: then(done.result()) if _succeeded(done) else None)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise
             raise Unserved from None
         finally:
             self.under_way[chosen] -= 1
+
+
+def _succeeded(future: Future[Completion]) -> bool:
+    return not future.cancelled() and future.exception() is None
 
 
 @dataclass(frozen=True)
@@ -167,8 +179,15 @@ class Sampler:
     async def _sample_one(
         self, request: Request, wish: SamplingWish, alternatives: int, listen: Listen | None = None
     ) -> Served:
+        scored: list[Future[list[dict[int, float]]]] = []
+
+        def ask_for_alternatives(completion: Completion) -> None:
+            sequence = [*request.token_ids, *completion.token_ids][: self._limits.max_tokens - 1]
+            scored.append(self._top_logprobs(sequence, alternatives))
+
         try:
-            completion = await self._engines.send(request, listen)
+            completion = await self._engines.send(request, listen, ask_for_alternatives if alternatives else None)
+            entries = [entry for one in scored for entry in await asyncio.wrap_future(one)]
         except ValueError as error:
             raise BadWish(str(error)) from None
         # Greedy log-probabilities are taken at temperature 1, and vLLM raises what lies between to its smallest.
@@ -179,7 +198,7 @@ class Sampler:
         return Served(
             completion=completion,
             text=text if wish.include_stop_str_in_output else before_stop(text, wish.stop),
-            alternatives=await self._alternatives(request.token_ids, completion, temperature, alternatives)
+            alternatives=_alternatives(completion, temperature, entries[len(request.token_ids) - 1 :])
             if alternatives
             else None,
         )
@@ -215,37 +234,13 @@ class Sampler:
         }
         bits.put_nowait(Bit(index=index, **rest, served=served))
 
-    async def _alternatives(
-        self, prompt: list[int], completion: Completion, temperature: float, k: int
-    ) -> list[dict[int, float]]:
-        """Of each token of the completion itself and the k likeliest, at the temperature that it was sampled at.
-
-        One pass over the finished sequence says them at temperature 1. Their distances, divided by the temperature, are
-        those of the sampling, where the token's own value is known. The last token of a sequence that fills the engine
-        has no place in that pass, and only itself.
-        """
-        sequence = [*prompt, *completion.token_ids][: self._limits.max_tokens - 1]
-        entries = (await self._score(sequence, k))[len(prompt) - 1 :]
-        known = [
-            {
-                token: value,
-                **{t: value + (other - entry[token]) / temperature for t, other in entry.items() if t != token},
-            }
-            for token, value, entry in zip(completion.token_ids, completion.sampling_logprobs, entries, strict=False)
-        ]
-        pairs = zip(completion.token_ids[len(known) :], completion.sampling_logprobs[len(known) :], strict=True)
-        return known + [{token: value} for token, value in pairs]
-
     async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
         """For each token of the prompt itself and the k likeliest; None for the first, which nothing predicts."""
         self._check(prompt)
-        return [None, *await self._score(prompt, k)]
-
-    async def _score(self, token_ids: list[int], k: int) -> list[dict[int, float]]:
-        if len(token_ids) < 2:
-            return []
+        if len(prompt) < 2:
+            return [None]
         try:
-            return await asyncio.wrap_future(self._top_logprobs(token_ids, k))
+            return [None, *await asyncio.wrap_future(self._top_logprobs(prompt, k))]
         except ValueError as error:
             raise BadWish(str(error)) from None
 
@@ -312,3 +307,20 @@ class Sampler:
 def _renormalising(wish: SamplingWish) -> dict[str, float]:
     neutral = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,)}
     return {name: getattr(wish, name) for name, values in neutral.items() if getattr(wish, name) not in values}
+
+
+def _alternatives(
+    completion: Completion, temperature: float, entries: Sequence[dict[int, float]]
+) -> list[dict[int, float]]:
+    """Of each token of the completion itself, first, and the likeliest, at the temperature that it was sampled at.
+
+    entries: the same at temperature 1, from one pass over the finished sequence. Distances there, divided by the
+    temperature, are those of the sampling, where the token's own value is known. The last token of a sequence that
+    fills the engine has no place in that pass, and only itself.
+    """
+    named: list[dict[int, float]] = []
+    for place, (token, value) in enumerate(zip(completion.token_ids, completion.sampling_logprobs, strict=True)):
+        entry = entries[place] if place < len(entries) else {token: 0.0}
+        distances = {other: (logprob - entry[token]) / temperature for other, logprob in entry.items()}
+        named.append({token: value} | {other: value + distance for other, distance in distances.items()})
+    return named
