@@ -207,6 +207,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"share of characters that the teacher gets wrong (default: {DEFAULT_LESSON.slips})",
     )
     parser.add_argument(
+        "--lr",
+        type=float,
+        default=DEFAULT_LESSON.lr,
+        metavar="RATE",
+        help=f"learning rate of the lessons (default: {DEFAULT_LESSON.lr:g})",
+    )
+    parser.add_argument(
         "--max-completion-tokens",
         type=int,
         default=DEFAULT_LESSON.max_completion_tokens,
@@ -229,6 +236,7 @@ def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: a
         DEFAULT_LESSON,
         target=options.warm_start_target,
         max_steps=options.steps,
+        lr=options.lr,
         seed=options.seed,
         slips=options.slips,
         max_completion_tokens=options.max_completion_tokens,

@@ -238,5 +238,9 @@ def test_a_warm_start_teaches_episodes_of_different_lengths():
 
 def test_the_tool_use_episode_can_be_warm_started_from_the_command_line(tmp_path, capsys):
     arguments = ["--shape", "tiny", "--task", "tool_use", "--task-args", "{max_calls: 1, template: '{question}'}"]
-    assert main([str(tmp_path / "model"), *arguments, "--max-completion-tokens", "120", "--steps", "1"]) == 0
+    how = ["--max-completion-tokens", "120", "--steps", "1", "--lr", "0.25"]
+    assert main([str(tmp_path / "model"), *arguments, *how]) == 0
     assert "taught tool_use for 1 steps" in capsys.readouterr().out
+    taught = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    moved = (taught.model.norm.weight - build_model("qwen3", TINY, TOKENIZER).model.norm.weight).abs()
+    assert moved.max().item() == pytest.approx(0.25, rel=0.05), "the first step of AdamW is the learning rate"
