@@ -40,6 +40,8 @@ class AtroposSourceConfig(Section):
     missing_logprobs: Literal["refuse", "recompute"] = "refuse"
     """Groups without inference_logprobs. recompute: the trainer's of before the batch stand in, so that neither
     mismatch nor staleness is corrected."""
+    keep_last_batch: bool = False
+    """Leave the latest batch as it came, in atropos_batch.json in the run folder."""
     connect_timeout: float = Field(30.0, gt=0)
     """Seconds to wait for the API server at the start."""
     server: ServerConfig = ServerConfig()

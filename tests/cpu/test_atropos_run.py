@@ -62,10 +62,8 @@ def environment(folder: Path, api: str, server_port: int, **flags: str) -> Itera
         process.wait()
 
 
-def atropos_settings(
-    api: str, port: int, *others: Settings, missing_logprobs: str = "refuse", **changes: Any
-) -> Settings:
-    entry = {"type": "atropos", "url": api, "server": {"port": port}, "missing_logprobs": missing_logprobs}
+def atropos_settings(api: str, port: int, *others: Settings, entry: Settings | None = None, **changes: Any) -> Settings:
+    entry = {"type": "atropos", "url": api, "server": {"port": port}, **(entry or {})}
     return settings(
         tiny_model(),
         environments=[entry, *others],
@@ -130,7 +128,8 @@ def test_an_api_server_and_an_environment_that_die_and_groups_without_logprobs_a
     port = free_port()
     with ExitStack() as stack:
         api = stack.enter_context(ApiProcess(EMBEDDED))
-        config = atropos_settings(api.url, port, missing_logprobs="recompute", training_steps=5)
+        entry = {"missing_logprobs": "recompute", "keep_last_batch": True}
+        config = atropos_settings(api.url, port, entry=entry, training_steps=5)
         run = stack.enter_context(TrainingRun(tmp_path, config))
         half_silent = {"--env.wandb_name": "half-silent"}
         with environment(tmp_path, api.url, port, **half_silent):
@@ -143,6 +142,8 @@ def test_an_api_server_and_an_environment_that_die_and_groups_without_logprobs_a
     assert [row["step"] for row in rows] == list(range(5))
     assert all(row["atropos/dropped"] == 0 for row in rows)
     assert "registered again" in run.stdout
+    batch = json.loads((run.folder / "atropos_batch.json").read_text())
+    assert sum(len(group["tokens"]) for group in batch) == 4 * GROUP
 
 
 def test_a_run_that_waits_for_a_batch_stops_when_asked(tmp_path):

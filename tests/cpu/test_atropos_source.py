@@ -45,6 +45,7 @@ class Trial:
 
     def __init__(self, url: str, *, batch_size: int = BATCH, max_token_len: int = 64, **settings: Any) -> None:
         self.notes: list[str] = []
+        self.kept: list[Any] = []
         trainer = Trainer(
             batch_size=batch_size,
             max_token_len=max_token_len,
@@ -64,7 +65,11 @@ class Trial:
         )
         client = AtroposClient(url, trainer, may_reset=settings.get("reset", False), timeout=5.0)
         self.source = AtroposSource(
-            client, reader, connect_timeout=settings.get("connect_timeout", 5.0), note=self.notes.append
+            client,
+            reader,
+            connect_timeout=settings.get("connect_timeout", 5.0),
+            note=self.notes.append,
+            keep=self.kept.append,
         )
         self.stop = threading.Event()
 
@@ -236,6 +241,7 @@ def test_a_batch_without_anything_usable_is_passed_over(url):
     send(url, 1)
     send(url, 2, images=["x"])
     assert trial.marks() == [1]
+    assert [batch[0]["tokens"][0][0] for batch in trial.kept] == [2, 1], "as they came, what cannot be trained too"
 
 
 def test_environments_that_never_send_anything_usable_end_the_run(url):

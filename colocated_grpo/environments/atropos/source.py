@@ -29,12 +29,20 @@ class AtroposSource:
     """Lives on rank 0. `wait_for_groups` may run in a thread; nothing else is called meanwhile."""
 
     def __init__(
-        self, client: AtroposClient, reader: Reader, *, connect_timeout: float, note: Callable[[str], None]
+        self,
+        client: AtroposClient,
+        reader: Reader,
+        *,
+        connect_timeout: float,
+        note: Callable[[str], None],
+        keep: Callable[[list[Any]], None],
     ) -> None:
+        """keep: is given each batch as it came."""
         self._client = client
         self._reader = reader
         self._connect_timeout = connect_timeout
         self._note = note
+        self._keep = keep
         self._registered = False
         self._failures = 0
         self._reconnects = 0
@@ -83,6 +91,7 @@ class AtroposSource:
         while not stop.is_set():
             items = self._next_items(step, stop)
             if items:
+                self._keep(items)
                 reading = self._reader.read(items, self._groups_read, policy_version)
                 self._count(reading)
                 if reading.groups:

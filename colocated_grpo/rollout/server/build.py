@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +31,7 @@ from colocated_grpo.web.serving import ServerThread
 REMEMBERED_COMPLETIONS = 1 << 17
 """Several batches of the largest size, in some 40 MB."""
 PROBE_TOKENS = 64
+LAST_BATCH = "atropos_batch.json"
 
 
 class Serving:
@@ -63,6 +67,7 @@ class Serving:
             make_reader(config, self._limits, origins, copy.deepcopy(tokenizer)),
             connect_timeout=atropos.connect_timeout,
             note=self._note,
+            keep=partial(keep_batch, folder / LAST_BATCH) if atropos.keep_last_batch else lambda items: None,
         )
         self.source.connect()
         sampler = self._sampler(origins, copy.deepcopy(tokenizer))
@@ -97,6 +102,13 @@ class Serving:
         self._world.from_main(lambda: self.source.register(step))
         probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]
         return ServedSupply(role, self._world, stop_asked, probe)
+
+
+def keep_batch(path: Path, items: list[Any]) -> None:
+    """In place of the one before; a reader never finds half of it."""
+    unfinished = path.with_suffix(".partial")
+    unfinished.write_text(json.dumps(items))
+    unfinished.replace(path)
 
 
 def trainer_of(config: Config, folder: Path) -> Trainer:
