@@ -159,6 +159,9 @@ def library_environment(log_level: str) -> dict[str, str]:
         "NCCL_DEBUG": "INFO" if debug else "WARN",
         "TORCH_DISTRIBUTED_DEBUG": "INFO" if debug else "OFF",
         "TOKENIZERS_PARALLELISM": "false",
+        # Threads that spin while they wait take the cores from other ranks and everything else on the machine: beside
+        # two busy processes, training on two cores took several times as long.
+        "OMP_WAIT_POLICY": "PASSIVE",
         "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
