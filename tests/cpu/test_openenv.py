@@ -15,6 +15,7 @@ from colocated_grpo.environments.episodes import build_episode
 
 from adapter_play import items, observations, played, playing, saying
 from openenv_server import NUMBER_ACTION, Guess, Server
+from raw_server import answering, response
 
 
 @pytest.fixture
@@ -147,6 +148,16 @@ def test_a_server_that_is_not_there_or_not_well_is_said_in_one_line():
         assert "\n" not in str(caught.value)
     with Server(health="unhealthy") as server, pytest.raises(EnvironmentSetupError, match="says that it is unhealthy"):
         env(server)
+
+
+def test_a_server_that_answers_nonsense_during_a_run_is_said_in_one_line(server):
+    episode = env(server)
+    for raw in (b"220 a mail server\r\n", response(b"[]"), response(b"{}", status="500 Crashed")):
+        with answering(raw) as url:
+            prompts = episode.model_copy(update={"url": url}).prompts(0, "train")
+            with pytest.raises(EnvironmentSetupError, match="no OpenEnv server answers /reset: ") as caught:
+                next(prompts)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_missing_client_names_the_pip_command(monkeypatch):

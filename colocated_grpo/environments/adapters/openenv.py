@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -20,7 +19,8 @@ from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 from colocated_grpo.config.base import Section
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
-from colocated_grpo.environments.user_code import import_optional, one_line
+from colocated_grpo.environments.user_code import import_optional
+from colocated_grpo.web.client import JsonClient, Refused, Unavailable
 
 KEY = "environments 'openenv'"
 HELD_OUT = 1
@@ -32,8 +32,6 @@ LARGEST_MESSAGE = 16 << 20
 """Bytes of one observation."""
 JSON_OBJECT = TypeAdapter(dict[str, Any])
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-# A proxy that is set for the internet would be asked for localhost as well.
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class ServerError(RuntimeError):
@@ -156,14 +154,13 @@ class OpenEnv(Section):
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """GET, or POST of a body."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url.rstrip("/") + path, data, {"Content-Type": "application/json"})
+        http = JsonClient(self.url, timeout=HTTP_TIMEOUT)
         try:
-            with _open(request, timeout=HTTP_TIMEOUT) as response:
-                return JSON_OBJECT.validate_json(response.read())
-        except (OSError, ValueError) as error:
+            return JSON_OBJECT.validate_python(http.get(path) if body is None else http.post(path, body))
+        except (Unavailable, Refused, ValidationError) as error:
+            why = "not a JSON object" if isinstance(error, ValidationError) else error
             raise EnvironmentSetupError(
-                f"{KEY}: args.url={self.url!r}: no OpenEnv server answers {path}: {one_line(error)}"
+                f"{KEY}: args.url={self.url!r}: no OpenEnv server answers {path}: {why}"
             ) from error
 
 
