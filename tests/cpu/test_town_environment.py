@@ -278,6 +278,7 @@ def test_early_stop_wants_the_rate_to_stand_for_a_while():
         ({"roles": ("godfather", "godfather", *["citizen"] * 5)}, "godfather is unique"),
         ({"roles": ("wizard", *["citizen"] * 6)}, "'wizard' is unknown"),
         ({"roles": ("citizen",) * 6}, "6 given"),
+        ({"roles": (*["citizen"] * 5, "jester", "survivor")}, "none is hostile"),
         ({"prompts": "long"}, "prompts='long' is none of full, brief"),
     ],
 )

@@ -393,6 +393,7 @@ def test_another_game_in_the_checkpoint_is_refused_in_one_line():
         (town(rules={"max_days": 0}), "max_days=0 is below 1"),
         (town(players=["policy", "frozen-100"]), "unknown player 'frozen-100'; did you mean 'frozen'?"),
         (town(players=["sensible"]), "all scripted"),
+        (town({"opponent": {}}, players=["frozen", "sensible"]), "the policy plays none, so there is no turn to train"),
         (town(seed=3), "args.seed is not yours to give"),
         (echo(size=3), "unexpected keyword argument 'size'"),
         ({"type": "turns", "name": "json:JSONDecoder", "args": {}}, "unexpected keyword argument 'seed'"),
