@@ -23,6 +23,7 @@ class GameWriter:
         self._columns: list[str] = []
         if (run_dir / GAMES_FILE).exists():
             files.keep_before(run_dir / GAMES_FILE, first_step)
+        if (run_dir / EVENTS_FILE).exists():  # written before the games: a kill may have left it alone
             events = files.keep_before(run_dir / EVENTS_FILE, first_step)
             # Made again from the rows that can be trusted: a kill may have cut its last line.
             (run_dir / EVENTS_TABLE).unlink(missing_ok=True)

@@ -51,6 +51,14 @@ def test_a_run_without_games_has_no_file_of_them(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_events_whose_game_was_not_written_before_a_kill_are_dropped(tmp_path):
+    GameWriter(tmp_path, 0).write(0, [game(0)])
+    (tmp_path / GAMES_FILE).unlink()
+    GameWriter(tmp_path, 0).write(0, [game(0)])
+    assert len(read_games(tmp_path)) == 1
+    assert len(events(tmp_path)) == len(table(tmp_path)) == 2
+
+
 def test_games_of_steps_that_a_resume_repeats_are_dropped(tmp_path):
     writer = GameWriter(tmp_path, 0)
     for step in range(4):
