@@ -13,7 +13,7 @@ from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.adapters import openenv
 from colocated_grpo.environments.episodes import build_episode
 
-from adapter_play import items, observations, played, playing, saying
+from adapter_play import items, items_from, observations, played, playing, saying
 from openenv_server import NUMBER_ACTION, Guess, Server
 from raw_server import answering, response
 
@@ -65,6 +65,12 @@ def test_seeds_repeat_and_are_held_out_apart(server):
     assert items(episode, 4)[0]["prompt"].startswith("1 to 90")
     assert {item["seed"] % 2 for item in items(episode, 5)} == {0}
     assert {item["seed"] % 2 for item in items(episode, 5, split="held_out")} == {1}
+
+
+def test_a_resume_asks_the_server_for_no_prompt_again(server):
+    episode = env(server)
+    assert items_from(episode, 3, 2) == items(episode, 5)[3:]
+    assert len(items_from(episode, 10**9, 1)) == 1
 
 
 def test_actions_that_are_no_text_are_json_objects_and_mistakes_in_them_cost_a_turn():
