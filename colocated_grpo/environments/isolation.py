@@ -22,7 +22,7 @@ def isolated(chance: random.Random) -> Iterator[None]:
 
     Raises RuntimeError where another call hangs.
     """
-    with _turn(), redirect_stdout(io.StringIO()):
+    with _exclusive(), redirect_stdout(io.StringIO()):
         before, numpy_before = random.getstate(), numpy.random.get_state()
         numpy.random.seed(chance.getrandbits(32))
         random.setstate(chance.getstate())
@@ -35,7 +35,7 @@ def isolated(chance: random.Random) -> Iterator[None]:
 
 
 @contextmanager
-def _turn() -> Iterator[None]:
+def _exclusive() -> Iterator[None]:
     if not _alone.acquire(timeout=PATIENCE):
         raise RuntimeError(f"another call of a game has not come back for {PATIENCE:g} s")
     try:

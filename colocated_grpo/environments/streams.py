@@ -57,7 +57,12 @@ class TaskStream(Unmoved):
         self.load_state_dict({"taken": 0})
 
     def take(self) -> dict[str, Any]:
-        item = next(self.items)
+        item = next(self.items, None)
+        if item is None:
+            raise EnvironmentSetupError(
+                f"environments {self.name!r}: prompts_from() ended after {self.taken} items; give only prompts() where "
+                "there is an end"
+            )
         self.taken += 1
         return item
 
