@@ -376,19 +376,19 @@ def test_a_thread_that_was_left_behind_ends_with_its_last_episode(never, monkeyp
 
 
 def test_closing_ends_the_thread_and_every_episode_on_it():
-    before, ended = loops(), threading.Event()
+    before, waiting, ended = loops(), threading.Event(), threading.Event()
 
     async def run(item, model):
         try:
             await model.generate(3)
+            waiting.set()
             await asyncio.sleep(60)
         finally:
             ended.set()
 
-    stop = iter([False] * 20)
-    collector = collector_of(FakeEngine(), {"play": Play(run)}, stop_asked=lambda: next(stop, True))
+    collector = collector_of(FakeEngine(), {"play": Play(run)}, stop_asked=waiting.is_set)
     with pytest.raises(Stopped):
-        collector.collect(job_of(1))
+        collector.collect(job_of(1, group_size=1))
     [thread] = loops() - before
     collector.close()
     thread.join(10)
