@@ -33,6 +33,14 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class Seekable(Protocol):
+    """A task or an episode whose sequences have no end and can be entered anywhere: a long run then resumes at once."""
+
+    def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[dict[str, Any]]:
+        """What prompts() gives after its first `start` items, without making those."""
+
+
+@runtime_checkable
 class Episode(Protocol):
     """Conversations of several turns: the policy speaks, the environment answers, until it knows the reward.
 

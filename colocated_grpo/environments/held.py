@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from colocated_grpo.environments.turn_base import Return
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 
 
@@ -34,12 +33,12 @@ class HeldGroups:
         slim = replace(group, prompt=replace(group.prompt, item={}))
         self._held[turn_id] = _Held(slim, carried_out, self._step)
 
-    def end_step(self, returns: Sequence[Return]) -> tuple[list[Group], list[Group]]:
-        """Groups that are complete now, and groups that have waited too long.
+    def end_step(self, returns: Mapping[str, float]) -> tuple[list[Group], list[Group]]:
+        """Groups that are complete now, and groups that have waited too long. returns: by turn.
 
         A return for a turn that is not held comes too late: the turn was trained without it.
         """
-        ended = [(held, each.value) for each in returns if (held := self._held.pop(each.turn_id, None)) is not None]
+        ended = [(held, value) for key, value in returns.items() if (held := self._held.pop(key, None)) is not None]
         overdue = [key for key, held in self._held.items() if self._step - held.since >= self._max_wait]
         self._step += 1
         return [_with_return(*each) for each in ended], [self._held.pop(key).group for key in overdue]

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from colocated_grpo.config.turns import FROZEN
+from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.town.environment import TownEnvironment
 from colocated_grpo.environments.town.players import SCRIPTED
 from colocated_grpo.environments.town.rewards import CREDITS, Credit
@@ -25,7 +26,13 @@ def open_town(seed: int, **args: Any) -> TownEnvironment:
     for label in args.get("players", ()):
         if label not in (known := (POLICY, FROZEN, *SCRIPTED)):
             raise unknown_name("environments 'town': args.players", "player", label, known)
-    return TownEnvironment(TypeAdapter(TownSettings).validate_python({**args, "seed": seed}))
+    settings = TypeAdapter(TownSettings).validate_python({**args, "seed": seed})
+    if POLICY not in settings.players:
+        raise EnvironmentSetupError(
+            f"environments 'town': args.players={list(settings.players)}: the policy plays none, so there is no turn "
+            "to train on"
+        )
+    return TownEnvironment(settings)
 
 
 def _check_names(key: str, kind: type, given: Any) -> None:

@@ -8,7 +8,7 @@ from itertools import islice
 from random import Random
 from typing import Any, Protocol
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Settled, Task
+from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Seekable, Settled, Task
 from colocated_grpo.types import Group
 
 
@@ -43,7 +43,10 @@ class Unmoved:
 
 
 class TaskStream(Unmoved):
-    """Train prompts of a task or an episode, started again when they end. Resuming replays the items already taken."""
+    """Train prompts of a task or an episode, started again when they end.
+
+    Resuming makes the items already taken once more, unless the task can be entered where it was left.
+    """
 
     patience = 1000
 
@@ -54,7 +57,12 @@ class TaskStream(Unmoved):
         self.load_state_dict({"taken": 0})
 
     def take(self) -> dict[str, Any]:
-        item = next(self.items)
+        item = next(self.items, None)
+        if item is None:
+            raise EnvironmentSetupError(
+                f"environments {self.name!r}: prompts_from() ended after {self.taken} items; give only prompts() where "
+                "there is an end"
+            )
         self.taken += 1
         return item
 
@@ -62,8 +70,11 @@ class TaskStream(Unmoved):
         return {"taken": self.taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.items = islice(self._endless(), state["taken"], None)
         self.taken = state["taken"]
+        if isinstance(self.task, Seekable):
+            self.items = self.task.prompts_from(self.seed, "train", self.taken)
+        else:
+            self.items = islice(self._endless(), self.taken, None)
 
     def _endless(self) -> Iterator[dict[str, Any]]:
         while True:

@@ -57,6 +57,8 @@ class Table:
     meta: list[Any] | None = None
     replies: dict[int, str] = field(default_factory=dict)
     batches: int = 0
+    calls: int = 0
+    """Of the batcher's code: each has a chance of its own."""
 
     def ask(self) -> None:
         """Take the next batch. It may be empty."""
@@ -68,6 +70,9 @@ class Table:
         else:
             self.prompts, self.meta = list(batch), None
         self.batches += 1
+
+    def open_places(self) -> list[int]:
+        return [place for place in range(len(self.prompts)) if place not in self.replies]
 
     def answer(self, replies: dict[int, str]) -> dict[int, float]:
         """Rewards by place. Only a batch of bare prompts has to be answered as a whole."""
@@ -120,7 +125,7 @@ class ToSSim:
     def commit(self, turn: ToSSimTurn, completion: str) -> None:
         """Carried out with the last reply of the batch: a phase ends for all of its seats together."""
         table = self._tables[turn.table]
-        if turn.id not in {each.id for each in self._open(turn.table)}:
+        if turn.place not in table.open_places() or turn.id != _turn_id(turn.table, table, turn.place):
             raise ValueError(f"turn {turn.id}: not open; a turn takes exactly one commit")
         table.replies[turn.place] = completion
         if len(table.replies) == len(table.prompts):
@@ -143,9 +148,11 @@ class ToSSim:
         totals: dict[str, float] = {"resets": float(self._resets)}
         for number, table in enumerate(self._tables):
             with self._reset_on_failure(number):
-                stats = table.batcher.get_batch_stats()
-                for name, value in {"total_games": stats["total_games"], **stats["metrics"]}.items():
-                    totals[name] = totals.get(name, 0.0) + value
+                stats = dict(table.batcher.get_batch_stats())
+                counts = {"total_games": stats.get("total_games"), **stats.get("metrics", {})}
+                for name, value in counts.items():
+                    if isinstance(value, int | float):  # others are notes; a game is not given up for them
+                        totals[name] = totals.get(name, 0.0) + value
         return totals
 
     def snapshot(self) -> dict[str, Any]:
@@ -182,10 +189,13 @@ class ToSSim:
         frozen = pickle.dumps(table) if table.prompts else b""
         return [
             ToSSimTurn(
-                id=f"{number}.{table.batches}.{place}", table=number, place=place, messages=prompt, frozen=frozen
+                id=_turn_id(number, table, place),
+                table=number,
+                place=place,
+                messages=table.prompts[place],
+                frozen=frozen,
             )
-            for place, prompt in enumerate(table.prompts)
-            if place not in table.replies
+            for place in table.open_places()
         ]
 
     @contextmanager
@@ -193,10 +203,15 @@ class ToSSim:
         """A table whose code raises is set up anew; its open turns are lost."""
         table = self._tables[number]
         try:
-            with isolated(random.Random(f"{self._seed}/{number}/{table.batches}")):
+            table.calls += 1
+            with isolated(random.Random(f"{self._seed}/{number}/{table.calls}")):
                 yield
         except (Exception, SystemExit):
-            batches = table.batches
-            self._tables[number] = self._new_table()
-            self._tables[number].batches = batches  # ids are not used again
+            anew = self._new_table()
+            anew.batches, anew.calls = table.batches, table.calls  # neither ids nor luck are used again
+            self._tables[number] = anew
             self._resets += 1
+
+
+def _turn_id(number: int, table: Table, place: int) -> str:
+    return f"{number}.{table.batches}.{place}"

@@ -6,6 +6,7 @@ that it carries; after the groups are gathered rank 0 carries one completion of 
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError, Settled
 from colocated_grpo.environments.early_stop import EarlyStop
 from colocated_grpo.environments.held import HeldGroups
 from colocated_grpo.environments.prompts import BY_OPPONENT, PATTERN
-from colocated_grpo.environments.scoring import as_number
+from colocated_grpo.environments.scoring import as_score
 from colocated_grpo.environments.turn_base import Turn, TurnEnvironment
 from colocated_grpo.environments.user_code import one_line
 from colocated_grpo.errors import RunError
@@ -41,7 +42,7 @@ class TurnScorer:
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
         try:
             outcomes = self._environment.score(prompt.item[TURN], texts)
-            scores = [Score(reward=as_number(each.reward), parts=dict(each.parts)) for each in outcomes]
+            scores = [as_score({**each.parts, "reward": each.reward}) for each in outcomes]
             if len(scores) != len(texts):
                 raise ValueError(f"score() gave {len(scores)} outcomes for {len(texts)} completions")
         except (Exception, SystemExit) as error:
@@ -147,19 +148,34 @@ class TurnStream:
         self._forget()
         trained = [place for place, group in enumerate(groups) if not group.prompt.by_opponent]
         rates = sampled_rates([group for group in in_order if not group.prompt.by_opponent])
-        metrics = self._environment.drain_stats() | rates
+        metrics = self._stats() | rates
         if self._config.opponent is not None:
             metrics["opponent_turns"] = len(groups) - len(trained)
-        complete, overdue = self._held.end_step(self._environment.drain_returns())
+        complete, overdue = self._held.end_step(self._returns())
         if self._environment.delayed:
             metrics |= {"turns_waiting": len(self._held), "turns_overdue": len(overdue)}
         return Settled(
             now=[] if self._environment.delayed else trained,
             late=complete + overdue,
             metrics={f"{self._label}/{key}": float(value) for key, value in metrics.items()},
-            games=[{"source": self._name, **game} for game in self._environment.drain_games()],
+            games=self._games(),
             finished=self._early_stop.due(metrics.get("parse_rate")),
         )
+
+    def _stats(self) -> dict[str, float]:
+        with self._blamed("drain_stats"):
+            return {name: float(value) for name, value in self._environment.drain_stats().items()}
+
+    def _returns(self) -> dict[str, float]:
+        """By turn."""
+        with self._blamed("drain_returns"):
+            return {each.turn_id: _finite(each.value) for each in self._environment.drain_returns()}
+
+    def _games(self) -> list[dict[str, Any]]:
+        with self._blamed("drain_games"):
+            games = [{"source": self._name, **game} for game in self._environment.drain_games()]
+            json.dumps(games, allow_nan=False)  # Here it is known who is to blame, and not where the file is written.
+        return games
 
     @contextmanager
     def _blamed(self, method: str) -> Iterator[None]:
@@ -179,8 +195,10 @@ class TurnStream:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
+        with self._blamed("snapshot"):
+            games = self._environment.snapshot()
         return {
-            "games": self._environment.snapshot(),
+            "games": games,
             "held": self._held.state_dict(),
             "early_stop": self._early_stop.reached,
         }
@@ -195,6 +213,13 @@ class TurnStream:
         self._held.load_state_dict(state["held"])
         self._early_stop.reached = state["early_stop"]
         self._forget()
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"a return must be a finite number, got {value!r}")
+    return number
 
 
 def sampled_rates(groups: Sequence[Group]) -> dict[str, float]:

@@ -38,6 +38,7 @@ class _Playing:
     index: int
     sibling: int
     deadline: float | None
+    loop: asyncio.AbstractEventLoop
     clock: asyncio.Timeout | None = None
     """The same deadline on the event loop, where it ends the episode."""
     conversation: Conversation | None = None
@@ -77,11 +78,12 @@ class EpisodeRunner:
         """Begin the episodes of one prompt of the job."""
         self._groups[index] = _Group(missing=job.group_size, rollouts=[None] * job.group_size)
         for sibling in range(job.group_size):
-            playing = _Playing(job=job, index=index, sibling=sibling, deadline=self._new_deadline())
+            loop = self._event_loop()
+            playing = _Playing(job=job, index=index, sibling=sibling, deadline=self._new_deadline(), loop=loop)
             turn = partial(self._turn, playing)
             playing.conversation = Conversation(job.prompts[index], self._codec, job.sampling.max_tokens, turn)
             self._playing.add(playing)
-            playing.task = asyncio.run_coroutine_threadsafe(self._play(playing), self._event_loop())
+            playing.task = asyncio.run_coroutine_threadsafe(self._play(playing), loop)
             playing.task.add_done_callback(partial(self._end, playing))
 
     def finished(self) -> Iterator[tuple[int, list[Rollout]]]:
@@ -101,7 +103,8 @@ class EpisodeRunner:
         for playing in overdue:
             playing.given_up = True
             playing.task.cancel()
-            self._loop = None
+            if playing.loop is self._loop:
+                self._leave_loop()
             error = f"{self._late()}; it blocks the event loop: run blocking code with asyncio.to_thread"
             yield from self._put_away(playing, self._rollout(playing, Score(reward=None, error=error)))
 
@@ -116,15 +119,20 @@ class EpisodeRunner:
     def close(self) -> None:
         self.cancel()
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+            self._leave_loop()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         """One loop for all batches: connections of user code belong to the loop that first used them."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
+            threading.Thread(target=_run, args=[self._loop], name="episodes", daemon=True).start()
         return self._loop
+
+    def _leave_loop(self) -> None:
+        """Later episodes get a new one. This one goes on until its last task has ended, or a long run would pile up
+        threads and sockets."""
+        asyncio.run_coroutine_threadsafe(_stop_when_idle(), self._loop)
+        self._loop = None
 
     def _end(self, playing: _Playing, _task: Future[Rollout]) -> None:
         self._ended.append(playing)
@@ -197,3 +205,15 @@ class EpisodeRunner:
             seed=derive_seed(self._seed, job.name, prompt.index, playing.sibling, turn),
             sampling=replace(job.sampling, max_tokens=max_tokens),
         )
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+async def _stop_when_idle() -> None:
+    """Stops the loop that it runs on."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+    asyncio.get_running_loop().stop()

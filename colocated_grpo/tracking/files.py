@@ -87,10 +87,11 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     write_atomically(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Readers, and a kill at any moment, see the old file or the new one."""
+def write_atomically(path: Path, parts: str | Iterable[str]) -> None:
+    """Readers, and a kill at any moment, see the old file or the new one. `parts` may be read from the old one."""
     beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
+    with beside.open("w", encoding="utf-8") as file:
+        file.writelines([parts] if isinstance(parts, str) else parts)
     os.replace(beside, path)
 
 
@@ -161,11 +162,9 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"{path}: not JSON ({error.msg})") from error
 
 
-def keep_before(path: Path, first_step: int) -> list[Row]:
-    """Rewrite a .jsonl file without the rows of steps >= `first_step`; the rows that it keeps."""
-    kept = [row for row in read_rows(path) if row["step"] < first_step]
-    write_atomically(path, "".join(map(json_line, kept)))
-    return kept
+def keep_before(path: Path, first_step: int) -> None:
+    """Rewrite a .jsonl file without the rows of steps >= `first_step`, row by row: it may be larger than the memory."""
+    write_atomically(path, (json_line(row) for row in read_rows(path) if row["step"] < first_step))
 
 
 def _reopen(path: Path, first_step: int) -> TextIO:

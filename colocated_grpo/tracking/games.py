@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ class GameWriter:
         self._columns: list[str] = []
         if (run_dir / GAMES_FILE).exists():
             files.keep_before(run_dir / GAMES_FILE, first_step)
-            events = files.keep_before(run_dir / EVENTS_FILE, first_step)
+        if (run_dir / EVENTS_FILE).exists():  # written before the games: a kill may have left it alone
+            files.keep_before(run_dir / EVENTS_FILE, first_step)
             # Made again from the rows that can be trusted: a kill may have cut its last line.
             (run_dir / EVENTS_TABLE).unlink(missing_ok=True)
-            self._append_to_table(events)
+            self._append_to_table(files.read_rows(run_dir / EVENTS_FILE))
 
     def write(self, step: int, games: Sequence[dict[str, Any]]) -> None:
         """Opens and closes the files: a killed run keeps every game that ended."""
@@ -43,16 +45,18 @@ class GameWriter:
         with (self._folder / name).open("a", encoding="utf-8") as file:
             file.writelines(map(files.json_line, rows))
 
-    def _append_to_table(self, events: Sequence[Row]) -> None:
+    def _append_to_table(self, events: Iterable[Row]) -> None:
         """Columns are those of the first event; what other environments add is in the .jsonl."""
-        if not events:
+        events = iter(events)
+        first = next(events, None)
+        if first is None:
             return
-        self._columns = self._columns or list(events[0])
+        self._columns = self._columns or list(first)
         with (self._folder / EVENTS_TABLE).open("a", newline="", encoding="utf-8", errors="replace") as file:
             writer = csv.DictWriter(file, self._columns, restval="", extrasaction="ignore")
             if file.tell() == 0:
                 writer.writeheader()
-            writer.writerows(events)
+            writer.writerows(chain([first], events))
 
 
 def read_games(run_dir: Path) -> list[Row]:

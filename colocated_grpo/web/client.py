@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -43,7 +44,7 @@ class JsonClient:
         except HTTPError as error:
             kind = Refused if 400 <= error.code < 500 else Unavailable
             raise kind(f"{error.code} {error.reason}") from None
-        except (OSError, HTTPException, EOFError, ValueError, RecursionError) as error:
+        except (OSError, HTTPException, EOFError, zlib.error, ValueError, RecursionError) as error:
             raise Unavailable(_reason(error)) from None
 
 

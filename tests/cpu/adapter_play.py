@@ -57,6 +57,10 @@ def items(episode: Episode, count: int, seed: int = 0, split: str = "train") -> 
     return list(islice(episode.prompts(seed, split), count))
 
 
+def items_from(episode: Episode, start: int, count: int) -> list[dict[str, Any]]:
+    return list(islice(episode.prompts_from(0, "train", start), count))
+
+
 def observations(rollout: Rollout) -> Iterator[str]:
     """What the policy was told after its turns."""
     for part in rollout.text.split(USER)[1:]:

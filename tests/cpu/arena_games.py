@@ -8,7 +8,7 @@ from typing import Any
 import textarena
 from textarena.envs.TicTacToe.env import TicTacToeEnv
 
-BRITTLE, BROKEN, FICKLE, RESTLESS = "Brittle-v0", "Broken-v0", "Fickle-v0", "Restless-v0"
+BRITTLE, BROKEN, FICKLE, HASTY, RESTLESS = "Brittle-v0", "Broken-v0", "Fickle-v0", "Hasty-v0", "Restless-v0"
 _numbers = count()
 
 
@@ -47,5 +47,13 @@ class Restless(TicTacToeEnv):
         return False
 
 
-for _name, _game in ((BRITTLE, Brittle), (BROKEN, Broken), (FICKLE, Fickle), (RESTLESS, Restless)):
+class Hasty(TicTacToeEnv):
+    """Over after one move."""
+
+    def _check_winner(self) -> bool:
+        return True
+
+
+_GAMES = {BRITTLE: Brittle, BROKEN: Broken, FICKLE: Fickle, RESTLESS: Restless, HASTY: Hasty}
+for _name, _game in _GAMES.items():
     textarena.envs.registration.register(_name, _game)

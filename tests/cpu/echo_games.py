@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 
@@ -75,7 +76,8 @@ class Echo:
     def score(self, turn: EchoTurn, completions: Sequence[str]) -> list[Worth]:
         if self.bad == "score":
             raise KeyError("no such word")
-        return [Worth(float(len(text)), {"parse_rate": float("a" in text)}) for text in completions]
+        number = Fraction if self.bad == "fractions" else float
+        return [Worth(number(len(text)), {"parse_rate": number("a" in text)}) for text in completions]
 
     def commit(self, turn: EchoTurn, completion: str) -> None:
         if self.bad == "commit":
@@ -97,16 +99,24 @@ class Echo:
             self.add_game()
 
     def drain_returns(self) -> list[Paid]:
+        if self.bad == "return":
+            return [Paid("0.1", float("inf"))]
         return [Paid(turn, self.pays) for number in self._ended for turn in self._turns.get(number, [])]
 
     def drain_games(self) -> list[dict[str, Any]]:
         ended, self._ended = self._ended, []
+        if self.bad == "record":
+            return [{"game": 0, "winner": "nobody", "score": Fraction(1, 3)}]
         return [{"game": number, "winner": "nobody", "events": [{"game": number, "text": "hm"}]} for number in ended]
 
     def drain_stats(self) -> dict[str, float]:
+        if self.bad == "stats":
+            return {"mood": "good"}
         return {"committed": float(len(self.committed))}
 
     def snapshot(self) -> dict[str, Any]:
+        if self.bad == "snapshot":
+            raise RuntimeError("cannot be saved")
         return {
             "games": [[number, left] for number, left in self.games.items()],
             "started": self.started,

@@ -100,3 +100,30 @@ class Empty(WithMeta):
 
     def next_batch(self) -> tuple[list[str], list[Any]]:
         return [], []
+
+
+class Lucky(WithMeta):
+    """Draws a number in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def next_batch(self) -> tuple[list[str], list[tuple[Game, Player]]]:
+        self.drawn.append(random.random())
+        return super().next_batch()
+
+    def apply_actions(self, meta: list[tuple[Game, Player]], completions: list[str]) -> list[Any]:
+        self.drawn.append(random.random())
+        return super().apply_actions(meta, completions)
+
+    def get_batch_stats(self) -> dict[str, Any]:
+        self.drawn.append(random.random())
+        return super().get_batch_stats()
+
+
+class Chatty(WithMeta):
+    """Its stats hold more than counts, and less."""
+
+    def get_batch_stats(self) -> dict[str, Any]:
+        return {"metrics": {**self.metrics, "mood": "good", "by_role": {}}}

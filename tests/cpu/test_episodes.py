@@ -371,6 +371,50 @@ def test_an_episode_that_blocks_is_left_behind_though_requests_from_outside_neve
     collector.close()
 
 
+def loops() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "episodes"}
+
+
+def test_a_thread_that_was_left_behind_ends_with_its_last_episode(never, monkeypatch):
+    monkeypatch.setattr(episodes_module, "GRACE", 0.05)
+    before = loops()
+
+    async def run(item, model):
+        await model.generate(3)
+        if item["number"] == 1:
+            never.wait()
+        return 1.0
+
+    collector = collector_of(FakeEngine(), {"play": Play(run)}, tool_timeout=0.1)
+    collector.collect(job_of(2))
+    [left_behind] = loops() - before
+    never.set()
+    left_behind.join(10)
+    assert not left_behind.is_alive()
+    collector.close()
+
+
+def test_closing_ends_the_thread_and_every_episode_on_it():
+    before, waiting, ended = loops(), threading.Event(), threading.Event()
+
+    async def run(item, model):
+        try:
+            await model.generate(3)
+            waiting.set()
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    collector = collector_of(FakeEngine(), {"play": Play(run)}, stop_asked=waiting.is_set)
+    with pytest.raises(Stopped):
+        collector.collect(job_of(1, group_size=1))
+    [thread] = loops() - before
+    collector.close()
+    thread.join(10)
+    assert ended.is_set()
+    assert not thread.is_alive()
+
+
 def test_an_episode_that_will_not_be_cancelled_is_left_behind(monkeypatch):
     monkeypatch.setattr(episodes_module, "GRACE", 0.1)
     left = asyncio.Event()

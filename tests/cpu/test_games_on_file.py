@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tracemalloc
 
 from colocated_grpo.tools import show_rollouts
 from colocated_grpo.tracking.games import EVENTS_FILE, EVENTS_TABLE, GAMES_FILE, GameWriter, read_games
@@ -51,6 +52,14 @@ def test_a_run_without_games_has_no_file_of_them(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_events_whose_game_was_not_written_before_a_kill_are_dropped(tmp_path):
+    GameWriter(tmp_path, 0).write(0, [game(0)])
+    (tmp_path / GAMES_FILE).unlink()
+    GameWriter(tmp_path, 0).write(0, [game(0)])
+    assert len(read_games(tmp_path)) == 1
+    assert len(events(tmp_path)) == len(table(tmp_path)) == 2
+
+
 def test_games_of_steps_that_a_resume_repeats_are_dropped(tmp_path):
     writer = GameWriter(tmp_path, 0)
     for step in range(4):
@@ -63,6 +72,19 @@ def test_games_of_steps_that_a_resume_repeats_are_dropped(tmp_path):
     assert [row["game"] for row in read_games(tmp_path)] == [0, 1, 7]
     assert [row["game"] for row in table(tmp_path)] == ["0", "0", "1", "1", "7", "7"]
     assert [row["game"] for row in events(tmp_path)] == [0, 0, 1, 1, 7, 7]
+
+
+def test_a_resume_holds_no_more_than_a_few_events_in_memory(tmp_path):
+    writer = GameWriter(tmp_path, 0)
+    crowd = {**game(0), "events": [{"game": 0, "day": day, "text": "hm" * 50} for day in range(2_000)]}
+    for step in range(10):
+        writer.write(step, [crowd])
+    tracemalloc.start()
+    GameWriter(tmp_path, 9)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 * 2**20
+    assert len(events(tmp_path)) == len(table(tmp_path)) == 9 * 2_000
 
 
 def test_the_report_and_the_terminal_tell_a_game_and_nothing_in_it_is_code(tmp_path, capsys):

@@ -12,7 +12,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.episodes import build_episode
 
-from adapter_play import items, observations, played, saying
+from adapter_play import items, items_from, observations, played, saying
 
 TOY = ["FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1"]
 DRY = {"options": {"is_slippery": False}}
@@ -100,6 +100,12 @@ def test_the_last_action_of_a_reply_counts_in_any_case():
     episode = gym("FrozenLake-v1", **DRY)
     rollout = played(episode, items(episode, 1)[0], saying("<action>right</action> no: <action> DOWN </action>"))
     assert next(observations(rollout)).splitlines()[1].startswith("P")
+
+
+def test_episodes_can_be_entered_anywhere_without_starting_those_before():
+    episode = gym("Blackjack-v1")
+    assert items_from(episode, 3, 2) == items(episode, 5)[3:]
+    assert len(items_from(episode, 10**9, 1)) == 1
 
 
 @pytest.mark.parametrize("environment", TOY)

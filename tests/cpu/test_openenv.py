@@ -13,8 +13,9 @@ from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.adapters import openenv
 from colocated_grpo.environments.episodes import build_episode
 
-from adapter_play import items, observations, played, playing, saying
+from adapter_play import items, items_from, observations, played, playing, saying
 from openenv_server import NUMBER_ACTION, Guess, Server
+from raw_server import answering, response
 
 
 @pytest.fixture
@@ -64,6 +65,12 @@ def test_seeds_repeat_and_are_held_out_apart(server):
     assert items(episode, 4)[0]["prompt"].startswith("1 to 90")
     assert {item["seed"] % 2 for item in items(episode, 5)} == {0}
     assert {item["seed"] % 2 for item in items(episode, 5, split="held_out")} == {1}
+
+
+def test_a_resume_asks_the_server_for_no_prompt_again(server):
+    episode = env(server)
+    assert items_from(episode, 3, 2) == items(episode, 5)[3:]
+    assert len(items_from(episode, 10**9, 1)) == 1
 
 
 def test_actions_that_are_no_text_are_json_objects_and_mistakes_in_them_cost_a_turn():
@@ -147,6 +154,16 @@ def test_a_server_that_is_not_there_or_not_well_is_said_in_one_line():
         assert "\n" not in str(caught.value)
     with Server(health="unhealthy") as server, pytest.raises(EnvironmentSetupError, match="says that it is unhealthy"):
         env(server)
+
+
+def test_a_server_that_answers_nonsense_during_a_run_is_said_in_one_line(server):
+    episode = env(server)
+    for raw in (b"220 a mail server\r\n", response(b"[]"), response(b"{}", status="500 Crashed")):
+        with answering(raw) as url:
+            prompts = episode.model_copy(update={"url": url}).prompts(0, "train")
+            with pytest.raises(EnvironmentSetupError, match="no OpenEnv server answers /reset: ") as caught:
+                next(prompts)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_missing_client_names_the_pip_command(monkeypatch):

@@ -127,6 +127,35 @@ def test_a_train_sequence_that_ends_starts_again_and_resumes_exactly(tmp_path):
     assert [prompt.item["prompt"] for prompt in resumed.next(4)] == list("1201")
 
 
+def test_a_sequence_that_can_be_entered_anywhere_and_ends_is_named(tmp_path):
+    body = """\
+        return iter(())
+    def prompts_from(self, seed, split, start):
+        return iter([{'prompt': 'only'}][start:])
+"""
+    source = environments(user_task(tmp_path, body)).open_source()
+    with pytest.raises(EnvironmentSetupError, match=r"prompts_from\(\) ended after 1 items; give only prompts\(\)"):
+        source.next(2)
+
+
+def test_a_long_run_is_resumed_without_making_its_prompts_again(tmp_path):
+    body = """\
+        return self.prompts_from(seed, split, 0)
+    def prompts_from(self, seed, split, start):
+        from itertools import count
+        return ({'prompt': f'{split} {number}'} for number in count(start))
+"""
+    source = environments(user_task(tmp_path, body)).open_source()
+    assert [prompt.item["prompt"] for prompt in source.next(2)] == ["train 0", "train 1"]
+    state = source.state_dict()
+    [name] = state["streams"]
+    far = {**state, "streams": {name: {"taken": 10**12}}}
+    for start, entered in ((2, state), (10**12, far)):
+        source.load_state_dict(entered)
+        assert [prompt.item["prompt"] for prompt in source.next(1)] == [f"train {start}"]
+        assert source.state_dict()["streams"][name] == {"taken": start + 1}
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -16,7 +16,8 @@ from colocated_grpo.environments.adapters.textarena_game import Game, random_mov
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.isolation import isolated
 
-from adapter_play import items, observations, played, saying
+from adapter_play import items, items_from, observations, played, saying
+from arena_games import HASTY
 
 MAFIA = {"players": 6, "options": {"discussion_rounds": 1}}
 GAMES = {"TicTacToe-v0": {}, "KuhnPoker-v0": {}, "SecretMafia-v0": MAFIA}
@@ -73,6 +74,19 @@ def test_siblings_that_say_the_same_live_the_same_whatever_else_draws_numbers(ga
         one = played(episode, item, legal())
         random.seed(random.random())
         assert played(again, item, legal()) == one
+
+
+@pytest.mark.parametrize("game", GAMES)
+def test_games_can_be_entered_anywhere_without_dealing_those_before(game):
+    episode = arena(game)
+    assert items_from(episode, 3, 2) == items(episode, 5)[3:]
+    assert len(items_from(episode, 10**9, 1)) == 1
+
+
+def test_a_seat_that_is_never_asked_is_named_and_not_waited_for():
+    with pytest.raises(EnvironmentSetupError, match="Hasty-v0: 100 games in a row ended before seat 1 was asked"):
+        items(arena(HASTY, seat=1), 1)
+    assert len(items(arena(HASTY), 9)) == 9
 
 
 @pytest.mark.parametrize("game", GAMES)

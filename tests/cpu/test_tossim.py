@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.config import Config
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.environments import EnvironmentSetupError, build_environments, tossim
 from colocated_grpo.environments.tossim import ToSSim
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
@@ -112,6 +112,33 @@ def test_the_seed_decides_and_tables_differ():
     assert names(1) == names(1)
     assert not set(names(1)) & set(names(2))
     assert len(set(names(1))) == 6
+
+
+def test_no_call_has_the_luck_of_another():
+    environment = batcher("Lucky")
+    for _ in range(5):
+        play(environment, 2)
+        environment.drain_stats()
+        environment.drain_stats()
+    drawn = environment._tables[0].batcher.drawn
+    assert len(set(drawn)) == len(drawn) == 5 * (2 + 2 + 2)
+
+
+def test_a_reply_is_taken_without_a_copy_of_its_table(monkeypatch):
+    environment = batcher()
+    turns = environment.next_batch()
+    monkeypatch.setattr(tossim.pickle, "dumps", None)
+    for turn in turns:
+        environment.commit(turn, GOOD)
+
+
+def test_stats_that_are_no_counts_are_left_out_and_cost_no_table():
+    environment = batcher("Chatty")
+    play(environment, 2)
+    stats = environment.drain_stats()
+    assert stats["total_actions"] == 6
+    assert not {"mood", "by_role"} & stats.keys()
+    assert environment.drain_stats()["resets"] == 0
 
 
 def test_a_failing_judge_gives_no_reward():

@@ -174,6 +174,8 @@ def test_a_silenced_seat_cannot_speak_on_the_next_day():
     game.phase = Phase.DISCUSSION
     assert judged(game, "Bram", reply("speak", "help")).code == "muted"
     assert judged(game, "Bram", reply("whisper", "Cleo: help")).code == "muted"
+    game.phase, game.acquitted = Phase.NOMINATION, [index for index in game.living() if index != game.index("Bram")]
+    assert judged(game, "Bram", reply("nominate", "Cleo")).code == "not_your_turn_to"
 
 
 def test_an_arsonist_burns_every_soaked_house_and_no_doctor_helps():
@@ -230,6 +232,17 @@ def test_an_executioner_whose_mark_dies_by_night_becomes_a_jester():
     seat(game, "Ada").mark = game.index("Cleo")
     night(game, {"Bram": "kill Cleo"})
     assert (seat(game, "Ada").role_name, seat(game, "Ada").mark) == ("jester", NOBODY)
+
+
+@pytest.mark.parametrize(("hater", "mark"), [("Cleo", "Dorn"), ("Dorn", "Cleo")])
+def test_an_executioner_who_dies_with_its_mark_is_buried_as_one(hater, mark):
+    game = table("mafioso", "slayer")
+    seat(game, hater).become("executioner")
+    seat(game, hater).mark = game.index(mark)
+    night(game, {"Ada": f"kill {hater}", "Bram": f"kill {mark}"})
+    assert dead(game) == {hater, mark}
+    assert {event.text for event in events_of(game, "killed")} == {"executioner", "citizen"}
+    assert told(game, hater) == []
 
 
 def test_what_seats_choose_is_on_record_but_seen_by_nobody():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from random import Random
 
@@ -341,6 +342,38 @@ def test_a_judge_that_fails_costs_the_turn_its_reward_and_a_game_that_fails_ends
         source.record([group])
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("return", r"drain_returns\(\) failed: ValueError: a return must be a finite number"),
+        ("record", r"drain_games\(\) failed: TypeError: Object of type Fraction is not JSON"),
+        ("stats", r"drain_stats\(\) failed: ValueError: could not convert string to float"),
+    ],
+)
+def test_what_a_game_tells_after_a_step_is_checked_and_blamed_on_it(bad, message):
+    made = built(echo(bad=bad, length=1, pays=1.0))
+    source = made.open_source()
+    group = judged(made, source.next(1)[0], WORDS)
+    with pytest.raises(RunError, match=message):
+        source.record([group])
+
+
+def test_games_that_cannot_be_saved_are_said_in_one_line():
+    with pytest.raises(RunError, match=r"snapshot\(\) failed: RuntimeError: cannot be saved"):
+        built(echo(bad="snapshot")).open_source().state_dict()
+
+
+def test_numbers_of_other_kinds_are_plain_ones_before_they_reach_a_file():
+    made = built(echo(bad="fractions", length=1, pays=Fraction(1, 2)))
+    source = made.open_source()
+    group = judged(made, source.next(1)[0], WORDS)
+    assert [type(part) for part in group.rollouts[0].score.parts.values()] == [float]
+    [late] = source.record([group]).late
+    assert rewards_of([late]) == [[1.5, 3.0, 2.0]]
+    assert type(late.rollouts[0].score.reward) is float
+    json.dumps(source.state_dict())
+
+
 def test_another_game_in_the_checkpoint_is_refused_in_one_line():
     state = built(town(games=2)).open_source().state_dict()
     with pytest.raises(EnvironmentSetupError, match="cannot be restored: ValueError: town: games=4"):
@@ -360,6 +393,7 @@ def test_another_game_in_the_checkpoint_is_refused_in_one_line():
         (town(rules={"max_days": 0}), "max_days=0 is below 1"),
         (town(players=["policy", "frozen-100"]), "unknown player 'frozen-100'; did you mean 'frozen'?"),
         (town(players=["sensible"]), "all scripted"),
+        (town({"opponent": {}}, players=["frozen", "sensible"]), "the policy plays none, so there is no turn to train"),
         (town(seed=3), "args.seed is not yours to give"),
         (echo(size=3), "unexpected keyword argument 'size'"),
         ({"type": "turns", "name": "json:JSONDecoder", "args": {}}, "unexpected keyword argument 'seed'"),

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from random import Random
 from typing import Any
 
 from pydantic import Field, PrivateAttr
 
-from colocated_grpo.config.base import Section
 from colocated_grpo.environments.adapters.gymnasium_views import View, view_of
+from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
 from colocated_grpo.environments.user_code import import_optional
 
 KEY = "environments 'gymnasium'"
 ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-HELD_OUT = 1
-"""Seeds of held-out episodes are odd, so that no run trains on what another holds out."""
 
 
-class Gymnasium(Section):
+class Gymnasium(SeededEpisode):
     """Reward: the return, and `invalid_reward` for each reply without an action."""
 
     environment: str
@@ -41,13 +38,15 @@ class Gymnasium(Section):
     """Of a reply without an action. At 0, saying nothing would beat an environment whose steps cost."""
 
     _view: View = PrivateAttr()
+    _asking: Any = PrivateAttr()
+    """The environment whose first observations open the prompts. Episodes run in another thread and have their own."""
     _idle: list[Any] = PrivateAttr(default_factory=list)
     """Environments between two episodes: some take longer to build than to play."""
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
         library = import_optional("gymnasium", "gymnasium", KEY)
-        env = self._new()
+        self._asking = env = self._new()
         if not isinstance(env.action_space, library.spaces.Discrete) or env.action_space.start != 0:
             raise EnvironmentSetupError(f"{KEY}: {self.environment} has no numbered actions but {env.action_space}")
         self._view = view_of(env.unwrapped, self.rules, self.actions)
@@ -60,12 +59,10 @@ class Gymnasium(Section):
                 f"{KEY}: {self.environment} does not repeat itself from its seed: siblings would play different games"
             )
 
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        rng, env = Random(f"{seed}/{split}"), self._new()
-        while True:
-            number = 2 * rng.randrange(2**30) + (HELD_OUT if split == "held_out" else 0)
-            parts = [self._view.rules, f"Actions: {', '.join(self._view.actions)}.", self._hint()]
-            yield {"seed": number, "prompt": "\n".join([*filter(None, parts), "", self._begin(env, number)])}
+    def _item(self, chance: Random, split: Split) -> dict[str, Any]:
+        seed = draw_seed(chance, split)
+        parts = [self._view.rules, f"Actions: {', '.join(self._view.actions)}.", self._hint()]
+        return {"seed": seed, "prompt": "\n".join([*filter(None, parts), "", self._begin(self._asking, seed)])}
 
     async def run(self, item: dict[str, Any], model: Conversation) -> dict[str, float]:
         env = self._idle.pop() if self._idle else self._new()

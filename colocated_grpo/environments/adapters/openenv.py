@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from random import Random
@@ -17,14 +16,13 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
-from colocated_grpo.config.base import Section
+from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
-from colocated_grpo.environments.user_code import import_optional, one_line
+from colocated_grpo.environments.user_code import import_optional
+from colocated_grpo.web.client import JsonClient, Refused, Unavailable
 
 KEY = "environments 'openenv'"
-HELD_OUT = 1
-"""Seeds of held-out episodes are odd, so that no run trains on what another holds out."""
 BUSY = 0.1
 """Seconds between two attempts at a server that has all its sessions in use."""
 HTTP_TIMEOUT = 30.0
@@ -32,8 +30,6 @@ LARGEST_MESSAGE = 16 << 20
 """Bytes of one observation."""
 JSON_OBJECT = TypeAdapter(dict[str, Any])
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-# A proxy that is set for the internet would be asked for localhost as well.
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class ServerError(RuntimeError):
@@ -52,7 +48,7 @@ ERRORS = {"CAPACITY_REACHED": Busy, "VALIDATION_ERROR": InvalidAction}
 """By the protocol's code; every other code is a failure."""
 
 
-class OpenEnv(Section):
+class OpenEnv(SeededEpisode):
     """Reward: the sum of the steps' rewards, and `invalid_reward` for each reply that is no action."""
 
     url: str = Field(pattern=r"^https?://")
@@ -86,13 +82,11 @@ class OpenEnv(Section):
         self._schema = self._ask("/schema").get("action", {})
         self._field = self.action or text_field(self._schema)
 
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        rng = Random(f"{seed}/{split}")
+    def _item(self, chance: Random, split: Split) -> dict[str, Any]:
+        seed = draw_seed(chance, split)
         hint = "" if self._field else f"Reply with one JSON object of this schema: {json.dumps(self._schema)}"
-        while True:
-            number = 2 * rng.randrange(2**30) + (HELD_OUT if split == "held_out" else 0)
-            said = self._words(self._ask("/reset", self._reset(number)))
-            yield {"seed": number, "said": said, "prompt": "\n\n".join(filter(None, [self.instruction, hint, said]))}
+        said = self._words(self._ask("/reset", self._reset(seed)))
+        return {"seed": seed, "said": said, "prompt": "\n\n".join(filter(None, [self.instruction, hint, said]))}
 
     async def run(self, item: dict[str, Any], model: Conversation) -> dict[str, float]:
         async with self._session(self._reset(item["seed"])) as (ask, first):
@@ -156,14 +150,13 @@ class OpenEnv(Section):
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """GET, or POST of a body."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url.rstrip("/") + path, data, {"Content-Type": "application/json"})
+        http = JsonClient(self.url, timeout=HTTP_TIMEOUT)
         try:
-            with _open(request, timeout=HTTP_TIMEOUT) as response:
-                return JSON_OBJECT.validate_json(response.read())
-        except (OSError, ValueError) as error:
+            return JSON_OBJECT.validate_python(http.get(path) if body is None else http.post(path, body))
+        except (Unavailable, Refused, ValidationError) as error:
+            why = "not a JSON object" if isinstance(error, ValidationError) else error
             raise EnvironmentSetupError(
-                f"{KEY}: args.url={self.url!r}: no OpenEnv server answers {path}: {one_line(error)}"
+                f"{KEY}: args.url={self.url!r}: no OpenEnv server answers {path}: {why}"
             ) from error
 
 

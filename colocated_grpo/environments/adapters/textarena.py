@@ -6,14 +6,13 @@ conversation of one seat; a group is one game dealt group_size times: same seat,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from random import Random
 from typing import Any
 
 from pydantic import Field, PrivateAttr
 
-from colocated_grpo.config.base import Section
+from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
 from colocated_grpo.environments.adapters.textarena_game import (
     KEY,
     RANDOM,
@@ -30,11 +29,11 @@ from colocated_grpo.environments.conversation import Conversation, OutOfRoom
 
 MOST_MOVES = 1000
 """Moves of the other seats in a row; more count as a game without end."""
-HELD_OUT = 1
-"""Seeds of held-out games are odd, so that no run trains on what another holds out."""
+MOST_DEALS = 100
+"""Games dealt for one prompt: some end, or lose the seat, before it is asked."""
 
 
-class TextArena(Section):
+class TextArena(SeededEpisode):
     """Reward: what the game gives the policy's seat, mostly 1, 0 or -1."""
 
     game: str
@@ -66,14 +65,19 @@ class TextArena(Section):
         self._script = script_of(self.opponent, f"{KEY}: args.opponent")
         self._deal({"seed": 0, "seat": self.seat or 0})  # now, and not when the first game is asked for
 
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        rng = Random(f"{seed}/{split}")
-        while True:
-            number = 2 * rng.randrange(2**30) + (HELD_OUT if split == "held_out" else 0)
-            item = {"seed": number, "seat": rng.randrange(self.players) if self.seat is None else self.seat}
+    def _item(self, chance: Random, split: Split) -> dict[str, Any]:
+        for _ in range(MOST_DEALS):
+            item = {"seed": draw_seed(chance, split), "seat": self._seat(chance)}
             _, _, said = self._deal(item)
-            if said is not None:  # else the game was over, or the seat out of it, before it was asked
-                yield {**item, "prompt": "\n".join(filter(None, [said, self.instruction]))}
+            if said is not None:
+                return {**item, "prompt": "\n".join(filter(None, [said, self.instruction]))}
+        seat = item["seat"]
+        raise EnvironmentSetupError(
+            f"{KEY}: {self.game}: {MOST_DEALS} games in a row ended before seat {seat} was asked"
+        )
+
+    def _seat(self, chance: Random) -> int:
+        return chance.randrange(self.players) if self.seat is None else self.seat
 
     async def run(self, item: dict[str, Any], model: Conversation) -> dict[str, float]:
         game, chance, said = self._deal(item)

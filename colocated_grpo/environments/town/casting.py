@@ -46,6 +46,8 @@ def complaint(roles: Sequence[str]) -> str | None:
             return f"roles: {name!r} is unknown; there are {', '.join(ROLES)}"
         if ROLES[name].unique and roles.count(name) > 1:
             return f"roles: {name} is unique but given {roles.count(name)} times"
+    if not any(ROLES[name].hostile for name in roles):
+        return "roles: none is hostile, so every game would be over before anybody is asked"
     return None
 
 

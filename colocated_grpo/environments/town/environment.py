@@ -99,14 +99,13 @@ class TownEnvironment:
         """Whether the end of a game adds to the rewards of its turns."""
         return self.settings.credit.outcome != 0
 
-    def next_batch(self, limit: int | None = None) -> list[Turn]:
+    def next_batch(self) -> list[Turn]:
         """Turns that can be acted on now, at most one of each seat, those of the oldest game first.
 
         Asking again without a commit gives them again.
         """
         self._games = [self._until_asked(game) for game in self._games]
-        asked = [(game, seat) for game in sorted(self._games, key=_number) for seat in _asked_outside(game)]
-        return [self._turn(game, seat) for game, seat in asked[:limit]]
+        return [self._turn(game, seat) for game in sorted(self._games, key=_number) for seat in _asked_outside(game)]
 
     def add_game(self) -> list[Turn]:
         """One game more from now on; its turns."""

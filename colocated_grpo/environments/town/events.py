@@ -45,12 +45,11 @@ def summary(game: Game) -> dict[str, Any]:
     return {"game": game.number, "seed": game.seed, "winner": str(game.winner), "days": game.day, "seats": seats}
 
 
-def transcript(game: Game, *, thoughts: bool = True) -> str:
+def transcript(game: Game) -> str:
     """The whole game, secrets included. Lines that not everybody saw say who did."""
     names = [f"{seat.name} ({seat.role_name})" for seat in game.seats]
-    told = [event for event in game.events if thoughts or event.kind != "thought"]
     cast = "Cast: " + ", ".join(names)
-    return "\n".join([cast, *(_line(game, event, names) for event in told)]) + "\n"
+    return "\n".join([cast, *(_line(game, event, names) for event in game.events)]) + "\n"
 
 
 def record(game: Game) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Kpis:
         self.phase_turns[phase] = self.phase_turns.get(phase, 0) + 1
         self.phase_rewards[phase] = self.phase_rewards.get(phase, 0.0) + reward
 
-    def game(self, winner: str, days: int, results: Sequence[tuple[str, int]]) -> None:
+    def game(self, winner: str, days: int, results: Sequence[tuple[str, float]]) -> None:
         """results: (player, +1 won or 0 draw or -1 lost) of each seat."""
         self.games += 1
         self.days += days

@@ -48,6 +48,7 @@ PHASE_TAGS = {
     Phase.OVER: set(),
 }
 """Tags that somebody may use in the phase, beside waiting and look-ups."""
+SPEECH = frozenset({"speak", "whisper"})
 ROLE_TAGS = NIGHT_TAGS | DAY_POWERS
 """Tags that take a role."""
 
@@ -171,7 +172,7 @@ def objection(game: Game, seat: int, tag: str) -> tuple[str, str]:
         return "wrong_phase", f"<{tag}> is not for the phase {game.phase}"
     if tag in ROLE_TAGS:
         return _objection_to_role(game, seat, tag)
-    if holder.muted:
+    if holder.muted and tag in SPEECH:
         return "muted", "you were threatened and must keep silent today"
     return "not_your_turn_to", f"<{tag}> is not yours to use now"
 

@@ -71,6 +71,8 @@ def resolve_night(game: Game) -> None:
     _run(night, Priority.MARK, Priority.PROTECT)
     _ambush(night)
     _run(night, Priority.ATTACK, Priority.LOOK)
+    for seat in night.dead:
+        game.seats[seat].alive = False  # together: nobody lives to see a mark buried that died in the same night
     for seat in sorted(night.dead):
         bury(game, seat, "killed", hidden=seat in night.cleaned)
 

@@ -34,7 +34,6 @@ class Observation:
     """Role names of the other mafia members, dead or alive; empty outside the mafia."""
     mark: int
     """Whom an executioner wants to see hanged."""
-    uses: dict[str, int]
     will: str
     accused: int
     needed_to_accuse: int
@@ -72,13 +71,12 @@ def observe(game: Game, seat: int) -> Observation:
         living=tuple(game.living()),
         allies=_allies(game, seat),
         mark=holder.mark,
-        uses=dict(holder.uses),
         will=holder.will,
         # Set while half of the town has just named somebody, and public from then on.
         accused=game.accused if game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS) else NOBODY,
         needed_to_accuse=needed_to_accuse(game),
         graves=graves(game),
-        events=tuple(event for event in game.events if event.audience is None or seat in event.audience),
+        events=tuple(event for event in game.events if event.seen_by(seat)),
         legal=legal_actions(game, seat),
         look_ups=look_ups(game, seat),
         dialog=tuple(holder.dialog),

@@ -32,7 +32,6 @@ _SENTENCES = {
     "action": "[{actor} chooses: {text} -> {target}]",
     "thought": "[{actor} thinks: {text}]",
 }
-KINDS = frozenset(_SENTENCES)
 
 
 def sentence(event: Event, names: Sequence[str]) -> str:
