@@ -10,7 +10,17 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from colocated_grpo.config.aliases import new_names, translate_aliases
-from colocated_grpo.config.errors import ConfigError, Origin, Path, describe, dotted, place_of, setting_path, show
+from colocated_grpo.config.errors import (
+    ConfigError,
+    Origin,
+    Path,
+    describe,
+    dotted,
+    path_of,
+    place_of,
+    setting_path,
+    show,
+)
 from colocated_grpo.config.rules import check, remarks
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.tree import lookup, place
@@ -60,7 +70,10 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[Path, str]]:
             if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{name}: needs a value, for example --{name} VALUE or --{name}=VALUE")
             text = remaining.pop(0)
-        pairs.append((tuple(int(step) if step.isdigit() else step for step in name.split(".")), text))
+        # `--training-steps`, as flags are written elsewhere; only in the first word, as keys of free-form sections may
+        # have hyphens
+        section, dot, rest = name.partition(".")
+        pairs.append((path_of(section.replace("-", "_") + dot + rest), text))
     return pairs
 
 
