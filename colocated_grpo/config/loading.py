@@ -28,6 +28,7 @@ from colocated_grpo.config.yaml_text import parse_document, parse_value
 
 # What a file without environments trains on: procedural, so that it needs no download.
 DEFAULT_TASK = "arithmetic"
+SHIPPED = pathlib.Path("training_configs")
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ def _read_text(path: pathlib.Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"config='{path}': no such file") from None
+        shipped = SHIPPED / path.name
+        near = f"; did you mean {shipped}?" if shipped.is_file() else ""
+        raise ConfigError(f"config='{path}': no such file{near}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"config='{path}': not UTF-8 text (byte {error.start})") from None
     except OSError as error:

@@ -82,7 +82,8 @@ class Tracker:
         metrics = list(files.read_rows(self._run_dir / files.METRICS_FILE))
         summary = _summary(outcome, metrics)
         files.write_summary(self._run_dir, summary)
-        self.note(_summary_line(summary))
+        onwards = f"; continue with --resume {self._run_dir}" if outcome == "stopped" else ""
+        self.note(_summary_line(summary) + onwards)
         if metrics:
             self.note(f"report: {write_report(self._run_dir)}")
 

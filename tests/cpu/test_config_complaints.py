@@ -142,6 +142,14 @@ def test_a_file_that_does_not_exist_is_told_in_one_line(tmp_path):
         load_config(tmp_path / "nope.yaml")
 
 
+def test_a_shipped_file_is_named_where_another_folder_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "training_configs").mkdir()
+    (tmp_path / "training_configs/large.yaml").touch()
+    with pytest.raises(ConfigError, match=r"no such file; did you mean training_configs/large.yaml\?$"):
+        load_config("configs/large.yaml")
+
+
 def test_a_folder_is_no_config_file(tmp_path):
     with pytest.raises(ConfigError, match=r"^config='.*': cannot be read \(Is a directory\)$"):
         load_config(tmp_path)
