@@ -75,6 +75,7 @@ def test_a_rollout_that_sampled_nothing_has_no_staleness():
         ([[1.0, 1.0], [0.0, 0.0]], "the rewards of each group are equal, so there is nothing to learn from"),
         ([[1.0, 1.0], [0.0, 1.0]], None),
         ([[1.0], [0.0]], None),
+        ([[1.0, None], [0.0, 1.0]], None),
         ([], None),
     ],
 )
