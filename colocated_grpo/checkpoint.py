@@ -81,7 +81,10 @@ class Checkpoints:
             try:
                 self._published.result()
             except CheckpointException as error:  # torch's, over many lines, and no Exception
-                raise RunError(f"checkpoint: writing to {self._folder} failed: {_cause(error)}") from error
+                free = shutil.disk_usage(self._folder).free / 2**30
+                raise RunError(
+                    f"checkpoint: writing to {self._folder} failed ({free:.3g} GiB free there): {_cause(error)}"
+                ) from error
             self._published = None
             self._world.barrier()
 

@@ -6,6 +6,7 @@ Only the standard library is imported here: variables that torch and vLLM read a
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
 import gc
 import logging
@@ -127,6 +128,11 @@ def _run(config: Config, resume: str | None, name: str) -> int:
         code = USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
         _report(code, _error_lines(error))
         return code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _report(RUN_ERROR, [f"error: {error.strerror}: {error.filename or 'while writing into the run folder'}"])
+        return RUN_ERROR
     except ReportedElsewhere:
         logging.getLogger(__name__).debug("another rank failed first; what this one met:", exc_info=True)
         return RUN_ERROR

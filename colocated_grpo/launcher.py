@@ -126,6 +126,9 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         raise LaunchError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={options.nodes}")
     if options.master_port is not None and not 0 < options.master_port < 65536:
         raise LaunchError(f"--master-port={options.master_port}: must be between 1 and 65535")
+    config = config_file(options)
+    if options.config is None and not Path(config).is_file():
+        raise LaunchError(f"--config FILE is needed: there is no {config} here")
     port = options.master_port or (DEFAULT_MASTER_PORT if options.nodes > 1 else None)
     return Launch(
         gpus=gpus,
@@ -134,7 +137,7 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         node_rank=options.node_rank,
         master_addr=options.master_addr,
         master_port=port,
-        config=config_file(options),
+        config=config,
         resume=options.resume,
         log_level=options.log_level,
         overrides=tuple(overrides),
@@ -143,6 +146,8 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
 
 def _refuse_misspelt_flags(overrides: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Settings have a dot or are words of their own; `--gpu 4` is neither, and as a setting its error would mislead."""
+    if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
+        raise LaunchError(f"{overrides[0]!r}: a file of settings follows --config")
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     for argument in overrides:
         name = argument.partition("=")[0]

@@ -1,15 +1,23 @@
-"""Which folder a run writes into, and which one it continues."""
+"""Which folder a run writes into, which one it continues, and that no two runs share one."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from colocated_grpo.checkpoint import FOLDER, complete_checkpoints
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import Config
 
 AUTO = "auto"
+LOCK_FILE = ".lock"
+_held: list[TextIO] = []
+"""Locks of this process. They are never given back: whatever ends the process ends them, a kill too."""
 
 
 def choose_run_folder(config: Config, resume: str | None, name: str) -> Path:
@@ -30,6 +38,41 @@ def choose_run_folder(config: Config, resume: str | None, name: str) -> Path:
             f"run_name={config.run_name!r}: {folder} holds a run already; add --resume, or choose another name"
         )
     return folder
+
+
+def claim(folder: Path) -> Path:
+    """Make `folder` and lock it until this process ends. Raises ConfigError where another run is writing into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK_FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output_dir: {folder} cannot be written ({error.strerror})") from None
+    try:
+        # a record lock, for a forked child (a process pool of a reward) does not inherit it and may live longer
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        lock.seek(0)
+        raise ConfigError(f"{folder}: another run writes into it ({lock.read().strip()})") from None
+    except OSError:
+        return folder  # a file system without locks
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+    lock.flush()
+    _held.append(lock)
+    return folder
+
+
+@contextmanager
+def removed_if_unused(folder: Path) -> Iterator[None]:
+    """When the block raises, take away a claimed folder that holds nothing: a mistake in a config leaves no run."""
+    try:
+        yield
+    except BaseException:
+        if [path.name for path in folder.glob("*")] == [LOCK_FILE]:
+            with suppress(OSError):  # every rank comes by here
+                (folder / LOCK_FILE).unlink()
+                folder.rmdir()
+        raise
 
 
 def _newest(output: Path, run_name: str | None, name: str) -> Path | None:

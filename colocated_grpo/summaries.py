@@ -60,6 +60,21 @@ def check_reward_errors(groups: Sequence[Group], config: RolloutConfig) -> None:
         )
 
 
+def lack_of_signal(groups: Sequence[Group]) -> str | None:
+    """Why these groups teach nothing, in one line; None where they do.
+
+    Not asked of advantages that come ready-made, nor of groups of one, whose score is their advantage.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts or any(rollout.advantages is not None for rollout in rollouts):
+        return None
+    if all(rollout.score.reward is None for rollout in rollouts):
+        return f"none of {len(rollouts)} completions has a reward (None or NaN), so there is nothing to learn from"
+    if all(len(group.rollouts) > 1 and is_constant(group_rewards(group)) for group in groups):
+        return "the rewards of each group are equal, so there is nothing to learn from"
+    return None
+
+
 def _mean(values: Iterable[float]) -> float:
     values = list(values)
     return sum(values) / len(values) if values else 0.0

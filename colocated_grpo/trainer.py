@@ -23,12 +23,18 @@ from colocated_grpo.policy.policy import DTYPES, known_or, score
 from colocated_grpo.profiling import profiled
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.sharing import Job
-from colocated_grpo.run_folder import choose_run_folder
-from colocated_grpo.summaries import check_reward_errors, group_rewards, held_out_metrics, rollout_metrics
+from colocated_grpo.run_folder import choose_run_folder, claim, removed_if_unused
+from colocated_grpo.summaries import (
+    check_reward_errors,
+    group_rewards,
+    held_out_metrics,
+    lack_of_signal,
+    rollout_metrics,
+)
 from colocated_grpo.supervision import StopRequest, Watchdog
 from colocated_grpo.types import Group
 
-FINISHED, STOPPED = "finished", "stopped"
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 
 def main(config: Config, *, resume: str | None, name: str) -> None:
@@ -40,15 +46,20 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
     watchdog = Watchdog(world, stop, world.store)
     try:
         seed_everything(derive_seed(config.seed, "build"))
-        folder = world.from_main(lambda: choose_run_folder(config, resume, name))
-        run = build_run(config, folder, world, stop)
+        folder = world.from_main(lambda: claim(choose_run_folder(config, resume, name)))
+        with removed_if_unused(folder):
+            run = build_run(config, folder, world, stop)
         run.tracker.start(run.config, describe(run), run.start)
+        if resume is not None:
+            say_what_is_resumed(run)
         settle_garbage_collector()
-        outcome = "failed"
         try:
             outcome = train(run)
-        finally:
-            run.tracker.close(outcome)
+        except BaseException:
+            with suppress(OSError):  # on a full disk the summary fails as well, and would hide what ended the run
+                run.tracker.close(FAILED)
+            raise
+        run.tracker.close(outcome)
         run.close()
     except BaseException as error:
         if watchdog.failed():
@@ -58,6 +69,14 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
     watchdog.close()
     world.barrier()
     dist.destroy_process_group()
+
+
+def say_what_is_resumed(run: Run) -> None:
+    """Where a resumed run does not do what the word promises."""
+    if run.start == 0:
+        run.tracker.note("nothing to resume: a new run")
+    elif run.start >= (steps := run.config.training_steps):
+        run.tracker.note(f"nothing left to train: the checkpoint is at step {run.start} of training_steps={steps}")
 
 
 def settle_garbage_collector() -> None:
@@ -110,6 +129,8 @@ def rollout(run: Run, step: int) -> tuple[list[Group], Settled]:
         with run.clock.time("collect"):
             groups = order.collect()
     check_reward_errors(groups, run.config.rollout)
+    if step == 0 and (lack := lack_of_signal(groups)):
+        run.tracker.note(f"first batch: {lack}")
     settled = run.supply.settle(groups)
     chosen = [groups[place] for place in settled.now] + settled.late
     # The order of serving ends here: what is trained and logged does not depend on it.

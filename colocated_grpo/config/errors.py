@@ -47,6 +47,11 @@ def dotted(path: Iterable[str | int]) -> str:
     return ".".join(map(str, path))
 
 
+def path_of(name: str) -> Path:
+    """The inverse of `dotted`."""
+    return tuple(int(step) if step.isdigit() else step for step in name.split("."))
+
+
 def show(value: Any) -> str:
     """A value as a person would write it in YAML, cut to a readable length."""
     text = next((word for constant, word in _WORDS if value is constant), repr(value))

@@ -10,7 +10,17 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from colocated_grpo.config.aliases import new_names, translate_aliases
-from colocated_grpo.config.errors import ConfigError, Origin, Path, describe, dotted, place_of, setting_path, show
+from colocated_grpo.config.errors import (
+    ConfigError,
+    Origin,
+    Path,
+    describe,
+    dotted,
+    path_of,
+    place_of,
+    setting_path,
+    show,
+)
 from colocated_grpo.config.rules import check, remarks
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.tree import lookup, place
@@ -18,6 +28,7 @@ from colocated_grpo.config.yaml_text import parse_document, parse_value
 
 # What a file without environments trains on: procedural, so that it needs no download.
 DEFAULT_TASK = "arithmetic"
+SHIPPED = pathlib.Path("training_configs")
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,10 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[Path, str]]:
             if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{name}: needs a value, for example --{name} VALUE or --{name}=VALUE")
             text = remaining.pop(0)
-        pairs.append((tuple(int(step) if step.isdigit() else step for step in name.split(".")), text))
+        # `--training-steps`, as flags are written elsewhere; only in the first word, as keys of free-form sections may
+        # have hyphens
+        section, dot, rest = name.partition(".")
+        pairs.append((path_of(section.replace("-", "_") + dot + rest), text))
     return pairs
 
 
@@ -68,7 +82,9 @@ def _read_text(path: pathlib.Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"config='{path}': no such file") from None
+        shipped = SHIPPED / path.name
+        near = f"; did you mean {shipped}?" if shipped.is_file() else ""
+        raise ConfigError(f"config='{path}': no such file{near}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"config='{path}': not UTF-8 text (byte {error.start})") from None
     except OSError as error:

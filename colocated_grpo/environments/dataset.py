@@ -36,7 +36,7 @@ class DatasetRows:
         config = self.config
         row = rows[index]
         if config.prompt_column not in row:
-            raise self._missing_column("prompt_column", config.prompt_column, row)
+            raise self._error(f"row {index}: no column {config.prompt_column!r}; it has: {', '.join(map(str, row))}")
         rest = {config.columns.get(key, key): value for key, value in row.items() if key != config.prompt_column}
         item = {**rest, "prompt": _plain_messages(row[config.prompt_column])}
         checked_prompt(item, f"{self.name} row {index}")
@@ -49,6 +49,8 @@ class DatasetRows:
         if not len(rows):
             raise self._error(f"no rows in {split!r}")
         first = rows[0]
+        if self.config.prompt_column not in first:
+            raise self._missing_column("prompt_column", self.config.prompt_column, first)
         for column in self.config.columns:
             if column not in first:
                 raise self._missing_column("columns", column, first)

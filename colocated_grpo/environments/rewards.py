@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,10 @@ class RewardFunction:
         metrics: dict[str, float] = {}
         arguments["log_metric"] = lambda name, value: metrics.update({name: float(value)})
         accepted = arguments if self.takes_all else {key: arguments[key] for key in arguments if key in self.takes}
-        values = list(settle(self.function(**accepted)))
+        result = settle(self.function(**accepted))
+        if not isinstance(result, Iterable) or isinstance(result, str):
+            raise WrongNumberOfRewards(f"{result!r} for {count} completions, not a list of {count} numbers")
+        values = list(result)
         if len(values) != count:
             raise WrongNumberOfRewards(f"{len(values)} rewards for {count} completions")
         return [self._outcome(value, metrics) for value in values]

@@ -47,8 +47,7 @@ def as_number(value: Any) -> float | None:
     """A finite float. None and NaN are None (TRL's "not applicable"); anything else raises."""
     if value is None:
         return None
-    number = float(value)
-    if math.isinf(number) or isinstance(value, str):
+    if isinstance(value, str) or math.isinf(number := float(value)):
         raise ValueError(f"a reward must be a finite number or None, got {value!r}")
     return None if math.isnan(number) else number
 

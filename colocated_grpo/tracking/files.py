@@ -147,6 +147,20 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield row
 
 
+def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys, as the command line takes them. Example: {'policy': {'lr': 1e-6}} -> ('policy.lr', 1e-6)"""
+    if isinstance(tree, dict) and tree:
+        branches: Iterable[tuple[Any, Any]] = tree.items()
+    elif isinstance(tree, list) and any(isinstance(one, dict) for one in tree):
+        branches = enumerate(tree)
+    else:
+        if prefix:
+            yield prefix, tree
+        return
+    for key, value in branches:
+        yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
+
+
 def first_and_last(rows: Iterable[Row], key: str) -> tuple[Row, Row] | None:
     """The first and the last row that has a number under `key`."""
     having = [row for row in rows if row.get(key) is not None]

@@ -155,7 +155,7 @@ def _rollout(row: Row) -> str:
 
 
 def _config_table(config: dict[str, Any]) -> str:
-    lines = _table_lines(_flat(config))
+    lines = _table_lines(files.flat(config))
     return _section("Configuration", _folded("every setting of the run", lines))
 
 
@@ -179,20 +179,6 @@ def _folded(title: str, table_lines: str) -> str:
 
 def _section(title: str, inside: str) -> str:
     return f"<section><h2>{_text(title)}</h2>{inside}</section>"
-
-
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys, as the command line takes them. Example: {'policy': {'lr': 1e-6}} -> ('policy.lr', 1e-6)"""
-    if isinstance(tree, dict) and tree:
-        branches: Iterable[tuple[Any, Any]] = tree.items()
-    elif isinstance(tree, list) and any(isinstance(one, dict) for one in tree):
-        branches = enumerate(tree)
-    else:
-        if prefix:
-            yield prefix, tree
-        return
-    for key, value in branches:
-        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _text(value: Any) -> str:

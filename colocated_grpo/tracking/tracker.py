@@ -41,12 +41,15 @@ class Tracker:
         """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
+        before = files.read_config(self._run_dir) if first_step else {}
         files.write_config(self._run_dir, config.model_dump(mode="json"))
         files.append_environment(self._run_dir, describe_start(first_step))
         self._writer = files.RunWriter(self._run_dir, first_step, config.tracking.rollouts_per_step)
         self._games = GameWriter(self._run_dir, first_step)
         self._sinks.open(config, self._run_dir, first_step)
         self._display.open(_banner_facts(config, facts, self._run_dir), first_step)
+        if changes := _changes(before, config.model_dump(mode="json")):
+            self.note(f"settings changed since the last start: {', '.join(changes)}")
 
     def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
         """Record one training step."""
@@ -82,7 +85,8 @@ class Tracker:
         metrics = list(files.read_rows(self._run_dir / files.METRICS_FILE))
         summary = _summary(outcome, metrics)
         files.write_summary(self._run_dir, summary)
-        self.note(_summary_line(summary))
+        onwards = f"; continue with --resume {self._run_dir}" if outcome == "stopped" else ""
+        self.note(_summary_line(summary) + onwards)
         if metrics:
             self.note(f"report: {write_report(self._run_dir)}")
 
@@ -123,6 +127,12 @@ def _banner_facts(config: Config, facts: dict[str, str], run_dir: Path) -> dict[
         "steps": str(config.training_steps),
         "run folder": str(run_dir),
     }
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Settings that both configurations have, with other values."""
+    old = dict(files.flat(before))
+    return [f"{key} {old[key]} -> {value}" for key, value in files.flat(after) if old.get(key, value) != value]
 
 
 def _summary(outcome: str, metrics: list[files.Row]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,15 @@ def setting(config: Config, name: str):
         ("vllm_importance_sampling_mode: sequence_mask", "loss.correction.mode", "mask"),
         ("vllm_importance_sampling_correction: false", "loss.correction.mode", "off"),
         ("report_to: [wandb, tensorboard]", "tracking.tensorboard", True),
+        ("num_generations_eval: 3", "evaluation.samples_per_prompt", 3),
+        ('eval_strategy: "no"', "evaluation.every", 0),
+        ("save_strategy: no", "checkpoint.every", 0),
+        ("torch_compile: false", "policy.compile", "off"),
+        ("model_revision: main", "model.revision", "main"),
+        ("lr: 1e-5", "policy.lr", 1e-5),
+        ("clip_eps: 0.1", "loss.clip_high", 0.1),
+        ("use_wandb: true", "tracking.wandb", "online"),
+        ("checkpoint_interval: 7", "checkpoint.every", 7),
     ],
 )
 def test_an_old_name_sets_what_it_means(tmp_path, line, name, value):
@@ -244,6 +254,47 @@ def test_an_old_name_sets_what_it_means(tmp_path, line, name, value):
     settings = yaml.safe_load(line)
     path.write_text(json.dumps({"model": {"name": "a"}, "environments": [{"name": "sorting"}], **settings}))
     assert setting(load_config(path), name) == value
+
+
+TRL_SCRIPT = """\
+model_name_or_path: a
+dataset_name: rows.jsonl
+dataset_train_split: train
+reward_funcs: [my_rewards.right, accuracy_reward]
+reward_weights: [1.0, 0.5]
+"""
+
+
+def test_the_names_of_trls_own_script_make_a_dataset_environment():
+    [source] = load(TRL_SCRIPT, alone=True).environments
+    assert (source.type, source.name, source.split) == ("dataset", "rows.jsonl", "train")
+    assert [(reward.name, reward.weight) for reward in source.rewards] == [
+        ("my_rewards:right", 1.0),
+        ("trl.rewards:accuracy_reward", 0.5),
+    ]
+
+
+def test_the_flags_of_atropos_own_trainer_are_understood_as_they_are_written():
+    words = ["--model-name", "b", "--atropos-url", "http://h:8002", "--vllm-port", "9001", "--clip-eps", "0.2"]
+    words += ["--weight-bridge-mode", "shared_vllm", "--training-steps", "30", "--warmup-steps", "5"]
+    config = load("", *words)
+    assert (config.model.name, config.training_steps, config.policy.warmup_steps) == ("b", 30, 5)
+    assert (config.atropos.url, config.atropos.server.port, config.loss.clip_high) == ("http://h:8002", 9001, 0.2)
+
+
+def test_keys_of_free_form_sections_keep_their_hyphens():
+    assert load("", "--environments.0.args.a-b", "1").environments[0].args == {"a-b": 1}
+
+
+@pytest.mark.parametrize("name", ["epsilon", "epsilon_high", "delta", "min_p", "reward_weights", "beta", "report_to"])
+def test_null_is_the_default_of_an_old_name(name):
+    assert load(f"{name}: null") == load()
+
+
+def test_every_setting_that_trls_trainer_adds_is_understood_or_answered():
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    added = {field.name for field in fields(trl.GRPOConfig)} - {f.name for f in fields(transformers.TrainingArguments)}
+    assert added - set(ALIASES) == set()
 
 
 def test_old_names_are_told_in_a_note():

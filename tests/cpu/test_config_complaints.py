@@ -62,12 +62,28 @@ from config_text import complaint, load, notes
         ),
         (
             "gradient_accumulation_steps: 4",
-            "gradient_accumulation_steps=4: no equivalent here; it follows from batch.max_tokens_per_micro_batch "
-            "(line 3 of x.yaml)",
+            "gradient_accumulation_steps=4: no equivalent here; write their product per_device_train_batch_size * "
+            "gradient_accumulation_steps * GPUs as generation_batch_size; micro-batches follow from "
+            "batch.max_tokens_per_micro_batch (line 3 of x.yaml)",
         ),
         (
             "loss: {type: grpo, dual_clip: 1.1}",
             "loss: dual_clip=1.1 must be above 1 + clip_high = 1.2 (line 3 of x.yaml)",
+        ),
+        (
+            "gradient_acumulation_steps: 4",
+            "gradient_acumulation_steps: unknown key; did you mean gradient_accumulation_steps? (line 3 of x.yaml)",
+        ),
+        ("use_vlm: true", "use_vlm: unknown key; did you mean use_vllm? (line 3 of x.yaml)"),
+        (
+            "reward_weights: [1.0, 0.5]",
+            "reward_weights=[1.0, 0.5]: no equivalent here; write rewards: [{name: ..., weight: ...}] in the dataset "
+            "environment (line 3 of x.yaml)",
+        ),
+        (
+            "save_total_limit: null",
+            "save_total_limit=null: keeps every checkpoint there; write how many to keep (checkpoint.keep_last) "
+            "(line 3 of x.yaml)",
         ),
         ("vllm_config: 3", "vllm_config=3: must be a mapping of settings"),
         ("learning_rate: fast", "policy.lr='fast': must be a number (line 3 of x.yaml, as learning_rate)"),
@@ -126,6 +142,14 @@ def test_a_file_that_does_not_exist_is_told_in_one_line(tmp_path):
         load_config(tmp_path / "nope.yaml")
 
 
+def test_a_shipped_file_is_named_where_another_folder_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "training_configs").mkdir()
+    (tmp_path / "training_configs/large.yaml").touch()
+    with pytest.raises(ConfigError, match=r"no such file; did you mean training_configs/large.yaml\?$"):
+        load_config("configs/large.yaml")
+
+
 def test_a_folder_is_no_config_file(tmp_path):
     with pytest.raises(ConfigError, match=r"^config='.*': cannot be read \(Is a directory\)$"):
         load_config(tmp_path)
@@ -136,6 +160,12 @@ def test_a_file_that_is_no_text_is_told_in_one_line(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 0\)$"):
         load_config(path)
+
+
+def test_as_many_weights_as_rewards_are_needed():
+    text = "model: {name: a}\ndataset_name: d\nreward_funcs: [m.f, m.g]\nreward_weights: [1.0]"
+    line = "reward_weights=[1.0]: needs one number for each of the 2 rewards (line 4 of x.yaml)"
+    assert complaint(text, alone=True) == line
 
 
 def test_several_mistakes_give_one_line_each():

@@ -177,7 +177,7 @@ def test_a_later_row_without_the_prompt_column_is_named(tmp_path):
     path = write(tmp_path / "rows.jsonl", [*ROWS[:2], {"answer": "x"}, *ROWS[3:]])
     source = environments(path, shuffle=False).open_source()
     source.next(2)
-    with pytest.raises(EnvironmentSetupError, match="no column 'question'; the data has: answer"):
+    with pytest.raises(EnvironmentSetupError, match="row 2: no column 'question'; it has: answer"):
         source.next(1)
 
 

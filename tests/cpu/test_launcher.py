@@ -157,6 +157,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
         ("--polcy.lr 1", "polcy: unknown key; did you mean policy?"),
         ("--policy.lr", "--policy.lr: needs a value, for example --policy.lr VALUE or --policy.lr=VALUE"),
         ("extra", "'extra': expected --section.key VALUE"),
+        ("other.yaml", "'other.yaml': a file of settings follows --config"),
         ("--model.name ./nope", "model.name='./nope': no such folder"),
         (
             "--gpus 3 --engine.tensor_parallel_size 2",
@@ -187,7 +188,9 @@ def test_what_cannot_run_is_told_in_one_line_before_anything_starts(
 def test_the_default_config_is_looked_for_in_the_working_folder(tmp_path, eight_gpus, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([]) == 2
-    assert capsys.readouterr().err == "error: config='training_configs/dr_grpo_config.yaml': no such file\n"
+    assert capsys.readouterr().err == (
+        "error: --config FILE is needed: there is no training_configs/dr_grpo_config.yaml here\n"
+    )
 
 
 # What runs

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from colocated_grpo.checkpoint import FOLDER, STATE_FILE
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.run_folder import choose_run_folder
+from colocated_grpo.run_folder import LOCK_FILE, choose_run_folder, claim, removed_if_unused
 
 from small_policy import config_of
 
@@ -73,3 +75,45 @@ def test_a_named_folder_that_holds_nothing_to_continue_is_refused(tmp_path, made
     folder = past_run(tmp_path / "dead", complete=False) if made else tmp_path / "dead"
     with pytest.raises(ConfigError, match=r"--resume .*dead: no complete checkpoint"):
         choose_run_folder(config_in(tmp_path), str(folder), "sorting")
+
+
+CLAIM = """
+import sys, pathlib
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.run_folder import claim
+try:
+    print(claim(pathlib.Path(sys.argv[1])))
+except ConfigError as error:
+    print(error)
+"""
+
+
+def claimed_elsewhere(folder: Path) -> str:
+    """What another process is told that claims `folder`."""
+    run = subprocess.run([sys.executable, "-c", CLAIM, folder], capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+def test_two_runs_never_write_into_one_folder_and_a_lock_ends_with_its_process(tmp_path):
+    folder = tmp_path / "mine"
+    assert claimed_elsewhere(folder) == str(folder)  # that process has ended: its lock is no more
+    assert claim(folder) == folder
+    line = claimed_elsewhere(folder)
+    assert line == f"{folder}: another run writes into it (process {os.getpid()} on {os.uname().nodename})"
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^output_dir: .*file/mine cannot be written \(Not a directory\)$"):
+        claim(tmp_path / "file/mine")
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_run_that_could_not_be_built_leaves_a_folder_only_where_something_is_in_it(tmp_path, used):
+    folder = claim(tmp_path / "mine")
+    if used:
+        (folder / "vllm.log").touch()
+    with pytest.raises(KeyError), removed_if_unused(folder):
+        raise KeyError
+    assert folder.exists() is used
+    assert (folder / LOCK_FILE).exists() is used

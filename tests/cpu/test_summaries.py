@@ -8,7 +8,7 @@ import pytest
 
 from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.errors import RunError
-from colocated_grpo.summaries import check_reward_errors, held_out_metrics, rollout_metrics
+from colocated_grpo.summaries import check_reward_errors, held_out_metrics, lack_of_signal, rollout_metrics
 from colocated_grpo.types import Group, Score
 
 from small_policy import group_of, rollout_of
@@ -63,3 +63,27 @@ def test_a_rollout_that_sampled_nothing_has_no_staleness():
     silent = replace(rollout_of([1], []), policy_version=3)
     row = rollout_metrics([group_of(0, [rollout_of([1], [2]), silent])], policy_version=5)
     assert row["staleness"] == 5 - rollout_of([1], [2]).policy_version
+
+
+@pytest.mark.parametrize(
+    ("rewards", "line"),
+    [
+        (
+            [[None, None], [None, None]],
+            "none of 4 completions has a reward (None or NaN), so there is nothing to learn from",
+        ),
+        ([[1.0, 1.0], [0.0, 0.0]], "the rewards of each group are equal, so there is nothing to learn from"),
+        ([[1.0, 1.0], [0.0, 1.0]], None),
+        ([[1.0], [0.0]], None),
+        ([[1.0, None], [0.0, 1.0]], None),
+        ([], None),
+    ],
+)
+def test_a_batch_that_teaches_nothing_says_why(rewards, line):
+    batch = [group_of(n, [rollout_of([1], [2], reward=one) for one in group]) for n, group in enumerate(rewards)]
+    assert lack_of_signal(batch) == line
+
+
+def test_advantages_that_come_ready_made_teach_whatever_the_rewards_are():
+    judged = [replace(rollout_of([1], [2], reward=1.0), advantages=[0.5])] * 2
+    assert lack_of_signal([group_of(0, judged)]) is None

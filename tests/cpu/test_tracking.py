@@ -59,6 +59,16 @@ def test_a_killed_and_resumed_run_ends_with_the_same_files(tmp_path: Path) -> No
     assert [start["first_step"] for start in files.read_environment(resumed)] == [0, 2]
 
 
+def test_a_resumed_run_says_which_settings_are_not_those_of_its_last_start(tmp_path: Path) -> None:
+    first = TrackedRun(tmp_path, config_of()).train(last_step=2)
+    assert "settings changed" not in first.printed
+    same = TrackedRun(tmp_path, config_of()).train(first_step=2, last_step=3)
+    assert "settings changed" not in same.printed
+    other = config_of().model_copy(update={"training_steps": 9, "seed": 5})
+    printed = TrackedRun(tmp_path, other).train(first_step=3, last_step=4).printed
+    assert "settings changed since the last start: training_steps 6 -> 9, seed 0 -> 5\n" in printed
+
+
 def test_a_cut_last_line_is_forgiven_and_a_damaged_earlier_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1')

@@ -1,0 +1,213 @@
+"""Names of TRL: its `GRPOConfig`, and what its own script reads beside it. See docs/guides/from_trl.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from colocated_grpo.config.alias_kinds import Alias, Lookup, epsilon, no_equivalent, not_needed, one_of, renamed
+
+
+def _sampler_correction(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
+    if value is None:
+        return {}
+    modes = [f"{level}_{mode}" for level in ("token", "sequence") for mode in ("truncate", "mask")]
+    if value not in modes:
+        raise ValueError(f"must be one of {', '.join(modes)}")
+    level, mode = value.split("_")
+    off = look("vllm_importance_sampling_correction") is False
+    return {"loss.correction.level": level} | ({} if off else {"loss.correction.mode": mode})
+
+
+def _report_to(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
+    trackers = {"wandb": {"tracking.wandb": "online"}, "tensorboard": {"tracking.tensorboard": True}, "none": {}}
+    names = value if isinstance(value, list) else [value or "none"]
+    if any(name not in trackers for name in names):
+        raise ValueError(f"must be among {', '.join(trackers)}")
+    return {path: setting for name in names for path, setting in trackers[name].items()}
+
+
+def _kept_checkpoints(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
+    if value is None:
+        raise ValueError("keeps every checkpoint there; write how many to keep (checkpoint.keep_last)")
+    return {"checkpoint.keep_last": value}
+
+
+def _dataset_name(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
+    return {"environments.0.type": "dataset", "environments.0.name": value}
+
+
+def _reward_funcs(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
+    """Dotted paths as TRL's script imports them, and the names that it knows without one."""
+    names = value if isinstance(value, list) else [value]
+    return {"environments.0.rewards": [{"name": _reward_name(name)} for name in names]}
+
+
+def _reward_name(name: Any) -> Any:
+    if name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"):
+        return f"trl.rewards:{name}"
+    if not isinstance(name, str) or ":" in name:
+        return name
+    module, _, function = name.rpartition(".")
+    return f"{module}:{function}" if module else name
+
+
+def _reward_weights(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
+    if value is None:
+        return {}
+    rewards = look("environments.0.rewards")
+    if not isinstance(rewards, list) or not all(isinstance(reward, dict) for reward in rewards):
+        raise ValueError("no equivalent here; write rewards: [{name: ..., weight: ...}] in the dataset environment")
+    if not isinstance(value, list) or len(value) != len(rewards):
+        raise ValueError(f"needs one number for each of the {len(rewards)} rewards")
+    return {f"environments.0.rewards.{index}.weight": weight for index, weight in enumerate(value)}
+
+
+SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
+_GEOMETRY = (
+    "write their product per_device_train_batch_size * gradient_accumulation_steps * GPUs as generation_batch_size; "
+    "micro-batches follow from batch.max_tokens_per_micro_batch"
+)
+_NO_SERVER = "the engine lives in the trainer's process"
+_ROLLOUTS = "tracking.rollouts_per_step rollouts of every step go to rollouts.jsonl; see tools.show_rollouts"
+_DTYPE = "masters are fp32; policy.compute_dtype is the type that the forward pass computes in"
+_NO_LORA = "every weight is trained"
+
+TRL: dict[str, Alias] = {
+    "model_name_or_path": renamed("model.name"),
+    "trust_remote_code": renamed("model.trust_remote_code"),
+    "num_generations": renamed("rollout.group_size"),
+    "max_completion_length": renamed("rollout.max_completion_tokens"),
+    "max_prompt_length": renamed("rollout.max_prompt_tokens", "longer prompts are dropped, not cut"),
+    "num_iterations": renamed("batch.epochs"),
+    "epsilon": Alias(epsilon, "loss.clip_low"),
+    "epsilon_high": renamed("loss.clip_high"),
+    "delta": renamed("loss.dual_clip"),
+    "importance_sampling_level": one_of("loss.type gspo for sequence", {"token": None}),
+    "mask_truncated_completions": renamed("batch.mask_truncated"),
+    "shuffle_dataset": renamed("environments.0.shuffle"),
+    "max_steps": renamed("training_steps", "counts batches; each is batch.minibatches * batch.epochs updates"),
+    "warmup_steps": renamed("policy.warmup_steps"),
+    "lr_scheduler_type": one_of(
+        "policy.schedule",
+        {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"},
+    ),
+    "optim": one_of(
+        "policy.optimizer.type",
+        {
+            "adamw_torch": "adamw",
+            "adamw_torch_fused": "adamw",
+            "adamw_8bit": "adamw_8bit",
+            "adamw_bnb_8bit": "adamw_8bit",
+            "adafactor": "adafactor",
+        },
+    ),
+    "adam_beta1": renamed("policy.optimizer.beta1"),
+    "adam_beta2": renamed("policy.optimizer.beta2"),
+    "adam_epsilon": renamed("policy.optimizer.eps"),
+    "weight_decay": renamed("policy.optimizer.weight_decay"),
+    "max_grad_norm": renamed("policy.grad_clip"),
+    "bf16": one_of("policy.compute_dtype", {True: "bfloat16", False: None}),
+    "fp16": one_of("policy.compute_dtype bfloat16 or float32", {False: None}),
+    "gradient_checkpointing": renamed("policy.gradient_checkpointing"),
+    "use_vllm": one_of("vLLM always generates", {True: None}),
+    "vllm_mode": one_of("the engine lives in the trainer's process", {"colocate": None}),
+    "vllm_enable_sleep_mode": renamed("engine.sleep"),
+    "vllm_gpu_memory_utilization": renamed("engine.gpu_memory_utilization"),
+    "vllm_max_model_length": renamed("engine.max_model_len"),
+    "vllm_tensor_parallel_size": renamed("engine.tensor_parallel_size"),
+    "vllm_importance_sampling_correction": one_of(
+        "loss.correction.mode",
+        {True: None, False: "off"},
+        "here true means token_truncate at 2 unless vllm_importance_sampling_mode and _clip_max say otherwise",
+    ),
+    "vllm_importance_sampling_mode": Alias(_sampler_correction, "loss.correction"),
+    "vllm_importance_sampling_clip_max": renamed("loss.correction.cap"),
+    "vllm_importance_sampling_cap": renamed("loss.correction.cap"),
+    "vllm_importance_sampling_clip_min": renamed("loss.correction.floor"),
+    "save_steps": renamed("checkpoint.every"),
+    "save_total_limit": Alias(_kept_checkpoints, "checkpoint.keep_last"),
+    "eval_steps": renamed("evaluation.every"),
+    "logging_steps": not_needed("every step is logged"),
+    "report_to": Alias(_report_to, "tracking"),
+    "per_device_train_batch_size": no_equivalent(_GEOMETRY),
+    "gradient_accumulation_steps": no_equivalent(_GEOMETRY),
+    "steps_per_generation": no_equivalent(_GEOMETRY),
+    "num_train_epochs": no_equivalent("set training_steps: rows * epochs / rollout.prompts_per_step"),
+    "cast_lm_head_to_fp32": one_of("logits are made fp32 after the matrix product", {False: None}),
+    "num_generations_eval": renamed("evaluation.samples_per_prompt"),
+    "pad_to_multiple_of": not_needed("sequences are packed without padding"),
+    "ds3_gather_for_generation": not_needed("weights are sharded by FSDP2"),
+    "generation_kwargs": no_equivalent("see rollout: temperature, top_p, top_k, min_p, repetition_penalty, stop"),
+    "chat_template_kwargs": no_equivalent("model.chat_template replaces the tokenizer's template"),
+    "vllm_model_impl": one_of("vLLM's own models", {"vllm": None}),
+    "vllm_structured_outputs_regex": no_equivalent("completions are free text"),
+    **{
+        f"vllm_{name}": not_needed(_NO_SERVER)
+        for name in ("server_base_url", "server_host", "server_port", "server_timeout", "group_port")
+    },
+    "use_transformers_continuous_batching": one_of("vLLM always generates", {False: None}),
+    "use_transformers_paged": one_of("vLLM always generates", {False: None}),
+    "multi_objective_aggregation": one_of("rewards are summed first", {"sum_then_normalize": None}),
+    "sync_ref_model": one_of("the reference stays the initial model", {False: None}),
+    "top_entropy_quantile": one_of("every token is trained", {1.0: None}),
+    "entropy_coef": one_of("no entropy bonus", {0.0: None}),
+    "use_adaptive_entropy": one_of("no entropy bonus", {False: None}),
+    "off_policy_mask_threshold": no_equivalent("loss.correction bounds what is off-policy"),
+    "use_bias_correction_kl": one_of("the k3 estimate is differentiated as it stands", {False: None}),
+    "max_tool_calling_iterations": no_equivalent("turns are bounded by the episode: docs/guides/episodes.md"),
+    "log_completions": not_needed(_ROLLOUTS),
+    "num_completions_to_print": not_needed(_ROLLOUTS),
+    "log_unique_prompts": not_needed(_ROLLOUTS),
+    "log_multimodal": not_needed(_ROLLOUTS),
+    "disable_dropout": not_needed("dropout is always off"),
+    "router_aux_loss_coef": no_equivalent("routers have no loss of their own"),
+    "cache_implementation": no_equivalent("vLLM always generates"),
+    "transformers_continuous_batching_config": no_equivalent("vLLM always generates"),
+    **{
+        f"ref_model_{name}": not_needed("the reference stays the initial model")
+        for name in ("mixup_alpha", "sync_steps")
+    },
+    **{
+        f"entropy_{name}": not_needed("of use_adaptive_entropy")
+        for name in ("coef_min", "coef_max", "coef_delta", "target")
+    },
+    **{f"sapo_temperature_{sign}": not_needed("of loss_type sapo") for sign in ("pos", "neg")},
+    **{f"vespo_{name}_{sign}": not_needed("of loss_type vespo") for name in ("k", "lambda") for sign in ("pos", "neg")},
+    "log_completions_hub_repo": no_equivalent("upload rollouts.jsonl after the run"),
+    # transformers' TrainingArguments
+    "warmup_ratio": no_equivalent("set warmup_steps, in optimizer steps"),
+    "torch_compile": one_of("policy.compile", {True: "on", False: "off"}),
+    "use_liger_kernel": not_needed("log-probabilities have a fused kernel of their own"),
+    "gradient_checkpointing_kwargs": not_needed("blocks are recomputed without reentrance"),
+    "logging_strategy": not_needed("every step is logged"),
+    "logging_first_step": not_needed("every step is logged"),
+    "save_strategy": one_of("checkpoint.every", {"steps": None, "no": 0, False: 0}, "one at the end and on a signal"),
+    "eval_strategy": one_of("evaluation.every", {"steps": None, "no": 0, False: 0}),
+    "eval_on_start": not_needed("where evaluation.every is not 0, the start and the end are evaluated"),
+    "per_device_eval_batch_size": not_needed("the engine batches held-out prompts by itself"),
+    "dataloader_num_workers": not_needed("prompts are tokenized while the engine decodes"),
+    "dataloader_pin_memory": not_needed("batches are small"),
+    "remove_unused_columns": one_of("every column reaches the rewards", {False: None}),
+    "load_best_model_at_end": one_of("final_model/ is the last one", {False: None}),
+    "push_to_hub": one_of("upload final_model/ after the run", {False: None}),
+    "hub_model_id": no_equivalent("upload final_model/ after the run"),
+    "deepspeed": no_equivalent("weights are sharded by FSDP2; policy.cpu_offload keeps them in host memory"),
+    "resume_from_checkpoint": no_equivalent("start with --resume RUN"),
+    # TRL's ScriptArguments and ModelConfig
+    "dataset_name": Alias(_dataset_name, "environments.0.name"),
+    "dataset_config": renamed("environments.0.subset"),
+    "dataset_train_split": renamed("environments.0.split"),
+    "dataset_test_split": renamed("environments.0.eval_split"),
+    "reward_funcs": Alias(_reward_funcs, "environments.0.rewards"),
+    "reward_weights": Alias(_reward_weights, "environments.0.rewards.0.weight"),
+    "reward_model_name_or_path": no_equivalent("a reward is a function: docs/guides/from_trl.md"),
+    "model_revision": renamed("model.revision"),
+    "model_init_kwargs": no_equivalent("see model.revision, model.trust_remote_code and policy.compute_dtype"),
+    "dtype": no_equivalent(_DTYPE),
+    "torch_dtype": no_equivalent(
+        "masters are fp32; policy.compute_dtype is the type that the forward pass computes in"
+    ),
+    "attn_implementation": not_needed("packed sequences have an attention of their own"),
+    "use_peft": one_of(_NO_LORA, {False: None}),
+    **{f"lora_{name}": no_equivalent(_NO_LORA) for name in ("r", "alpha", "dropout", "target_modules")},
+}
