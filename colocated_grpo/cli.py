@@ -140,7 +140,7 @@ def _run(config: Config, resume: str | None, name: str) -> int:
 
 
 def _report(code: int, lines: Sequence[str]) -> None:
-    """Show the lines; where a launcher waits, let it show them after torchrun's page of words, and return the code."""
+    """Show the lines; where a launcher waits, let it show them when torchrun has ended, and return the code."""
     if VERDICT_VARIABLE in os.environ:
         Path(os.environ[VERDICT_VARIABLE]).write_text("\n".join([str(code), *lines]))
     else:

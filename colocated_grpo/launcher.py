@@ -211,7 +211,7 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
 
 def torchrun_command(launch: Launch) -> list[str]:
     """The exact command of this node."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(launch.nodes)]
+    command = [sys.executable, "-m", "colocated_grpo.elastic", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(launch.ranks)]
     if launch.master_port is None:
         # by number, as the host's own name may resolve to nothing inside a container

@@ -24,6 +24,7 @@ LAYERS = [
     {"build"},
     {"trainer"},
     {"processes", "cli"},
+    {"elastic"},
     {"launcher", "__main__"},
     {"tools"},
     {"benchmarks"},

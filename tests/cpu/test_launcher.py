@@ -62,32 +62,32 @@ ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yam
 @pytest.mark.parametrize(
     ("flags", "command"),
     [
-        ("", f"torch.distributed.run --nnodes 1 --nproc-per-node 8 {ONE_NODE}"),
-        ("--gpus 1", f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
-        ("--gpus 4", f"torch.distributed.run --nnodes 1 --nproc-per-node 4 {ONE_NODE}"),
-        ("--gpus 0", f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
-        ("--gpus 0 --nproc 2", f"torch.distributed.run --nnodes 1 --nproc-per-node 2 {ONE_NODE}"),
+        ("", f"colocated_grpo.elastic --nnodes 1 --nproc-per-node 8 {ONE_NODE}"),
+        ("--gpus 1", f"colocated_grpo.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
+        ("--gpus 4", f"colocated_grpo.elastic --nnodes 1 --nproc-per-node 4 {ONE_NODE}"),
+        ("--gpus 0", f"colocated_grpo.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
+        ("--gpus 0 --nproc 2", f"colocated_grpo.elastic --nnodes 1 --nproc-per-node 2 {ONE_NODE}"),
         (
             "--gpus 4 --nodes 2 --node-rank 1 --master-addr 192.168.1.100",
-            "torch.distributed.run --nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr 192.168.1.100 "
+            "colocated_grpo.elastic --nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr 192.168.1.100 "
             "--master-port 29500 -m colocated_grpo --config x.yaml",
         ),
         (
             "--gpus 1 --master-port 4000",
-            "torch.distributed.run --nnodes 1 --nproc-per-node 1 --node-rank 0 --master-addr localhost "
+            "colocated_grpo.elastic --nnodes 1 --nproc-per-node 1 --node-rank 0 --master-addr localhost "
             "--master-port 4000 -m colocated_grpo --config x.yaml",
         ),
-        ("--gpus 1 --resume", f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE} --resume auto"),
-        ("--gpus 1 --resume model", f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE} --resume model"),
-        ("--gpus 1 --log-level DEBUG", f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
+        ("--gpus 1 --resume", f"colocated_grpo.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} --resume auto"),
+        ("--gpus 1 --resume model", f"colocated_grpo.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} --resume model"),
+        ("--gpus 1 --log-level DEBUG", f"colocated_grpo.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
         (
             "--gpus 1 --policy.lr 2e-6 --engine.sleep=false --seed 3",
-            f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE} "
+            f"colocated_grpo.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} "
             "--policy.lr 2e-6 --engine.sleep=false --seed 3",
         ),
         (
             "--gpus 1 --rollout.stop '[a, b]'",
-            f"torch.distributed.run --nnodes 1 --nproc-per-node 1 {ONE_NODE} --rollout.stop '[a, b]'",
+            f"colocated_grpo.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} --rollout.stop '[a, b]'",
         ),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_dry_run_shows_the_whole_banner(config, eight_gpus, capsys):
         "  Overrides      --policy.lr 1e-5\n"
         "  Resume         no\n"
         "  Log level      INFO\n"
-        f"  Command        {sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 4 --node-rank 1 "
+        f"  Command        {sys.executable} -m colocated_grpo.elastic --nnodes 2 --nproc-per-node 4 --node-rank 1 "
         "--master-addr node0 --master-port 29500 -m colocated_grpo --config x.yaml --policy.lr 1e-5\n"
         "Dry run mode - command not executed\n"
     )
@@ -204,7 +204,7 @@ def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(con
     )
     assert main(["--config", config, "--gpus", "2"]) == 7
     [(command, environment, redirect)] = started
-    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert command[1:3] == ["-m", "colocated_grpo.elastic"]
     assert environment["COLOCATED_GRPO_LOG_LEVEL"] == "INFO"
     assert redirect is None
     assert capfd.readouterr().out.startswith("Co-located GRPO\n")
