@@ -193,8 +193,8 @@ class DatasetSourceConfig(Section):
     """Split that is trained on."""
     eval_split: str | None = None
     """Split for held-out prompts. Default: held_out rows taken from the end of `split`."""
-    held_out: NonNegative = 64
-    """Rows kept for evaluation when eval_split is not given."""
+    held_out: NonNegative | None = None
+    """Rows kept for evaluation when eval_split is not given. Default: a tenth of them, at most 64."""
     prompt_column: str = "prompt"
     """Text or list of chat messages."""
     columns: dict[str, str] = {}

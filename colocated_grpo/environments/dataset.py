@@ -14,6 +14,8 @@ from colocated_grpo.environments.prompts import checked_prompt
 from colocated_grpo.environments.user_code import one_line
 
 Rows = Sequence[dict[str, Any]]
+MOST_HELD_OUT = 64
+"""Where the config names no number."""
 
 
 class DatasetRows:
@@ -24,9 +26,10 @@ class DatasetRows:
         self.config = config
         rows = self._load(config.split)
         if config.eval_split is None:
-            keep = len(rows) - config.held_out
+            held_out = min(MOST_HELD_OUT, len(rows) // 10) if config.held_out is None else config.held_out
+            keep = len(rows) - held_out
             if keep <= 0:
-                raise self._error(f"held_out={config.held_out} leaves no training row, the data has {len(rows)}")
+                raise self._error(f"held_out={held_out} leaves no training row, the data has {len(rows)}")
             self.train, self.held_out = _cut(rows, 0, keep), _cut(rows, keep, len(rows))
         else:
             self.train, self.held_out = rows, self._load(config.eval_split)

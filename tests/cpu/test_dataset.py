@@ -59,6 +59,14 @@ def test_every_file_format_gives_the_same_items(tmp_path, suffix):
     assert [prompt.item["prompt"] for prompt in made.held_out(64)] == ["7+1=", "8+1=", "9+1="]
 
 
+@pytest.mark.parametrize(("rows", "held_out"), [(5, 0), (10, 1), (99, 9), (640, 64), (2000, 64)])
+def test_a_tenth_of_the_rows_is_held_out_where_the_config_names_no_number(tmp_path, rows, held_out):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}?", "answer": "1"}) + "\n" for i in range(rows)))
+    made = environments(path, held_out=None)
+    assert len(made.held_out(1000)) == held_out
+
+
 def test_local_files_need_neither_datasets_nor_torch(file):
     script = (
         "import sys\n"
