@@ -55,7 +55,7 @@ def upstream_of(micro_batch: MicroBatch) -> torch.Tensor:
 def packed_forward(world: World, folder: Path, micro_batch: MicroBatch, **policy) -> tuple[torch.Tensor, dict]:
     """Log-probabilities of the scored tokens, and the gradient of their sum weighted by `upstream_of`."""
     config = config_of(folder, policy=policy)
-    model = build_model(config, read_model_config(config.model, folder), folder, world)
+    model = build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
     tokens = PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
     logprobs, _ = model(tokens)
     (logprobs * upstream_of(micro_batch)).sum().backward()
@@ -108,7 +108,7 @@ def test_the_sliding_window_of_these_models_is_felt(world, model_folder, family)
 def test_the_temperature_is_not_rounded_to_the_compute_type(world, model_folder):
     folder = model_folder()
     config = config_of(folder, policy={"compute_dtype": "bfloat16"})
-    model = build_model(config, read_model_config(config.model, folder), folder, world)
+    model = build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
     micro_batch = micro_batch_of(world, folder)
     tokens = PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
     hidden_NH, temperature_N = model(tokens, lambda hidden_NH, *_, temperature_N, **__: (hidden_NH, temperature_N))
