@@ -71,13 +71,16 @@ def build_sync(policy: Policy, engine: VLLMEngine, world: World) -> WeightSync:
     return share(copies, policy.weights.adopt) if isinstance(policy.weights, WholeWeights) else copies
 
 
-def copy_into(engine: VLLMEngine, parameters: Mapping[str, Tensor], world: World) -> ColocatedSync:
+def copy_into(
+    engine: VLLMEngine, parameters: Mapping[str, Tensor], world: World, *, planned: bool = True
+) -> ColocatedSync:
+    """planned: False stays with the engine's own loader, as quantised engines need."""
     return ColocatedSync(
         parameters,
         engine.model,
         engine.tensor_parallel_rank,
         engine.load_weights,
         lambda ok: all(world.gather_objects(ok)),
-        transformed=engine.transforms_weights,
+        transformed=engine.transforms_weights or not planned,
         device=world.device,
     )

@@ -21,7 +21,6 @@ from colocated_grpo.batching import Batch, Minibatch
 from colocated_grpo.benchmarks import train
 from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
 from colocated_grpo.benchmarks.roofline import measure_roofline
-from colocated_grpo.benchmarks.sync import build_sync
 from colocated_grpo.distributed import World
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.model import read_model_config
@@ -42,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     from colocated_grpo.build import build_engine
+    from colocated_grpo.build_weights import build_sync
 
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:

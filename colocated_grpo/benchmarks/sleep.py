@@ -19,7 +19,6 @@ import torch
 
 from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
 from colocated_grpo.benchmarks.roofline import measure_roofline, meet, seconds_of
-from colocated_grpo.benchmarks.sync import build_sync
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS
 from colocated_grpo.config import Config
 from colocated_grpo.distributed import World
@@ -88,6 +87,7 @@ def import_seconds() -> float:
 def first_token(config: Config, policy: Policy, folder: Path, world: World) -> tuple[VLLMEngine, dict[str, float]]:
     """An engine, awake, and the seconds until it was built and until it had sampled from the policy's weights."""
     from colocated_grpo.build import build_engine
+    from colocated_grpo.build_weights import build_sync
     from colocated_grpo.trainer import settle_garbage_collector
 
     meet(world.device)

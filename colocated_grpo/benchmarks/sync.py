@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,10 +27,6 @@ from colocated_grpo.distributed import World
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 
-if TYPE_CHECKING:
-    from colocated_grpo.rollout.vllm_engine import VLLMEngine
-    from colocated_grpo.weights.colocated import ColocatedSync
-
 MAX_NUM_SEQS = 16
 """Enough for an engine that only receives weights: its start is not measured here."""
 
@@ -46,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    from colocated_grpo.build import build_engine  # vLLM takes seconds to import, which --help need not wait for
+    # vLLM takes seconds to import, which --help need not wait for.
+    from colocated_grpo.build import build_engine
+    from colocated_grpo.build_weights import copy_into
 
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:
@@ -54,10 +52,10 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engine = build_engine(config, policy, folder, world)
     engine.wake("weights")
-    planned = build_sync(policy, engine, world)
+    planned = copy_into(engine, policy.parameters(), world)
     first = seconds_of(planned.sync, world.device, repeats=1, warmup=0, align=lambda: meet(world.device))[0]
     seconds = slowest_median(planned.sync, world, options.repeats)
-    loading = build_sync(policy, engine, world, transformed=True)
+    loading = copy_into(engine, policy.parameters(), world, planned=False)
     load_seconds = slowest_median(loading.sync, world, max(3, options.repeats // 3))
     dtype = next(engine.model.parameters()).dtype
     moved = policy.num_parameters() * dtype.itemsize
@@ -76,21 +74,6 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
         "floor_seconds": floor_seconds(moved, policy.num_parameters(), roofline, world.size),
     }
     return {"dtype": str(dtype), "roofline": roofline.as_dict(), "rows": [row]}
-
-
-def build_sync(policy: Policy, engine: VLLMEngine, world: World, *, transformed: bool | None = None) -> ColocatedSync:
-    """As the trainer builds it. transformed: True makes it stay with `load_weights`, as for quantised engines."""
-    from colocated_grpo.weights.colocated import ColocatedSync
-
-    return ColocatedSync(
-        policy.parameters(),
-        engine.model,
-        engine.tensor_parallel_rank,
-        engine.load_weights,
-        lambda ok: all(world.gather_objects(ok)),
-        transformed=engine.transforms_weights if transformed is None else transformed,
-        device=world.device,
-    )
 
 
 def slowest_median(work: Callable[[], object], world: World, repeats: int) -> float:
