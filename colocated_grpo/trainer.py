@@ -129,10 +129,10 @@ def rollout(run: Run, step: int) -> tuple[list[Group], Settled]:
         with run.clock.time("collect"):
             groups = order.collect()
     check_reward_errors(groups, run.config.rollout)
-    if step == 0 and (lack := lack_of_signal(groups)):
-        run.tracker.note(f"first batch: {lack}")
     settled = run.supply.settle(groups)
     chosen = [groups[place] for place in settled.now] + settled.late
+    if step == 0 and (lack := lack_of_signal(chosen)):
+        run.tracker.note(f"first batch: {lack}")
     # The order of serving ends here: what is trained and logged does not depend on it.
     return sorted(chosen, key=lambda group: group.prompt.index), settled
 
