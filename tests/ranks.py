@@ -25,9 +25,9 @@ TIMEOUT = 90.0
 
 # Ranks are forked from a server that has imported the slow modules once and holds no threads and no process group.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["colocated_grpo.policy.export", "colocated_grpo.checkpoint", "colocated_grpo.rollout.vllm_engine"]
-)
+_slow = ["colocated_grpo.policy.export", "colocated_grpo.checkpoint", "colocated_grpo.rollout.vllm_engine"]
+# An engine that is imported beside a GPU may wake the driver, which does not survive a fork.
+_context.set_forkserver_preload(_slow[:2] if torch.cuda.is_available() else _slow)
 
 
 @cache
