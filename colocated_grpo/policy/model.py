@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
@@ -152,14 +153,10 @@ def host_copy(model: PackedLM, dtype: torch.dtype, *, pinned: bool) -> dict[str,
     copies = {}
     for name, parameter in model.hf_parameters().items():
         local = parameter.to_local().detach().to("cpu", dtype)
-        copies[name] = DTensor.from_local(
-            local.pin_memory() if pinned else local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        meta = TensorMeta(parameter.shape, parameter.stride(), dtype)
+        spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+        # As FSDP2 makes its own: from_local would move the rows to the mesh's device.
+        copies[name] = DTensor(local.pin_memory() if pinned else local, spec, requires_grad=False)
     return copies
 
 
