@@ -34,7 +34,7 @@ class Opponent:
 
         into_engine: writes them. weights_changed: tells the engine so. refresh_every: steps; 0: never.
         """
-        self._parameters = parameters
+        self.parameters = parameters
         self._policy = policy
         self._into_engine = into_engine
         self._weights_changed = weights_changed
@@ -56,5 +56,5 @@ class Opponent:
     def refresh(self, step: int) -> None:
         """Become what the policy is before `step`, where that is due. A run resumed at `step` does the same again."""
         if self._refresh_every and step and step % self._refresh_every == 0:
-            own = [local_part(parameter) for parameter in self._parameters.values()]
+            own = [local_part(parameter) for parameter in self.parameters.values()]
             torch._foreach_copy_(own, [local_part(parameter) for parameter in self._policy.values()])

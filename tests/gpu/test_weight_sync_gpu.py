@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from colocated_grpo.distributed import World
+from colocated_grpo.weights.colocated import local_part
 
 from engines import PROBE, Pair, request_of
 from ranks import run_on_ranks
@@ -56,6 +57,44 @@ def assert_follows(facts: dict[str, Any]) -> None:
     assert max(facts["after"]) < CLOSE
     assert max(facts["sampling"]) < CLOSE
     assert facts["free"][0] - facts["free"][-1] < 64 << 20, "memory is lost with every sleep"
+
+
+def opposed(world: World, folder: Path, weights: str) -> dict[str, Any]:
+    """What the engine scores for the policy, for an opponent as the policy was at first, and for the policy again."""
+    environments = [{"type": "turns", "name": "town", "opponent": {}}]
+    pair = Pair(world, folder, engine=ENGINE, weights=weights, environments=environments)
+    pair.engine.wake("weights")
+    pair.write()
+    pair.engine.wake("kv_cache")
+    facts: dict[str, Any] = {"initial": pair.engine.score(PROBE)}
+    pair.change_weights()
+    pair.write()
+    facts["before"] = pair.engine.score(PROBE)
+    with pair.opponent.plays():
+        facts["opponent"] = pair.engine.score(PROBE)
+    facts["behind"] = pair.engine.score(PROBE)
+    facts["rests on"] = {local_part(weight).device.type for weight in pair.opponent.parameters.values()}
+    pair.engine.close()
+    return facts
+
+
+def assert_plays(facts: dict[str, Any]) -> None:
+    assert facts["opponent"] == facts["initial"] != facts["before"]
+    assert facts["behind"] == facts["before"]
+    assert facts["rests on"] == {"cpu"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["copied", "shared"])
+def test_an_opponent_plays_from_host_memory_and_leaves_the_policys_weights_behind(weights):
+    [facts] = run_on_ranks(opposed, 1, tiny_model(), weights, timeout=TIMEOUT)
+    assert_plays(facts)
+
+
+@pytest.mark.multigpu(2)
+def test_an_opponent_sharded_over_two_devices_plays_on_both():
+    for facts in run_on_ranks(opposed, 2, tiny_model(), "copied", timeout=TIMEOUT):
+        assert_plays(facts)
 
 
 @pytest.mark.gpu
