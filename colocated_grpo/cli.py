@@ -30,6 +30,10 @@ RUN_ERROR = 1
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
 """File into which a rank that knows what went wrong writes its exit code and its lines."""
 USAGE_ERROR = 2
+BRIEF_SPINS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
+"""For OpenMP, when it is loaded: threads that wait spin for microseconds and then sleep. By default they spin for so
+long that beside other work, or with as many ranks as cores, they keep everybody from the cores. Not to spin at all
+makes an idle machine slower."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -165,9 +169,7 @@ def library_environment(log_level: str) -> dict[str, str]:
         "NCCL_DEBUG": "INFO" if debug else "WARN",
         "TORCH_DISTRIBUTED_DEBUG": "INFO" if debug else "OFF",
         "TOKENIZERS_PARALLELISM": "false",
-        # Threads that spin while they wait take the cores from other ranks and everything else on the machine: beside
-        # two busy processes, training on two cores took several times as long.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **BRIEF_SPINS,
         "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# As for the ranks of a run, see cli.library_environment; before torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from colocated_grpo.cli import BRIEF_SPINS
+
+os.environ.update({**BRIEF_SPINS, **os.environ})  # before torch is imported
 
 import pytest
 from hypothesis import settings

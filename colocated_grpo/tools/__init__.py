@@ -1,4 +1,5 @@
 import os
 
-# As for the ranks of a run, see cli.library_environment; before torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from colocated_grpo.cli import BRIEF_SPINS
+
+os.environ.update({**BRIEF_SPINS, **os.environ})  # before torch is imported
