@@ -39,17 +39,6 @@ def assert_equals_the_uninterrupted(run: TrainingRun, ranks: int) -> None:
     assert files.read_rollouts(run.folder) == files.read_rollouts(whole.folder)
 
 
-def test_a_run_killed_with_everything_it_started_resumes_and_ends_the_same(tmp_path):
-    with TrainingRun(tmp_path, deterministic()) as run:
-        run.wait_for_step(7)
-        run.kill()
-    saved = newest_step(run)
-    assert 3 <= saved < STEPS
-    resumed = train(tmp_path, deterministic(), "--resume", "auto")
-    assert starts(resumed) == [0, saved]
-    assert_equals_the_uninterrupted(resumed, ranks=1)
-
-
 def test_killing_one_rank_ends_the_others_and_the_run_resumes_and_ends_the_same(tmp_path):
     with TrainingRun(tmp_path, deterministic(), ranks=2) as run:
         run.wait_for_step(7)
