@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ from colocated_grpo.rollout.sharing import build_sharing
 from colocated_grpo.rollout.supply import Opponent, PromptSupply, Supply
 from colocated_grpo.rollout.vllm_engine import VLLMEngine
 from colocated_grpo.supervision import StopRequest
-from colocated_grpo.tracking import NullTracker, Tracker, make_tracker
+from colocated_grpo.tracking import NullTracker, Tracker, files, make_tracker
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -151,12 +152,13 @@ def build_serving(
     note: Callable[[str], None],
 ) -> Serving:
     """The engine over HTTP, for environments in other processes."""
-    # Here, for it brings a web framework, a third of a second at the start of each rank, that other runs do not need.
+    # Here, for it brings a web framework, which other runs would load at the start of each rank without need.
     from colocated_grpo.rollout.server.build import Serving
     from colocated_grpo.rollout.server.sampler import Limits
 
     limits = Limits(config.max_sequence_tokens, hf_config.get_text_config().vocab_size, stop_tokens, config.seed)
-    return Serving(config, folder, inbox, tokenizer, limits, world, note)
+    keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
+    return Serving(config, folder, inbox, tokenizer, limits, world, note, keep)
 
 
 def build_prompt_supply(

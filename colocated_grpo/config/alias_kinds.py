@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from colocated_grpo.config.errors import show
@@ -11,12 +12,13 @@ from colocated_grpo.config.schema import RolloutConfig
 
 Lookup = Callable[[str], Any]
 """Value at a dotted path of the settings as far as they are translated, or None."""
+Translate = Callable[[str, Any, Lookup], dict[str, Any]]
+"""(last part of the old name, value, lookup) -> values by new dotted name. Raises ValueError with the rule."""
 
 
 @dataclass(frozen=True)
 class Alias:
-    translate: Callable[[str, Any, Lookup], dict[str, Any]]
-    """(last part of the old name, value, lookup) -> values by new dotted name. Raises ValueError with the rule."""
+    translate: Translate
     new_name: str = ""
     """For suggestions; where it is no setting, the old name is suggested, whose own line then says what to do."""
     remark: str = ""
@@ -27,18 +29,26 @@ class Alias:
         return bool(self.new_name) and " " not in self.new_name
 
 
+def unless_null(translate: Translate) -> Translate:
+    """null is how other trainers write that a setting has its default: then there is nothing to set."""
+
+    @wraps(translate)
+    def translate_value(key: str, value: Any, look: Lookup) -> dict[str, Any]:
+        return {} if value is None else translate(key, value, look)
+
+    return translate_value
+
+
 def renamed(new_name: str, remark: str = "") -> Alias:
-    """null is how other trainers write that a setting has its default."""
-    return Alias(lambda _key, value, _look: {} if value is None else {new_name: value}, new_name, remark)
+    return Alias(unless_null(lambda _key, value, _look: {new_name: value}), new_name, remark)
 
 
 def one_of(new_name: str, values: Mapping[Any, Any], remark: str = "") -> Alias:
     """Only the listed values have an equivalent. None in `values` means: it is so anyway, nothing to set."""
 
+    @unless_null
     def translate(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
         key = value.lower() if isinstance(value, str) else value
-        if key is None:
-            return {}
         if isinstance(key, dict | list) or key not in values:
             raise ValueError(f"no equivalent here; known are {', '.join(show(known) for known in values)} ({new_name})")
         return {} if values[key] is None else {new_name: values[key]}
@@ -51,24 +61,21 @@ def not_needed(why: str) -> Alias:
 
 
 def no_equivalent(instead: str) -> Alias:
-    def translate(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
-        if value is None:
-            return {}
+    @unless_null
+    def translate(_key: str, _value: Any, _look: Lookup) -> dict[str, Any]:
         raise ValueError(f"no equivalent here; {instead}")
 
     return Alias(translate)
 
 
+@unless_null
 def epsilon(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
-    if value is None:
-        return {}
     has_upper_bound = look("epsilon_high") is not None or look("loss.clip_high") is not None
     return {"loss.clip_low": value} | ({} if has_upper_bound else {"loss.clip_high": value})
 
 
+@unless_null
 def completions(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
-    if value is None:
-        return {}
     group_size = look("rollout.group_size") or RolloutConfig().group_size
     if not isinstance(value, int) or not isinstance(group_size, int) or value % group_size:
         raise ValueError(f"counts completions, so it must be a multiple of rollout.group_size={show(group_size)}")

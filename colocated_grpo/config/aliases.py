@@ -86,9 +86,7 @@ _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
 
 def new_names() -> dict[str, str]:
     """Old dotted name -> the name to suggest for it: the new one, or its own where no single setting follows."""
-    return {
-        old: alias.new_name if alias.new_name and " " not in alias.new_name else old for old, alias in ALIASES.items()
-    }
+    return {old: alias.new_name if alias.names_a_setting else old for old, alias in ALIASES.items()}
 
 
 def translate_aliases(tree: dict[str, Any], origins: dict[Path, Origin]) -> list[str]:

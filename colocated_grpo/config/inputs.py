@@ -48,6 +48,8 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
 def _check_opponent(section: str, config: Config, policy: Mapping[str, Any]) -> None:
     """It takes the policy's place in the engine, whose parameters have the policy's shapes."""
     opponent = config.opponent_model
+    if opponent == config.model:
+        return
     theirs = read_model_config(opponent, section)
     for key in _SHAPE_KEYS:
         if theirs.get(key) != policy.get(key):

@@ -326,8 +326,10 @@ class Config(Section):
     def opponent_model(self) -> ModelConfig | None:
         """Where the opponent's weights are read from."""
         opponent = self.opponent
-        if opponent is None or opponent.name == INITIAL:
-            return self.model if opponent else None
+        if opponent is None:
+            return None
+        if opponent.name == INITIAL:
+            return self.model
         return self.model.model_copy(update={"name": opponent.name, "revision": opponent.revision})
 
     @property

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from colocated_grpo.config.alias_kinds import Alias, Lookup, epsilon, no_equivalent, not_needed, one_of, renamed
+from colocated_grpo.config.alias_kinds import (
+    Alias,
+    Lookup,
+    epsilon,
+    no_equivalent,
+    not_needed,
+    one_of,
+    renamed,
+    unless_null,
+)
 
 
+@unless_null
 def _sampler_correction(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
-    if value is None:
-        return {}
     modes = [f"{level}_{mode}" for level in ("token", "sequence") for mode in ("truncate", "mask")]
     if value not in modes:
         raise ValueError(f"must be one of {', '.join(modes)}")
@@ -51,9 +59,8 @@ def _reward_name(name: Any) -> Any:
     return f"{module}:{function}" if module else name
 
 
+@unless_null
 def _reward_weights(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
-    if value is None:
-        return {}
     rewards = look("environments.0.rewards")
     if not isinstance(rewards, list) or not all(isinstance(reward, dict) for reward in rewards):
         raise ValueError("no equivalent here; write rewards: [{name: ..., weight: ...}] in the dataset environment")
@@ -204,9 +211,7 @@ TRL: dict[str, Alias] = {
     "model_revision": renamed("model.revision"),
     "model_init_kwargs": no_equivalent("see model.revision, model.trust_remote_code and policy.compute_dtype"),
     "dtype": no_equivalent(_DTYPE),
-    "torch_dtype": no_equivalent(
-        "masters are fp32; policy.compute_dtype is the type that the forward pass computes in"
-    ),
+    "torch_dtype": no_equivalent(_DTYPE),
     "attn_implementation": not_needed("packed sequences have an attention of their own"),
     "use_peft": one_of(_NO_LORA, {False: None}),
     **{f"lora_{name}": no_equivalent(_NO_LORA) for name in ("r", "alpha", "dropout", "target_modules")},

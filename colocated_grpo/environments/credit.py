@@ -1,9 +1,9 @@
-"""How the end of a game is credited to the turns that led to it."""
+"""What the end of a game counts for: the turns that led to it, and the rates of winning."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -28,3 +28,11 @@ class OutcomeCredit:
             shares.append(self.outcome * self.discount ** later[seat])
             later[seat] += 1
         return shares[::-1]
+
+
+def shares_won(results: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Name -> the share of its seats that won. results: (name, above 0 where it won) of each seat."""
+    won: dict[str, list[bool]] = {}
+    for name, result in results:
+        won.setdefault(name, []).append(result > 0)
+    return {name: sum(seats) / len(seats) for name, seats in won.items()}

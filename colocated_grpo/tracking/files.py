@@ -1,6 +1,7 @@
 """The run folder: what is written into it, and how it is read back.
 
-config.yaml, environment.json, metrics.jsonl, rollouts.jsonl, summary.json and report.html; games.py writes beside them.
+config.yaml, environment.json, metrics.jsonl, rollouts.jsonl, summary.json, report.html and, where it is asked for,
+atropos_batch.json; games.py writes beside them.
 One JSON object a line, flushed each step: a killed run loses at most its last line, so readers forgive a cut last line
 and nothing else.
 """
@@ -24,6 +25,7 @@ METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
+ATROPOS_BATCH_FILE = "atropos_batch.json"
 
 TRAIN = "train"
 EVALUATION = "evaluation"
@@ -85,6 +87,11 @@ def append_environment(run_dir: Path, start: dict[str, Any]) -> None:
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     write_atomically(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+
+def write_atropos_batch(run_dir: Path, items: list[Any]) -> None:
+    """The latest batch as it came, in place of the one before."""
+    write_atomically(run_dir / ATROPOS_BATCH_FILE, json.dumps(items))
 
 
 def write_atomically(path: Path, parts: str | Iterable[str]) -> None:

@@ -32,6 +32,7 @@ from colocated_grpo.environments.adapters.textarena_table import (
     TableSettings,
 )
 from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.credit import shares_won
 from colocated_grpo.environments.user_code import construct, with_named
 
 LATEST_GAMES = 100
@@ -195,7 +196,7 @@ class TextArenaTurns:
         self._counts.update({"games": 1, table.ending: 1, "turns": len(table.said)})
         self._ended.append(table.record())
         if table.ending != BROKEN:
-            self._results = [*self._results[1 - LATEST_GAMES :], self._shares_of_wins(table)]
+            self._results = [*self._results[1 - LATEST_GAMES :], self._result_of(table)]
         elif not self._results and table.number >= MOST_GAMES:
             raise RuntimeError(f"{self.settings.game}: every game breaks; the latest: {table.error}")
 
@@ -208,17 +209,14 @@ class TextArenaTurns:
             returns.append(TextArenaReturn(said.turn_id, value))
         return returns
 
-    def _shares_of_wins(self, table: Table) -> dict[str, float]:
+    def _result_of(self, table: Table) -> dict[str, float]:
         """By role, and by player where there are several kinds: the share of their seats that won."""
-        wins: dict[str, list[bool]] = {}
-        for seat, reward in enumerate(table.rewards):
-            names = [_metric_name(table.game.role(seat))]
-            if len(set(self.settings.players)) > 1:
-                names.append(_metric_name(table.player(seat).rpartition(":")[2]))
-            for name in names:
-                wins.setdefault(name, []).append(reward > 0)
-        draw = {"draw": float(table.ending == DRAW)}
-        return draw | {name: sum(won) / len(won) for name, won in wins.items()}
+        seats = list(enumerate(table.rewards))
+        results = [(table.game.role(seat), reward) for seat, reward in seats]
+        if len(set(self.settings.players)) > 1:
+            results += [(table.player(seat).rpartition(":")[2], reward) for seat, reward in seats]
+        won = shares_won((_metric_name(name), reward) for name, reward in results)
+        return {"draw": float(table.ending == DRAW)} | won
 
     def _turn(self, table: Table) -> TextArenaTurn:
         seat = table.game.seat

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from colocated_grpo.environments.credit import shares_won
 from colocated_grpo.environments.town.grammar import TOOLS
 from colocated_grpo.environments.town.verdicts import Status, Verdict
 
@@ -50,9 +51,8 @@ class Kpis:
         self.games += 1
         self.days += days
         self.winners = [*self.winners[1 - LATEST_GAMES :], str(winner)]
-        for player in sorted({player for player, _ in results}):
-            seats = [result > 0 for other, result in results if other == player]
-            self.won[player] = [*self.won.get(player, [])[1 - LATEST_GAMES :], sum(seats) / len(seats)]
+        for player, share in shares_won(results).items():
+            self.won[player] = [*self.won.get(player, [])[1 - LATEST_GAMES :], share]
 
     def after_reset(self) -> Kpis:
         """Nothing counted yet, and the latest games as they are."""

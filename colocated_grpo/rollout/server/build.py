@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,9 @@ from colocated_grpo.web.serving import ServerThread
 REMEMBERED_COMPLETIONS = 1 << 17
 """Several batches of the largest size, in some 40 MB."""
 PROBE_TOKENS = 64
-LAST_BATCH = "atropos_batch.json"
+
+Keep = Callable[[list[Any]], None]
+"""Is given each batch as it came."""
 
 
 class Serving:
@@ -46,6 +46,7 @@ class Serving:
         limits: Limits,
         world: World,
         note: Note,
+        keep: Keep,
     ) -> None:
         """Collective. Raises EnvironmentSetupError with one line, on every rank."""
         self._world = world
@@ -56,9 +57,9 @@ class Serving:
         self._engines = LeastBusy([self._inbox.put, *(link.put for link in self._links)])
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
-        world.from_main(lambda: self._open(config, folder, tokenizer))
+        world.from_main(lambda: self._open(config, folder, tokenizer, keep))
 
-    def _open(self, config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _open(self, config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, keep: Keep) -> None:
         atropos, origins = config.atropos, Origins(REMEMBERED_COMPLETIONS)
         client = AtroposClient(atropos.url, trainer_of(config, folder), may_reset=atropos.reset)
         # Tokenizers are not made for several threads at once: one for batches, one for requests.
@@ -67,7 +68,7 @@ class Serving:
             make_reader(config, self._limits, origins, copy.deepcopy(tokenizer)),
             connect_timeout=atropos.connect_timeout,
             note=self._note,
-            keep=partial(keep_batch, folder / LAST_BATCH) if atropos.keep_last_batch else lambda items: None,
+            keep=keep,
         )
         self.source.connect()
         sampler = self._sampler(origins, copy.deepcopy(tokenizer))
@@ -102,13 +103,6 @@ class Serving:
         self._world.from_main(lambda: self.source.register(step))
         probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]
         return ServedSupply(role, self._world, stop_asked, probe)
-
-
-def keep_batch(path: Path, items: list[Any]) -> None:
-    """In place of the one before; a reader never finds half of it."""
-    unfinished = path.with_suffix(".partial")
-    unfinished.write_text(json.dumps(items))
-    unfinished.replace(path)
 
 
 def trainer_of(config: Config, folder: Path) -> Trainer:
