@@ -142,7 +142,7 @@ def test_an_api_server_and_an_environment_that_die_and_groups_without_logprobs_a
     assert [row["step"] for row in rows] == list(range(5))
     assert all(row["atropos/dropped"] == 0 for row in rows)
     assert "registered again" in run.stdout
-    batch = json.loads((run.folder / "atropos_batch.json").read_text())
+    batch = json.loads((run.folder / files.ATROPOS_BATCH_FILE).read_text())
     assert sum(len(group["tokens"]) for group in batch) == 4 * GROUP
 
 

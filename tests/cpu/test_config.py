@@ -286,7 +286,22 @@ def test_keys_of_free_form_sections_keep_their_hyphens():
     assert load("", "--environments.0.args.a-b", "1").environments[0].args == {"a-b": 1}
 
 
-@pytest.mark.parametrize("name", ["epsilon", "epsilon_high", "delta", "min_p", "reward_weights", "beta", "report_to"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "beta",
+        "delta",
+        "epsilon",
+        "epsilon_high",
+        "generation_batch_size",
+        "lr_scheduler_type",
+        "min_p",
+        "num_train_epochs",
+        "report_to",
+        "reward_weights",
+        "vllm_importance_sampling_mode",
+    ],
+)
 def test_null_is_the_default_of_an_old_name(name):
     assert load(f"{name}: null") == load()
 

@@ -210,6 +210,7 @@ def test_without_listeners_nobody_asks_for_pieces(monkeypatch):
     future = inbox.put(request_of("a", 4))
     while not future.done():
         driver.step()
+    assert future.result(0) == completion_of(request_of("a", 4))
 
 
 def test_a_listener_of_a_request_that_was_given_up_hears_no_more():
@@ -276,3 +277,4 @@ def test_draining_ends_what_is_under_way_and_leaves_the_rest_for_later():
     assert not waits.done() and driver.running == 0 and not engine.running
     while not waits.done():
         driver.step()
+    assert waits.result(0) == completion_of(request_of("waits"))

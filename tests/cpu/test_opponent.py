@@ -4,14 +4,15 @@ cannot be."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from colocated_grpo.config import rules
+from colocated_grpo.config import inputs, rules
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import check_inputs
+from colocated_grpo.config.inputs import check_inputs, read_model_config
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
 
@@ -103,9 +104,20 @@ def test_a_model_of_another_shape_is_refused_before_anything_starts(tmp_path, ch
     assert "\n" not in str(caught.value)
 
 
+def test_another_model_of_the_same_shape_is_accepted(tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model(), other)
+    config = Config.model_validate(settings(tiny_model(), environments=[entry(name=str(other))]))
+    assert check_inputs(config) == (config, [])
+    assert config.opponent_model.name == str(other)
+
+
 @pytest.mark.parametrize("name", ["initial", "itself"])
-def test_the_runs_own_model_and_others_of_its_shape_are_accepted(name):
+def test_the_runs_own_model_is_read_once_for_both(name, monkeypatch):
+    read = []
+    monkeypatch.setattr(inputs, "read_model_config", lambda *of: read.append(of) or read_model_config(*of))
     name = str(tiny_model()) if name == "itself" else name
     config = Config.model_validate(settings(tiny_model(), environments=[entry(name=name)]))
     assert check_inputs(config) == (config, [])
-    assert config.opponent_model.name == str(tiny_model())
+    assert config.opponent_model == config.model
+    assert read == [(config.model,)]

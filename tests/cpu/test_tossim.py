@@ -127,9 +127,12 @@ def test_no_call_has_the_luck_of_another():
 def test_a_reply_is_taken_without_a_copy_of_its_table(monkeypatch):
     environment = batcher()
     turns = environment.next_batch()
-    monkeypatch.setattr(tossim.pickle, "dumps", None)
+    monkeypatch.setattr(tossim.pickle, "dumps", lambda table: pytest.fail("a copy of the table"))
     for turn in turns:
         environment.commit(turn, GOOD)
+    [(_, said, players)] = state(environment)
+    assert len(said) == 3
+    assert [turns for _, turns in players] == [1, 1, 1]
 
 
 def test_stats_that_are_no_counts_are_left_out_and_cost_no_table():

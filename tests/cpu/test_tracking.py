@@ -135,6 +135,13 @@ def test_the_summary_gives_held_out_reward_before_and_after_and_leaves_when_the_
     assert files.read_summary(tmp_path) == {}
 
 
+def test_a_batch_of_atropos_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    for tokens in ([[1, 2]], [[3]]):
+        files.write_atropos_batch(tmp_path, [{"tokens": tokens}])
+    assert [path.name for path in tmp_path.iterdir()] == ["atropos_batch.json"]
+    assert json.loads((tmp_path / files.ATROPOS_BATCH_FILE).read_text()) == [{"tokens": [[3]]}]
+
+
 def test_close_works_twice_before_the_start_and_before_the_first_step(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path / "never started")
     run.tracker.note("loading")
