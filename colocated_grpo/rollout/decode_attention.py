@@ -6,7 +6,7 @@ made for few sequences, each of which it splits over the device, and wins there.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,31 @@ import vllm.v1.attention.backends.flash_attn as backend
 from torch import Tensor
 
 FEWEST_SEQUENCES = 32
-TILE = 64
 HEAD_SIZES = (64, 128, 256)
+USUAL_HEAD_SIZE = 128
 MOST_QUERY_HEADS = 16
 """Query heads that share a key-value head; they are the rows of one tile."""
+
+
+class Shape(NamedTuple):
+    """How one program works through a sequence."""
+
+    tile: int
+    """Tokens at a time, of the usual head size."""
+    warps: int
+    stages: int
+
+
+def shape_for(programs: int) -> Shape:
+    """The fastest one for so many pairs of a sequence and a key-value head: docs/results/decode_attention_1xh200.json.
+
+    Few programs must each have much of the cache on its way; many small ones share the device more evenly.
+    """
+    if programs < 512:
+        return Shape(tile=128, warps=4, stages=2)
+    if programs < 1536:
+        return Shape(tile=32, warps=2, stages=3)
+    return Shape(tile=32, warps=1, stages=3)
 
 
 def install() -> None:
@@ -70,7 +91,9 @@ def decode(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tens
     """
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
-    _decode[(sequences, kv_heads)](
+    shape = shape_for(sequences * kv_heads)
+    # Heads first: those of one token lie side by side in the cache.
+    _decode[(kv_heads, sequences)](
         query,
         keys,
         values,
@@ -93,9 +116,9 @@ def decode(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tens
         GROUP=heads // kv_heads,
         ROWS=MOST_QUERY_HEADS,
         SIZE=size,
-        TILE=TILE,
-        num_warps=2,
-        num_stages=3,
+        TILE=min(shape.tile, shape.tile * USUAL_HEAD_SIZE // size),
+        num_warps=shape.warps,
+        num_stages=shape.stages,
     )
     return out
 
@@ -126,8 +149,8 @@ def _decode(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + sequence)
     column = tl.arange(0, SIZE)
     row = tl.arange(0, ROWS)

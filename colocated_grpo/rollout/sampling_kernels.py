@@ -21,6 +21,8 @@ LANES = 1024
 PROGRAMS = 1024
 """Enough to fill the device: few rows are split into more parts."""
 MOST_PARTS = 16
+PHILOX_ROUNDS = tl.constexpr(7)
+"""The fewest of Philox4x32 that pass the tests of BigCrush (Salmon et al., SC 2011)."""
 UNPLAIN = "max_per_req_token_ids", "logits_mode"
 """Options of vLLM's `compute_topk_scores` that ask for more than the sampled token's log-probability."""
 
@@ -89,16 +91,20 @@ def sample(
 
 
 @triton.jit
-def _race(x, bits, noisy):
-    """x plus Gumbel noise made of 32 random bits.
+def _race(weight, bits, noisy):
+    """weight over an exponential number of rate 1 made of 32 random bits: the largest wins as often as its share.
 
-    An exponential number of rate 1 is -log(1 - u). The smallest one wins, and near 0 the logarithm of a float32 is
-    coarse, so its series stands in there.
+    An exponential number is -log(1 - u). The smallest one wins, and near 0 the logarithm of a float32 is coarse, so
+    its series stands in there.
     """
     u = (bits.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     exponential = tl.where(u < 0.01, u * (1.0 + u * (0.5 + u * (0.33333333 + u * 0.25))), -tl.log(1.0 - u))
-    exponential = tl.maximum(exponential, 1e-30)
-    return tl.where(noisy, x - tl.log(exponential), x)
+    return tl.where(noisy, weight / tl.maximum(exponential, 1e-30), weight)
+
+
+@triton.jit
+def _read(row, at, vocabulary):
+    return tl.load(row + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -112,28 +118,38 @@ def _sample_part(
     noisy = tl.load(temperature + place) != 0.0
     seed = tl.randint(tl.load(seeds + place), tl.load(positions + row))
     lane = tl.arange(0, LANES)
-    # Every lane keeps its own best token, running maximum and sum; lanes meet once, at the end.
-    best_score = tl.full([LANES], float("-inf"), tl.float32)
+    # Every lane keeps its own best token, running maximum and sum, the latter two relative to that maximum; lanes meet
+    # once, at the end.
+    best_score = tl.zeros([LANES], tl.float32)
     best_token = tl.zeros([LANES], tl.int32)
     peak = tl.full([LANES], float("-inf"), tl.float32)
     sums = tl.zeros([LANES], tl.float32)
     first = part * size
     for start in range(first, tl.minimum(first + size, vocabulary), 4 * LANES):
         # The count of four-token draws from the row's beginning, so that parts do not decide what is drawn.
-        bits0, bits1, bits2, bits3 = tl.randint4x(seed, start // 4 + lane)
+        bits0, bits1, bits2, bits3 = tl.randint4x(seed, start // 4 + lane, n_rounds=PHILOX_ROUNDS)
+        x0 = _read(logits + row * stride, start + lane, vocabulary)
+        x1 = _read(logits + row * stride, start + LANES + lane, vocabulary)
+        x2 = _read(logits + row * stride, start + 2 * LANES + lane, vocabulary)
+        x3 = _read(logits + row * stride, start + 3 * LANES + lane, vocabulary)
+        new_peak = tl.maximum(peak, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
+        # Lanes that have seen nothing but -inf (masked tokens) would give NaN.
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shrink = tl.exp(peak - safe)
+        sums *= shrink
+        best_score *= shrink
         for quarter in tl.static_range(4):
-            at = start + quarter * LANES + lane
-            x = tl.load(logits + row * stride + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+            x = x0 if quarter == 0 else (x1 if quarter == 1 else (x2 if quarter == 2 else x3))
             bits = bits0 if quarter == 0 else (bits1 if quarter == 1 else (bits2 if quarter == 2 else bits3))
-            score = _race(x, bits, noisy)
+            weight = tl.exp(x - safe)
+            sums += weight
+            score = _race(weight, bits, noisy)
             better = score > best_score
-            best_token = tl.where(better, at, best_token)
+            best_token = tl.where(better, start + quarter * LANES + lane, best_token)
             best_score = tl.where(better, score, best_score)
-            new_peak = tl.maximum(peak, x)
-            # Lanes that have seen nothing but -inf (masked tokens) would give NaN.
-            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            sums = sums * tl.exp(peak - safe) + tl.exp(x - safe)
-            peak = new_peak
+        peak = new_peak
+    # From here on as logarithms, which lanes and parts with different peaks have in common.
+    best_score = tl.log(best_score) + tl.where(peak == float("-inf"), 0.0, peak)
     winner = tl.max(best_score, 0)
     highest = tl.max(peak, 0)
     safe = tl.where(highest == float("-inf"), 0.0, highest)

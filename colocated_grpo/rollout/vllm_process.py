@@ -31,10 +31,10 @@ def prepare_process(world: World) -> None:
         _name_shared_memory(world.from_main(lambda: secrets.token_hex(8)))
     else:
         # Triton exists beside CUDA only.
-        from colocated_grpo.rollout import decode_attention, qk_norm_rope, sampling_kernels
+        from colocated_grpo.rollout import decode_attention, qkv_kernel, sampling_kernels
 
         decode_attention.install()
-        qk_norm_rope.install()
+        qkv_kernel.install()
         sampling_kernels.install()
 
 
