@@ -35,7 +35,7 @@ from colocated_grpo.benchmarks.rates import measured_rates
 from colocated_grpo.benchmarks.results import describe, publish
 from colocated_grpo.benchmarks.roofline import Roofline
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK, add_stop_tokens
-from colocated_grpo.cli import USAGE_ERROR
+from colocated_grpo.cli import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.config.schema import Config
 from colocated_grpo.tools.make_model import SHAPES
 from colocated_grpo.tracking.files import CONFIG_FILE, METRICS_FILE, TRAIN, read_rollouts, read_rows
@@ -56,23 +56,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = ready_model(options, scratch)
         size = model_size(model, itemsize=2 if options.gpus else 4)
         rates = measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
-        ours = run_ours(options, overrides, model, scratch)
-        parts = {"ours": summary(ours, size, rates, ranks, options.warmup)}
+        done = run_ours(options, overrides, model, scratch)
+        ours = summary(done, size, rates, ranks, options.warmup)
+        bounds = lower_bounds(done, size, rates, ranks, options)
+        result = {
+            **describe("step", arguments, ranks=ranks),
+            "work": {name: value for name, value in vars(options).items() if name not in ("model", "json")},
+            "parameters": size.parameters,
+            **comparison(ours, None, bounds),
+            "roofline": {**rates.as_dict(), **bounds},
+        }
+        publish(result, options.json)  # now, for the peer takes several times as long and may be cut off
         if options.peer:
-            done = run_peer(peer_spec(options, model), scratch)
-            parts["peer"] = summary(done, size, rates, ranks, options.warmup) if done else None
-    bounds = lower_bounds(ours, size, rates, ranks, options)
-    result = {
-        **describe("step", arguments, ranks=ranks),
-        "work": {name: value for name, value in vars(options).items() if name not in ("model", "json")},
-        "parameters": size.parameters,
-        **comparison(parts["ours"], parts.get("peer"), bounds),
-        "roofline": {**rates.as_dict(), **bounds},
-    }
-    publish(result, options.json)
-    if options.peer and parts["peer"] is None:
-        print("error: --peer=trl: TRL did not finish; its words are above, our figures are kept", file=sys.stderr)
-        return 1
+            theirs = run_peer(peer_spec(options, model), scratch)
+            if theirs is None:
+                print(
+                    "error: --peer=trl: TRL did not finish; its words are above, our figures are kept", file=sys.stderr
+                )
+                return RUN_ERROR
+            peer = summary(theirs, size, rates, ranks, options.warmup)
+            publish({**result, **comparison(ours, peer, bounds)}, options.json)
     return 0
 
 
