@@ -20,6 +20,10 @@ STAMP := $(VENV)/.installed-$(PLATFORM)-$(firstword $(shell cksum < pyproject.to
 CPU_TORCH := torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
 # Only its modules: of its twenty requirements those that it imports are in the extra `atropos`.
 ATROPOSLIB := atroposlib==0.4.0
+# verifiers wants older mcp and openai than all else runs with. Its tests have an environment of their own on top of VENV:
+# the .pth file lends it every package there, so pip puts only what verifiers adds or exchanges into it.
+VERIFIERS := $(VENV)/verifiers
+VERIFIERS_TESTS := tests/cpu/test_verifiers.py
 DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
 QUICKSTART_MODEL := runs/quickstart-model
@@ -69,12 +73,22 @@ install-cpu:
 	@$(PIP) install --no-deps '$(ATROPOSLIB)'
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 
+# The import last: were verifiers absent or broken, its tests would be skipped and nobody would know.
+$(VERIFIERS)/.installed: $(STAMP)
+	@$(PY) -m venv --clear $(VERIFIERS) --without-pip
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > $$(echo $(VERIFIERS)/lib/python3*/site-packages)/base.pth
+	@$(PIP) --python $(VERIFIERS)/bin/python install --no-warn-conflicts 'colocated-grpo[verifiers]'
+	@$(VERIFIERS)/bin/python -c 'import verifiers.v1'
+	@touch $@
+
 quickstart: install
 	@test -d $(QUICKSTART_MODEL) || $(PY) -m colocated_grpo.tools.make_model $(QUICKSTART_MODEL) --task sorting
 	@$(PY) run_colocated_grpo.py --config training_configs/quickstart.yaml $(DEVICES_$(PLATFORM))
 
-test: install
-	@$(PY) -m pytest tests/cpu
+test: install $(VERIFIERS)/.installed
+	@$(PY) -m pytest tests/cpu --ignore $(VERIFIERS_TESTS)
+	@$(VERIFIERS)/bin/python -m pytest $(VERIFIERS_TESTS)
 
 test-gpu: install
 	@$(PY) -m pytest tests/gpu

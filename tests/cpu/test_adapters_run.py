@@ -104,6 +104,6 @@ def test_every_configuration_of_the_guide_builds_and_asks():
         for block in blocks:
             config = Config.model_validate(yaml.safe_load(block.replace("http://localhost:8000", server.url)))
             libraries |= {entry.name.partition(":")[0] for entry in config.environments}
-            if "verifiers:" not in block:  # names a taskset that only its reader has
+            if "verifiers:" not in block:  # wants a package that only test_verifiers has
                 assert build_environments(config, build_char_tokenizer()).held_out(1)
     assert libraries == set(ADAPTERS)

@@ -175,6 +175,13 @@ def test_every_file_that_a_target_runs_exists(target):
     assert files or modules or target == "lint"
 
 
+def test_what_the_first_pytest_of_make_test_leaves_out_has_one_of_its_own():
+    plan = make(ROOT, "--dry-run", "test", "VENV=elsewhere", "PLATFORM=cpu").stdout
+    left_out = re.findall(r"--ignore (\S+)", plan)
+    assert left_out == re.findall(r"^elsewhere/verifiers/bin/python -m pytest (\S+)$", plan, re.MULTILINE)
+    assert left_out == ["tests/cpu/test_verifiers.py"]
+
+
 def test_continuous_integration_runs_the_command_of_the_readme():
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)

@@ -1,17 +1,24 @@
-"""Tasksets of verifiers: their questions, their judges, and the policy's turn between."""
+"""Tasksets of verifiers: their questions, their judges, and the policy's turn between.
+
+`make test` runs this file in an environment of its own, which has verifiers.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
-from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.config.schema import Config
+from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.episodes import build_episode
 
-from adapter_play import items, played, saying
+from adapter_play import TOKENIZER, items, played, saying
 
+GUIDE = Path(__file__).parents[2] / "docs/guides/adapters.md"
 TASKSET = """
 import verifiers.v1 as vf
 
@@ -20,6 +27,7 @@ class Data(vf.TaskData):
 
 class Config(vf.TasksetConfig):
     rows: int = 40
+    difficulty: int = 1
 
 class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
     @vf.reward(weight=2.0)
@@ -61,14 +69,24 @@ class Bare(vf.Task[Data, vf.State, vf.TaskConfig]):
 
 
 @pytest.fixture
-def taskset(tmp_path, monkeypatch, request):
-    """Writes an installed taskset; gives its episode. verifiers is heavy and left out of the dev extra."""
-    pytest.importorskip("verifiers.v1")
+def installed(tmp_path, monkeypatch):
+    """Installs a taskset under a name."""
+    pytest.importorskip("verifiers.v1", reason="pip install verifiers, or make test")
     monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(name: str, task: str = "Sum", prompt: str = PROMPT, more: str = "") -> None:
+        (tmp_path / f"{name}.py").write_text(TASKSET + more + ROWS.format(task=task, prompt=prompt))
+
+    return install
+
+
+@pytest.fixture
+def taskset(installed, request):
+    """Installs a taskset; gives its episode."""
 
     def build(task: str = "Sum", prompt: str = PROMPT, more: str = "", **args):
         name = f"sums_{abs(hash(request.node.name))}"
-        (tmp_path / f"{name}.py").write_text(TASKSET + more + ROWS.format(task=task, prompt=prompt))
+        installed(name, task, prompt, more)
         return build_episode(f"verifiers:{name}", args)
 
     return build
@@ -118,6 +136,14 @@ def test_what_cannot_be_played_is_said_in_one_line(taskset, changes, message):
     with pytest.raises(EnvironmentSetupError, match=re.escape(message)) as caught:
         taskset(**changes)
     assert "\n" not in str(caught.value)
+
+
+def test_the_configuration_of_the_guide_builds_and_asks(installed):
+    installed("my_taskset", prompt='f"{n} of {self.config.difficulty}?"')
+    (block,) = (part for part in re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "verifiers:" in part)
+    environments = build_environments(Config.model_validate(yaml.safe_load(block)), TOKENIZER)
+    (prompt,) = environments.held_out(1)
+    assert re.search(r"\d+ of 2\?", prompt.text)
 
 
 def test_a_missing_verifiers_names_the_pip_command(monkeypatch):
