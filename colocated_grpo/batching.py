@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,21 +18,35 @@ from torch import Tensor
 
 from colocated_grpo.config.schema import BatchConfig
 from colocated_grpo.losses import Counts
-from colocated_grpo.types import Group, Rollout
+from colocated_grpo.types import Group
 
 PADDING_TOKENS = [0, 0]
 """What a rank without work of its own runs: two tokens, one of them scored and masked out."""
 
 
+class Outline(NamedTuple):
+    """A rollout as planning sees it; only the rank that trains it turns its tokens into arrays."""
+
+    group: int
+    sibling: int
+    length: int
+    scored: int
+    """Tokens that the policy sampled."""
+    trained: bool
+    """False: its tokens are scored but carry no loss (a truncated completion that is masked)."""
+
+    @property
+    def loss_tokens(self) -> int:
+        return self.scored if self.trained else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """One rollout ready for training. `group` and `sibling` say where it came from.
+    """One rollout ready for training.
 
     Arrays, one conversion a rollout: torch is 15 times slower at reading lists of Python numbers.
     """
 
-    group: int
-    sibling: int
     token_ids: np.ndarray
     scored: np.ndarray
     """Positions of sampled tokens, ascending; position 0 is never scored."""
@@ -40,7 +55,7 @@ class TrainSequence:
     advantages: np.ndarray
     temperature: float
     trained: bool
-    """False: its tokens are scored but carry no loss (a truncated completion that is masked)."""
+    """As of its outline."""
     ref_logprobs: np.ndarray | None = None
     """From the environment; None: not given."""
 
@@ -120,25 +135,26 @@ def pack(
     order = list(range(len(groups)))
     if config.minibatches > 1:
         random.Random(shuffle_seed).shuffle(order)
-    sequences = [_sequences(index, groups[index], advantages[index], config) for index in range(len(groups))]
-    batch_tokens = sum(_loss_tokens(seq) for siblings in sequences for seq in siblings)
+    outlines = [_outlines(index, group, config) for index, group in enumerate(groups)]
+    batch_tokens = sum(outline.loss_tokens for siblings in outlines for outline in siblings)
     minibatches, loads, stand_ins = [], [0] * world_size, 0
     for part in range(config.minibatches):
         members = order[part :: config.minibatches]
-        chosen = [seq for g in members for seq in sequences[g]]
+        chosen = [outline for g in members for outline in outlines[g]]
         kept = [g for g in members if not (constant[g] and config.drop_constant_groups)]
         # An episode may fail before the policy said anything: nothing of it is scored.
-        packed = [seq for g in kept for seq in sequences[g] if len(seq.scored)]
+        packed = [outline for g in kept for outline in outlines[g] if outline.scored]
         shares = plan(packed, config.max_tokens_per_micro_batch, world_size)
-        loads = [load + sum(s.length for bin in share for s in bin) for load, share in zip(loads, shares, strict=True)]
+        loads = [load + sum(o.length for bin in share for o in bin) for load, share in zip(loads, shares, strict=True)]
         stand_ins += sum(not bin for share in shares for bin in share)
         counts = Counts(
-            tokens=sum(map(_loss_tokens, chosen)),
+            tokens=sum(outline.loss_tokens for outline in chosen),
             sequences=len(chosen),
             batch_tokens=batch_tokens,
             minibatches=config.minibatches,
         )
-        minibatches.append(Minibatch(micro_batches=[build_micro_batch(bin) for bin in shares[rank]], counts=counts))
+        own = [build_micro_batch([_sequence(o, groups, advantages) for o in bin]) for bin in shares[rank]]
+        minibatches.append(Minibatch(micro_batches=own, counts=counts))
     total = sum(loads)
     return Batch(
         minibatches=minibatches,
@@ -149,28 +165,32 @@ def pack(
     )
 
 
-def _sequences(
-    group: int, siblings: Group, advantages: Sequence[Sequence[float]], config: BatchConfig
-) -> list[TrainSequence]:
+def _outlines(group: int, siblings: Group, config: BatchConfig) -> list[Outline]:
     return [
-        _sequence(group, index, rollout, advantages[index], config) for index, rollout in enumerate(siblings.rollouts)
+        Outline(
+            group=group,
+            sibling=sibling,
+            length=len(rollout.token_ids),
+            scored=sum(rollout.loss_mask),
+            trained=not (config.mask_truncated and rollout.finish_reason == "length"),
+        )
+        for sibling, rollout in enumerate(siblings.rollouts)
     ]
 
 
 def _sequence(
-    group: int, sibling: int, rollout: Rollout, advantages: Sequence[float], config: BatchConfig
+    outline: Outline, groups: Sequence[Group], advantages: Sequence[Sequence[Sequence[float]]]
 ) -> TrainSequence:
+    rollout = groups[outline.group].rollouts[outline.sibling]
     scored = np.flatnonzero(rollout.loss_mask)
     sampling, ref = rollout.sampling_logprobs, rollout.ref_logprobs
     return TrainSequence(
-        group=group,
-        sibling=sibling,
         token_ids=np.array(rollout.token_ids, np.int64),
         scored=scored,
         sampling_logprobs=_at(scored, sampling),
-        advantages=np.array(advantages, np.float32),
+        advantages=np.array(advantages[outline.group][outline.sibling], np.float32),
         temperature=rollout.temperature,
-        trained=not (config.mask_truncated and rollout.finish_reason == "length"),
+        trained=outline.trained,
         ref_logprobs=None if ref is None else _at(scored, ref),
     )
 
@@ -182,40 +202,36 @@ def _at(positions: np.ndarray, values: Sequence[float] | None) -> np.ndarray:
     return np.array(values, np.float32)[positions]
 
 
-def _loss_tokens(sequence: TrainSequence) -> int:
-    return len(sequence.scored) if sequence.trained else 0
-
-
-def plan(sequences: Sequence[TrainSequence], budget: int, world_size: int) -> list[list[list[TrainSequence]]]:
-    """Deal sequences to [rank][micro-batch]: no bin above `budget` tokens, equally many bins a rank, loads balanced.
+def plan(outlines: Sequence[Outline], budget: int, world_size: int) -> list[list[list[Outline]]]:
+    """Deal rollouts to [rank][micro-batch]: no bin above `budget` tokens, equally many bins a rank, loads balanced.
 
     Longest first into the emptiest bin (Graham's LPT rule): with many sequences the bins differ by less than one short
     sequence. At least one bin a rank, possibly empty: a rank without work still joins the collectives.
     """
-    longest_first = sorted(sequences, key=lambda seq: (-seq.length, seq.group, seq.sibling))
-    total = sum(seq.length for seq in longest_first)
+    longest_first = sorted(outlines, key=lambda outline: (-outline.length, outline.group, outline.sibling))
+    total = sum(outline.length for outline in longest_first)
     per_rank = max(1, -(-total // (budget * world_size)))
     while (bins := _fill_bins(longest_first, budget, per_rank * world_size)) is None:
         per_rank += 1
     return _deal(bins, world_size)
 
 
-def _fill_bins(longest_first: Sequence[TrainSequence], budget: int, count: int) -> list[list[TrainSequence]] | None:
-    bins: list[list[TrainSequence]] = [[] for _ in range(count)]
+def _fill_bins(longest_first: Sequence[Outline], budget: int, count: int) -> list[list[Outline]] | None:
+    bins: list[list[Outline]] = [[] for _ in range(count)]
     loads = [0] * count
-    for seq in longest_first:
+    for outline in longest_first:
         emptiest = min(range(count), key=loads.__getitem__)
-        if loads[emptiest] + seq.length > budget:
+        if loads[emptiest] + outline.length > budget:
             return None
-        bins[emptiest].append(seq)
-        loads[emptiest] += seq.length
+        bins[emptiest].append(outline)
+        loads[emptiest] += outline.length
     return bins
 
 
-def _deal(bins: list[list[TrainSequence]], world_size: int) -> list[list[list[TrainSequence]]]:
+def _deal(bins: list[list[Outline]], world_size: int) -> list[list[list[Outline]]]:
     """Fullest bin to the rank with the least so far, among the ranks that still lack one this round."""
-    load = lambda bin: sum(seq.length for seq in bin)  # noqa: E731
-    shares: list[list[list[TrainSequence]]] = [[] for _ in range(world_size)]
+    load = lambda bin: sum(outline.length for outline in bin)  # noqa: E731
+    shares: list[list[list[Outline]]] = [[] for _ in range(world_size)]
     totals = [0] * world_size
     fullest_first = sorted(bins, key=load, reverse=True)
     for start in range(0, len(bins), world_size):

@@ -58,8 +58,6 @@ class FreshnessCheck:
         length = len(self._probe)
         unused = np.zeros(length - 1, np.float32)
         sequence = TrainSequence(
-            group=0,
-            sibling=0,
             token_ids=np.array(self._probe),
             scored=np.arange(1, length),
             sampling_logprobs=unused,

@@ -67,8 +67,6 @@ class Pair:
         """Of tokens[first:], by the policy. Collective."""
         unused = np.zeros(len(tokens) - first, np.float32)
         sequence = TrainSequence(
-            group=0,
-            sibling=0,
             token_ids=np.array(tokens),
             scored=np.arange(first, len(tokens)),
             sampling_logprobs=unused,

@@ -215,8 +215,6 @@ def made_up_micro_batch(config: Config, tokens: int) -> MicroBatch:
     scored[0] = np.concatenate([np.ones(extra, np.int64), scored[0]])
     sequences = [
         TrainSequence(
-            group=0,
-            sibling=index,
             token_ids=np.zeros(length, np.int64),
             scored=positions,
             sampling_logprobs=np.full(len(positions), -1.0, np.float32),
@@ -224,7 +222,7 @@ def made_up_micro_batch(config: Config, tokens: int) -> MicroBatch:
             temperature=1.0,
             trained=True,
         )
-        for index, (length, positions) in enumerate(zip(lengths, scored, strict=True))
+        for length, positions in zip(lengths, scored, strict=True)
     ]
     micro_batch = build_micro_batch(sequences)
     logprobs_N = micro_batch.sampling_logprobs_N

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, TrainSequence, build_micro_batch, pack, plan
+from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, Outline, TrainSequence, build_micro_batch, pack, plan
 from colocated_grpo.config.schema import BatchConfig
 from colocated_grpo.types import Group, Rollout
 
@@ -126,30 +126,20 @@ def test_no_micro_batch_exceeds_the_budget_and_every_rank_has_equally_many(group
     assert all(batch.minibatches[part].counts == batches[0].minibatches[part].counts for batch in batches)
 
 
-def sequences_of(lengths: list[int]) -> list[TrainSequence]:
+def outlines_of(lengths: list[int]) -> list[Outline]:
     return [
-        TrainSequence(
-            group=index,
-            sibling=0,
-            token_ids=np.ones(length, np.int64),
-            scored=np.array([1]),
-            sampling_logprobs=np.zeros(1, np.float32),
-            advantages=np.zeros(1, np.float32),
-            temperature=1.0,
-            trained=True,
-        )
-        for index, length in enumerate(lengths)
+        Outline(group=index, sibling=0, length=length, scored=1, trained=True) for index, length in enumerate(lengths)
     ]
 
 
 def rank_loads(lengths: list[int], budget: int, world_size: int) -> list[int]:
-    shares = plan(sequences_of(lengths), budget, world_size)
+    shares = plan(outlines_of(lengths), budget, world_size)
     return [sum(seq.length for bin in share for seq in bin) for share in shares]
 
 
 @given(st.lists(st.integers(LONGEST // 2, LONGEST), max_size=30), world_sizes)
 def test_long_sequences_that_hardly_share_a_micro_batch_stay_in_budget(lengths, world_size):
-    shares = plan(sequences_of(lengths), BUDGET, world_size)
+    shares = plan(outlines_of(lengths), BUDGET, world_size)
     assert all(sum(seq.length for seq in bin) <= BUDGET for share in shares for bin in share)
     assert len({len(share) for share in shares}) == 1
     assert sorted(seq.length for share in shares for bin in share for seq in bin) == sorted(lengths)
@@ -176,7 +166,7 @@ def test_many_sequences_balance_to_within_five_percent(lengths, world_size):
 @given(st.lists(st.integers(2, LONGEST), min_size=1, max_size=40), world_sizes)
 def test_the_number_of_micro_batches_stays_close_to_the_least_possible(lengths, world_size):
     """Bins that could not take one more of the longest sequence are more than BUDGET - LONGEST full."""
-    bins = sum(len(share) for share in plan(sequences_of(lengths), BUDGET, world_size))
+    bins = sum(len(share) for share in plan(outlines_of(lengths), BUDGET, world_size))
     at_most = sum(lengths) // (BUDGET - LONGEST) + world_size
     assert bins <= max(world_size, at_most)
 
@@ -273,9 +263,20 @@ def test_imbalance_is_what_the_fullest_rank_has_above_the_mean():
     assert uneven == pytest.approx(6 / 4 - 1)
 
 
+def sequence_of(length: int) -> TrainSequence:
+    """Its second token alone is scored."""
+    return TrainSequence(
+        token_ids=np.ones(length, np.int64),
+        scored=np.array([1]),
+        sampling_logprobs=np.zeros(1, np.float32),
+        advantages=np.zeros(1, np.float32),
+        temperature=1.0,
+        trained=True,
+    )
+
+
 def test_targets_follow_their_sources_across_sequence_borders():
-    first, second = sequences_of([3, 2])
-    micro_batch = build_micro_batch([first, second])
+    micro_batch = build_micro_batch([sequence_of(3), sequence_of(2)])
     assert micro_batch.source_N.tolist() == [0, 3]
     assert micro_batch.sequence_N.tolist() == [0, 1]
 
