@@ -13,7 +13,7 @@ import pytest
 
 from colocated_grpo.rollout import inbox as inbox_module
 from colocated_grpo.rollout.engine import Piece, Request, Sampling
-from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.inbox import MOST_STEPS_HELD, Driver, Inbox
 from colocated_grpo.types import Completion
 
 from fakes import FakeEngine, completion_of
@@ -64,6 +64,85 @@ def test_the_drivers_own_requests_come_back_from_step_and_never_from_a_future():
     finished = dict(driver.step())
     assert finished.keys() == {(0, 0), (0, 1)}
     assert future.result(0) == completion_of(request_of("guest", seed=7))
+
+
+def busy(engine: FakeEngine, inbox: Inbox, requests: int) -> Driver:
+    """A driver whose own requests are under way for long."""
+    driver = Driver(engine, inbox)
+    driver.submit([request_of((0, sibling), seed=sibling) for sibling in range(requests)])
+    driver.step()
+    return driver
+
+
+def test_a_request_that_comes_while_many_are_under_way_goes_in_with_what_comes_after_it():
+    inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 1000)
+    driver = busy(engine, inbox, 40)
+    for guest in range(MOST_STEPS_HELD):
+        if guest < 4:
+            inbox.put(request_of(("guest", guest)))
+        driver.step()
+    assert len(engine.submitted) == 40
+    driver.step()
+    assert [request.key for request in engine.submitted[40:]] == [("guest", guest) for guest in range(4)]
+    inbox.put(request_of("later"))
+    driver.step()
+    assert len(engine.submitted) == 44, "its wait begins anew"
+
+
+def test_as_many_requests_as_an_eighth_of_those_under_way_go_in_at_once():
+    inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 1000)
+    driver = busy(engine, inbox, 40)
+    for guest in range(5):
+        inbox.put(request_of(("guest", guest)))
+    driver.step()
+    assert len(engine.submitted) == 45
+
+
+def test_a_request_that_is_given_up_while_it_waits_never_reaches_the_engine():
+    inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 1000)
+    driver = busy(engine, inbox, 40)
+    inbox.put(request_of("guest")).cancel()
+    for _ in range(2 * MOST_STEPS_HELD):
+        driver.step()
+    assert len(engine.submitted) == 40
+    assert engine.events == []
+
+
+def test_the_drivers_own_requests_take_the_seats_that_fall_free_together():
+    steps = {(0, sibling): 2 + sibling for sibling in range(16)}  # one falls free with each step
+    engine = FakeEngine(max_num_seqs=16, decode_steps=lambda request: steps.get(request.key, 100))
+    driver = Driver(engine, Inbox())
+    driver.submit([request_of((0, sibling)) for sibling in range(16)])
+    driver.submit([request_of((1, sibling)) for sibling in range(4)])
+    seated = []
+    for _ in range(9):
+        driver.step()
+        seated.append(len(engine.submitted))
+    # Two seats are an eighth of the fourteen or so that decode; the last two requests need no share.
+    assert seated == [16, 16, 16, 18, 18, 20, 20, 20, 20]
+
+
+def test_own_requests_that_had_no_seat_when_all_was_given_up_never_reach_the_engine():
+    engine = FakeEngine(max_num_seqs=2)
+    driver = Driver(engine, Inbox())
+    driver.submit([request_of((0, sibling)) for sibling in range(4)])
+    driver.step()
+    driver.abort()
+    driver.submit([request_of((1, 0))])
+    driver.step()
+    assert [request.key for request in engine.submitted] == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_requests_of_others_get_seats_although_the_drivers_own_wait_for_them_too():
+    # Two seats fall free with every other step, and the driver's own requests take them at once.
+    engine, inbox = FakeEngine(max_num_seqs=16, decode_steps=lambda request: 2 + request.key[1] // 2 * 2), Inbox()
+    driver = Driver(engine, inbox)
+    driver.submit([request_of((group, sibling)) for group in range(30) for sibling in range(16)])
+    driver.step()
+    guest = inbox.put(request_of(("guest", 0)))
+    for _ in range(30):
+        driver.step()
+    assert guest.done()
 
 
 def test_asyncio_waits_for_a_completion_with_wrap_future():
