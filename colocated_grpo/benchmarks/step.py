@@ -141,7 +141,6 @@ def settings(options: argparse.Namespace, model: Path, output: Path) -> dict[str
             "max_prompt_tokens": MAX_PROMPT_TOKENS,
             "max_completion_tokens": options.max_completion,
         },
-        "engine": {"max_num_seqs": -(-completions // (options.gpus or options.nproc))},
         "evaluation": {"every": 0},
         "checkpoint": {"every": 0, "final": False},
         # All rollouts, for their lengths. They are written between steps, outside the clock.

@@ -1,4 +1,4 @@
-"""How large the KV cache may be: what the trainer leaves free, and no larger than the work can use."""
+"""How many sequences decode together, and their KV cache: what the trainer leaves free, no larger than they can use."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 
 GIB = 1 << 30
+MOST_SEATS = 512
+SEATS_OF_SERVERS = 256
+"""Where other processes send requests, as many as they like."""
 ENGINE_RESERVE = 6 * GIB
 """Kept free for the engine's activations, sampler, CUDA graphs and fragmentation."""
 CPU_LIMIT = 1 * GIB
@@ -24,6 +27,17 @@ FEW = 8
 """So many sequences always have room for their full length."""
 BLOCK = 64
 """Tokens by which a sequence's last cache block may exceed it."""
+
+
+def with_seats(config: Config, ranks: int) -> Config:
+    """The same with a number for engine.max_num_seqs: an engine's share of a step, where the user names none."""
+    if config.engine.max_num_seqs is not None:
+        return config
+    rollout = config.rollout
+    engines = 1 if rollout.generation == "replicated" else ranks // config.engine.tensor_parallel_size
+    share = ceil(rollout.prompts_per_step * rollout.group_size / engines)
+    seats = min(share, MOST_SEATS) if config.atropos is None else SEATS_OF_SERVERS
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": seats})})
 
 
 def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World, derive_seed
 from colocated_grpo.rollout.engine import Part, Piece, Request
-from colocated_grpo.rollout.kv_budget import kv_cache_arguments
+from colocated_grpo.rollout.kv_budget import kv_cache_arguments, with_seats
 from colocated_grpo.rollout.vllm_process import (
     discard,
     keep_trainer_state,
@@ -32,6 +32,7 @@ class VLLMEngine:
 
     def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
         prepare_process(world)
+        config = with_seats(config, world.size)
         self._on_gpu = world.device.type == "cuda"
         self._sleeps = self._on_gpu and config.engine.sleep
         # Weights that the policy computes with, or that no sync writes anew, must outlive the phase; others need not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colocated_grpo.rollout.kv_budget import BLOCK, useful_bytes
+from colocated_grpo.rollout.kv_budget import BLOCK, useful_bytes, with_seats
 
 from small_policy import SHAPE, config_of, make_small_model
 
@@ -18,3 +18,21 @@ def test_half_of_the_sequences_have_room_for_their_full_length_and_never_fewer_t
     lengths = {"max_prompt_tokens": 40, "max_completion_tokens": 60}
     config = config_of(folder, rollout=lengths, engine={"max_num_seqs": sequences})
     assert useful_bytes(config, folder, torch.bfloat16) == BYTES_PER_TOKEN * full * (40 + 60 + BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "seats"),
+    [
+        (1, {}, 256),
+        (8, {}, 32),
+        (3, {}, 86),
+        (8, {"engine": {"tensor_parallel_size": 4}}, 128),
+        (8, {"rollout": {"generation": "replicated"}}, 256),
+        (2, {"rollout": {"group_size": 64}}, 512),
+        (8, {"engine": {"max_num_seqs": 300}}, 300),
+        (8, {"environments": [{"type": "atropos"}]}, 256),
+    ],
+)
+def test_an_engine_has_a_seat_for_each_sequence_of_its_share_of_a_step(tmp_path, ranks, changes, seats):
+    """32 prompts of 8 completions."""
+    assert with_seats(config_of(tmp_path, **changes), ranks).engine.max_num_seqs == seats
