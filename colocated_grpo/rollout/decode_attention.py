@@ -6,6 +6,7 @@ made for few sequences, each of which it splits over the device, and wins there.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ HEAD_SIZES = (64, 128, 256)
 USUAL_HEAD_SIZE = 128
 MOST_QUERY_HEADS = 16
 """Query heads that share a key-value head; they are the rows of one tile."""
+LARGEST_SHAPE = 2 * 2 * 128 * USUAL_HEAD_SIZE * 2
+"""Bytes of keys and values of 128 tokens, twice: while one tile is worked on the next one is read."""
 
 
 class Shape(NamedTuple):
@@ -30,12 +33,13 @@ class Shape(NamedTuple):
     stages: int
 
 
-def shape_for(programs: int) -> Shape:
+def shape_for(programs: int, shared_memory: int) -> Shape:
     """The fastest one for so many pairs of a sequence and a key-value head: docs/results/decode_attention_1xh200.json.
 
     Few programs must each have much of the cache on its way; many small ones share the device more evenly.
+    shared_memory: bytes that one program may have; of consumer devices too few for the largest shape.
     """
-    if programs < 512:
+    if programs < 512 and shared_memory >= LARGEST_SHAPE:
         return Shape(tile=128, warps=4, stages=2)
     if programs < 1536:
         return Shape(tile=32, warps=2, stages=3)
@@ -91,7 +95,7 @@ def decode(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tens
     """
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
-    shape = shape_for(sequences * kv_heads)
+    shape = shape_for(sequences * kv_heads, _shared_memory(query.device))
     # Heads first: those of one token lie side by side in the cache.
     _decode[(kv_heads, sequences)](
         query,
@@ -121,6 +125,13 @@ def decode(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tens
         num_stages=shape.stages,
     )
     return out
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    if device.type == "cpu":  # Triton's interpreter, in tests
+        return LARGEST_SHAPE
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models import qwen3, qwen3_moe
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 HEAD_SIZES = (64, 128, 256)
@@ -41,7 +42,7 @@ def install() -> None:
 
 def _fused(separate: Forward) -> Forward:
     def forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        cache = _cache_of(self.attn) if suits(self, positions, hidden_states) else None
+        cache = _cache_of(self.attn, hidden_states.dtype) if suits(self, positions, hidden_states) else None
         if cache is None:
             return separate(self, positions, hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
@@ -66,14 +67,15 @@ def suits(attention: nn.Module, positions: Tensor, hidden: Tensor) -> bool:
     )
 
 
-def _cache_of(layer: Any) -> Cache | None:
+def _cache_of(layer: Any, dtype: torch.dtype) -> Cache | None:
     """None where the layer keeps its cache in another form, or has none yet."""
-    if type(layer.impl) is not FlashAttentionImpl or layer.kv_sharing_target_layer_name is not None:
+    owns_one = layer.attn_type == AttentionType.DECODER and layer.kv_sharing_target_layer_name is None
+    if type(layer.impl) is not FlashAttentionImpl or not owns_one:
         return None
     _, _, blocks, slots = get_attention_context(layer.layer_name)
     is_plain = (
         slots is not None
-        and layer.kv_cache_dtype in ("auto", "bfloat16", "float16")
+        and blocks.dtype == dtype
         and blocks.dim() == 4
         and blocks.shape[1] == layer.num_kv_heads
         and blocks.shape[3] == 2 * layer.head_size
