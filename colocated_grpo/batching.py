@@ -55,7 +55,6 @@ class TrainSequence:
     advantages: np.ndarray
     temperature: float
     trained: bool
-    """As of its outline."""
     ref_logprobs: np.ndarray | None = None
     """From the environment; None: not given."""
 

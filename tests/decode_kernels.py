@@ -114,13 +114,26 @@ def check_preparation(device: str, heads: int, kv_heads: int, size: int) -> None
     assert int((cached == 7.0).all(-1).all(-1).sum()) == len(cached) - len(there), "wrote where nothing belongs"
 
 
+def check_draws(device: str, rows: int) -> None:
+    """Tokens are drawn as often as softmax says."""
+    likely = torch.tensor([0, 1, 63, 64, 127, 128, 255, 256, 299], device=device)
+    logits = torch.full((300,), -30.0, device=device)
+    logits[likely] = torch.linspace(-1.0, 1.0, len(likely), device=device)
+    tokens, _ = sample(logits.expand(rows, -1), *rows_of(device, rows))
+    expected = rows * torch.softmax(logits.double(), -1)[likely]
+    chi_squared = float(((torch.bincount(tokens, minlength=300)[likely] - expected) ** 2 / expected).sum())
+    assert chi_squared < 26, "8 degrees of freedom: above 26.1 in one of a thousand cases"
+
+
 def check_on_the_cpu() -> None:
     for head_size in (64, 256):
         check_attention("cpu", 8, 4, 2, head_size, torch.float16)  # the interpreter multiplies no bfloat16
+    check_greedy("cpu")
     sampling_kernels.PROGRAMS = 1  # one part, so that it has several draws
     for allowed in (40, 9001):
         check_sampling("cpu", 3, 9001, torch.float32, allowed)
-    check_greedy("cpu")
+    sampling_kernels.LANES = 64
+    check_draws("cpu", 400)
     check_preparation("cpu", 4, 1, 64)
 
 

@@ -83,8 +83,8 @@ class EngineConfig(Section):
     tensor_parallel_size: Positive = 1
     """Consecutive ranks that share one engine."""
     max_num_seqs: Positive | None = None
-    """Sequences that decode together in one engine. Default: its share of a step's, at most 512; 256 where an atropos
-    environment sends requests."""
+    """Sequences that decode together in one engine. Default: its share of a step's, at least 64 and at most 512; 256
+    where an atropos environment sends requests."""
     max_model_len: Positive | None = None
     """Longest prompt + completion the engine accepts. Default: what rollout.* needs."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

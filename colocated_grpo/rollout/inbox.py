@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import islice
 from typing import Any
 
 from colocated_grpo.rollout.engine import Piece, Request, RolloutEngine
@@ -18,14 +17,14 @@ from colocated_grpo.types import Completion
 
 PATIENCE = 0.5
 """Seconds that a step without work waits before it gives its caller a chance to see a stop request."""
-SHARE_TO_OPEN = 1 / 8
-"""Requests go into the engine together: when they are this share of what is under way there.
+COMPANY = 1 / 8
+"""Requests enter the engine together: when they are this share of what is under way there.
 
 A step with prompts in it has no captured graph, and costs everybody under way several steps of decoding. Requests that
-came in one by one, as seats fall free or tools answer, would keep the engine from ever decoding fast.
+entered one by one, as seats fall free or tools answer, would keep the engine from ever decoding fast.
 """
 MOST_STEPS_HELD = 8
-"""Requests of others, who wait for every answer, wait no longer than this for company."""
+"""A request for which there is a seat waits no longer than this for company."""
 
 Call = Callable[[RolloutEngine], Any]
 Listen = Callable[[Piece], None]
@@ -82,10 +81,6 @@ class Inbox:
         return bool(self._requests or self._given_up or self._calls)
 
     @property
-    def waiting(self) -> int:
-        return len(self._requests)
-
-    @property
     def has_calls(self) -> bool:
         return bool(self._calls)
 
@@ -111,10 +106,10 @@ class Driver:
         self._futures: dict[Hashable, Future[Completion]] = {}
         self._listeners: dict[Hashable, Listen] = {}
         """Of the futures that stream."""
-        self._waiting: deque[Request] = deque()
-        """Of the driving thread itself, until they have seats in the engine."""
+        self._line: deque[Request] = deque()
+        """Those that wait for seats in the engine and for company, from both sides, in order of arrival."""
         self._steps_held = 0
-        """Since a request came that still waits in the inbox."""
+        """For which the line has not moved although there was a seat."""
         self.running = 0
         """Requests submitted here or taken from the inbox, and not finished."""
 
@@ -122,9 +117,14 @@ class Driver:
     def max_num_seqs(self) -> int:
         return self._engine.max_num_seqs
 
+    @property
+    def most_running(self) -> int:
+        """Requests that keep every seat taken: those who come next are in line while company gathers."""
+        return int(self.max_num_seqs * (1 + COMPANY))
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Requests of the driving thread itself, whose completions `step` returns."""
-        self._waiting.extend(requests)
+        self._line.extend(requests)
         self.running += len(requests)
 
     def step(self) -> Finished:
@@ -135,33 +135,11 @@ class Driver:
         finished = self.drain() if self._inbox.has_calls else []
         if self._inbox:
             self._drop_given_up()
-            self._open_inbox()
+            for request, future, listen in self._inbox.take():
+                self._admit(request, future, listen)
         if not self.running and not finished:
             self._inbox.wait(PATIENCE)
         return finished + self._decode() if self.running else finished
-
-    @property
-    def _under_way(self) -> int:
-        return self.running - len(self._waiting)
-
-    @property
-    def _seats(self) -> int:
-        return self.max_num_seqs - self._under_way
-
-    def _open_inbox(self) -> None:
-        """Let its requests into the engine, if they are many or have waited long."""
-        self._steps_held = self._steps_held + 1 if self._inbox.waiting else 0
-        coming = min(self._inbox.waiting, self._seats)
-        if coming >= max(1, SHARE_TO_OPEN * self._under_way) or self._steps_held > MOST_STEPS_HELD:
-            self._steps_held = 0
-            for request, future, listen in islice(self._inbox.take(), max(0, coming)):
-                self._admit(request, future, listen)
-
-    def _seat_own(self) -> None:
-        """Let requests that wait here into the engine, if all of them or many fit."""
-        coming = min(len(self._waiting), self._seats)
-        if coming >= max(1, min(len(self._waiting), SHARE_TO_OPEN * self._under_way)):
-            self._engine.submit([self._waiting.popleft() for _ in range(coming)])
 
     def drain(self) -> Finished:
         """End what is under way and answer calls; what comes meanwhile waits. Afterwards the engine may sleep."""
@@ -182,8 +160,32 @@ class Driver:
         except ValueError as error:
             future.set_exception(error)
 
+    def _move_line(self) -> None:
+        """Let those at its head into the engine, if there are seats for many or they have waited long."""
+        under_way = self.running - len(self._line)
+        coming = min(len(self._line), self.max_num_seqs - under_way)
+        if not coming:
+            return
+        self._steps_held += 1
+        if coming >= COMPANY * under_way or self._steps_held > MOST_STEPS_HELD:
+            self._steps_held = 0
+            for _ in range(coming):
+                self._seat(self._line.popleft())
+
+    def _seat(self, request: Request) -> None:
+        try:
+            self._engine.submit([request])
+        except ValueError as error:  # too long for the engine, or sampling that it does not know
+            self.running -= 1
+            self._listeners.pop(request.key, None)
+            future = self._futures.pop(request.key, None)
+            if future is None:
+                raise
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
     def _decode(self) -> Finished:
-        self._seat_own()
+        self._move_line()
         finished = self._engine.step()
         self.running -= len(finished)
         if self._listeners:
@@ -200,7 +202,7 @@ class Driver:
     def abort(self) -> None:
         """Give up everything under way; futures are cancelled."""
         self._engine.abort()
-        self._waiting.clear()
+        self._line.clear()
         self.running = 0
         waiting = [*self._futures.values(), *(future for _, future, _ in self._inbox.take())]
         waiting += [future for _, future in self._inbox.take_calls()]
@@ -215,8 +217,16 @@ class Driver:
             if self._futures.get(key) is future:
                 del self._futures[key]
                 self._listeners.pop(key, None)
-                self._engine.abort([key])
                 self.running -= 1
+                self._take_out(key)
+
+    def _take_out(self, key: Hashable) -> None:
+        """Of the line, or of the engine."""
+        for request in self._line:
+            if request.key == key:
+                self._line.remove(request)
+                return
+        self._engine.abort([key])
 
     def _admit(self, request: Request, future: Future[Completion], listen: Listen | None) -> None:
         if future.cancelled():
@@ -224,12 +234,7 @@ class Driver:
         if request.key in self._futures:
             future.set_exception(ValueError(f"request key {request.key!r} is already under way"))
             return
-        try:
-            self._engine.submit([request])
-        except ValueError as error:  # too long for the engine, or sampling that it does not know
-            future.set_exception(error)
-            return
-        self.running += 1
+        self.submit([request])
         self._futures[request.key] = future
         if listen is not None:
             self._listeners[request.key] = listen

@@ -14,8 +14,12 @@ from colocated_grpo.errors import RunError
 
 GIB = 1 << 30
 MOST_SEATS = 512
+FEWEST_SEATS = 64
+"""Of a small share, for held-out prompts that are more."""
 SEATS_OF_SERVERS = 256
 """Where other processes send requests, as many as they like."""
+CAPTURED = 16
+"""Every multiple of it has a CUDA graph; a batch between the largest graph and max_num_seqs decodes without one."""
 ENGINE_RESERVE = 6 * GIB
 """Kept free for the engine's activations, sampler, CUDA graphs and fragmentation."""
 CPU_LIMIT = 1 * GIB
@@ -35,8 +39,10 @@ def with_seats(config: Config, ranks: int) -> Config:
         return config
     rollout = config.rollout
     engines = 1 if rollout.generation == "replicated" else ranks // config.engine.tensor_parallel_size
-    share = ceil(rollout.prompts_per_step * rollout.group_size / engines)
-    seats = min(share, MOST_SEATS) if config.atropos is None else SEATS_OF_SERVERS
+    share = ceil(rollout.prompts_per_step / engines) * rollout.group_size  # whole groups are dealt
+    seats = min(max(ceil(share / CAPTURED) * CAPTURED, FEWEST_SEATS), MOST_SEATS)
+    if config.atropos is not None:
+        seats = SEATS_OF_SERVERS
     return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": seats})})
 
 

@@ -70,7 +70,7 @@ def suits(attention: nn.Module, positions: Tensor, hidden: Tensor) -> bool:
 def _cache_of(layer: Any, dtype: torch.dtype) -> Cache | None:
     """None where the layer keeps its cache in another form, or has none yet."""
     owns_one = layer.attn_type == AttentionType.DECODER and layer.kv_sharing_target_layer_name is None
-    if type(layer.impl) is not FlashAttentionImpl or not owns_one:
+    if type(layer.impl) is not FlashAttentionImpl or layer.impl.dcp_world_size > 1 or not owns_one:
         return None
     _, _, blocks, slots = get_attention_context(layer.layer_name)
     is_plain = (

@@ -230,8 +230,6 @@ def test_saved_padding_is_counted_by_micro_batch(world):
 
 def sequence_of(length: int) -> TrainSequence:
     return TrainSequence(
-        group=0,
-        sibling=0,
         token_ids=np.ones(length, np.int64),
         scored=np.array([1]),
         sampling_logprobs=np.zeros(1, np.float32),

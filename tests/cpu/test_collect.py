@@ -144,6 +144,17 @@ def test_seeds_depend_on_the_job_the_prompt_and_the_sibling_and_are_all_differen
     assert len({request.seed for request in engine.submitted}) == len(engine.submitted) == 24
 
 
+def test_single_completions_enter_the_engine_together_as_well():
+    entered = []
+    engine = FakeEngine(
+        max_num_seqs=32,
+        decode_steps=lambda request: 1 + 7 * request.key[0] % 40,
+        on_step=lambda: entered.append(len(engine.submitted)),
+    )
+    collector_of(engine, SumScorer(), single_rank()).collect(job_of(256, group_size=1))
+    assert len(set(entered)) < 256 / 3
+
+
 def test_no_more_completions_run_than_the_engine_has_room_for():
     engine = FakeEngine(max_num_seqs=4, decode_steps=lambda request: 5)
     collector_of(engine, SumScorer(), single_rank()).collect(job_of(10, group_size=3))

@@ -101,25 +101,38 @@ def test_as_many_requests_as_an_eighth_of_those_under_way_go_in_at_once():
 def test_a_request_that_is_given_up_while_it_waits_never_reaches_the_engine():
     inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 1000)
     driver = busy(engine, inbox, 40)
-    inbox.put(request_of("guest")).cancel()
+    guest = inbox.put(request_of("guest"))
+    driver.step()
+    guest.cancel()
     for _ in range(2 * MOST_STEPS_HELD):
         driver.step()
-    assert len(engine.submitted) == 40
+    assert (len(engine.submitted), driver.running) == (40, 40)
     assert engine.events == []
 
 
-def test_the_drivers_own_requests_take_the_seats_that_fall_free_together():
-    steps = {(0, sibling): 2 + sibling for sibling in range(16)}  # one falls free with each step
-    engine = FakeEngine(max_num_seqs=16, decode_steps=lambda request: steps.get(request.key, 100))
+def test_seats_that_fall_free_are_taken_together():
+    steps = {(0, sibling): 2 + sibling for sibling in range(32)}  # one falls free with each step
+    engine = FakeEngine(max_num_seqs=32, decode_steps=lambda request: steps.get(request.key, 100))
     driver = Driver(engine, Inbox())
-    driver.submit([request_of((0, sibling)) for sibling in range(16)])
+    driver.submit([request_of((0, sibling)) for sibling in range(32)])
     driver.submit([request_of((1, sibling)) for sibling in range(4)])
     seated = []
-    for _ in range(9):
+    for _ in range(8):
         driver.step()
         seated.append(len(engine.submitted))
-    # Two seats are an eighth of the fourteen or so that decode; the last two requests need no share.
-    assert seated == [16, 16, 16, 18, 18, 20, 20, 20, 20]
+    # Four seats are an eighth of the twenty-eight that decode then.
+    assert seated == [32] * 5 + [36] * 3
+
+
+def test_a_request_for_which_there_is_a_seat_waits_no_longer_for_company_than_it_may():
+    engine = FakeEngine(max_num_seqs=64, decode_steps=lambda request: 1000)
+    driver = busy(engine, Inbox(), 40)
+    driver.submit([request_of((1, 0))])
+    steps = 0
+    while len(engine.submitted) == 40:
+        driver.step()
+        steps += 1
+    assert steps == MOST_STEPS_HELD + 1
 
 
 def test_own_requests_that_had_no_seat_when_all_was_given_up_never_reach_the_engine():
@@ -133,16 +146,44 @@ def test_own_requests_that_had_no_seat_when_all_was_given_up_never_reach_the_eng
     assert [request.key for request in engine.submitted] == [(0, 0), (0, 1), (1, 0)]
 
 
-def test_requests_of_others_get_seats_although_the_drivers_own_wait_for_them_too():
-    # Two seats fall free with every other step, and the driver's own requests take them at once.
-    engine, inbox = FakeEngine(max_num_seqs=16, decode_steps=lambda request: 2 + request.key[1] // 2 * 2), Inbox()
+@pytest.mark.parametrize("period", [2, 3, 9])
+def test_who_comes_first_is_seated_first_although_others_never_cease_to_come(period):
+    # Two seats fall free together, every so many steps.
+    engine, inbox = FakeEngine(max_num_seqs=16, decode_steps=lambda request: 2 + request.key[1] // 2 * period), Inbox()
     driver = Driver(engine, inbox)
-    driver.submit([request_of((group, sibling)) for group in range(30) for sibling in range(16)])
+    driver.submit([request_of((0, sibling)) for sibling in range(16)])
     driver.step()
+    driver.submit([request_of(("own", 0))])
     guest = inbox.put(request_of(("guest", 0)))
-    for _ in range(30):
-        driver.step()
+    finished = []
+    for wave in range(40 * period):
+        if driver.running < 30:
+            driver.submit([request_of((wave, sibling)) for sibling in range(4)])
+            inbox.put(request_of(("crowd", wave)))
+        finished += driver.step()
     assert guest.done()
+    assert ("own", 0) in dict(finished)
+
+
+def test_a_request_that_the_engine_refuses_costs_the_next_one_no_time(monkeypatch):
+    monkeypatch.setattr(inbox_module, "PATIENCE", 30.0)
+
+    class Choosy(FakeEngine):
+        def submit(self, requests):
+            if any(request.key[0] == "bad" for request in requests):
+                raise ValueError("too long")
+            super().submit(requests)
+
+    inbox = Inbox()
+    driver = Driver(Choosy(max_num_seqs=2, decode_steps=lambda request: 1), inbox)
+    refused = [inbox.put(request_of(("bad", number))) for number in range(5)]
+    good = inbox.put(request_of(("good", 0)))
+    while not good.done():
+        driver.step()
+    for future in refused:
+        with pytest.raises(ValueError, match="too long"):
+            future.result(0)
+    assert driver.running == 0
 
 
 def test_asyncio_waits_for_a_completion_with_wrap_future():

@@ -24,8 +24,9 @@ def test_half_of_the_sequences_have_room_for_their_full_length_and_never_fewer_t
     ("ranks", "changes", "seats"),
     [
         (1, {}, 256),
-        (8, {}, 32),
-        (3, {}, 86),
+        (8, {}, 64),
+        (3, {}, 96),
+        (3, {"rollout": {"group_size": 7}}, 80),
         (8, {"engine": {"tensor_parallel_size": 4}}, 128),
         (8, {"rollout": {"generation": "replicated"}}, 256),
         (2, {"rollout": {"group_size": 64}}, 512),

@@ -58,8 +58,6 @@ def sequences_of(lengths: list[int]) -> list[TrainSequence]:
     rng = random.Random(0)
     return [
         TrainSequence(
-            group=0,
-            sibling=index,
             token_ids=np.array([rng.randrange(3, 150) for _ in range(length + 2)]),
             scored=np.arange(2, length + 2),
             sampling_logprobs=np.array([-5.0 + rng.uniform(-0.4, 0.4) for _ in range(length)], np.float32),
@@ -67,7 +65,7 @@ def sequences_of(lengths: list[int]) -> list[TrainSequence]:
             temperature=0.9,
             trained=True,
         )
-        for index, length in enumerate(lengths)
+        for length in lengths
     ]
 
 
