@@ -162,7 +162,7 @@ class _Batch:
 
     def admit(self, share: Share) -> bool:
         """Begin whole groups while there is room; False when nothing is left to take."""
-        room = min(self._driver.most_running, share.most_running)
+        room = min(self._driver.max_num_seqs, share.most_running)
         while self.running < room and not self._exhausted:
             index = share.take()
             if index is None:

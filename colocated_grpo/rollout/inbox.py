@@ -117,11 +117,6 @@ class Driver:
     def max_num_seqs(self) -> int:
         return self._engine.max_num_seqs
 
-    @property
-    def most_running(self) -> int:
-        """Requests that keep every seat taken: those who come next are in line while company gathers."""
-        return int(self.max_num_seqs * (1 + COMPANY))
-
     def submit(self, requests: Sequence[Request]) -> None:
         """Requests of the driving thread itself, whose completions `step` returns."""
         self._line.extend(requests)

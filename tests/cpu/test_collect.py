@@ -144,15 +144,16 @@ def test_seeds_depend_on_the_job_the_prompt_and_the_sibling_and_are_all_differen
     assert len({request.seed for request in engine.submitted}) == len(engine.submitted) == 24
 
 
-def test_single_completions_enter_the_engine_together_as_well():
-    entered = []
+def test_single_completions_enter_the_engine_together_and_keep_its_seats_taken():
+    steps, entered = [1 + 7 * index % 40 for index in range(256)], []
     engine = FakeEngine(
         max_num_seqs=32,
-        decode_steps=lambda request: 1 + 7 * request.key[0] % 40,
+        decode_steps=lambda request: steps[request.key[0]],
         on_step=lambda: entered.append(len(engine.submitted)),
     )
     collector_of(engine, SumScorer(), single_rank()).collect(job_of(256, group_size=1))
-    assert len(set(entered)) < 256 / 3
+    assert len(set(entered)) < 256 / 4
+    assert len(entered) < 1.25 * sum(steps) / 32
 
 
 def test_no_more_completions_run_than_the_engine_has_room_for():
