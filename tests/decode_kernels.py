@@ -20,7 +20,7 @@ LENGTHS = [1, 15, 16, 17, 64, 65, 200, 0]
 BLOCK = 16
 
 
-def check_attention(
+def assert_attention_is_softmax(
     device: str, sequences: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """One-token attention over the paged cache equals softmax over the sequence."""
@@ -54,7 +54,7 @@ def rows_of(device: str, count: int, temperature: float = 1.0) -> tuple[torch.Te
     return places, temperatures, seeds, torch.full((count,), 7, dtype=torch.int64, device=device)
 
 
-def check_sampling(device: str, rows: int, vocabulary: int, dtype: torch.dtype, allowed: int = 40) -> None:
+def assert_samples_are_sound(device: str, rows: int, vocabulary: int, dtype: torch.dtype, allowed: int = 40) -> None:
     """Sampling also gives logsumexp, and never a forbidden token."""
     generator = torch.Generator(device).manual_seed(0)
     logits = 4 * torch.randn(rows, vocabulary, device=device, generator=generator).to(dtype)
@@ -64,14 +64,14 @@ def check_sampling(device: str, rows: int, vocabulary: int, dtype: torch.dtype, 
     torch.testing.assert_close(logsumexp.double(), torch.logsumexp(logits.double(), -1), rtol=0, atol=1e-4)
 
 
-def check_greedy(device: str) -> None:
+def assert_greedy_takes_the_likeliest(device: str) -> None:
     """Without temperature the likeliest token is taken."""
     logits = torch.randn(5, 20011, device=device, generator=torch.Generator(device).manual_seed(0))
     tokens, _ = sample(logits, *rows_of(device, 5, temperature=0.0))
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-def check_preparation(device: str, heads: int, kv_heads: int, size: int) -> None:
+def assert_prepared_as_by_separate_layers(device: str, heads: int, kv_heads: int, size: int) -> None:
     """Queries, keys and values are prepared as by separate layers."""
 
     class Attention(torch.nn.Module):
@@ -114,27 +114,33 @@ def check_preparation(device: str, heads: int, kv_heads: int, size: int) -> None
     assert int((cached == 7.0).all(-1).all(-1).sum()) == len(cached) - len(there), "wrote where nothing belongs"
 
 
-def check_draws(device: str, rows: int) -> None:
-    """Tokens are drawn as often as softmax says."""
-    likely = torch.tensor([0, 1, 63, 64, 127, 128, 255, 256, 299], device=device)
-    logits = torch.full((300,), -30.0, device=device)
-    logits[likely] = torch.linspace(-1.0, 1.0, len(likely), device=device)
-    tokens, _ = sample(logits.expand(rows, -1), *rows_of(device, rows))
-    expected = rows * torch.softmax(logits.double(), -1)[likely]
-    chi_squared = float(((torch.bincount(tokens, minlength=300)[likely] - expected) ** 2 / expected).sum())
-    assert chi_squared < 26, "8 degrees of freedom: above 26.1 in one of a thousand cases"
+def chi_squared_of_draws(device: str, vocabulary: int, likely: list[int], draws: int, rows: int) -> float:
+    """Of what is drawn, `rows` at a time, against softmax; the likely tokens alone are ever drawn."""
+    tokens = torch.tensor(likely, device=device)
+    logits = torch.full((vocabulary,), -30.0, device=device)
+    logits[tokens] = torch.linspace(-2.0, 1.0, len(likely), device=device)
+    counts = torch.zeros(vocabulary, device=device)
+    for batch in range(draws // rows):
+        places, temperatures, seeds, positions = rows_of(device, rows)
+        drawn, _ = sample(logits.expand(rows, -1), places, temperatures, seeds, positions + batch)
+        counts += torch.bincount(drawn, minlength=vocabulary)
+    assert int(counts[tokens].sum()) == draws
+    expected = draws * torch.softmax(logits.double(), -1)[tokens]
+    return float(((counts[tokens] - expected) ** 2 / expected).sum())
 
 
 def check_on_the_cpu() -> None:
     for head_size in (64, 256):
-        check_attention("cpu", 8, 4, 2, head_size, torch.float16)  # the interpreter multiplies no bfloat16
-    check_greedy("cpu")
+        assert_attention_is_softmax("cpu", 8, 4, 2, head_size, torch.float16)  # the interpreter multiplies no bfloat16
+    assert_greedy_takes_the_likeliest("cpu")
     sampling_kernels.PROGRAMS = 1  # one part, so that it has several draws
     for allowed in (40, 9001):
-        check_sampling("cpu", 3, 9001, torch.float32, allowed)
+        assert_samples_are_sound("cpu", 3, 9001, torch.float32, allowed)
     sampling_kernels.LANES = 64
-    check_draws("cpu", 400)
-    check_preparation("cpu", 4, 1, 64)
+    likely = [0, 1, 63, 64, 127, 128, 255, 256, 299]
+    chi_squared = chi_squared_of_draws("cpu", 300, likely, draws=400, rows=400)
+    assert chi_squared < 26, "8 degrees of freedom: above 26.1 in one of a thousand cases"
+    assert_prepared_as_by_separate_layers("cpu", 4, 1, 64)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.batching import Batch, pack
+from colocated_grpo.batching import Batch, TrainSequence, pack
 from colocated_grpo.config import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.metrics import Metrics
@@ -151,3 +152,15 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], *, rtol:
     assert list(actual) == list(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def sequence_of(length: int) -> TrainSequence:
+    """Its second token alone is scored."""
+    return TrainSequence(
+        token_ids=np.ones(length, np.int64),
+        scored=np.array([1]),
+        sampling_logprobs=np.zeros(1, np.float32),
+        advantages=np.zeros(1, np.float32),
+        temperature=1.0,
+        trained=True,
+    )

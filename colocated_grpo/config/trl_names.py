@@ -117,7 +117,7 @@ TRL: dict[str, Alias] = {
     "fp16": one_of("policy.compute_dtype bfloat16 or float32", {False: None}),
     "gradient_checkpointing": renamed("policy.gradient_checkpointing"),
     "use_vllm": one_of("vLLM always generates", {True: None}),
-    "vllm_mode": one_of("the engine lives in the trainer's process", {"colocate": None}),
+    "vllm_mode": one_of(_NO_SERVER, {"colocate": None}),
     "vllm_enable_sleep_mode": renamed("engine.sleep"),
     "vllm_gpu_memory_utilization": renamed("engine.gpu_memory_utilization"),
     "vllm_max_model_length": renamed("engine.max_model_len"),

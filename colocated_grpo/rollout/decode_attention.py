@@ -20,8 +20,6 @@ HEAD_SIZES = (64, 128, 256)
 USUAL_HEAD_SIZE = 128
 MOST_QUERY_HEADS = 16
 """Query heads that share a key-value head; they are the rows of one tile."""
-LARGEST_SHAPE = 2 * 2 * 128 * USUAL_HEAD_SIZE * 2
-"""Bytes of keys and values of 128 tokens, twice: while one tile is worked on the next one is read."""
 
 
 class Shape(NamedTuple):
@@ -32,15 +30,23 @@ class Shape(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def shared_memory(self) -> int:
+        """Bytes: while one tile of 16-bit keys and values is worked on, the others are read."""
+        return self.stages * self.tile * 2 * USUAL_HEAD_SIZE * 2
+
+
+FOR_FEW = Shape(tile=128, warps=4, stages=2)
+
 
 def shape_for(programs: int, shared_memory: int) -> Shape:
-    """The fastest one for so many pairs of a sequence and a key-value head: docs/results/decode_attention_1xh200.json.
+    """The fastest one for so many pairs of a sequence and a key-value head: docs/results/decode_launches_1xh200.json.
 
     Few programs must each have much of the cache on its way; many small ones share the device more evenly.
-    shared_memory: bytes that one program may have; of consumer devices too few for the largest shape.
+    shared_memory: bytes that one program may have; on consumer devices too few for the first one.
     """
-    if programs < 512 and shared_memory >= LARGEST_SHAPE:
-        return Shape(tile=128, warps=4, stages=2)
+    if programs < 512 and shared_memory >= FOR_FEW.shared_memory:
+        return FOR_FEW
     if programs < 1536:
         return Shape(tile=32, warps=2, stages=3)
     return Shape(tile=32, warps=1, stages=3)
@@ -130,7 +136,7 @@ def decode(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tens
 @cache
 def _shared_memory(device: torch.device) -> int:
     if device.type == "cpu":  # Triton's interpreter, in tests
-        return LARGEST_SHAPE
+        return FOR_FEW.shared_memory
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 

@@ -1,7 +1,8 @@
 """What stands between projecting queries, keys and values and attending, in one kernel.
 
 For models that normalise and rotate each head (Qwen3 and its kin) vLLM launches four kernels here, in each layer:
-two normalise, one rotates, one writes the cache. One launch reads and writes every number once.
+two normalise, one rotates, one writes the cache. One launch reads and writes every number once; its times:
+docs/results/decode_launches_1xh200.json.
 """
 
 from __future__ import annotations

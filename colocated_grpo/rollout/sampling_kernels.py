@@ -1,7 +1,7 @@
 """The sampled token and its log-probability, reading the logits once.
 
 vLLM's own kernels read each row of logits four times and draw one Philox number a token of the vocabulary. Times of
-both: docs/results/decode_kernels_1xh200.json.
+both in a step: docs/results/decode_kernels_1xh200.json; of launches alone: decode_launches_1xh200.json there.
 """
 
 from __future__ import annotations

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, Outline, TrainSequence, build_micro_batch, pack, plan
+from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, Outline, build_micro_batch, pack, plan
 from colocated_grpo.config.schema import BatchConfig
 from colocated_grpo.types import Group, Rollout
 
-from small_policy import advantages_of, group_of, random_groups, rollout_of
+from small_policy import advantages_of, group_of, random_groups, rollout_of, sequence_of
 
 BUDGET = 32
 LONGEST = 24
@@ -261,18 +260,6 @@ def test_imbalance_is_what_the_fullest_rank_has_above_the_mean():
     )
     assert even == 0.0
     assert uneven == pytest.approx(6 / 4 - 1)
-
-
-def sequence_of(length: int) -> TrainSequence:
-    """Its second token alone is scored."""
-    return TrainSequence(
-        token_ids=np.ones(length, np.int64),
-        scored=np.array([1]),
-        sampling_logprobs=np.zeros(1, np.float32),
-        advantages=np.zeros(1, np.float32),
-        temperature=1.0,
-        trained=True,
-    )
 
 
 def test_targets_follow_their_sources_across_sequence_borders():

@@ -12,12 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from colocated_grpo.batching import Batch, Minibatch, TrainSequence, build_micro_batch
+from colocated_grpo.batching import Batch, Minibatch, build_micro_batch
 from colocated_grpo.benchmarks import logprob, overlap, sleep, sync, train
 from colocated_grpo.benchmarks.ranks import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
@@ -28,7 +27,7 @@ from colocated_grpo.distributed import World
 from colocated_grpo.losses import Counts
 from colocated_grpo.types import Group, Rollout
 
-from small_policy import config_of, policy_of
+from small_policy import config_of, policy_of, sequence_of
 from training_runs import tiny_model
 
 CPU = torch.device("cpu")
@@ -226,17 +225,6 @@ def test_saved_padding_is_counted_by_micro_batch(world):
     assert row["padded_tokens"] == 2 * 5 + 2 * 4
     assert row["padding_saved"] == pytest.approx(2 / 18)
     assert row["padding"] == 0
-
-
-def sequence_of(length: int) -> TrainSequence:
-    return TrainSequence(
-        token_ids=np.ones(length, np.int64),
-        scored=np.array([1]),
-        sampling_logprobs=np.zeros(1, np.float32),
-        advantages=np.zeros(1, np.float32),
-        temperature=1.0,
-        trained=True,
-    )
 
 
 def test_the_limits_of_a_sync_are_its_bytes_over_the_measured_rates():

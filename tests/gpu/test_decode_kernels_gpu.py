@@ -12,50 +12,38 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (16, 8), (8, 1)])
 @pytest.mark.parametrize("sequences", [40, 96, 200])
 def test_one_token_attention_over_the_paged_cache_equals_softmax(sequences, heads, kv_heads, head_size):
-    from decode_kernels import check_attention
+    from decode_kernels import assert_attention_is_softmax
 
-    check_attention("cuda", sequences, heads, kv_heads, head_size)
+    assert_attention_is_softmax("cuda", sequences, heads, kv_heads, head_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 20011), (33, 20011), (3, 50), (600, 4097)])
 def test_sampling_also_gives_logsumexp_and_never_a_forbidden_token(rows, vocabulary, dtype):
-    from decode_kernels import check_sampling
+    from decode_kernels import assert_samples_are_sound
 
-    check_sampling("cuda", rows, vocabulary, dtype)
+    assert_samples_are_sound("cuda", rows, vocabulary, dtype)
 
 
 def test_without_temperature_the_likeliest_token_is_taken():
-    from decode_kernels import check_greedy
+    from decode_kernels import assert_greedy_takes_the_likeliest
 
-    check_greedy("cuda")
+    assert_greedy_takes_the_likeliest("cuda")
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 8, 128), (4, 1, 64), (32, 8, 128)])
 def test_queries_keys_and_values_are_prepared_as_by_separate_layers(heads, kv_heads, size):
-    from decode_kernels import check_preparation
+    from decode_kernels import assert_prepared_as_by_separate_layers
 
-    check_preparation("cuda", heads, kv_heads, size)
+    assert_prepared_as_by_separate_layers("cuda", heads, kv_heads, size)
 
 
 def test_tokens_are_drawn_as_often_as_softmax_says_in_every_part_of_the_vocabulary():
-    from colocated_grpo.rollout.sampling_kernels import sample
+    from decode_kernels import chi_squared_of_draws
 
-    from decode_kernels import rows_of
-
-    draws, vocabulary = 40_000, 9000
-    likely = torch.tensor([0, 1, 1023, 1024, 2047, 2048, 3071, 3072, 4095, 4096, 8191, 8192, 8999], device="cuda")
-    logits = torch.full((vocabulary,), -30.0, device="cuda")
-    logits[likely] = torch.linspace(-2.0, 1.0, len(likely), device="cuda")
-    expected = draws * torch.softmax(logits.double(), -1)[likely]
+    likely = [0, 1, 1023, 1024, 2047, 2048, 3071, 3072, 4095, 4096, 8191, 8192, 8999]
     for rows in (4000, 50):  # one part and many
-        counts = torch.zeros(vocabulary, device="cuda")
-        for batch in range(draws // rows):
-            places, temperatures, seeds, positions = rows_of("cuda", rows)
-            tokens, _ = sample(logits.expand(rows, -1), places, temperatures, seeds, positions + batch)
-            counts += torch.bincount(tokens, minlength=vocabulary)
-        chi_squared = float(((counts[likely] - expected) ** 2 / expected).sum())
-        assert int(counts[likely].sum()) == draws
+        chi_squared = chi_squared_of_draws("cuda", 9000, likely, draws=40_000, rows=rows)
         assert chi_squared < 40, "12 degrees of freedom: above 32.9 in one of a thousand cases"
 
 

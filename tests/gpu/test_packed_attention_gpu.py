@@ -35,5 +35,4 @@ def test_the_varlen_kernel_equals_padded_attention_in_value_and_gradients(kv_hea
     varlen = run(_attend_varlen, torch.bfloat16)
     for name, a, b, c in zip(("output", "query", "key", "value"), varlen, padded, exact, strict=True):
         error, usual = ((tensor.double() - c).norm() / c.norm() for tensor in (a, b))
-        # A few roundings of bfloat16: gradients of short windows are small differences of large terms.
-        assert error < max(2 * usual, 2e-2), f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
+        assert error < max(2 * usual, 5e-3), f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
