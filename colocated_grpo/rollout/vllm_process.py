@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import vllm.distributed.parallel_state as parallel_state
 import vllm.envs
 import vllm.v1.engine.core as engine_core
+import vllm.v1.sample.sampler as sampler
 from torch import Tensor, nn
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.layers import utils as linear_layers
@@ -25,6 +26,8 @@ from colocated_grpo.rollout.engine import Part
 def prepare_process(world: World) -> None:
     """Make vLLM fit for co-location. Call before each engine is built. Collective."""
     engine_core.cleanup_dist_env_and_memory = _close_engine_groups
+    # vLLM compiles this one comparison, and the first completions of every run would wait for its compiler.
+    sampler.batched_count_greater_than = _count_at_least
     if world.device.type == "cpu":
         # The CPU backend repacks linear weights after loading, which leaves nothing to write new weights into.
         linear_layers.dispatch_cpu_unquantized_gemm = _plain_cpu_linear
@@ -54,6 +57,10 @@ def _name_shared_memory(unique: str) -> None:
 
 def _plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = lambda x, weight, bias: F.linear(x, weight, bias)
+
+
+def _count_at_least(rows_NV: Tensor, values_N1: Tensor) -> Tensor:
+    return (rows_NV >= values_N1).sum(-1)
 
 
 def _close_engine_groups(shutdown_ray: bool = False) -> None:
