@@ -112,10 +112,12 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _import_trainer() -> Callable[..., None]:
-    gc.disable()  # modules stay: a collection meanwhile finds nothing and takes its time
+    # Modules stay: a collection finds nothing among them and takes its time, and building an engine asks for several.
+    gc.disable()
     try:
         from colocated_grpo.trainer import main
     finally:
+        gc.freeze()
         gc.enable()
     return main
 

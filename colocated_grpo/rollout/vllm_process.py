@@ -26,6 +26,7 @@ from colocated_grpo.rollout.engine import Part
 def prepare_process(world: World) -> None:
     """Make vLLM fit for co-location. Call before each engine is built. Collective."""
     engine_core.cleanup_dist_env_and_memory = _close_engine_groups
+    engine_core.freeze_gc_heap = _leave_heap  # the trainer does this once, when all of it is built
     # vLLM compiles this one comparison, and the first completions of every run would wait for its compiler.
     sampler.batched_count_greater_than = _count_at_least
     if world.device.type == "cpu":
@@ -59,6 +60,9 @@ def _plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = lambda x, weight, bias: F.linear(x, weight, bias)
 
 
+def _leave_heap() -> None: ...
+
+
 def _count_at_least(rows_NV: Tensor, values_N1: Tensor) -> Tensor:
     return (rows_NV >= values_N1).sum(-1)
 
@@ -78,7 +82,7 @@ def _close_engine_groups(shutdown_ray: bool = False) -> None:
 
 @contextmanager
 def keep_trainer_state() -> Iterator[None]:
-    """Building an engine reseeds every generator, changes matmul precision and freezes the garbage collector's heap."""
+    """Building an engine reseeds every generator and changes matmul precision."""
     states: tuple[object, tuple, Tensor] = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     on_gpu = torch.cuda.is_available()
     cuda_state = torch.cuda.get_rng_state() if on_gpu else None
@@ -86,7 +90,6 @@ def keep_trainer_state() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.unfreeze()
         torch.set_float32_matmul_precision(precision)
         random.setstate(states[0])
         np.random.set_state(states[1])
