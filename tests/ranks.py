@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import os
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -41,11 +43,20 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not end in time. The message holds its traceback."""
 
 
+class RankKilled(RankFailed):
+    """A rank was ended by somebody else's signal: a crash of its own goes by another one."""
+
+
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
     """`fn(world, *args)` on every rank; the results in rank order. `fn` and `args` must be picklable.
 
     The first rank that fails ends all of them and is shown. No process outlives this call.
     """
+    try:
+        with Ranks(fn, world_size, *args) as ranks:
+            return ranks.results(timeout)
+    except RankKilled as error:  # by the machine: that says nothing of `fn`, unless it happens again
+        warnings.warn(f"{error}; starting again", stacklevel=2)
     with Ranks(fn, world_size, *args) as ranks:
         return ranks.results(timeout)
 
@@ -91,23 +102,27 @@ class Ranks:
                 raise RankFailed(f"ranks {sorted(waiting.values())} did not end within {timeout:g} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                results[rank] = _receive(pipe, rank)
+                results[rank] = self._receive(pipe, rank)
         return [results[rank] for rank in range(len(self.processes))]
 
-
-def _receive(pipe: Connection, rank: int) -> Any:
-    try:
-        succeeded, payload = pipe.recv()
-    except EOFError:
-        raise RankFailed(f"rank {rank} died without a word") from None
-    if not succeeded:
-        raise RankFailed(f"rank {rank} failed:\n{payload}")
-    return torch.load(io.BytesIO(payload), weights_only=False)
+    def _receive(self, pipe: Connection, rank: int) -> Any:
+        try:
+            succeeded, payload = pipe.recv()
+        except EOFError:
+            self.processes[rank].join()
+            code = self.processes[rank].exitcode
+            ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            kind = RankKilled if code in (-signal.SIGKILL, -signal.SIGTERM) else RankFailed
+            raise kind(f"rank {rank} died without a word: {ending}") from None
+        if not succeeded:
+            raise RankFailed(f"rank {rank} failed:\n{payload}")
+        return torch.load(io.BytesIO(payload), weights_only=False)
 
 
 def _run_rank(
     pipe: Connection, rank: int, world_size: int, port: int, fn: Callable[..., Any], args: Sequence[Any]
 ) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     try:
         with torchrun_environment(rank, world_size, port):
