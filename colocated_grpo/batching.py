@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.config.schema import BatchConfig
+from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
 from colocated_grpo.types import Group
 
@@ -208,6 +209,11 @@ def plan(outlines: Sequence[Outline], budget: int, world_size: int) -> list[list
     sequence. At least one bin a rank, possibly empty: a rank without work still joins the collectives.
     """
     longest_first = sorted(outlines, key=lambda outline: (-outline.length, outline.group, outline.sibling))
+    if longest_first and longest_first[0].length > budget:
+        raise RunError(
+            f"batch.max_tokens_per_micro_batch={budget}: a rollout of {longest_first[0].length} tokens cannot be "
+            "packed; it was sampled before the run was resumed with less room"
+        )
     total = sum(outline.length for outline in longest_first)
     per_rank = max(1, -(-total // (budget * world_size)))
     while (bins := _fill_bins(longest_first, budget, per_rank * world_size)) is None:

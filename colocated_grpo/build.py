@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from colocated_grpo.build_weights import belongs_into_checkpoints, build_opponent, build_sync, read_opponent
 from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.config.inputs import is_inline
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.environments import Environments, build_environments
@@ -181,7 +182,7 @@ def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     template = config.model.chat_template
     if template is not None:
-        tokenizer.chat_template = Path(template).read_text() if Path(template).is_file() else template
+        tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
     return tokenizer
 
 

@@ -30,7 +30,7 @@ UNFINISHED = ".partial"
 
 
 class Checkpoints:
-    """Saves and restores one run. Every method is collective except `latest`."""
+    """Saves and restores one run. Every method is collective except `due`."""
 
     def __init__(
         self, run_dir: Path, config: CheckpointConfig, world: World, others: Mapping[str, Tensor] | None = None
@@ -48,10 +48,13 @@ class Checkpoints:
     def save(self, step: int, policy: Policy, state: dict[str, Any]) -> None:
         """Start writing a checkpoint of `step` completed steps; `state` is rank 0's plain data (the source's cursor).
 
-        Returns when the tensors are copied to host memory; training may go on while they are written.
+        Returns when the tensors are copied to host memory; training may go on while they are written. Writes nothing
+        where this step is saved already: a run that ends or is stopped right after a save has nothing to add.
         """
         self.wait()
         final = self._folder / f"step_{step:06d}"
+        if self._world.from_main(lambda: _is_complete(final)):
+            return
         partial = final.with_suffix(UNFINISHED)
         if self._world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
@@ -70,10 +73,13 @@ class Checkpoints:
         """Rank 0's write ends after it has heard from every rank, so all files are there now."""
         if not self._world.is_main:
             return
-        shutil.rmtree(final, ignore_errors=True)
+        shutil.rmtree(final, ignore_errors=True)  # not whole, or this save would not have begun
         partial.rename(final)
         for old in complete_checkpoints(self._folder)[: -self._config.keep_last]:
-            shutil.rmtree(old)
+            # Under its own name, half of a checkpoint would pass for a whole one if the deletion were cut short.
+            old.rename(old.with_suffix(UNFINISHED))
+        for left in self._folder.glob(f"*{UNFINISHED}"):
+            shutil.rmtree(left)
 
     def wait(self) -> None:
         """Until the checkpoint under way is complete and visible. Raises what went wrong while writing."""
@@ -106,12 +112,17 @@ class Checkpoints:
         return {**_tensors(policy, self._world), **self._others}
 
     def _check_loadable(self, folder: Path, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        saved = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
-        missing = sorted(set(tensors) - saved)
-        if missing:
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        other = sorted(
+            name for name, tensor in tensors.items() if name not in saved or saved[name].size != tensor.shape
+        )
+        if other:
+            first = other[0]
+            what = f"has {first!r} as {tuple(saved[first].size)}" if first in saved else f"lacks {first!r}"
             raise RunError(
-                f"checkpoint {folder}: lacks {missing[0]!r} and {len(missing) - 1} more; it was saved by "
-                f"{record['world_size']} ranks with another model, optimizer, or (adamw_8bit) number of ranks"
+                f"checkpoint {folder}: {what}, where this run has {tuple(tensors[first].shape)}, and differs in "
+                f"{len(other) - 1} more; it was saved by {record['world_size']} ranks with another model, optimizer, "
+                "or (adamw_8bit) number of ranks"
             )
 
 
@@ -134,7 +145,11 @@ def _settle(settled: Future[None], before: Future, action: Callable[[], None]) -
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Oldest first."""
-    return sorted(path for path in folder.glob("step_*") if path.suffix != UNFINISHED and (path / STATE_FILE).exists())
+    return sorted(path for path in folder.glob("step_*") if _is_complete(path))
+
+
+def _is_complete(folder: Path) -> bool:
+    return folder.suffix != UNFINISHED and (folder / STATE_FILE).exists()
 
 
 def _tensors(policy: Policy, world: World) -> dict[str, Tensor]:

@@ -6,15 +6,13 @@ A mean of means is wrong as soon as two micro-batches differ in tokens, so nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Kind = Literal["mean", "sum", "max", "ess"]
-Schema = Mapping[str, Kind]
 AllReduce = Callable[[Tensor], object]
 """Reduces a tensor over ranks in place."""
 
@@ -43,24 +41,13 @@ class Stat(NamedTuple):
         return cls("ess", (total, total_of_squares, count))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    num_parts: int
-    identity: float
-    finish: Callable[..., float | None]
-    """From reduced parts to the number shown; None where nobody had data."""
-
-
-_RULES: dict[Kind, _Rule] = {
-    "mean": _Rule(num_parts=2, identity=0.0, finish=lambda total, count: total / count if count else None),
-    "sum": _Rule(num_parts=1, identity=0.0, finish=lambda value: value),
-    "max": _Rule(num_parts=1, identity=-math.inf, finish=lambda value: None if value == -math.inf else value),
-    "ess": _Rule(
-        num_parts=3,
-        identity=0.0,
-        finish=lambda total, squares, count: total * total / (count * squares) if count and squares else None,
-    ),
+_FINISH: dict[Kind, Callable[..., float | None]] = {
+    "mean": lambda total, count: total / count if count else None,
+    "sum": lambda value: value,
+    "max": lambda value: None if value == -math.inf else value,
+    "ess": lambda total, squares, count: total * total / (count * squares) if count and squares else None,
 }
+"""From reduced parts to the number shown; None where nobody had data."""
 
 
 class Metrics:
@@ -70,40 +57,19 @@ class Metrics:
         self.device = torch.device(device)
         self._stats: dict[str, Stat] = {}
 
-    @property
-    def schema(self) -> dict[str, Kind]:
-        return {name: stat.kind for name, stat in self._stats.items()}
-
     def add(self, stats: Mapping[str, Stat]) -> None:
         for name, stat in stats.items():
             self._stats[name] = _merge(name, self._stats[name], stat) if name in self._stats else stat
-
-    def declare(self, schema: Schema) -> None:
-        """Hold every name of `schema`, without data where nothing was added.
-
-        Ranks that may hold different names declare the same `union` before `reduce`: the packed layout is the sorted
-        names, so a name that one rank lacks would shift every later value (or hang the collective).
-        """
-        self.add({name: Stat(kind, (_RULES[kind].identity,) * _RULES[kind].num_parts) for name, kind in schema.items()})
 
     def ordered(self) -> list[tuple[str, Stat]]:
         return sorted(self._stats.items())
 
 
-def union(schemas: Iterable[Schema]) -> dict[str, Kind]:
-    """All names of all ranks; a name with two kinds is an error."""
-    merged: dict[str, Kind] = {}
-    for schema in schemas:
-        for name, kind in schema.items():
-            if merged.setdefault(name, kind) != kind:
-                raise ValueError(f"metric {name!r} is a {merged[name]} and a {kind}: one name has one kind")
-    return merged
-
-
 def reduce(metrics: Metrics, all_reduce_sum: AllReduce, all_reduce_max: AllReduce) -> dict[str, float]:
     """Numbers over all micro-batches and ranks; names without data on any rank are left out.
 
-    Collective: every rank calls it with the same names (see `Metrics.declare`). Two all-reduces and one host sync.
+    Collective: every rank calls it with the same names, for values go by their place among the sorted names. Two
+    all-reduces and one host sync.
     """
     stats = metrics.ordered()
     maxima = _pack([stat for _, stat in stats if stat.kind == "max"], metrics.device)
@@ -115,7 +81,7 @@ def reduce(metrics: Metrics, all_reduce_sum: AllReduce, all_reduce_max: AllReduc
     values: dict[str, float] = {}
     for name, stat in stats:
         source = reduced_maxima if stat.kind == "max" else reduced_sums
-        value = _RULES[stat.kind].finish(*(next(source) for _ in stat.parts))
+        value = _FINISH[stat.kind](*(next(source) for _ in stat.parts))
         if value is not None:
             values[name] = value
     return values

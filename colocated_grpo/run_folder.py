@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -78,8 +79,10 @@ def removed_if_unused(folder: Path) -> Iterator[None]:
 def _newest(output: Path, run_name: str | None, name: str) -> Path | None:
     if run_name is not None:
         return output / run_name
-    runs = [run for run in output.glob(f"{name}-*") if (run / FOLDER).is_dir()]
-    return max(runs, key=lambda run: run.stat().st_mtime, default=None)
+    own = re.compile(re.escape(name) + r"-\d{8}-\d{6}")  # grpo-large-20260101-000000 is no run of grpo.yaml
+    runs = [run for run in output.glob("*") if own.fullmatch(run.name) and (run / FOLDER).is_dir()]
+    # The run folder itself changes whenever a report is made anew.
+    return max(runs, key=lambda run: (run / FOLDER).stat().st_mtime, default=None)
 
 
 def _existing(folder: Path) -> Path:

@@ -88,7 +88,8 @@ def settle_garbage_collector() -> None:
 def train(run: Run) -> str:
     """Run every remaining step; how it ended."""
     config = run.config
-    steps = run.start if run.goal_reached else config.training_steps
+    # A run that is resumed with fewer steps than it has made ends where it is.
+    steps = run.start if run.goal_reached else max(run.start, config.training_steps)
     goal_reached = run.goal_reached
     for step in range(run.start, steps):
         cursor = run.supply.state_dict()
@@ -103,12 +104,11 @@ def train(run: Run) -> str:
             batch = make_batch(run, step, groups)
             row = settled.metrics | (rollout_metrics(groups, run.policy.version) if groups else {})
             with run.choreography.training_phase(), profiled(profile_folder(run, step)):
-                # Every group may have been held back. A step on nothing would still move weights by their momentum.
-                metrics = update(run, with_logprobs(run, batch)) if groups else Metrics(run.world.device)
+                metrics = update(run, with_logprobs(run, batch))
             row |= reduce(metrics, run.world.sum_, run.world.max_)
             if run.checkpoints.due(step + 1):
                 with run.clock.time("checkpoint"):
-                    save(run, step + 1, run.supply.state_dict())
+                    save(run, step + 1, run.supply.state_dict(), goal_reached=settled.finished)
         run.tracker.games(step, settled.games)
         run.tracker.flush(step, row | throughput(run, groups, batch), groups)
         maybe_export(run, step + 1)
@@ -205,6 +205,8 @@ def update(run: Run, batch: Batch) -> Metrics:
     metrics = Metrics(run.world.device)
     for _ in range(run.config.batch.epochs):
         for minibatch in batch.minibatches:
+            if not minibatch.counts.sequences:
+                continue  # its groups are held back: a step on nothing would still move weights by their momentum
             run.policy.forward_backward(minibatch, metrics)
             run.policy.optimizer_step(metrics)
     return metrics

@@ -11,7 +11,7 @@ from typing import Any
 
 from colocated_grpo.config.alias_kinds import Alias, Lookup, completions, no_equivalent, not_needed, one_of, renamed
 from colocated_grpo.config.atropos_names import ATROPOS
-from colocated_grpo.config.errors import ConfigError, Origin, Path, dotted, path_of, place_of, show
+from colocated_grpo.config.errors import ConfigError, KeyPath, Origin, dotted, path_of, place_of, show
 from colocated_grpo.config.schema import EngineConfig
 from colocated_grpo.config.tree import lookup, place, remove
 from colocated_grpo.config.trl_names import SCALE, TRL
@@ -89,7 +89,7 @@ def new_names() -> dict[str, str]:
     return {old: alias.new_name if alias.names_a_setting else old for old, alias in ALIASES.items()}
 
 
-def translate_aliases(tree: dict[str, Any], origins: dict[Path, Origin]) -> list[str]:
+def translate_aliases(tree: dict[str, Any], origins: dict[KeyPath, Origin]) -> list[str]:
     """Replace old names in `tree` by new ones, in place. Returns notes. A new name on the command line wins."""
     for old, new in _RENAMED_SECTIONS.items():
         _rename_section(tree, origins, old, new)
@@ -122,20 +122,20 @@ def translate_aliases(tree: dict[str, Any], origins: dict[Path, Origin]) -> list
     return ([f"old names read as new ones: {', '.join(plain)}"] if plain else []) + notes
 
 
-def _note(path: Path, values: Mapping[str, Any], alias: Alias) -> str:
+def _note(path: KeyPath, values: Mapping[str, Any], alias: Alias) -> str:
     what = ", ".join(f"{name}={show(value)}" for name, value in values.items())
     remark = f" ({alias.remark})" if alias.remark else ""
     return f"{dotted(path)}: {f'read as {what}' if values else 'nothing to set'}{remark}"
 
 
-def _uses(pattern: str, tree: dict[str, Any]) -> list[Path]:
+def _uses(pattern: str, tree: dict[str, Any]) -> list[KeyPath]:
     *section, name = pattern.split(".")
     holder = tree.get(section[0], {}) if section else tree
     names = list(holder) if name == "*" else [name] if name in holder else []
     return [(*section, found) for found in names]
 
 
-def _translate_one(tree: dict[str, Any], origins: dict[Path, Origin], path: Path, alias: Alias) -> dict[str, Any]:
+def _translate_one(tree: dict[str, Any], origins: dict[KeyPath, Origin], path: KeyPath, alias: Alias) -> dict[str, Any]:
     origin = origins.get(path, Origin(where="config file"))  # a key merged in by a YAML anchor has no line
     values = alias.translate(str(path[-1]), lookup(tree, path), lambda name: lookup(tree, path_of(name)))
     for name, value in values.items():
@@ -153,7 +153,7 @@ def _translate_one(tree: dict[str, Any], origins: dict[Path, Origin], path: Path
     return values
 
 
-def _rename_section(tree: dict[str, Any], origins: dict[Path, Origin], old: str, new: str) -> None:
+def _rename_section(tree: dict[str, Any], origins: dict[KeyPath, Origin], old: str, new: str) -> None:
     if old not in tree:
         return
     if new in tree:

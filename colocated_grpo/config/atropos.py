@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from colocated_grpo.config.base import Section
+from colocated_grpo.config.base import Positive, Section
 
-Positive = Annotated[int, Field(gt=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Where a setting stands: ("environments", 0, "args")."""
 
 SIMILAR = 0.6  # below this likeness a suggestion confuses more than it helps
@@ -47,7 +47,7 @@ def dotted(path: Iterable[str | int]) -> str:
     return ".".join(map(str, path))
 
 
-def path_of(name: str) -> Path:
+def path_of(name: str) -> KeyPath:
     """The inverse of `dotted`."""
     return tuple(int(step) if step.isdigit() else step for step in name.split("."))
 
@@ -85,7 +85,7 @@ _RULES = {
 def describe(
     error: ErrorDetails,
     tree: Mapping[str, Any],
-    origins: Mapping[Path, Origin],
+    origins: Mapping[KeyPath, Origin],
     model: type[BaseModel],
     aliases: Mapping[str, str],
 ) -> str:
@@ -109,7 +109,7 @@ def _short(bound: Any) -> Any:
     return f"{bound:g}" if isinstance(bound, float) else bound
 
 
-def setting_path(error: ErrorDetails, tree: Any) -> Path:
+def setting_path(error: ErrorDetails, tree: Any) -> KeyPath:
     """A pydantic location without the union tags that pydantic puts into it."""
     path: list[str | int] = []
     node = tree
@@ -124,7 +124,7 @@ def setting_path(error: ErrorDetails, tree: Any) -> Path:
     return tuple(path)
 
 
-def suggestion(path: Path, tree: Mapping[str, Any], model: type[BaseModel], aliases: Mapping[str, str]) -> str:
+def suggestion(path: KeyPath, tree: Mapping[str, Any], model: type[BaseModel], aliases: Mapping[str, str]) -> str:
     """What an unknown key probably meant: the nearest valid name in its own section, then in any."""
     section, key = path[:-1], str(path[-1])
     generic = tuple(0 if isinstance(step, int) else step for step in path)
@@ -142,7 +142,7 @@ def suggestion(path: Path, tree: Mapping[str, Any], model: type[BaseModel], alia
     return f"valid {where}: {', '.join(valid)}" if valid else f"{dotted(section)} is no section"
 
 
-def setting_names(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path, type[BaseModel]]]:
+def setting_names(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
     """Every setting of every union member, with the model that has it; index 0 stands for any list entry."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), model
@@ -166,7 +166,7 @@ def _likeness(one: str, other: str) -> float:
     return SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
 
-def place_of(path: Path, origins: Mapping[Path, Origin]) -> str:
+def place_of(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:
     """' (line 7 of x.yaml)', of the key itself or of what encloses it: a missing key has no line of its own."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:

@@ -36,6 +36,7 @@ _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
     """The config fitted to its model, and notes. Raises ConfigError when something that the run needs is not there."""
     missing = [line for index, source in enumerate(config.environments) for line in _check_source(index, source)]
+    missing += _check_chat_template(config.model.chat_template)
     if missing:
         raise ConfigError(*missing)
     model = read_model_config(config.model)
@@ -43,6 +44,16 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         if isinstance(source, TurnsSourceConfig) and source.opponent is not None:
             _check_opponent(f"environments.{index}.opponent", config, model)
     return _fit_engine(config, model)
+
+
+def is_inline(chat_template: str) -> bool:
+    """Whether it is the template's text; otherwise it names a file. No template does without a Jinja tag."""
+    return "{" in chat_template
+
+
+def _check_chat_template(template: str | None) -> Iterator[str]:
+    if template is not None and not is_inline(template) and not Path(template).is_file():
+        yield f"model.chat_template={template!r}: no such file, and no Jinja text"
 
 
 def _check_opponent(section: str, config: Config, policy: Mapping[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from colocated_grpo.config.aliases import new_names, translate_aliases
 from colocated_grpo.config.errors import (
     ConfigError,
+    KeyPath,
     Origin,
-    Path,
     describe,
     dotted,
     path_of,
@@ -28,7 +28,7 @@ from colocated_grpo.config.yaml_text import parse_document, parse_value
 
 # What a file without environments trains on: procedural, so that it needs no download.
 DEFAULT_TASK = "arithmetic"
-SHIPPED = pathlib.Path("training_configs")
+SHIPPED = Path("training_configs")
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class LoadedConfig:
     """Lines for the person who starts the run: old names that were used, settings that deserve a word."""
 
 
-def load_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The settings of a run, checked. Raises ConfigError, one line for each thing that is wrong."""
     return read_config(path, overrides).config
 
 
-def read_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """As `load_config`, with notes. Overrides as on a command line: ["--policy.lr", "2e-6", "--engine.sleep=false"]."""
-    path = pathlib.Path(path)
+    path = Path(path)
     tree, lines = parse_document(_read_text(path), path.name)
     origins = {key: Origin(where=f"line {line} of {path.name}") for key, line in lines.items()}
     for key, text in parse_overrides(overrides):
@@ -58,9 +58,9 @@ def read_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Load
     return LoadedConfig(config, notes + remarks(config))
 
 
-def parse_overrides(arguments: Sequence[str]) -> list[tuple[Path, str]]:
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
     """["--a.b", "1", "--c.0=x"] -> [(("a", "b"), "1"), (("c", 0), "x")]."""
-    pairs: list[tuple[Path, str]] = []
+    pairs: list[tuple[KeyPath, str]] = []
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
@@ -78,7 +78,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[Path, str]]:
     return pairs
 
 
-def _read_text(path: pathlib.Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def _fill_in(tree: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _refuse_true_as_one(tree: dict[str, Any], config: Config, origins: dict[Path, Origin]) -> None:
+def _refuse_true_as_one(tree: dict[str, Any], config: Config, origins: dict[KeyPath, Origin]) -> None:
     # pydantic turns true into 1, so `training_steps: true` would train for one step
     not_boolean = [path for path, value in _leaves(config) if not isinstance(value, bool)]
     wrong = {path: value for path in not_boolean if isinstance(value := lookup(tree, path), bool)}
@@ -115,7 +115,7 @@ def _refuse_true_as_one(tree: dict[str, Any], config: Config, origins: dict[Path
         raise ConfigError(*(f"{dotted(path)}={show(wrong[path])}: {rule}{place_of(path, origins)}" for path in wrong))
 
 
-def _leaves(section: BaseModel, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(section: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Every setting below `section` that is no section itself."""
     for name, value in section:
         path = (*prefix, name)
@@ -128,7 +128,7 @@ def _leaves(section: BaseModel, prefix: Path = ()) -> Iterator[tuple[Path, Any]]
             yield path, value
 
 
-def _validate(tree: dict[str, Any], origins: dict[Path, Origin]) -> Config:
+def _validate(tree: dict[str, Any], origins: dict[KeyPath, Origin]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as invalid:

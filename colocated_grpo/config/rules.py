@@ -11,7 +11,6 @@ from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 Lines = Iterator[str]
 
 _SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
-SEED_LIMIT = 2**32
 
 
 def check(config: Config) -> None:
@@ -54,10 +53,10 @@ def _sequence_fits_engine(config: Config) -> Lines:
 
 def _minibatches_divide_batch(config: Config) -> Lines:
     count = config.batch.minibatches
-    if config.completions_per_step % count:
+    if config.rollout.prompts_per_step % count:
         yield (
-            f"batch.minibatches={count} does not divide rollout.prompts_per_step * rollout.group_size="
-            f"{config.completions_per_step}: minibatches would differ in size"
+            f"batch.minibatches={count} does not divide rollout.prompts_per_step={config.rollout.prompts_per_step}: "
+            "minibatches of whole groups would differ in size"
         )
 
 
@@ -68,17 +67,11 @@ def _min_lr_below_lr(config: Config) -> Lines:
 
 
 def _warmup_ends(config: Config) -> Lines:
-    steps = config.training_steps * config.batch.minibatches * config.batch.epochs
-    if config.policy.warmup_steps > steps:
+    if config.policy.warmup_steps > config.optimizer_steps:
         yield (
-            f"policy.warmup_steps={config.policy.warmup_steps} is larger than the run's {steps} optimizer steps: "
-            "the learning rate would never reach policy.lr"
+            f"policy.warmup_steps={config.policy.warmup_steps} is larger than the run's {config.optimizer_steps} "
+            "optimizer steps: the learning rate would never reach policy.lr"
         )
-
-
-def _seed_in_range(config: Config) -> Lines:
-    if not 0 <= config.seed < SEED_LIMIT:
-        yield f"seed={config.seed}: must be at least 0 and less than 2**32"
 
 
 def _resumable_at_a_sync(config: Config) -> Lines:
@@ -239,13 +232,28 @@ def _both_memory_sizes(config: Config) -> Lines:
         yield "engine.gpu_memory_utilization is not used: engine.kv_cache_memory_bytes goes first"
 
 
+def _stopped_between_syncs(config: Config) -> Lines:
+    if config.deterministic and config.sync_frequency > 1:
+        yield (
+            f"deterministic: true with sync_frequency={config.sync_frequency}: a run that a signal stops between two "
+            "syncs resumes with a sync, and does not repeat the uninterrupted one"
+        )
+
+
+def _turns_by_the_clock(config: Config) -> Lines:
+    if config.deterministic and any(isinstance(source, EpisodeSourceConfig) for source in config.environments):
+        yield (
+            "deterministic: true with type: episode: which turns decode together follows from how long tools take, and "
+            "rounding from that; a resumed run may differ in the last bits of a log-probability"
+        )
+
+
 RULES: tuple[Callable[[Config], Lines], ...] = (
     _completion_fits_micro_batch,
     _sequence_fits_engine,
     _minibatches_divide_batch,
     _min_lr_below_lr,
     _warmup_ends,
-    _seed_in_range,
     _resumable_at_a_sync,
     _engine_fields_are_not_arguments,
     _shared_weights_are_plain,
@@ -262,4 +270,10 @@ WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
     _every_engine_has_prompts,
     _shared_weights_are_whole,
 )
-REMARKS: tuple[Callable[[Config], Lines], ...] = (_renormalised_sampling, _masked_sampling, _both_memory_sizes)
+REMARKS: tuple[Callable[[Config], Lines], ...] = (
+    _renormalised_sampling,
+    _masked_sampling,
+    _both_memory_sizes,
+    _stopped_between_syncs,
+    _turns_by_the_clock,
+)

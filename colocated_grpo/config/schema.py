@@ -10,12 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
-from colocated_grpo.config.base import Section
+from colocated_grpo.config.base import NonNegative, Positive, Section
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 _ANSWERS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -69,7 +67,7 @@ class PolicyConfig(Section):
     gradient_checkpointing: Annotated[Literal["auto", True, False], BeforeValidator(_answer)] = "auto"
     """Recompute blocks' activations in the backward pass: less memory, up to a third more compute. auto: as few blocks
     as the measured free memory demands on CUDA, none on CPU. true and false: all and none."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Annotated[Literal["auto", True, False], BeforeValidator(_answer)] = "auto"
     """torch.compile of each transformer block. auto: on where the device is CUDA."""
     cpu_offload: bool = False
     """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload)."""
@@ -127,7 +125,7 @@ class RolloutConfig(Section):
     reward_workers: Positive = 8
     """Threads per rank that compute rewards while the engine decodes."""
     reward_timeout: float = Field(60.0, gt=0)
-    """Seconds after which a reward counts as failed."""
+    """Seconds after a step's last completion by which its rewards must have come; one that has not counts as failed."""
     tool_timeout: float = Field(60.0, gt=0)
     """Seconds that an episode may take between two turns (tools, its reward) before it counts as failed."""
     max_reward_errors: Fraction = 0.2
@@ -136,8 +134,9 @@ class RolloutConfig(Section):
 
 class BatchConfig(Section):
     max_tokens_per_micro_batch: Literal["auto"] | Positive = "auto"
-    """Packed tokens of one forward pass on one rank. auto: on CUDA up to 24,576, as many as the measured free memory
-    holds without recomputing blocks, or fewer and as few recomputed blocks as it takes; up to 16,384 on CPU."""
+    """Packed tokens of one forward pass on one rank. auto on CUDA: the largest of 24,576, 16,384 and 8,192 whose
+    activations fit into the measured free memory; if none does, 8,192 with as few recomputed blocks as it takes. On CPU
+    at most 16,384."""
     minibatches: Positive = 1
     """Optimizer steps per pass over a batch."""
     epochs: Positive = 1
@@ -277,7 +276,7 @@ class Config(Section):
     """copied: FSDP2 shards, copied into the engine at each sync. shared: a single rank computes with the engine's own
     weights, which each optimizer step writes: a sync moves nothing and FSDP's work on the host is gone, but the weights
     stay on the device while the policy trains (2 bytes a parameter)."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     """Root of every random number of the run."""
     deterministic: bool = False
     """Fix which rank serves which prompt, so that a resumed run repeats the uninterrupted one exactly."""
@@ -334,8 +333,9 @@ class Config(Section):
         return self.model.model_copy(update={"name": opponent.name, "revision": opponent.revision})
 
     @property
-    def completions_per_step(self) -> int:
-        return self.rollout.prompts_per_step * self.rollout.group_size
+    def optimizer_steps(self) -> int:
+        """Of the whole run."""
+        return self.training_steps * self.batch.minibatches * self.batch.epochs
 
     @property
     def structured(self) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from colocated_grpo.config.errors import ConfigError, Path, dotted
+from colocated_grpo.config.errors import ConfigError, KeyPath, dotted
 
 
-def lookup(tree: Any, path: Path) -> Any:
+def lookup(tree: Any, path: KeyPath) -> Any:
     """The value at `path`, or None."""
     for step in path:
         if isinstance(tree, dict):
@@ -19,7 +19,7 @@ def lookup(tree: Any, path: Path) -> Any:
     return tree
 
 
-def place(tree: dict[str, Any], path: Path, value: Any) -> None:
+def place(tree: dict[str, Any], path: KeyPath, value: Any) -> None:
     """Set the value at `path`; missing sections are made, and a list grows by its next index."""
     node: Any = tree
     for number, step in enumerate(path):
@@ -39,13 +39,13 @@ def place(tree: dict[str, Any], path: Path, value: Any) -> None:
         node = child
 
 
-def _check_index(entries: list[Any], step: str | int, parent: Path, path: Path) -> None:
+def _check_index(entries: list[Any], step: str | int, parent: KeyPath, path: KeyPath) -> None:
     if not isinstance(step, int):
         raise ConfigError(f"{dotted(path)}: {dotted(parent)} is a list; name an entry as in {dotted(parent)}.0")
     if step > len(entries):
         raise ConfigError(f"{dotted(path)}: {dotted(parent)} has {len(entries)} entries, numbered from 0")
 
 
-def remove(tree: dict[str, Any], path: Path) -> None:
+def remove(tree: dict[str, Any], path: KeyPath) -> None:
     *section, last = path
     lookup(tree, tuple(section)).pop(last)

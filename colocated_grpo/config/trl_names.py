@@ -183,7 +183,7 @@ TRL: dict[str, Alias] = {
     "log_completions_hub_repo": no_equivalent("upload rollouts.jsonl after the run"),
     # transformers' TrainingArguments
     "warmup_ratio": no_equivalent("set warmup_steps, in optimizer steps"),
-    "torch_compile": one_of("policy.compile", {True: "on", False: "off"}),
+    "torch_compile": renamed("policy.compile"),
     "use_liger_kernel": not_needed("log-probabilities have a fused kernel of their own"),
     "gradient_checkpointing_kwargs": not_needed("blocks are recomputed without reentrance"),
     "logging_strategy": not_needed("every step is logged"),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from colocated_grpo.config.base import Section
+from colocated_grpo.config.base import NonNegative, Positive, Section
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
 INITIAL = "initial"
 FROZEN = "frozen"
 """Among the `players` of a game: the opponent's seats."""

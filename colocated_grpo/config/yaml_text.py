@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from colocated_grpo.config.errors import ConfigError, Path
+from colocated_grpo.config.errors import ConfigError, KeyPath
 
 
 class _Loader(yaml.SafeLoader):
@@ -36,12 +36,12 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
-def parse_document(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
+def parse_document(text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The mapping in `text`, and the 1-based line of every key path in it. `name` stands in error messages."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        lines: dict[Path, int] = {}
+        lines: dict[KeyPath, int] = {}
         if node is not None:
             _collect_lines(node, (), lines, name, set())
         tree = None if node is None else loader.construct_document(node)
@@ -68,7 +68,7 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def _collect_lines(node: yaml.Node, path: Path, lines: dict[Path, int], name: str, visited: set[int]) -> None:
+def _collect_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name: str, visited: set[int]) -> None:
     if id(node) in visited:
         return  # an anchor used again: following each use could take exponential time, or for ever
     visited.add(id(node))

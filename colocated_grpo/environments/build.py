@@ -156,10 +156,8 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
 
 def _build(name: str, entry: EnvironmentConfig, config: Config) -> Environment:
     if isinstance(entry, DatasetSourceConfig):
-        steps = config.training_steps * config.batch.minibatches * config.batch.epochs
-        return DatasetEnvironment(
-            name, entry, RewardScorer(build_rewards(entry.rewards, f"environments {name!r}: rewards"), steps)
-        )
+        rewards = build_rewards(entry.rewards, f"environments {name!r}: rewards")
+        return DatasetEnvironment(name, entry, RewardScorer(rewards, config.optimizer_steps))
     if isinstance(entry, EpisodeSourceConfig):
         return EpisodeEnvironment(name, build_episode(entry.name, entry.args))
     if isinstance(entry, TurnsSourceConfig):

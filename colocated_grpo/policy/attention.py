@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from colocated_grpo.config.errors import ConfigError
+
 IMPLEMENTATION = "packed"
 
 # torch 2.11 broadcasts key-value heads unasked and has no such argument; later releases refuse without it.
@@ -38,7 +40,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query: [1, H, T, D], key and value: [1, K, T, D], cu_seq_lens_q: [N + 1] int32. Returns [1, T, H, D]."""
     if softcap is not None:
-        raise ValueError("attention logit soft-capping (gemma2) is not supported by packed attention")
+        raise ConfigError("attention logit soft-capping (gemma2) is not supported by packed attention")
     attend = _attend_varlen if query.is_cuda else _attend_padded
     return attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
 

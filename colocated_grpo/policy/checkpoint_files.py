@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import Tensor
 
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.distributed import World
+from colocated_grpo.errors import RunError
 
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
 
@@ -27,11 +31,13 @@ def fetch_model(config: ModelConfig, world: World) -> Path:
             snapshot_download(config.name, revision=config.revision, allow_patterns=["pytorch_model*.bin"])
         return folder
 
-    first_on_node = world.device.index in (None, 0)
-    if first_on_node:
-        download()
-    world.barrier()
-    return download()
+    try:
+        if os.environ["LOCAL_RANK"] == "0":
+            download()
+        world.barrier()
+        return download()
+    except (OSError, HfHubHTTPError) as error:
+        raise RunError(f"model.name={config.name!r}: cannot be downloaded: {' '.join(str(error).split())}") from error
 
 
 class CheckpointReader:
@@ -46,9 +52,7 @@ class CheckpointReader:
             for file in sorted(folder.glob("pytorch_model*.bin")):
                 self._add_torch(file)
         if not self._readers:
-            raise FileNotFoundError(
-                f"model.name={str(folder)!r}: the folder holds no *.safetensors or pytorch_model*.bin"
-            )
+            raise ConfigError(f"model.name={str(folder)!r}: the folder holds no *.safetensors or pytorch_model*.bin")
 
     def _add_safetensors(self, file: Path) -> None:
         handle = safe_open(file, framework="pt")

@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.policy.attention import IMPLEMENTATION
 from colocated_grpo.policy.blocks import Block, blocks_of
@@ -28,7 +29,6 @@ from colocated_grpo.policy.logprobs import linear_logprobs
 
 Head = Callable[..., tuple[Tensor, ...]]
 """`linear_logprobs`, or anything else called like it."""
-WRAPPER_PARTS = ("lm.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +82,14 @@ class PackedLM(nn.Module):
 
 
 def checkpoint_name(name: str) -> str:
-    for part in WRAPPER_PARTS:
-        name = name.replace(part, "", 1) if part == "lm." and name.startswith(part) else name.replace(part, "")
-    return name
+    return name.removeprefix("lm.").replace("_checkpoint_wrapped_module.", "")
 
 
 def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
     hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     for key in ("logit_scale", "logits_scaling"):
         if getattr(hf_config, key, None) not in (None, 1, 1.0):
-            raise ValueError(f"model.name={config.name!r}: models that scale their logits ({key}) are not supported")
+            raise ConfigError(f"model.name={config.name!r}: models that scale their logits ({key}) are not supported")
     return hf_config
 
 
@@ -104,7 +102,7 @@ def build_empty(hf_config: PretrainedConfig, chunk_tokens: int, *, trust_remote_
     lm.tie_weights()  # creating parameters empty gave each its own tensor
     head = lm.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
-        raise ValueError(f"model type {hf_config.model_type!r}: an output layer with a bias is not supported")
+        raise ConfigError(f"model type {hf_config.model_type!r}: an output layer with a bias is not supported")
     # Dropout off for good: the engine samples without it. Gradients do not depend on the module's mode.
     return PackedLM(lm, chunk_tokens).eval()
 
@@ -114,7 +112,7 @@ def transformer_blocks(lm: nn.Module) -> nn.ModuleList:
     lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList) and len(module)]
     uniform = [modules for modules in lists if len({type(block) for block in modules}) == 1]
     if not uniform:
-        raise ValueError(f"{type(lm).__name__}: no list of transformer blocks found")
+        raise ConfigError(f"{type(lm).__name__}: no list of transformer blocks found")
     return max(uniform, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
 
 
@@ -193,7 +191,7 @@ def read_parameters(parameters: Mapping[str, nn.Parameter], prefix: str, folder:
         else:
             _fill(parameter, reader, source)
     if missing:
-        raise ValueError(
+        raise ConfigError(
             f"model.name={str(folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}"
         )
 

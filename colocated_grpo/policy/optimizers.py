@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import OptimizerConfig, PolicyConfig
 from colocated_grpo.policy.adafactor import Adafactor
 
@@ -39,7 +40,7 @@ def _adamw_8bit(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr:
     try:
         import bitsandbytes
     except ImportError:
-        raise ValueError("policy.optimizer.type='adamw_8bit' needs bitsandbytes: pip install bitsandbytes") from None
+        raise ConfigError("policy.optimizer.type='adamw_8bit' needs bitsandbytes: pip install bitsandbytes") from None
     return LocalShardOptimizer(
         parameters,
         lambda shards: bitsandbytes.optim.AdamW8bit(

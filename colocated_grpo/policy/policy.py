@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from colocated_grpo.batching import Batch, MicroBatch, Minibatch
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
+from colocated_grpo.errors import RunError
 from colocated_grpo.losses import make_denominator
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.masters import ShardedWeights, Weights, WholeWeights
@@ -57,7 +58,7 @@ def _build_empty(config: Config, hf_config: PretrainedConfig, world: World) -> P
         config.policy.logprob_chunk_tokens,
         trust_remote_code=config.model.trust_remote_code,
     )
-    compiled = {"on": True, "off": False, "auto": world.device.type == "cuda"}[config.policy.compile]
+    compiled = world.device.type == "cuda" if config.policy.compile == "auto" else config.policy.compile
     prepare_blocks(model, checkpointed=config.policy.gradient_checkpointing is True, compiled=compiled)
     return model
 
@@ -94,7 +95,7 @@ class Policy:
         """Completed optimizer steps."""
         self._config = config.policy
         self._world_size = world.size
-        self._total_steps = config.training_steps * config.batch.minibatches * config.batch.epochs
+        self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         self.offload = OptimizerOffload(self.optimizer) if config.policy.offload_optimizer else None
@@ -146,14 +147,15 @@ class Policy:
         self.weights.release()
 
     def optimizer_step(self, metrics: Metrics) -> None:
-        """Clip, check, update. Raises FloatingPointError before the update on a non-finite gradient norm."""
+        """Clip, check, update. Raises RunError before the update on a non-finite gradient norm."""
         parameters = list(self.parameters().values())
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         grad_norm = norm.item()
         if not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"optimizer step {self.version}: the gradient norm is {grad_norm}; weights are left as they were"
+            raise RunError(
+                f"optimizer step {self.version}: the gradient norm is {grad_norm}; weights are left as they were. "
+                "Resume from the last checkpoint with a lower policy.lr or policy.grad_clip"
             )
         nn.utils.clip_grads_with_norm_(parameters, self._config.grad_clip, norm)
         lr = learning_rate(self._config, self.version, self._total_steps)

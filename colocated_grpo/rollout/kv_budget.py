@@ -69,7 +69,7 @@ def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device:
 
 def useful_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
     """KV bytes on one rank of as many sequences of full length as will decode at one time; never less than one's."""
-    hf = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    hf = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code).get_text_config()
     heads = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
     head_size = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     heads_here = max(1, heads // config.engine.tensor_parallel_size)

@@ -153,7 +153,7 @@ def _engine_arguments(
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": engine.tensor_parallel_size,
         "load_format": "dummy",  # the first sync writes the weights: the checkpoint is read once, by the trainer
-        "dtype": str(dtype).removeprefix("torch.") if engine.dtype == "auto" else engine.dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_model_len,
         "max_num_seqs": engine.max_num_seqs,
         "seed": derive_seed(config.seed, "engine", world.rank // engine.tensor_parallel_size),

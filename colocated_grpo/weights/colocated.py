@@ -146,6 +146,7 @@ class _SideStreamCopy:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: torch.cuda.Event | None = None
 
     def __call__(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         if self._stream is None:
@@ -156,6 +157,9 @@ class _SideStreamCopy:
             torch._foreach_copy_(list(destinations), list(sources))
             for source in sources:
                 source.record_stream(self._stream)
+        if self._last is not None:
+            self._last.synchronize()  # gathers queued further ahead would each need a bucket's memory
+        self._last = self._stream.record_event()
 
     def wait(self) -> None:
         if self._stream is not None:

@@ -103,11 +103,10 @@ def _fits(target: Target, shape: torch.Size) -> bool:
     """Whether the view has the checkpoint tensor's shape, except that it may be a share of `target.dim`."""
     if target.view.dim() != len(shape):
         return False
-    whole = all(
+    return all(
         have == want if dim != target.dim else target.start + have <= want
         for dim, (have, want) in enumerate(zip(target.view.shape, shape, strict=True))
     )
-    return whole
 
 
 def _padding(model: nn.Module) -> Iterable[Tensor]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, Outline, build_micro_batch, pack, plan
 from colocated_grpo.config.schema import BatchConfig
+from colocated_grpo.errors import RunError
 from colocated_grpo.types import Group, Rollout
 
 from small_policy import advantages_of, group_of, random_groups, rollout_of, sequence_of
@@ -142,6 +143,14 @@ def test_long_sequences_that_hardly_share_a_micro_batch_stay_in_budget(lengths, 
     assert all(sum(seq.length for seq in bin) <= BUDGET for share in shares for bin in share)
     assert len({len(share) for share in shares}) == 1
     assert sorted(seq.length for share in shares for bin in share for seq in bin) == sorted(lengths)
+
+
+def test_a_sequence_that_no_micro_batch_holds_is_refused_in_one_line():
+    with pytest.raises(
+        RunError, match=r"max_tokens_per_micro_batch=64: a rollout of 65 tokens cannot be packed"
+    ) as caught:
+        plan(outlines_of([65, 3]), 64, world_size=2)
+    assert "\n" not in str(caught.value)
 
 
 @given(st.lists(st.integers(2, LONGEST), max_size=60), world_sizes)

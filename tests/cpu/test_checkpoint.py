@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,10 @@ from colocated_grpo.checkpoint import FOLDER, STATE_FILE, Checkpoints, complete_
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError
+from colocated_grpo.tools.make_model import make_model
 
 from ranks import run_on_ranks
-from small_policy import assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of, whole
+from small_policy import SHAPE, assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of, whole
 
 OPTIMIZERS = ["adamw", "adafactor", "adamw_8bit"]
 STATE = {"source": {"cursor": 17, "order": [3, 1, 2]}}
@@ -187,6 +190,36 @@ def test_a_save_that_was_killed_is_never_taken_for_a_checkpoint(world, model_fol
     assert complete_checkpoints(tmp_path / FOLDER) == [whole_one]
     policy = policy_of(config_with(model_folder(), "adamw"), world)
     assert checkpoints_of(world, tmp_path).restore(policy)[0] == 5
+
+
+def test_a_deletion_that_was_killed_leaves_no_half_of_a_checkpoint(world, model_folder, tmp_path, monkeypatch):
+    policy = policy_of(config_with(model_folder(), "adamw"), world)
+    checkpoints = checkpoints_of(world, tmp_path, keep_last=1)
+    for step in (1, 2):
+        checkpoints.save(step, policy, {})
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda *_arguments, **_options: None)
+        checkpoints.wait()
+    assert [path.name for path in complete_checkpoints(tmp_path / FOLDER)] == ["step_000002"]
+    checkpoints.save(3, policy, {})
+    checkpoints.wait()
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_000003"], "what was left is gone"
+
+
+def test_a_step_that_is_saved_already_is_not_written_again(world, model_folder, tmp_path, monkeypatch):
+    save_and_go_on(world, model_folder(), tmp_path, "adamw")
+    monkeypatch.setattr(dcp, "async_save", None)
+    checkpoints_of(world, tmp_path).save(5, policy_of(config_with(model_folder(), "adamw"), world), {})
+    assert [path.name for path in complete_checkpoints(tmp_path / FOLDER)] == ["step_000005"]
+
+
+def test_a_model_of_another_size_is_refused_in_one_line(world, model_folder, tmp_path):
+    save_and_go_on(world, model_folder(), tmp_path, "adamw")
+    wider = make_model(tmp_path / "wider", shape=replace(SHAPE, intermediate=2 * SHAPE.intermediate))
+    policy = policy_of(config_with(wider, "adamw"), world)
+    with pytest.raises(RunError, match=r"has 'model.*mlp.* as \(\d+, \d+\), where this run has \(\d+, \d+\)") as caught:
+        checkpoints_of(world, tmp_path).restore(policy)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_save_that_fails_leaves_the_last_checkpoint_and_is_reported(world, model_folder, tmp_path, monkeypatch):

@@ -81,7 +81,7 @@ def test_the_original_co_located_file_loads_unchanged():
     assert config.policy.lr == 1e-5
     assert config.training_steps == 5000
     assert config.sync_frequency == 100
-    assert config.completions_per_step == 64
+    assert config.rollout.prompts_per_step * config.rollout.group_size == 64
     assert (config.engine.max_num_seqs, config.engine.max_model_len) == (32, 2048)
     assert config.engine.gpu_memory_utilization == 0.4
     assert config.engine.enforce_eager is True
@@ -123,9 +123,9 @@ def test_whole_numbers_load_however_they_are_written(text):
     assert load(f"training_steps: {text}").training_steps == 10000
 
 
-@pytest.mark.parametrize("text", ["off", "on"])
-def test_on_and_off_are_words_where_a_word_is_wanted(text):
-    assert load(f"policy: {{compile: {text}}}").policy.compile == text
+@pytest.mark.parametrize(("text", "value"), [("off", False), ("on", True), ("true", True), ("auto", "auto")])
+def test_yes_and_no_are_understood_in_every_spelling_where_a_word_stands_beside_them(text, value):
+    assert load(f"policy: {{compile: {text}}}").policy.compile == value
 
 
 @pytest.mark.parametrize(("text", "value"), [("yes", True), ("on", True), ("no", False), ("false", False)])
@@ -241,7 +241,7 @@ def setting(config: Config, name: str):
         ("num_generations_eval: 3", "evaluation.samples_per_prompt", 3),
         ('eval_strategy: "no"', "evaluation.every", 0),
         ("save_strategy: no", "checkpoint.every", 0),
-        ("torch_compile: false", "policy.compile", "off"),
+        ("torch_compile: false", "policy.compile", False),
         ("model_revision: main", "model.revision", "main"),
         ("lr: 1e-5", "policy.lr", 1e-5),
         ("clip_eps: 0.1", "loss.clip_high", 0.1),

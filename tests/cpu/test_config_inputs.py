@@ -39,6 +39,16 @@ def test_a_model_folder_that_exists_needs_no_network(model):
     assert check_inputs(config) == (config, [])
 
 
+def test_a_chat_template_is_jinja_text_of_any_length_or_an_existing_file(model, tmp_path):
+    folder, file = str(model()), tmp_path / "template.jinja"
+    text = "{{ messages }}" * 100
+    assert check_inputs(load("", "--model.name", folder, "--model.chat_template", text))[0].model.chat_template == text
+    gone = load("", "--model.name", folder, "--model.chat_template", str(file))
+    assert input_complaint(gone) == f"model.chat_template={str(file)!r}: no such file, and no Jinja text"
+    file.write_text(text)
+    check_inputs(gone)
+
+
 @pytest.mark.parametrize("name", ["./nope", "/nope", "~/nope", "a/b/c"])
 def test_a_name_that_can_only_be_a_folder_must_be_one(name):
     assert input_complaint(load("", "--model.name", name)) == f"model.name={name!r}: no such folder"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colocated_grpo.metrics import Metrics, Stat, reduce, union
+from colocated_grpo.metrics import Metrics, Stat, reduce
 
 
 def one_rank(tensor: Tensor) -> None:
@@ -58,27 +58,10 @@ def test_every_kind_is_reduced_over_micro_batches_and_ranks():
     assert results == [pytest.approx(expected)] * 2
 
 
-def test_ranks_with_different_names_agree_once_they_declare_the_union():
-    first = metrics_of({"b": Stat.mean(2.0, 4.0), "only/first": Stat.max(-7.0)})
-    second = metrics_of({"a": Stat.sum(5.0), "b": Stat.mean(1.0, 2.0)})
-    names = union([first.schema, second.schema])
-    for rank in (first, second):
-        rank.declare(names)
-    expected = {"a": 5.0, "b": 0.5, "only/first": -7.0}
-    assert reduce_over_ranks([first, second]) == [expected, expected]
-
-
-def test_declaring_twice_or_before_adding_changes_no_value():
-    metrics = Metrics("cpu")
-    metrics.declare({"mean": "mean", "max": "max", "sum": "sum"})
-    metrics.add({"mean": Stat.mean(3.0, 2.0), "max": Stat.max(torch.tensor(-3.0)), "sum": Stat.sum(2)})
-    metrics.declare(metrics.schema)
-    assert reduce(metrics, one_rank, one_rank) == {"mean": 1.5, "max": -3.0, "sum": 2.0}
-
-
 def test_a_name_without_data_on_any_rank_is_left_out():
-    metrics = Metrics("cpu")
-    metrics.declare({"mean": "mean", "max": "max", "ess": "ess"})
+    none = torch.tensor(0.0)
+    stats = {"mean": Stat.mean(none, none), "max": Stat.max(-math.inf), "ess": Stat.ess(none, none, none)}
+    metrics = metrics_of(stats)
     assert reduce(metrics, one_rank, one_rank) == {}
     assert reduce(Metrics("cpu"), one_rank, one_rank) == {}
 
@@ -91,8 +74,6 @@ def test_not_a_number_is_shown_and_not_left_out():
 def test_one_name_with_two_kinds_is_refused():
     with pytest.raises(ValueError, match="metric 'kl' is a mean and a max"):
         metrics_of({"kl": Stat.mean(1.0, 1.0)}, {"kl": Stat.max(1.0)})
-    with pytest.raises(ValueError, match="metric 'kl' is a mean and a sum"):
-        union([{"kl": "mean"}, {"kl": "sum"}])
 
 
 def test_counts_beyond_float32_stay_exact():

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from colocated_grpo.policy.policy import known_or
-from colocated_grpo.trainer import make_batch
+from colocated_grpo.trainer import make_batch, update
 from colocated_grpo.types import Group
 
-from small_policy import config_of, group_of, pack_for, policy_of, rollout_of
+from small_policy import config_of, group_of, pack_for, policy_of, random_groups, rollout_of
 
 
 def without_logprobs(group: Group) -> Group:
@@ -61,6 +61,13 @@ def test_nothing_given_leaves_everything_to_the_reference_model(world, model_fol
     (micro_batch,) = batch.minibatches[0].micro_batches
     assert micro_batch.ref_logprobs_N is None
     assert known_or(None, torch.tensor([-1.0])).tolist() == [-1.0]
+
+
+def test_a_minibatch_that_holds_no_group_takes_no_optimizer_step(world, model_folder, policy):
+    config = config_of(model_folder(), batch={"minibatches": 4, "epochs": 2})
+    run = SimpleNamespace(config=config, world=world, policy=policy)
+    update(run, pack_for(world, random_groups(3, 2), config))
+    assert policy.version == 3 * 2
 
 
 def test_equal_rewards_with_advantages_of_their_own_are_trained(world, model_folder):

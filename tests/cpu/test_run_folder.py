@@ -25,7 +25,7 @@ def past_run(folder: Path, *, age: int = 0, complete: bool = True) -> Path:
     checkpoint = folder / FOLDER / ("step_000003" if complete else "step_000003.partial")
     checkpoint.mkdir(parents=True)
     (checkpoint / STATE_FILE).write_text("{}")
-    os.utime(folder, (1_000_000 - age, 1_000_000 - age))
+    os.utime(folder / FOLDER, (1_000_000 - age, 1_000_000 - age))
     return folder
 
 
@@ -51,6 +51,7 @@ def test_resume_auto_continues_the_newest_run_of_the_same_config(tmp_path):
     past_run(tmp_path / "sorting-20250101-000000", age=50)
     newest = past_run(tmp_path / "sorting-20240101-000000", age=10)
     past_run(tmp_path / "countdown-20260101-000000")
+    past_run(tmp_path / "sorting-large-20260101-000000")
     assert choose_run_folder(config_in(tmp_path), "auto", "sorting") == newest
 
 

@@ -23,7 +23,8 @@ def test_the_yaml_of_the_guide_means_what_its_script_means():
         ("my_rewards.py:right", 1.0),
         ("my_rewards.py:style", 0.5),
     ]
-    assert (source.type, source.name, config.completions_per_step) == ("dataset", "questions.jsonl", 64)
+    assert (source.type, source.name) == ("dataset", "questions.jsonl")
+    assert config.rollout.prompts_per_step * config.rollout.group_size == 64
     assert (config.loss.clip_low, config.loss.clip_high) == (0.2, 0.28)
     assert (config.loss.correction.level, config.loss.correction.mode, config.loss.correction.cap) == (
         "sequence",
