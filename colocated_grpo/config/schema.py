@@ -135,8 +135,8 @@ class RolloutConfig(Section):
 class BatchConfig(Section):
     max_tokens_per_micro_batch: Literal["auto"] | Positive = "auto"
     """Packed tokens of one forward pass on one rank. auto on CUDA: the largest of 24,576, 16,384 and 8,192 whose
-    activations fit into the measured free memory; if none does, 8,192 with as few recomputed blocks as it takes. On CPU
-    at most 16,384."""
+    activations fit into the measured free memory; if none does, at most 8,192 with as few recomputed blocks as needed.
+    On CPU at most 16,384."""
     minibatches: Positive = 1
     """Optimizer steps per pass over a batch."""
     epochs: Positive = 1

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class EarlyStop:
     """Says stop once the parse rate has stood at the threshold for a number of windows in a row."""
 
-    threshold: float = 0.99
-    consecutive: int = 1000
+    threshold: float
+    consecutive: int
     reached: int = 0
 
     def due(self, parse_rate: float | None) -> bool:

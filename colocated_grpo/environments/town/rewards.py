@@ -23,7 +23,9 @@ class Credit(OutcomeCredit):
     """How the three parts add up."""
 
     form: float = 1.0
+    """Weight of the reply's form: -1 malformed, 0 illegal, 1 carried out."""
     shaping: float = 0.0
+    """Weight of how well a legal action serves its seat's side, -0.5 to 0.5."""
 
 
 CREDITS = {

@@ -39,6 +39,7 @@ class Rules:
     max_days: int = 10
     """The game is a draw after this day's trial and the night that follows."""
     trials_per_day: int = 3
+    """Acquittals after which nobody else is brought to trial that day."""
     one_names_in: int = 3
     """One in this many of the living has to name somebody to bring them to trial. At 2 players without a plan, such
     as an untrained policy, hardly ever see a trial."""
