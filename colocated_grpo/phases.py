@@ -96,8 +96,7 @@ class Choreography:
         self._wake(probe, sync=sync or self._never_synced or step % self._sync_frequency == 0)
         self._never_synced = False
         try:
-            with self._clock.time("generate"):
-                yield
+            yield
             self._clock.note_memory("generate")
         finally:
             with self._clock.time("sleep"):

@@ -126,7 +126,7 @@ def rollout(run: Run, step: int) -> tuple[list[Group], Settled]:
     with run.choreography.rollout_phase(step, probe=order.probe):
         if evaluation_due(run, step):
             evaluate(run, step)
-        with run.clock.time("collect"):
+        with run.clock.time("generate"):
             groups = order.collect()
     check_reward_errors(groups, run.config.rollout)
     settled = run.supply.settle(groups)

@@ -11,7 +11,7 @@ from colocated_grpo.tracking.svg import Point, Series, line_chart, stacked_chart
 from colocated_grpo.tracking.text import number, visible
 
 COLORS = 9
-PHASES = ("generate", "train", "sync", "wake", "sleep", "score", "pack", "checkpoint", "evaluate")
+PHASES = ("generate", "train", "sync", "wake", "sleep", "freshness", "pack", "checkpoint", "evaluate")
 NOT_A_METRIC = ("kind", "step")
 HUGE = 1e100
 """Not drawn from here on: the arithmetic of an axis would overflow, and one such point flattens every other."""

@@ -70,6 +70,14 @@ def test_every_row_has_the_promised_numbers_and_all_are_finite(run):
         assert all(value is not None and math.isfinite(value) for key, value in row.items() if key != "kind")
 
 
+def test_no_second_of_a_step_is_counted_in_two_phases(run):
+    """The first row is of a step that evaluates as well."""
+    for row in run.rows(files.TRAIN):
+        phases = {key: value for key, value in row.items() if key.startswith("seconds/") and key != "seconds/step"}
+        assert sum(phases.values()) <= row["seconds/step"]
+    assert "seconds/evaluate" in run.rows(files.TRAIN)[0]
+
+
 def test_the_engine_samples_from_the_policys_weights_at_every_step(run):
     for row in trained_rows(run):
         assert row["staleness"] == 0
