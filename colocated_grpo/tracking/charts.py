@@ -44,7 +44,7 @@ SECTIONS = {
     ),
     "Stability": (
         Chart("Ratio", {"ratio": "mean"}, "policy / old policy"),
-        Chart("Clip fraction", {"clip_fraction": "share of tokens"}),
+        Chart("Clip fraction", {"clip_fraction/low": "low", "clip_fraction/high": "high"}, "share of tokens"),
         Chart("KL of sampler and trainer", {"mismatch/kl": "k3"}),
         Chart("Mean log-probability difference", {"mismatch/abs": "|sampler - trainer|"}),
         Chart("Largest log-probability difference", {"mismatch/max": "|sampler - trainer|"}),

@@ -40,7 +40,7 @@ LEARNING_COLUMNS = (
     Column("held-out", "held_out/reward"),
     Column("length", "completion_tokens"),
     Column("KL", "mismatch/kl"),
-    Column("clip", "clip_fraction", 90),
+    Column("clip", "clip_fraction/high", 90),
 )
 COLUMNS = (
     *LEARNING_COLUMNS,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.tools import make_model
-from colocated_grpo.tracking import files
+from colocated_grpo.tracking import charts, console, files
 
 from training_runs import STEPS, settings, tiny_model, train, uninterrupted
 
@@ -68,6 +68,14 @@ def test_every_row_has_the_promised_numbers_and_all_are_finite(run):
     for row in rows:
         assert row.keys() >= PROMISED
         assert all(value is not None and math.isfinite(value) for key, value in row.items() if key != "kind")
+
+
+def test_console_and_charts_ask_for_numbers_that_a_run_writes(run):
+    written = set().union(*run.rows(files.TRAIN), *run.rows(files.EVALUATION))
+    shown = {key for section in charts.SECTIONS.values() for chart in section for key in chart.lines}
+    assert shown - written == {"kl"}  # this run has no penalty
+    assert {column.key for column in console.COLUMNS} - written == {"seconds/other"}  # the console's own
+    assert set(console.PHASES_WITH_A_COLUMN) | {f"seconds/{name}" for name in charts.PHASES} <= written
 
 
 def test_no_second_of_a_step_is_counted_in_two_phases(run):
