@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from colocated_grpo.freshness import FreshnessCheck
+from colocated_grpo.metrics import Stat
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import RolloutEngine
 
@@ -86,6 +87,8 @@ class Choreography:
         self._clock = clock
         self._sync_frequency = sync_frequency
         self._never_synced = True
+        self.freshness: dict[str, Stat] = {}
+        """What the check after this phase's sync measured; empty without one. The rank that is furthest off counts."""
 
     @contextmanager
     def rollout_phase(self, step: int, probe: Sequence[int], *, sync: bool = False) -> Iterator[None]:
@@ -105,6 +108,7 @@ class Choreography:
                     self._policy.offload.to_device()
 
     def _wake(self, probe: Sequence[int], *, sync: bool) -> None:
+        self.freshness = {}
         if sync:
             with self._clock.time("freshness"):
                 self._freshness.before_sync(probe)
@@ -121,7 +125,9 @@ class Choreography:
             self._engine.wake("kv_cache")
         if sync:
             with self._clock.time("freshness"):
-                self._freshness.after_sync()
+                mean_diff = self._freshness.after_sync()
+            if mean_diff is not None:
+                self.freshness = {"freshness/mean_diff": Stat.max(mean_diff)}
 
     @contextmanager
     def training_phase(self) -> Iterator[None]:

@@ -105,6 +105,7 @@ def train(run: Run) -> str:
             row = settled.metrics | (rollout_metrics(groups, run.policy.version) if groups else {})
             with run.choreography.training_phase(), profiled(profile_folder(run, step)):
                 metrics = update(run, with_logprobs(run, batch))
+            metrics.add(run.choreography.freshness)
             row |= reduce(metrics, run.world.sum_, run.world.max_)
             if run.checkpoints.due(step + 1):
                 with run.clock.time("checkpoint"):

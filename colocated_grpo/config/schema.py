@@ -260,7 +260,7 @@ class FreshnessConfig(Section):
     probe_tokens: int = Field(32, ge=2)
     """Tokens scored by engine and policy after a sync."""
     max_mean_diff: float | None = Field(None, gt=0)
-    """Largest mean |engine - policy| log-probability. Default: 0.15 in 16-bit, 0.001 in float32."""
+    """Largest freshness/mean_diff (|engine - policy| log-probability). Default: 0.15 in 16-bit, 0.001 in float32."""
 
 
 class Config(Section):

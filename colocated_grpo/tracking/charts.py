@@ -49,6 +49,7 @@ SECTIONS = {
         Chart("Mean log-probability difference", {"mismatch/abs": "|sampler - trainer|"}),
         Chart("Largest log-probability difference", {"mismatch/max": "|sampler - trainer|"}),
         Chart("Effective sample size", {"mismatch/ess": "share"}, "of the importance weights"),
+        Chart("Freshness", {"freshness/mean_diff": "|engine - policy|"}, "of the probe, after the sync"),
         Chart("KL penalty", {"kl": "k3"}),
         Chart("Gradient norm", {"grad_norm": "before clipping"}),
         Chart("Loss", {"loss": "loss"}),

@@ -51,10 +51,11 @@ class Freshness:
     def before_sync(self, probe: Sequence[int]) -> None:
         self._events.append(f"policy scores {list(probe)}")
 
-    def after_sync(self) -> None:
+    def after_sync(self) -> float | None:
         self._events.append("compare")
         if self._stale:
             raise RunError("stale")
+        return 0.25
 
 
 class Stage:
