@@ -20,12 +20,12 @@ GIB = 1 << 30
 
 
 class Clock:
-    """Seconds and peak memory by phase, since the last `read`."""
+    """Seconds of each phase and memory in use at its end, since the last `read`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: dict[str, float] = defaultdict(float)
-        self._peaks: dict[str, float] = {}
+        self._memory: dict[str, float] = {}
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -39,26 +39,22 @@ class Clock:
             self._seconds[phase] += time.perf_counter() - start
 
     def note_memory(self, phase: str) -> None:
-        """Memory of this rank as the phase ends: device memory in use by everybody, or the process's peak on CPU.
+        """As the phase ends: memory in use on the device, by everybody, or the most that this process ever held on CPU.
 
-        On CUDA also the most that torch had allocated at one time since the last note.
+        Not torch's own peak: it goes on counting what a sleeping engine has given back.
         """
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            self._keep_peak(phase, total - free)
-            self._keep_peak(f"{phase}_torch", torch.cuda.max_memory_allocated(self._device))
-            torch.cuda.reset_peak_memory_stats(self._device)
+            used = total - free
         else:
-            self._keep_peak(phase, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-
-    def _keep_peak(self, name: str, used: int) -> None:
-        self._peaks[name] = max(used / GIB, self._peaks.get(name, 0.0))
+            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._memory[phase] = max(used / GIB, self._memory.get(phase, 0.0))
 
     def read(self) -> dict[str, float]:
         row = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
-        row |= {f"memory/{phase}_gib": peak for phase, peak in self._peaks.items()}
+        row |= {f"memory/{phase}_gib": gib for phase, gib in self._memory.items()}
         self._seconds.clear()
-        self._peaks.clear()
+        self._memory.clear()
         return row
 
 

@@ -16,8 +16,8 @@ RESULTS = Path("docs") / "results"
 BEGIN = "<!-- whole steps: written by python -m colocated_grpo.benchmarks.readme -->"
 END = "<!-- end of whole steps -->"
 HEAD = (
-    "| | TRL step | our step | faster | generate / train / sync | MFU | peak memory, TRL / ours |",
-    "|---|---|---|---|---|---|---|",
+    "| | TRL step | our step | faster | generate / train / sync | MFU | TRL memory, generate / train | our memory |",
+    "|---|---|---|---|---|---|---|---|",
 )
 
 
@@ -58,7 +58,8 @@ def line(file: Path, result: Mapping[str, Any]) -> str:
         factor(result["speedup"].get("seconds/step")),
         " / ".join(seconds(ours[f"seconds/{phase}"]) for phase in ("generate", "train", "sync")),
         f"{100 * ours['mfu']:.0f} %",
-        f"{peak_memory(peer)} / {peak_memory(ours)}",
+        memory(peer),
+        memory(ours),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -74,10 +75,10 @@ def factor(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} x"
 
 
-def peak_memory(median: Mapping[str, float]) -> str:
-    """The most that was in use on the device, by everybody, at the end of a phase."""
-    used = [median[name] for name in ("memory/generate_gib", "memory/train_gib") if name in median]
-    return f"{max(used):.0f} GiB" if used else "-"
+def memory(median: Mapping[str, float]) -> str:
+    """In use on the device, by everybody, as generation ends and as training ends."""
+    used = [median.get(f"memory/{phase}_gib") for phase in ("generate", "train")]
+    return " / ".join("-" if gib is None else f"{gib:.0f} GiB" for gib in used)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ SECTIONS = {
     ),
     "Speed and memory": (
         Chart("Tokens per second", {"tokens_per_second": "all ranks"}),
-        Chart("Peak memory", {"memory/generate_gib": "generate", "memory/train_gib": "train"}, "GiB"),
+        Chart("Memory in use", {"memory/generate_gib": "generate", "memory/train_gib": "train"}, "GiB as a phase ends"),
     ),
 }
 

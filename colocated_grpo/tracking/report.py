@@ -82,8 +82,8 @@ def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, s
         yield "time in steps", duration(sum(seconds)), f"{number(_median(seconds))} s a step (median)"
     if speed := _values(train, "tokens_per_second"):
         yield "tokens per second", number(_median(speed)), "median"
-    if memory := [peak for key in ("memory/generate_gib", "memory/train_gib") for peak in _values(train, key)]:
-        yield "peak memory", f"{number(max(memory))} GiB", "on one device"
+    if memory := [gib for key in ("memory/generate_gib", "memory/train_gib") for gib in _values(train, key)]:
+        yield "memory in use", f"{number(max(memory))} GiB", "on one device, as a phase ends"
 
 
 def _before_after(rollouts: list[Row]) -> str:
