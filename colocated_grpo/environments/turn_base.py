@@ -96,7 +96,8 @@ class TurnEnvironment(Protocol):
         ...
 
     def drain_stats(self) -> dict[str, float]:
-        """Numbers since the last call, by name."""
+        """Numbers since the last call, by name. Not parse_rate, legal_rate and reward/<phase>: the completions that are
+        trained give those, carried out or not."""
         ...
 
     def snapshot(self) -> dict[str, Any]:

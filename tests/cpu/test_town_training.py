@@ -73,6 +73,13 @@ def test_turns_are_trained_on_what_their_game_came_to(run):
     assert {"town/parse_rate", "town/legal_rate", "town/turns_overdue", "town/games"} <= rows[0].keys()
 
 
+def test_a_run_shows_how_replies_are_formed_who_wins_and_what_each_phase_earns(run):
+    shown = set().union(*run.rows(files.TRAIN))
+    assert {"town/parse_rate", "town/legal_rate", "town/win_rate/policy"} <= shown
+    assert {"town", "mafia", "neutral", "draw"} & {name.removeprefix("town/win_rate/") for name in shown}
+    assert {"town/reward/discussion", "town/reward/nomination"} <= shown
+
+
 def test_a_run_leaves_its_games_as_csv_transcript_and_in_the_report(run, capsys):
     games = read_games(run.folder)
     assert games

@@ -124,7 +124,7 @@ class TownEnvironment:
         verdict = judge(game, turn.seat, completion, turn.legal)
         outcome = self._outcome(game, turn, verdict)
         if turn.trainable:
-            self.kpis.turn(turn.phase, verdict, outcome.reward)
+            self.kpis.turn(verdict)
         # Recorded first: this very act may end the game, and then the ending is credited to it too.
         game.turns.append(TurnRecord(turn.id, turn.seat, turn.phase, outcome.status, outcome.reward))
         carry_out(game, turn.seat, verdict, completion)

@@ -16,16 +16,16 @@ LATEST_GAMES = 100
 
 @dataclass(slots=True)
 class Kpis:
-    """Counts since the last reset; rates are taken from sums, so that windows of any size add up."""
+    """Counts since the last reset; rates are taken from sums, so that windows of any size add up.
+
+    Of turns carried out and of games. How well replies were formed, and their rewards by phase, are means over all
+    completions and not counted here.
+    """
 
     turns: int = 0
-    parsed: int = 0
-    legal: int = 0
     look_ups: int = 0
     codes: dict[str, int] = field(default_factory=dict)
     """Error code -> replies."""
-    phase_turns: dict[str, int] = field(default_factory=dict)
-    phase_rewards: dict[str, float] = field(default_factory=dict)
     games: int = 0
     days: int = 0
     winners: list[str] = field(default_factory=list)
@@ -35,16 +35,12 @@ class Kpis:
     tags: dict[str, int] = field(default_factory=dict)
     """Legal actions by tag: votes, whispers, nominations ..."""
 
-    def turn(self, phase: str, verdict: Verdict, reward: float) -> None:
+    def turn(self, verdict: Verdict) -> None:
         fine = verdict.status is Status.OK
         self.turns += 1
-        self.parsed += verdict.status is not Status.MALFORMED
-        self.legal += fine
         self.look_ups += fine and verdict.tag in TOOLS
         counted, key = (self.tags, verdict.tag) if fine else (self.codes, verdict.code)
         counted[key] = counted.get(key, 0) + 1
-        self.phase_turns[phase] = self.phase_turns.get(phase, 0) + 1
-        self.phase_rewards[phase] = self.phase_rewards.get(phase, 0.0) + reward
 
     def game(self, winner: str, days: int, results: Sequence[tuple[str, float]]) -> None:
         """results: (player, +1 won or 0 draw or -1 lost) of each seat."""
@@ -62,19 +58,13 @@ class Kpis:
         """By name, ready for a metrics table. What has not been seen is left out rather than shown as zero."""
         rates: dict[str, float] = {"turns": self.turns, "games": self.games}
         if self.turns:
-            rates |= {
-                "parse_rate": self.parsed / self.turns,
-                "legal_rate": self.legal / self.turns,
-                "look_up_rate": self.look_ups / self.turns,
-            }
+            rates["look_up_rate"] = self.look_ups / self.turns
         if self.games:
             rates["days_per_game"] = self.days / self.games
         for winner, count in sorted(Counter(self.winners).items()):
             rates[f"win_rate/{winner}"] = count / len(self.winners)
         for player, shares in sorted(self.won.items()):
             rates[f"win_rate/{player}"] = sum(shares) / len(shares)
-        for phase, count in sorted(self.phase_turns.items()):
-            rates[f"reward/{phase}"] = self.phase_rewards[phase] / count
         rates |= {f"error/{code}": count / self.turns for code, count in sorted(self.codes.items())}
         rates |= {f"action/{tag}": count / self.turns for tag, count in sorted(self.tags.items())}
         return rates
