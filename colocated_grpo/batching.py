@@ -120,7 +120,7 @@ class Batch:
 def pack(
     groups: Sequence[Group],
     advantages: Sequence[Sequence[Sequence[float]]],
-    constant: Sequence[bool],
+    idle: Sequence[bool],
     config: BatchConfig,
     *,
     rank: int,
@@ -129,7 +129,7 @@ def pack(
 ) -> Batch:
     """Split groups into minibatches and pack this rank's share of each.
 
-    advantages: [group][sibling][sampled token]. constant: [group], True where rewards do not vary.
+    advantages: [group][sibling][sampled token]. idle: [group], True where nothing has a gradient.
     Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
     """
     order = list(range(len(groups)))
@@ -141,7 +141,7 @@ def pack(
     for part in range(config.minibatches):
         members = order[part :: config.minibatches]
         chosen = [outline for g in members for outline in outlines[g]]
-        kept = [g for g in members if not (constant[g] and config.drop_constant_groups)]
+        kept = [g for g in members if not (idle[g] and config.drop_constant_groups)]
         # An episode may fail before the policy said anything: nothing of it is scored.
         packed = [outline for g in kept for outline in outlines[g] if outline.scored]
         shares = plan(packed, config.max_tokens_per_micro_batch, world_size)

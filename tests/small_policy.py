@@ -110,11 +110,11 @@ def advantages_of(groups: Sequence[Group], seed: int = 1) -> list[list[list[floa
     return [[[rng.gauss(0, 1) for _ in range(sum(r.loss_mask))] for r in group.rollouts] for group in groups]
 
 
-def pack_for(world: World, groups: Sequence[Group], config: Config, constant: Sequence[bool] | None = None) -> Batch:
+def pack_for(world: World, groups: Sequence[Group], config: Config, idle: Sequence[bool] | None = None) -> Batch:
     return pack(
         groups,
         advantages_of(groups),
-        constant or [False] * len(groups),
+        idle or [False] * len(groups),
         config.batch,
         rank=world.rank,
         world_size=world.size,

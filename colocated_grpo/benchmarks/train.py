@@ -142,8 +142,8 @@ def pack_all(groups: Sequence[Group], config: Config, world: World) -> Batch:
         [[value] * sum(rollout.loss_mask) for rollout, value in zip(group.rollouts, of_group, strict=True)]
         for group, of_group in zip(groups, values, strict=True)
     ]
-    constant = [False] * len(groups)
-    return pack(groups, advantages, constant, config.batch, rank=world.rank, world_size=world.size, shuffle_seed=0)
+    idle = [False] * len(groups)
+    return pack(groups, advantages, idle, config.batch, rank=world.rank, world_size=world.size, shuffle_seed=0)
 
 
 def train(policy: Policy, batch: Batch) -> None:

@@ -42,13 +42,13 @@ groups_of_rollouts = st.lists(st.lists(rollouts(), min_size=2, max_size=4), min_
 world_sizes = st.integers(1, 4)
 
 
-def pack_everywhere(groups, config, world_size, constant=None, advantages=None, shuffle_seed=0):
+def pack_everywhere(groups, config, world_size, idle=None, advantages=None, shuffle_seed=0):
     """The batch of each rank."""
     return [
         pack(
             groups,
             advantages or advantages_of(groups),
-            constant or [False] * len(groups),
+            idle or [False] * len(groups),
             config,
             rank=rank,
             world_size=world_size,
@@ -115,9 +115,9 @@ def test_every_sequence_is_packed_exactly_once_and_survives_the_round_trip(group
 
 
 @given(groups_of_rollouts, world_sizes, st.integers(1, 3), st.lists(st.booleans(), min_size=8, max_size=8))
-def test_no_micro_batch_exceeds_the_budget_and_every_rank_has_equally_many(groups, world_size, minibatches, constant):
+def test_no_micro_batch_exceeds_the_budget_and_every_rank_has_equally_many(groups, world_size, minibatches, idle):
     config = BatchConfig(max_tokens_per_micro_batch=BUDGET, minibatches=minibatches)
-    batches = pack_everywhere(groups, config, world_size, constant[: len(groups)])
+    batches = pack_everywhere(groups, config, world_size, idle[: len(groups)])
     for part in range(minibatches):
         of_ranks = [batch.minibatches[part].micro_batches for batch in batches]
         assert all(m.num_tokens <= BUDGET for micro_batches in of_ranks for m in micro_batches)
@@ -179,13 +179,13 @@ def test_the_number_of_micro_batches_stays_close_to_the_least_possible(lengths, 
     assert bins <= max(world_size, at_most)
 
 
-def test_constant_groups_are_left_out_of_the_forward_but_counted():
+def test_idle_groups_are_left_out_of_the_forward_but_counted():
     groups = random_groups(4, 3)
     config = BatchConfig(max_tokens_per_micro_batch=1000)
-    constant = [False, True, False, True]
+    idle = [False, True, False, True]
     (kept,) = pack_everywhere(groups, config, 1)
-    (dropped,) = pack_everywhere(groups, config, 1, constant)
-    (asked_to_keep,) = pack_everywhere(groups, config.model_copy(update={"drop_constant_groups": False}), 1, constant)
+    (dropped,) = pack_everywhere(groups, config, 1, idle)
+    (asked_to_keep,) = pack_everywhere(groups, config.model_copy(update={"drop_constant_groups": False}), 1, idle)
     assert dropped.minibatches[0].counts == kept.minibatches[0].counts
     assert dropped.minibatches[0].counts.sequences == 12
     assert dropped.minibatches[0].micro_batches[0].num_sequences == 6
@@ -218,17 +218,17 @@ def test_observed_tokens_are_read_but_never_scored():
     assert micro_batch.source_N.tolist() == [0, 3]
 
 
-@pytest.mark.parametrize("nothing", ["every group is constant", "fewer sequences than ranks"])
+@pytest.mark.parametrize("nothing", ["every group is idle", "fewer sequences than ranks"])
 def test_a_rank_without_work_gets_a_stand_in_that_carries_no_loss(nothing):
     groups = [group_of(0, [rollout_of([1], [2, 3])])]
-    constant = [nothing == "every group is constant"]
-    batches = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 2, constant)
-    idle = [batch for batch in batches if is_stand_in(batch.minibatches[0].micro_batches[0])]
-    assert len(idle) == (2 if constant[0] else 1)
-    stand_in = idle[0].minibatches[0].micro_batches[0]
+    idle = [nothing == "every group is idle"]
+    batches = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 2, idle)
+    without_work = [batch for batch in batches if is_stand_in(batch.minibatches[0].micro_batches[0])]
+    assert len(without_work) == (2 if idle[0] else 1)
+    stand_in = without_work[0].minibatches[0].micro_batches[0]
     assert stand_in.cu_seqlens.tolist() == [0, 2]
     assert stand_in.source_N.max() < stand_in.num_tokens
-    assert idle[0].minibatches[0].counts.sequences == 1
+    assert without_work[0].minibatches[0].counts.sequences == 1
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 5))
