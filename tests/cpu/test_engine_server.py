@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import itertools
 import json
@@ -361,7 +362,7 @@ def test_a_piece_is_sent_before_the_next_is_sampled_and_a_run_that_ends_is_an_ev
     connection.close()
 
 
-def test_a_client_that_leaves_within_a_stream_frees_its_place_in_the_engine(served):
+def test_a_client_that_leaves_within_a_stream_frees_its_place_in_the_engine(served, caplog):
     served.engines[0]._on_step = steps = Steps()
     connection = HTTPConnection("127.0.0.1", served.server.ports[0], timeout=10)
     connection.request("POST", "/v1/chat/completions", json.dumps({**CHAT, "n": 2, "stream": True}), JSON_TYPE)
@@ -374,6 +375,8 @@ def test_a_client_that_leaves_within_a_stream_frees_its_place_in_the_engine(serv
     until(lambda: len(served.inboxes[0]._given_up) == 2)
     steps.allow(10)
     until(lambda: not served.engines[0].running)
+    gc.collect()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_a_stream_that_cannot_be_sent_closes_its_source():
@@ -430,7 +433,7 @@ def test_alternatives_are_scored_before_the_engine_may_sleep():
     )
 
     async def ask() -> list[Any]:
-        return await sampler.sample([1, 2], SamplingWish(max_tokens=5), 2)
+        return await sampler.sample([[1, 2]], SamplingWish(max_tokens=5), 2)
 
     driver = Driver(engine, inbox)
     with ThreadPoolExecutor(1) as pool:
@@ -484,6 +487,24 @@ def test_a_client_that_leaves_frees_its_place_in_the_engine(served, stream):
     connection.close()
     until(lambda: not served.engines[0].running)
     assert all(event.startswith("abort") for event in served.engines[0].events)
+
+
+def test_where_one_prompt_is_bad_none_is_sampled(served):
+    asked: list[Any] = []
+    served.inboxes[0].put = lambda request, listen: asked.append(request) or Future()
+    served.refused("/v1/completions", {"prompt": [[1, 2], [VOCABULARY]]})
+    assert asked == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_one_completion_fails_the_others_leave_the_engine(served, stream):
+    failed, others = Future(), [Future(), Future()]
+    futures = iter([*others, failed])
+    served.inboxes[0].put = lambda request, listen: next(futures)
+    failed.set_exception(ValueError("the engine refuses it"))
+    body = {"prompt": ["ab", "cd", "ef"], "stream": stream}
+    assert served.refused("/v1/completions", body) == "the engine refuses it"
+    until(lambda: all(future.cancelled() for future in others))
 
 
 def test_a_run_that_ends_says_so_to_who_waits(served):

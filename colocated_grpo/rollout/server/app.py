@@ -119,7 +119,7 @@ def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
                 body.request_id, name, await _begun(request, bits), logprobs=wish.logprobs is not None
             )
             return Stream(as_events(chunks), bits, EVENTS)
-        served = await unless_gone(request, sampler.sample(body.token_ids, wish))
+        served = await unless_gone(request, sampler.sample([body.token_ids], wish))
         return JSONResponse(tokens_reply(body.request_id, name, served, wish))
 
 
@@ -132,7 +132,7 @@ def _token_ids(sampler: Sampler, body: GenerateBody) -> list[int]:
 
 
 async def _generate(sampler: Sampler, prompt_ids: list[int], body: GenerateBody) -> Response:
-    served = await sampler.sample(prompt_ids, body)
+    served = await sampler.sample([prompt_ids], body)
     scored = None if body.prompt_logprobs is None else await sampler.prompt_logprobs(prompt_ids, body.prompt_logprobs)
     return JSONResponse(generate_reply(sampler.decode(prompt_ids), prompt_ids, served, body, scored))
 
@@ -149,8 +149,7 @@ def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
                 body.model or model, begun, sampler.spell, length, logprobs=logprobs, usage=body.counts_usage
             )
             return Stream(as_events(chunks), bits, EVENTS)
-        work = asyncio.gather(*(sampler.sample(prompt, body.wish, body.alternatives) for prompt in prompts))
-        served = [one for several in await unless_gone(request, work) for one in several]
+        served = await unless_gone(request, sampler.sample(prompts, body.wish, body.alternatives))
         return JSONResponse(completion_reply(body.model or model, served, sampler.spell, length, logprobs=logprobs))
 
     @app.post("/v1/chat/completions")
@@ -169,7 +168,7 @@ def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
             begun = await _begun(request, bits)
             chunks = chat_chunks(name, begun, sampler.spell, len(prompt), logprobs=logprobs, usage=body.counts_usage)
             return Stream(as_events(chunks), bits, EVENTS)
-        served = await unless_gone(request, sampler.sample(prompt, body.wish, body.alternatives))
+        served = await unless_gone(request, sampler.sample([prompt], body.wish, body.alternatives))
         return JSONResponse(chat_reply(name, served, sampler.spell, len(prompt), logprobs=logprobs))
 
 

@@ -99,6 +99,12 @@ class LeastBusy:
             self.under_way[chosen] -= 1
 
 
+def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Each one: cancelling what gathers them does nothing once one of them has failed."""
+    for task in tasks:
+        task.cancel()
+
+
 def _succeeded(future: Future[Completion]) -> bool:
     return not future.cancelled() and future.exception() is None
 
@@ -133,34 +139,42 @@ class Sampler:
         self._noted = False
         self._numbers = itertools.count()
 
-    async def sample(self, prompt: list[int], wish: SamplingWish, alternatives: int = 0) -> list[Served]:
-        """wish.n completions. Raises BadWish, or Unserved when the run ends before they are there."""
-        requests = self._requests(prompt, wish, stream=False)
+    async def sample(self, prompts: Sequence[list[int]], wish: SamplingWish, alternatives: int = 0) -> list[Served]:
+        """wish.n completions of each prompt. Raises BadWish, or Unserved when the run ends before they are there.
+
+        Where one prompt is bad none is sampled, and where one completion fails the others leave the engine.
+        """
+        requests = [request for prompt in prompts for request in self._requests(prompt, wish, stream=False)]
         tasks = [asyncio.ensure_future(self._sample_one(request, wish, alternatives)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
+            _cancel(tasks)
 
     async def stream(
         self, prompts: Sequence[list[int]], wish: SamplingWish, alternatives: int = 0
     ) -> AsyncGenerator[Bit]:
-        """The completions of all prompts bit by bit, as they are sampled. Raises as `sample` does.
+        """The completions of all prompts bit by bit, as they are sampled. Raises and gives up as `sample` does.
 
         With alternatives, which are only known at the end, a completion is one bit.
         """
         requests = [request for prompt in prompts for request in self._requests(prompt, wish, stream=not alternatives)]
         bits: asyncio.Queue[Bit | None] = asyncio.Queue()
-        tasks = [self._stream_one(i, request, wish, alternatives, bits) for i, request in enumerate(requests)]
+        ones = [self._stream_one(i, request, wish, alternatives, bits) for i, request in enumerate(requests)]
+        tasks = [asyncio.ensure_future(one) for one in ones]
         everything = asyncio.gather(*tasks)
-        everything.add_done_callback(lambda _: bits.put_nowait(None))
+
+        def end(done: asyncio.Future[list[None]]) -> None:
+            done.exception()  # looked at: asyncio would log it where the client has left and nobody awaits it
+            bits.put_nowait(None)
+
+        everything.add_done_callback(end)
         try:
             while (bit := await bits.get()) is not None:
                 yield bit
             await everything
         finally:
-            everything.cancel()
+            _cancel(tasks)
 
     def _requests(self, prompt: list[int], wish: SamplingWish, *, stream: bool) -> list[Request]:
         self._check(prompt)
