@@ -550,6 +550,7 @@ def test_a_port_in_use_is_named(served):
         ({"prompt": {"prompt_token_ids": [VOCABULARY]}}, "token 10 is not in the vocabulary of 10"),
         ({"prompt": {"prompt_token_ids": [-1]}}, "greater than or equal to 0"),
         ({"prompt": {"prompt_token_ids": [1] * LONGEST}}, "the prompt has 24 tokens"),
+        ({"stop_token_ids": [1, VOCABULARY]}, "stop_token_ids: token 10 is not in the vocabulary of 10"),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
         ({"temperature": -1}, "temperature"),
         ({"presence_penalty": 0.5}, "presence_penalty"),

@@ -266,8 +266,12 @@ class Sampler:
                 f"the prompt has {len(prompt)} tokens; with at least one sampled it must fit into "
                 f"{self._limits.max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens)"
             )
-        if max(prompt) >= self._limits.vocab_size:
-            raise BadWish(f"token {max(prompt)} is not in the vocabulary of {self._limits.vocab_size}")
+        self._check_known(prompt)
+
+    def _check_known(self, token_ids: Sequence[int], where: str = "") -> None:
+        """The engine's thread looks tokens up in tables of this size, and not every version of vLLM checks before."""
+        if token_ids and max(token_ids) >= self._limits.vocab_size:
+            raise BadWish(f"{where}token {max(token_ids)} is not in the vocabulary of {self._limits.vocab_size}")
 
     def _sampling(self, prompt: list[int], wish: SamplingWish) -> Sampling:
         changed = [f"{name}={value:g}" for name, value in _renormalising(wish).items()]
@@ -279,6 +283,7 @@ class Sampler:
             )
         room = self._limits.max_tokens - len(prompt)
         own = set(wish.stop_token_ids or [])
+        self._check_known(sorted(own), "stop_token_ids: ")
         return Sampling(
             temperature=wish.temperature,
             max_tokens=min(wish.max_tokens or room, room),
