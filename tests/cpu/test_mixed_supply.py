@@ -18,6 +18,7 @@ from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.mixed import MixedSupply
+from colocated_grpo.rollout.server import supply
 from colocated_grpo.rollout.server.links import link_ranks
 from colocated_grpo.rollout.server.sampler import LeastBusy
 from colocated_grpo.rollout.server.supply import MainServing, RankServing, ServedSupply
@@ -135,6 +136,7 @@ class Both:
             self.prompts if world.is_main else None, collector, world, stop_asked, config, replace(SAMPLING)
         )
         self.outside = Outside(lambda: ask(self))
+        self.notes: list[str] = []
         if end is None:
             role: Any = MainServing(
                 self.outside,
@@ -145,7 +147,7 @@ class Both:
                 [],
                 stop_asked,
                 lambda: 0,
-                lambda line: None,
+                self.notes.append,
             )
         else:
             role = RankServing(driver, end)
@@ -179,6 +181,17 @@ def test_each_batch_holds_both_kinds_and_each_side_settles_its_own():
     assert (settled.now, settled.late) == ([0, 1, 2, 4], [first[PROMPTS - 1]])
     assert settled.metrics == {"own": 1.0, "outside": 1.0}
     assert state == {"sampled": {"given": 2 * PROMPTS}, "served": {"read": 2}}
+
+
+def test_requests_that_were_held_for_long_are_told_when_the_engine_wakes(monkeypatch):
+    monkeypatch.setattr(supply, "LONGEST_HOLD", -1.0)
+    with only_rank() as world:
+        both = Both(world, FakeEngine(), lambda: False, of_own_engine)
+        both.collect(0)
+        assert both.notes == []
+        both.supply.order(1)
+        both.supply.close()
+    assert [note.partition(" for ")[0] for note in both.notes] == ["atropos: requests were held"]
 
 
 def test_a_restored_supply_goes_on_with_both_sides():
@@ -224,7 +237,7 @@ def test_a_stop_while_prompts_are_sampled_ends_the_serving_too():
     assert not engine.running
 
 
-def answered_by_the_idle_rank(world: World) -> tuple[bool, list[str]]:
+def answered_by_the_idle_rank(world: World) -> tuple[bool, list[str], dict[str, Any] | None]:
     """Rank 0 cannot end its share before rank 1, which has nothing left to sample, has answered a request."""
     answers: list[bool] = []
     with ThreadPoolExecutor(1) as pool:
@@ -240,11 +253,14 @@ def answered_by_the_idle_rank(world: World) -> tuple[bool, list[str]]:
         engine = FakeEngine(decode_steps=lambda request: 3, on_step=on_step)
         both = Both(world, engine, lambda: False, lambda both: [both.links[0].put(asked(2)).result(30)])
         groups = both.collect(0)
+    state = both.supply.state_dict()
+    both.supply.load_state_dict(state)
     both.supply.close()
-    return bool(answers and answers[0]), [group.prompt.text for group in groups]
+    return bool(answers and answers[0]), [group.prompt.text for group in groups], state["served"]
 
 
 def test_a_rank_that_has_sampled_its_share_answers_requests_while_others_sample():
-    (answered, groups), (_, same) = run_on_ranks(answered_by_the_idle_rank, 2)
+    (answered, groups, state), (_, same, nothing) = run_on_ranks(answered_by_the_idle_rank, 2)
     assert answered
+    assert (state, nothing) == ({"read": 1}, None)
     assert groups == same == ["p0", "p1", "p2", "p3", ""]

@@ -23,7 +23,7 @@ from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server.app import create_app
 from colocated_grpo.rollout.server.links import link_ranks
 from colocated_grpo.rollout.server.sampler import LeastBusy, Limits, Sampler
-from colocated_grpo.rollout.server.supply import MainServing, Note, RankServing, ServedSupply
+from colocated_grpo.rollout.server.supply import MainServing, Note, RankServing, Role, ServedSupply
 from colocated_grpo.web.serving import ServerThread
 
 REMEMBERED_COMPLETIONS = 1 << 17
@@ -87,7 +87,7 @@ class Serving:
     ) -> ServedSupply:
         """Register as the trainer, as of `step`, which lets environments begin. Collective. driver: of the inbox."""
         if self._end is not None:
-            role: MainServing | RankServing = RankServing(driver, self._end)
+            role: Role = RankServing(driver, self._end)
         else:
             role = MainServing(
                 self.source,

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from colocated_grpo.distributed import World
 from colocated_grpo.environments.atropos.source import AtroposSource
@@ -31,6 +31,26 @@ LONGEST_HOLD = 480.0
 Note = Callable[[str], None]
 
 
+class Role(Protocol):
+    """A rank's part in serving."""
+
+    def before_wake(self) -> None:
+        """Just before the engine wakes."""
+        ...
+
+    def collect(self, step: int, world: World) -> list[Group] | None:
+        """Collective, with the engine awake. The batch, once it has come; None if the run is asked to stop before."""
+        ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def state_dict(self) -> dict[str, Any] | None: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MainServing:
     """Rank 0: answers HTTP, drives its engine, asks for batches."""
 
@@ -46,7 +66,7 @@ class MainServing:
         policy_version: Callable[[], int],
         note: Note,
     ) -> None:
-        self.source = source
+        self._source = source
         self._driver = driver
         self._inbox = inbox
         self._links = links
@@ -58,10 +78,13 @@ class MainServing:
         self._asleep_since: float | None = None
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="atropos")
 
-    def serve(self, step: int) -> list[Group] | None:
-        """Until a batch has come; None if the run is asked to stop before."""
+    def collect(self, step: int, world: World) -> list[Group] | None:
+        # Served inside: an error of the environments then ends all ranks with the same line.
+        return world.from_main(lambda: self._serve(step))
+
+    def _serve(self, step: int) -> list[Group] | None:
         enough = threading.Event()
-        batch = self._waiting.submit(self.source.wait_for_groups, step, self._policy_version(), enough)
+        batch = self._waiting.submit(self._source.wait_for_groups, step, self._policy_version(), enough)
         batch.add_done_callback(lambda _: self._inbox.ring())
         try:
             while not batch.done() and not self._stop_asked():
@@ -78,8 +101,7 @@ class MainServing:
         self._asleep_since = time.monotonic()
         return None if stopped else batch.result()
 
-    def say_how_long_requests_were_held(self) -> None:
-        """Just before the engine wakes."""
+    def before_wake(self) -> None:
         if self._asleep_since is None:
             return
         held = time.monotonic() - self._asleep_since
@@ -88,6 +110,15 @@ class MainServing:
                 f"atropos: requests were held for {held:.0f} s while the policy trained; environments give up after "
                 "--env.worker_timeout, 600 s by default"
             )
+
+    def metrics(self) -> dict[str, float]:
+        return self._source.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
 
     def close(self) -> None:
         # First no new requests, then an answer to those that wait, then the connections.
@@ -107,13 +138,30 @@ class RankServing:
         self._driver = driver
         self._end = end
 
+    def before_wake(self) -> None:
+        pass
+
+    def collect(self, step: int, world: World) -> list[Group] | None:
+        self.serve(step)
+        return world.from_main(lambda: None)  # rank 0's batch: what it makes is made there alone
+
     def serve(self, step: int) -> None:
+        """Until rank 0 ends the phase."""
         while not self._end.ended(step + 1):
             self._driver.step()
         if self._end.aborted:
             self._driver.abort()
         else:
             self._driver.drain()
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> None:
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
     def close(self) -> None:
         self._driver.abort()
@@ -123,9 +171,7 @@ class RankServing:
 class ServedSupply:
     """A Supply of what environments in other processes have sampled here."""
 
-    def __init__(
-        self, role: MainServing | RankServing, world: World, stop_asked: Callable[[], bool], probe: list[int]
-    ) -> None:
+    def __init__(self, role: Role, world: World, stop_asked: Callable[[], bool], probe: list[int]) -> None:
         """probe: for the first freshness check, before anything was sampled."""
         self._role = role
         self._world = world
@@ -135,30 +181,24 @@ class ServedSupply:
     def order(self, step: int) -> Order:
         if self._world.from_main(self._stop_asked):
             raise Stopped
-        if isinstance(self._role, MainServing):
-            self._role.say_how_long_requests_were_held()
+        self._role.before_wake()
         return Order(probe=self._probe, collect=lambda: self._collect(step))
 
     def _collect(self, step: int) -> list[Group]:
-        if isinstance(self._role, RankServing):
-            self._role.serve(step)
-        # Rank 0 serves inside: an error of its environments then ends all ranks with the same line.
-        groups = self._world.from_main(lambda: self._role.serve(step))
+        groups = self._role.collect(step, self._world)
         if groups is None:
             raise Stopped
         self._probe = groups[0].rollouts[0].token_ids
         return groups
 
     def settle(self, groups: list[Group]) -> Settled:
-        metrics = self._role.source.metrics() if isinstance(self._role, MainServing) else {}
-        return Settled(now=list(range(len(groups))), metrics=metrics)
+        return Settled(now=list(range(len(groups))), metrics=self._role.metrics())
 
     def state_dict(self) -> dict[str, Any] | None:
-        return self._role.source.state_dict() if isinstance(self._role, MainServing) else None
+        return self._role.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if isinstance(self._role, MainServing):
-            self._role.source.load_state_dict(state)
+        self._role.load_state_dict(state)
 
     def close(self) -> None:
         self._role.close()
