@@ -59,6 +59,8 @@ class Table:
     batches: int = 0
     calls: int = 0
     """Of the batcher's code: each has a chance of its own."""
+    told: dict[str, float] = field(default_factory=dict)
+    """The batcher's counts, which it never resets, at the last `drain_stats`."""
 
     def ask(self) -> None:
         """Take the next batch. It may be empty."""
@@ -83,6 +85,18 @@ class Table:
             places = sorted(replies)
             rewards = self.batcher.apply_actions([self.meta[p] for p in places], [replies[p] for p in places])
         return {place: float(_number(each)) for place, each in zip(places, rewards, strict=True)}
+
+    def drain_stats(self) -> dict[str, float]:
+        stats = dict(self.batcher.get_batch_stats())
+        counts = _numbers(stats.get("metrics", {}))
+        told, self.told = self.told, counts
+        new = {name: value - told.get(name, 0.0) for name, value in counts.items()}
+        return _numbers({"total_games": stats.get("total_games")}) | new
+
+
+def _numbers(stats: dict[str, Any]) -> dict[str, float]:
+    """Others are notes; a game is not given up for them."""
+    return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
 
 
 def _number(reward: Any) -> Any:
@@ -144,15 +158,16 @@ class ToSSim:
         return []
 
     def drain_stats(self) -> dict[str, float]:
-        """The batchers' own counts, added up over tables, and how many tables had to be set up anew."""
-        totals: dict[str, float] = {"resets": float(self._resets)}
+        """Games that the tables hold; since the last call what their batchers counted, and tables set up anew.
+
+        What a table that is set up anew had counted is lost.
+        """
+        totals = {"resets": float(self._resets)}
+        self._resets = 0
         for number, table in enumerate(self._tables):
             with self._reset_on_failure(number):
-                stats = dict(table.batcher.get_batch_stats())
-                counts = {"total_games": stats.get("total_games"), **stats.get("metrics", {})}
-                for name, value in counts.items():
-                    if isinstance(value, int | float):  # others are notes; a game is not given up for them
-                        totals[name] = totals.get(name, 0.0) + value
+                for name, value in table.drain_stats().items():
+                    totals[name] = totals.get(name, 0.0) + value
         return totals
 
     def snapshot(self) -> dict[str, Any]:

@@ -96,8 +96,10 @@ class TurnEnvironment(Protocol):
         ...
 
     def drain_stats(self) -> dict[str, float]:
-        """Numbers since the last call, by name. Not parse_rate, legal_rate and reward/<phase>: the completions that are
-        trained give those, carried out or not."""
+        """By name: counts and rates since the last call, and what is a state, such as games under way, as it is now.
+
+        Not parse_rate, legal_rate and reward/<phase>: all completions that are trained give those, carried out or not.
+        """
         ...
 
     def snapshot(self) -> dict[str, Any]:

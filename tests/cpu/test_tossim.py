@@ -78,6 +78,22 @@ def test_each_reply_reaches_the_seat_that_was_asked(kind):
     }
 
 
+def test_stats_are_of_the_time_since_the_last_call():
+    environment = batcher(breaks_on_day=3)
+    environment.add_game()
+    steps = [environment.drain_stats()]
+    for batches in (2, 1, 4):
+        play(environment, batches)
+        steps.append(environment.drain_stats())
+    resumed = batcher(breaks_on_day=3)
+    resumed.restore(environment.snapshot())
+    play(resumed, 1)
+    steps.append(resumed.drain_stats())
+    assert [step["total_games"] for step in steps] == [2] * 5
+    assert [step["total_actions"] for step in steps] == [0, 12, 6, 18, 6]
+    assert [step["resets"] for step in steps] == [0, 0, 0, 2, 0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_may_be_answered_over_several_steps(kind):
     environment = batcher(kind)
