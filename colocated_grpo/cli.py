@@ -33,7 +33,7 @@ USAGE_ERROR = 2
 BRIEF_SPINS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 """For OpenMP, when it is loaded: threads that wait spin for microseconds and then sleep. By default they spin for so
 long that beside other work, or with as many ranks as cores, they keep everybody from the cores. Not to spin at all
-makes an idle machine slower."""
+would put a thread to sleep at each short wait."""
 
 
 class OneLineParser(argparse.ArgumentParser):

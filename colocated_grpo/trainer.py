@@ -80,7 +80,10 @@ def say_what_is_resumed(run: Run) -> None:
 
 
 def settle_garbage_collector() -> None:
-    """Put what the build made out of the collector's sight: vLLM collects at every sleep, 0.3 s over a full heap."""
+    """Put what the build made out of the collector's sight: vLLM collects at every sleep.
+
+    A sleep then took 0.124 s instead of 0.5 s (docs/results/generation_host_1xh200.json).
+    """
     gc.collect()
     gc.freeze()
 

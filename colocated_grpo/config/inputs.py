@@ -133,7 +133,7 @@ def _hub_config(model: ModelConfig, section: str) -> Path:
 
 
 def _reach(endpoint: str) -> None:
-    """Raise OSError at once where the Hub's host does not answer: the client itself would retry for half a minute."""
+    """Raise OSError at once where the Hub's host does not answer: the client itself would retry first."""
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 

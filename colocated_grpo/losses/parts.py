@@ -204,7 +204,7 @@ def with_visible_failure(loss_sum: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def _k3(log_ratio_T: Tensor) -> Tensor:
-    """exp(x) - x - 1, never negative; expm1 keeps the digits that exp(x) - 1 loses at the usual x of 1e-3."""
+    """exp(x) - x - 1, never negative; expm1 keeps the digits that exp(x) - 1 loses where x is small."""
     return torch.expm1(log_ratio_T) - log_ratio_T
 
 

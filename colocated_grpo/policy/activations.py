@@ -25,12 +25,12 @@ from colocated_grpo.policy.policy import Policy
 
 GIB = 1 << 30
 AUTO_TOKENS = 24_576, 16_384, 8_192, 4_096, 2_048
-"""Sizes to choose from where the settings leave it open. Every micro-batch costs the host the same, so larger ones are
-faster, but the gain shrinks while memory grows in step."""
+"""Sizes to choose from where the settings leave it open. Every micro-batch costs the host the same, which larger ones
+spread over more tokens, while memory grows in step."""
 MOST_ON_CPU = 16_384
 """Host memory is not measured."""
 LEAST_UNRECOMPUTED = 8_192
-"""Below it recomputing costs less than so many small micro-batches."""
+"""Before micro-batches get smaller than this, each with its fixed cost, blocks are recomputed."""
 USABLE = 0.92
 """Share of the free memory that may be planned with: the caching allocator loses some of it between tensors."""
 SAMPLE_TOKENS = 256, 2048

@@ -1,7 +1,7 @@
 """One-token attention over the paged cache, for batches large enough to fill the device.
 
-Attention is most of what decoding many sequences costs, and it costs what reading the cache takes. FlashAttention 3 is
-made for few sequences, each of which it splits over the device, and wins there.
+A step of decoding reads the weights once for all sequences, but the cache of each: with many of them attention costs
+what reading the cache takes. FlashAttention 3 is made for few sequences, each of which it splits over the device.
 """
 
 from __future__ import annotations

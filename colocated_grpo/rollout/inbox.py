@@ -20,7 +20,7 @@ PATIENCE = 0.5
 COMPANY = 1 / 8
 """Requests enter the engine together: when they are this share of what is under way there.
 
-A step with prompts in it has no captured graph, and costs everybody under way several steps of decoding. Requests that
+A step with prompts in it has no captured graph, and everybody under way waits until the prompts are read. Requests that
 entered one by one, as seats fall free or tools answer, would keep the engine from ever decoding fast.
 """
 MOST_STEPS_HELD = 8

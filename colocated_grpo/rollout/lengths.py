@@ -16,7 +16,7 @@ from colocated_grpo.environments.base import Settled
 from colocated_grpo.types import Group, Prompt
 
 REMEMBERED = 1 << 16
-"""Prompts whose length is kept: more than the rows of common datasets, 2 MB in a checkpoint."""
+"""Prompts whose length is kept: more than the rows of common datasets. Every checkpoint holds them."""
 RECENT = 256
 """Groups over which a running mean looks back: completions grow or shrink as the policy learns."""
 

@@ -1,7 +1,7 @@
 """Decoding without the scheduler's work for every token.
 
-vLLM's scheduler spends about 20 us of Python on each token of each request: with hundreds of requests the host, not the
-GPU, then bounds decoding. While a batch only decodes, consecutive steps differ in counters alone. `SteadyDecode` stands
+vLLM's scheduler runs Python code for each token of each request, so that with hundreds of requests the GPU may have to
+wait for the host. While a batch only decodes, consecutive steps differ in counters alone. `SteadyDecode` stands
 before the scheduler's two methods, answers those steps from arrays (`SteadyBatch`), and leaves everything else to vLLM:
 prompts, preemption, newly admitted requests.
 """

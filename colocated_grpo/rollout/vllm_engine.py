@@ -23,7 +23,7 @@ from colocated_grpo.rollout.vllm_process import (
 from colocated_grpo.rollout.vllm_requests import CoreRequests, EitherRequests, Requests, Sampled, prompt_logprobs
 from colocated_grpo.types import Completion
 
-# Full decode graphs without inductor: the engine is ready in a third of the time and decodes as fast.
+# Full decode graphs without inductor, for whose compilation every start would have to wait.
 CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
@@ -200,5 +200,5 @@ def _sampling_params(request: Request) -> SamplingParams:
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         structured_outputs=None if request.pattern is None else StructuredOutputsParams(regex=request.pattern),
-        skip_clone=True,  # nobody else holds it; copying a few hundred stop tokens takes a millisecond
+        skip_clone=True,  # nobody else holds it, and there may be a few hundred stop tokens to copy
     )

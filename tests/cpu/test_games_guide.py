@@ -12,6 +12,9 @@ import yaml
 
 from colocated_grpo.config import Config
 from colocated_grpo.environments import build_environments
+from colocated_grpo.environments.town.environment import TownEnvironment
+from colocated_grpo.environments.town.settings import TownSettings
+from colocated_grpo.environments.town.state import Rules
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
 
@@ -64,6 +67,27 @@ def test_the_guides_own_game_trains_and_resumes(entry):
     resumed.load_state_dict(state)
     assert play(made, resumed, 12) == expected
     assert made.held_out(5)
+
+
+def test_towns_prompts_are_as_long_as_the_guide_says():
+    [row] = [line for line in GUIDE.splitlines() if line.startswith("| `prompts`")]
+    told = [[int(n.replace(",", "")) for n in pair] for pair in re.findall(r"([\d,]+) to ([\d,]+)", row)]
+    mute = Rules(tool_calls=0)
+    ways = [{}, {"prompts": "brief", "memory": 4, "rules": mute}, {"prompts": "brief", "memory": 1, "rules": mute}]
+    for (shortest, longest), way in zip(told, ways, strict=True):
+        lengths = prompt_lengths(TownEnvironment(TownSettings(seed=1, **way)), 1500)
+        assert shortest <= min(lengths) < 1.1 * shortest
+        assert 0.85 * longest < max(lengths) <= longest
+
+
+def prompt_lengths(town: TownEnvironment, turns: int) -> list[int]:
+    """In characters, where everybody replies as the script does."""
+    lengths = []
+    for _ in range(turns):
+        turn = town.next_batch()[0]
+        lengths.append(sum(len(message["content"]) for message in turn.messages))
+        town.commit(turn, town.advice(turn))
+    return lengths
 
 
 @pytest.mark.parametrize(

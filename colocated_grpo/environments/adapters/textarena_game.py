@@ -87,7 +87,7 @@ class Game:
 
     def copy(self) -> Game:
         """Independent of this one, with the same chance."""
-        # Messages and the numbers inside of the chance are never changed: copying each would take most of the time.
+        # Messages and the numbers inside of the chance are never changed, and there are more of them with every move.
         state = self._bare.state
         lists = [state.logs, *state.observations.values(), *self._heard.values()]
         return deepcopy(self, {id(each): copy(each) for each in [*lists, self._chance]})

@@ -32,8 +32,8 @@ class TownSettings:
     memory: int = 60
     """Latest events that a prompt tells; older ones can be looked up."""
     prompts: str = "full"
-    """Wording. full: rules and situation in sentences, 800 to 2800 characters. brief: names and tags, for models of a
-    few million parameters, 60 to 400 characters with memory=4 and tool_calls=0."""
+    """Wording. full: rules and situation in sentences. brief: names and tags, for models of a few million parameters.
+    Their lengths: docs/guides/games.md."""
 
     def __post_init__(self) -> None:
         low, high = self.seat_bounds

@@ -41,8 +41,8 @@ class Rules:
     trials_per_day: int = 3
     """Acquittals after which nobody else is brought to trial that day."""
     one_names_in: int = 3
-    """One in this many of the living has to name somebody to bring them to trial. At 2 players without a plan, such
-    as an untrained policy, hardly ever see a trial."""
+    """One in this many of the living has to name somebody to bring them to trial. Players without a plan, such as an
+    untrained policy, agree by chance only: the more of them it takes, the fewer trials they see."""
     tool_calls: int = 3
     """Look-ups a seat may make in one turn."""
     max_speech: int = 400
@@ -203,7 +203,7 @@ def to_json(game: Game) -> dict[str, Any]:
         "waiting": list(game.waiting),
         "choices": [[seat, tag, argument] for seat, (tag, argument) in sorted(game.choices.items())],
         "acquitted": list(game.acquitted),
-        # By hand: asdict takes a millisecond for a hundred events, and a snapshot is taken before every step.
+        # By hand: asdict copies every field of every event, and a snapshot is taken before every step.
         "events": [[e.day, e.phase, e.kind, e.actor, e.target, e.text, e.audience] for e in game.events],
         "turns": [[t.turn_id, t.seat, t.phase, t.status, t.reward] for t in game.turns],
     }

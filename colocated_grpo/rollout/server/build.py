@@ -27,7 +27,7 @@ from colocated_grpo.rollout.server.supply import MainServing, Note, RankServing,
 from colocated_grpo.web.serving import ServerThread
 
 REMEMBERED_COMPLETIONS = 1 << 17
-"""Several batches of the largest size, in some 40 MB."""
+"""Several batches of the largest size."""
 PROBE_TOKENS = 64
 
 Keep = Callable[[list[Any]], None]
