@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 class Clock:
-    """Seconds of each phase and memory in use at its end, since the last `read`."""
+    """Seconds and memory of each phase, since the last `read`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,14 +41,18 @@ class Clock:
     def note_memory(self, phase: str) -> None:
         """As the phase ends: memory in use on the device, by everybody, or the most that this process ever held on CPU.
 
-        Not torch's own peak: it goes on counting what a sleeping engine has given back.
+        On CUDA also torch's own peak since the last note. It counts what an engine that sleeps has given back.
         """
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            used = total - free
+            self._keep_larger(phase, total - free)
+            self._keep_larger(f"{phase}_torch", torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self._memory[phase] = max(used / GIB, self._memory.get(phase, 0.0))
+            self._keep_larger(phase, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def _keep_larger(self, name: str, used: int) -> None:
+        self._memory[name] = max(used / GIB, self._memory.get(name, 0.0))
 
     def read(self) -> dict[str, float]:
         row = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}

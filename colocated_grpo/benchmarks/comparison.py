@@ -8,7 +8,8 @@ from typing import Any
 SHOWN = (
     "seconds/step", "seconds/generate", "seconds/score", "seconds/pack", "seconds/train", "seconds/sync",
     "seconds/wake", "seconds/sleep", "seconds/freshness", "seconds/start", "tokens", "tokens_per_second_per_gpu", "mfu",
-    "padding", "imbalance", "memory/generate_gib", "memory/train_gib", "prompt_tokens", "completion_tokens",
+    "padding", "imbalance", "memory/generate_gib", "memory/generate_torch_gib", "memory/train_gib",
+    "memory/train_torch_gib", "prompt_tokens", "completion_tokens",
 )  # fmt: skip
 LESS_IS_BETTER = ("seconds/", "memory/")
 

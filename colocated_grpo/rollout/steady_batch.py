@@ -17,6 +17,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+KEPT_STOP_LISTS = 64
+"""A run has one or two lists of stop tokens; clients of the server may send a new one with each request."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
@@ -41,19 +44,29 @@ class StopTable:
     """Which tokens may end a request: a row of booleans over the vocabulary for each distinct list of stop tokens."""
 
     def __init__(self, vocabulary: int) -> None:
-        self._vocabulary = vocabulary
-        self._index: dict[tuple[int | None, tuple[int, ...]], int] = {}
+        self._places: dict[tuple[int, ...], int] = {}
         self.table = np.zeros((0, vocabulary), dtype=bool)
 
-    def index(self, request: Request) -> int:
-        params = request.sampling_params
-        key = (params.eos_token_id, tuple(params.stop_token_ids or ()))
-        if key not in self._index:
-            row = np.zeros(self._vocabulary, dtype=bool)
-            row[[token for token in (key[0], *key[1]) if token is not None]] = True
-            self._index[key] = len(self.table)
-            self.table = np.vstack([self.table, row])
-        return self._index[key]
+    def places(self, requests: Sequence[Request]) -> list[int]:
+        """Each request's row of `table` as it then is."""
+        if len(self.table) > KEPT_STOP_LISTS:
+            self._places.clear()
+            self.table = self.table[:0]
+        lists = [_stop_tokens(request) for request in requests]
+        new = {tokens: None for tokens in lists if tokens not in self._places}
+        if new:
+            rows = np.zeros((len(new), self.table.shape[1]), dtype=bool)
+            for row, tokens in zip(rows, new, strict=True):
+                row[list(tokens)] = True
+                self._places[tokens] = len(self._places)
+            self.table = np.vstack([self.table, rows])
+        return [self._places[tokens] for tokens in lists]
+
+
+def _stop_tokens(request: Request) -> tuple[int, ...]:
+    params = request.sampling_params
+    own = params.stop_token_ids or ()
+    return tuple(own) if params.eos_token_id is None else (params.eos_token_id, *own)
 
 
 def decodes_only(step: SchedulerOutput) -> bool:
@@ -109,7 +122,7 @@ class SteadyBatch:
         """Steps that each row may still take."""
         self._capacity = -(-self._computed // self._block) * self._block
         """Tokens that the row's cache blocks hold."""
-        self._stop_row = column(stops.index(request) for request in self.requests)
+        self._stop_row = column(stops.places(self.requests))
         self._stop_table = stops.table
 
         rows = len(self.requests)

@@ -11,6 +11,7 @@ import random
 from collections import Counter, deque
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -278,3 +279,22 @@ def test_the_real_engine_samples_the_same_completions_with_and_without_steady_st
     for a, b in zip(fast, plain, strict=True):
         assert a.sampling_logprobs == pytest.approx(b.sampling_logprobs, abs=1e-5)
     assert {one.finish_reason for one in fast} == {"stop", "length"}
+
+
+def test_lists_of_stop_tokens_are_told_apart_and_many_of_them_do_not_pile_up():
+    from colocated_grpo.rollout.steady_batch import KEPT_STOP_LISTS, StopTable
+
+    def request(*stops: int, eos: int | None = 1) -> SimpleNamespace:
+        return SimpleNamespace(sampling_params=SimpleNamespace(eos_token_id=eos, stop_token_ids=stops))
+
+    table = StopTable(vocabulary=300)
+    for first in range(2, 290, 2):
+        requests = [request(), request(first, first + 1), request(eos=None), request()]
+        places = table.places(requests)
+        assert [np.flatnonzero(table.table[place]).tolist() for place in places] == [
+            [1],
+            [1, first, first + 1],
+            [],
+            [1],
+        ]
+        assert len(table.table) <= KEPT_STOP_LISTS + len(requests)
