@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from colocated_grpo.batching import MicroBatch
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.distributed import World
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.model import PackedTokens, build_empty, free_gathered, read_model_config
@@ -191,27 +192,27 @@ def test_a_checkpoint_that_lacks_tensors_is_refused_in_one_line(world, model_fol
     model = AutoModelForCausalLM.from_pretrained(model_folder())
     state = {name: tensor for name, tensor in model.state_dict().items() if ".1.mlp." not in name}
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ValueError, match=r"model.name=.*lacks 3 tensors, first 'model.layers.1.mlp") as caught:
+    with pytest.raises(ConfigError, match=r"model.name=.*lacks 3 tensors, first 'model.layers.1.mlp") as caught:
         policy_of(config_of(tmp_path), world)
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_weights_is_refused_in_one_line(world, model_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
-    with pytest.raises(FileNotFoundError, match=r"holds no .*safetensors"):
+    with pytest.raises(ConfigError, match=r"holds no .*safetensors"):
         policy_of(config_of(tmp_path), world)
 
 
 def test_models_that_scale_their_logits_are_refused(model_folder, tmp_path):
     config = json.loads((model_folder() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"logit_scale": 0.5}))
-    with pytest.raises(ValueError, match="logit_scale"):
+    with pytest.raises(ConfigError, match="logit_scale"):
         read_model_config(config_of(tmp_path).model, tmp_path)
 
 
 def test_attention_with_soft_capped_scores_is_refused(world, model_folder):
     folder = model_folder("gemma2")
-    with pytest.raises(ValueError, match="gemma2"):
+    with pytest.raises(ConfigError, match="gemma2"):
         policy_of(config_of(folder), world).score(micro_batch_of(world, folder))
 
 
