@@ -138,8 +138,9 @@ def pack(
     outlines = [_outlines(index, group, config) for index, group in enumerate(groups)]
     batch_tokens = sum(outline.loss_tokens for siblings in outlines for outline in siblings)
     minibatches, loads, stand_ins = [], [0] * world_size, 0
-    for part in range(config.minibatches):
-        members = order[part :: config.minibatches]
+    count = min(config.minibatches, len(groups))  # groups may be held back, all of them too
+    for part in range(count):
+        members = order[part::count]
         chosen = [outline for g in members for outline in outlines[g]]
         kept = [g for g in members if not (idle[g] and config.drop_constant_groups)]
         # An episode may fail before the policy said anything: nothing of it is scored.
@@ -151,7 +152,7 @@ def pack(
             tokens=sum(outline.loss_tokens for outline in chosen),
             sequences=len(chosen),
             batch_tokens=batch_tokens,
-            minibatches=config.minibatches,
+            minibatches=count,
         )
         own = [build_micro_batch([_sequence(o, groups, advantages) for o in bin]) for bin in shares[rank]]
         minibatches.append(Minibatch(micro_batches=own, counts=counts))

@@ -7,6 +7,7 @@ is written under another name and renamed when every rank has finished: a folder
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -60,7 +61,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             record = {"step": step, "policy_version": policy.version, "world_size": self._world.size, "state": state}
-            (partial / STATE_FILE).write_text(json.dumps(record))
+            _write_durably(partial / STATE_FILE, json.dumps(record))
         self._world.barrier()
         policy.init_optimizer_state()  # a run that is stopped before its first step must be restorable as well
         writing = dcp.async_save(self._tensors(policy), checkpoint_id=partial, process_group=self._world.checkpoints)
@@ -141,6 +142,14 @@ def _settle(settled: Future[None], before: Future, action: Callable[[], None]) -
         settled.set_exception(error)
     else:
         settled.set_result(None)
+
+
+def _write_durably(file: Path, text: str) -> None:
+    """On the disk when this returns: a machine that loses its power must not leave the name and nothing behind it."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

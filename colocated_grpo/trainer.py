@@ -94,6 +94,7 @@ def train(run: Run) -> str:
     # A run that is resumed with fewer steps than it has made ends where it is.
     steps = run.start if run.goal_reached else max(run.start, config.training_steps)
     goal_reached = run.goal_reached
+    maybe_export(run, run.start)  # a kill may have come between its checkpoint and the end of its export
     for step in range(run.start, steps):
         cursor = run.supply.state_dict()
         with run.clock.time("step"):
@@ -209,8 +210,6 @@ def update(run: Run, batch: Batch) -> Metrics:
     metrics = Metrics(run.world.device)
     for _ in range(run.config.batch.epochs):
         for minibatch in batch.minibatches:
-            if not minibatch.counts.sequences:
-                continue  # its groups are held back: a step on nothing would still move weights by their momentum
             run.policy.forward_backward(minibatch, metrics)
             run.policy.optimizer_step(metrics)
     return metrics
@@ -238,9 +237,9 @@ def save(run: Run, step: int, cursor: dict | None, *, goal_reached: bool = False
 
 
 def maybe_export(run: Run, step: int) -> None:
-    every = run.config.checkpoint.export_every
-    if every and step % every == 0:
-        export_to(run, run.folder / f"step_{step}")
+    every, target = run.config.checkpoint.export_every, run.folder / f"step_{step}"
+    if every and step and step % every == 0 and not run.world.from_main(target.exists):
+        export_to(run, target)
 
 
 def export_to(run: Run, target: Path) -> None:

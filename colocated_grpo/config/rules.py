@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config, EngineConfig, EpisodeSourceConfig
+from colocated_grpo.config.schema import COLDEST, Config, EngineConfig, EpisodeSourceConfig
 from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 
 Lines = Iterator[str]
@@ -40,6 +40,12 @@ def _completion_fits_micro_batch(config: Config) -> Lines:
             f"batch.max_tokens_per_micro_batch={size} is smaller than {_SEQUENCE}={config.max_sequence_tokens}: "
             "one completion could never be packed"
         )
+
+
+def _evaluation_is_sampled_as_asked(config: Config) -> Lines:
+    temperature = config.evaluation.temperature
+    if 0 < temperature < COLDEST:
+        yield f"evaluation.temperature={temperature:g}: must be 0 (greedy) or at least {COLDEST:g}"
 
 
 def _sequence_fits_engine(config: Config) -> Lines:
@@ -250,6 +256,7 @@ def _turns_by_the_clock(config: Config) -> Lines:
 
 RULES: tuple[Callable[[Config], Lines], ...] = (
     _completion_fits_micro_batch,
+    _evaluation_is_sampled_as_asked,
     _sequence_fits_engine,
     _minibatches_divide_batch,
     _min_lr_below_lr,

@@ -14,6 +14,8 @@ from colocated_grpo.config.base import NonNegative, Positive, Section
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
+COLDEST = 0.01
+"""vLLM samples at this temperature where a lower one is asked for, and 0 is greedy."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 _ANSWERS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -108,7 +110,7 @@ class RolloutConfig(Section):
     """Longer prompts are dropped, counted and shown."""
     max_completion_tokens: Positive = 1024
     """Sampling stops here with finish_reason 'length'. Of an episode: everything after the prompt, observations too."""
-    temperature: float = Field(1.0, gt=0, le=2)
+    temperature: float = Field(1.0, ge=COLDEST, le=2)
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling. Below 1 the engine's log-probabilities are renormalised and no longer match the trainer's."""

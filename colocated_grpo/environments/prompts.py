@@ -19,12 +19,15 @@ BY_OPPONENT = "by_opponent"
 class PromptEncoder:
     """Text becomes one user message where the tokenizer has a chat template, else it is read as it stands.
 
-    Chat messages always go through the template, with the assistant's turn opened.
+    Text that a template has rendered already, as its special tokens show, is read as it stands too. Chat messages
+    always go through the template, with the assistant's turn opened.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
         self.tokenizer = tokenizer
         self.max_prompt_tokens = max_prompt_tokens
+        # Some tokenizers pad with an exclamation mark.
+        self._marks = [token for token in tokenizer.all_special_tokens if token[0] in "<[" and len(token) > 2]
 
     def encode(self, item: dict[str, Any], *, index: int, source: str) -> Prompt | None:
         """None: longer than max_prompt_tokens, or empty."""
@@ -52,6 +55,8 @@ class PromptEncoder:
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
                 return prompt, list(self.tokenizer.encode(prompt))
+            if any(mark in prompt for mark in self._marks):
+                return prompt, list(self.tokenizer.encode(prompt, add_special_tokens=False))
             prompt = [{"role": "user", "content": prompt}]
         elif self.tokenizer.chat_template is None:
             raise EnvironmentSetupError(

@@ -85,6 +85,7 @@ class PromptSource:
         return {
             "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
             "counts": dict(self.mixture.counts),
+            "shares": self.mixture.shares,
             "given": self.given,
             "dropped": self.dropped,
         }
@@ -97,7 +98,8 @@ class PromptSource:
             )
         for name, stream in self.streams.items():
             stream.load_state_dict(state["streams"][name])
-        self.mixture.counts = dict(state["counts"])
+        if state["shares"] == self.mixture.shares:  # else: from now on, not back until what was given fits as well
+            self.mixture.counts = dict(state["counts"])
         self.given = state["given"]
         self.dropped = state["dropped"]
 

@@ -82,7 +82,7 @@ def make_correction(config: PolicyLoss) -> Callable[[LossInputs], Tensor]:
     """Constant weight of each token's policy loss, from trainer / sampler at the start of the batch (TIS, MIS).
 
     1 where the ratio itself is taken against the sampler: it corrects already, and twice would be wrong. The KL penalty
-    is not weighted, as in TRL.
+    is not weighted.
     """
     settings = config.correction
     if settings.mode == "off" or config.old_logprobs == "sampling":
@@ -126,7 +126,7 @@ def mismatch(inputs: LossInputs) -> dict[str, Stat]:
 
 
 def make_penalty(config: PolicyLoss) -> Penalty:
-    """kl.coef times the k3 estimate of KL(policy || target), differentiated through the estimate itself, as in TRL."""
+    """kl.coef times the k3 estimate of KL(policy || target), differentiated through the estimate itself."""
     coef = config.kl.coef
     if coef == 0:
         return lambda inputs, share_T: (torch.zeros_like(inputs.advantages_T), {})

@@ -195,6 +195,7 @@ def _sampling_params(request: Request) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # every token that may end it is named above
         seed=request.seed,
         logprobs=0,
         detokenize=bool(sampling.stop),

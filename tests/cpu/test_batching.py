@@ -118,12 +118,15 @@ def test_every_sequence_is_packed_exactly_once_and_survives_the_round_trip(group
 def test_no_micro_batch_exceeds_the_budget_and_every_rank_has_equally_many(groups, world_size, minibatches, idle):
     config = BatchConfig(max_tokens_per_micro_batch=BUDGET, minibatches=minibatches)
     batches = pack_everywhere(groups, config, world_size, idle[: len(groups)])
-    for part in range(minibatches):
+    filled = min(minibatches, len(groups))
+    assert {len(batch.minibatches) for batch in batches} == {filled}, "no optimizer step on nothing"
+    for part in range(filled):
         of_ranks = [batch.minibatches[part].micro_batches for batch in batches]
         assert all(m.num_tokens <= BUDGET for micro_batches in of_ranks for m in micro_batches)
         assert len({len(micro_batches) for micro_batches in of_ranks}) == 1
         assert of_ranks[0], "a rank without work still joins the collectives"
-    assert all(batch.minibatches[part].counts == batches[0].minibatches[part].counts for batch in batches)
+        assert batches[0].minibatches[part].counts.minibatches == filled
+        assert all(batch.minibatches[part].counts == batches[0].minibatches[part].counts for batch in batches)
 
 
 def outlines_of(lengths: list[int]) -> list[Outline]:

@@ -27,6 +27,7 @@ from config_text import complaint, load, notes
         ("rollout: 5", "rollout=5: must be a mapping of settings (line 3 of x.yaml)"),
         ("rollout: {group_size: 1}", "rollout.group_size=1: must be at least 2 (line 3 of x.yaml)"),
         ("rollout: {top_p: 1.5}", "rollout.top_p=1.5: must be at most 1 (line 3 of x.yaml)"),
+        ("rollout: {temperature: 0.005}", "rollout.temperature=0.005: must be at least 0.01 (line 3 of x.yaml)"),
         ("seed: -1", "seed=-1: must be at least 0 (line 3 of x.yaml)"),
         ("seed: 4294967296", "seed=4294967296: must be less than 4294967296 (line 3 of x.yaml)"),
         (
@@ -199,6 +200,10 @@ def test_a_yaml_document_that_explodes_when_expanded_is_read_in_no_time():
             "batch: {minibatches: 3}",
             "batch.minibatches=3 does not divide rollout.prompts_per_step=32: "
             "minibatches of whole groups would differ in size",
+        ),
+        (
+            "evaluation: {temperature: 0.005}",
+            "evaluation.temperature=0.005: must be 0 (greedy) or at least 0.01",
         ),
         (
             "policy: {lr: 1e-6, min_lr: 1e-5}",

@@ -91,6 +91,16 @@ def test_held_out_prompts_are_shared_out_by_weight_and_never_trained_on():
     assert not trained & {prompt.text for prompt in held_out}
 
 
+def test_other_weights_at_a_resume_hold_from_there_on():
+    def mixture(weight: float):
+        return environments({"name": "sorting", "weight": weight}, {"name": "reversal"}).open_source()
+
+    before, after = mixture(1.0), mixture(3.0)
+    before.next(400)
+    after.load_state_dict(before.state_dict())
+    assert sum(prompt.source == "sorting" for prompt in after.next(40)) == 30
+
+
 def test_text_becomes_a_user_message_where_there_is_a_chat_template():
     [prompt] = environments({"name": "sorting"}).open_source().next(1)
     question = prompt.item["question"]
@@ -106,6 +116,13 @@ def test_text_is_read_as_it_stands_without_a_chat_template():
     [prompt] = environments({"name": "sorting"}, tokenizer=plain).open_source().next(1)
     assert prompt.text == prompt.item["prompt"]
     assert prompt.token_ids == plain.encode(prompt.text)
+
+
+def test_text_that_a_template_has_rendered_is_not_put_into_a_message_again(tmp_path):
+    rendered = "<|user|>sort 3 1<|end|><|assistant|>"
+    [prompt] = environments(user_task(tmp_path, f"        yield {{'prompt': {rendered!r}}}\n")).open_source().next(1)
+    assert prompt.text == rendered
+    assert prompt.token_ids == TOKENIZER.encode(rendered, add_special_tokens=False)
 
 
 def test_chat_messages_need_a_chat_template(tmp_path):

@@ -127,9 +127,11 @@ def ends(pair: Pair, stop: tuple[str, ...]) -> dict[str, Any]:
     free = pair.generate([request_of(0, 3, max_tokens=20)])[0]
     ended_by = free.token_ids[4]
     token = pair.generate([request_of(0, 3, max_tokens=20, stop_token_ids=(ended_by,))])[0]
+    eos = pair.engine._llm.llm_engine.model_config.hf_config.eos_token_id
+    endless = pair.generate([request_of(n, 300 + n, max_tokens=40, temperature=2.0) for n in range(24)])
     # Nearly uniform over some hundred characters: of many completions a few meet the digit.
     strings = pair.generate([request_of(n, n, max_tokens=24, temperature=2.0, stop=stop) for n in range(48)])
-    return {"free": free, "by token": token, "token": ended_by, "by string": strings}
+    return {"free": free, "by token": token, "token": ended_by, "by string": strings, "eos": eos, "endless": endless}
 
 
 def aborted(pair: Pair) -> dict[str, Any]:
@@ -213,6 +215,12 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(facts):
     assert ended.token_ids == free.token_ids[: first + 1]
     assert ended.finish_reason == "stop"
     assert (len(free.token_ids), free.finish_reason) == (20, "length")
+
+
+def test_no_token_ends_a_completion_but_those_that_are_asked_for(facts):
+    endless = facts["endless"]
+    assert {(len(completion.token_ids), completion.finish_reason) for completion in endless} == {(40, "length")}
+    assert any(facts["eos"] in completion.token_ids for completion in endless)
 
 
 def test_a_stop_string_ends_a_completion_and_is_part_of_it(facts):

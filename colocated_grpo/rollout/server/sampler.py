@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from colocated_grpo.config.schema import COLDEST
 from colocated_grpo.distributed import derive_seed
 from colocated_grpo.environments.atropos.origins import Origin, Origins
 from colocated_grpo.rollout.engine import Piece, Request, Sampling
@@ -18,7 +19,6 @@ from colocated_grpo.rollout.server.spelling import Spelling, before_stop
 from colocated_grpo.rollout.server.wishes import SamplingWish
 from colocated_grpo.types import Completion
 
-COLDEST = 0.01
 RESERVED_FOR_TEMPLATES = frozenset({"conversation", "chat_template", "tokenize", "return_dict", "return_tensors"})
 
 Send = Callable[[Request, Listen | None], "Future[Completion]"]
