@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 
 from colocated_grpo.tools import compare_runs
@@ -75,10 +76,13 @@ def test_an_unfinished_checkpoint_is_never_read_and_a_finished_run_can_be_contin
     partial = tmp_path / "run/checkpoints/step_000002.partial"
     partial.mkdir(parents=True)
     (partial / "trainer.json").write_text('{"step": 2}')
-    changes = {"evaluation": {"every": 0}, "checkpoint": {"every": 2, "keep_last": 1}}
+    changes = {"evaluation": {"every": 0}, "checkpoint": {"every": 2, "keep_last": 1, "export_every": 3}}
     short = train(tmp_path, deterministic(training_steps=3, **changes), "--resume", "auto")
     assert starts(short) == [0]
     assert checkpoints(short) == ["step_000003"]
+    exported = short.folder / "step_3"
+    shutil.rmtree(exported)  # as a kill between a checkpoint and its export leaves it
     more = train(tmp_path, deterministic(training_steps=5, **changes), "--resume", str(short.folder))
     assert starts(more) == [0, 3]
+    assert (exported / "config.json").is_file()
     assert [row["step"] for row in more.rows(files.TRAIN)] == [0, 1, 2, 3, 4]
