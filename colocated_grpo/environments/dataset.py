@@ -16,6 +16,8 @@ from colocated_grpo.environments.user_code import one_line
 Rows = Sequence[dict[str, Any]]
 MOST_HELD_OUT = 64
 """Where the config names no number."""
+NO_CELL = object()
+"""Stands in a .csv row for a cell or a column that is not there."""
 
 
 class DatasetRows:
@@ -36,19 +38,33 @@ class DatasetRows:
 
     def item(self, rows: Rows, index: int) -> dict[str, Any]:
         """Columns renamed, the prompt column under "prompt", the system message in front."""
-        config = self.config
-        row = rows[index]
-        if config.prompt_column not in row:
-            raise self._error(f"row {index}: no column {config.prompt_column!r}; it has: {', '.join(map(str, row))}")
-        rest = {config.columns.get(key, key): value for key, value in row.items() if key != config.prompt_column}
-        item = {**rest, "prompt": _plain_messages(row[config.prompt_column])}
-        checked_prompt(item, f"{self.name} row {index}")
-        if config.system_prompt is not None:
-            item["prompt"] = with_system_prompt(item["prompt"], config.system_prompt)
+        item = self._checked_item(rows[index], f"{self.name} row {index}")
+        if self.config.system_prompt is not None:
+            item["prompt"] = with_system_prompt(item["prompt"], self.config.system_prompt)
+        return item
+
+    def _checked_item(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        column, names = self.config.prompt_column, self.config.columns
+        if column not in row:
+            raise EnvironmentSetupError(
+                f"environments {where!r}: no column {column!r}; it has: {', '.join(map(str, row))}"
+            )
+        rest = {names.get(key, key): value for key, value in row.items() if key != column}
+        item = {**rest, "prompt": _plain_messages(row[column])}
+        checked_prompt(item, where)
         return item
 
     def _load(self, split: str) -> Rows:
-        rows = self._read_file(split) if self._is_file() else self._load_hub(split)
+        if not self._is_file():
+            return self._with_columns(self._load_hub(split), split)
+        rows = self._with_columns(self._read_file(split), split)
+        # Here and not when it is drawn: the run would end at some step, and once more after each resume.
+        for index, row in enumerate(rows):
+            self._checked_item(row, f"{self._path(split)} row {index}")
+        return rows
+
+    def _with_columns(self, rows: Rows, split: str) -> Rows:
+        """The rows: at least one, and the first has every column that the config names."""
         if not len(rows):
             raise self._error(f"no rows in {split!r}")
         first = rows[0]
@@ -66,7 +82,7 @@ class DatasetRows:
         """A file has no splits: `split` is ignored, `eval_split` is the path of another file."""
         if self.config.subset is not None:
             raise self._error(f"subset={self.config.subset!r} has no meaning for a local file")
-        path = Path(self.config.name if split == self.config.split else split).expanduser()
+        path = self._path(split)
         if not path.is_file():
             raise self._error(f"no such file: {path}")
         reader = READERS.get(path.suffix.lower())
@@ -76,6 +92,9 @@ class DatasetRows:
             return reader(path)
         except (ValueError, OSError, csv.Error, ImportError) as error:
             raise self._error(f"cannot read {path}: {one_line(error)}") from error
+
+    def _path(self, split: str) -> Path:
+        return Path(self.config.name if split == self.config.split else split).expanduser()
 
     def _load_hub(self, split: str) -> Rows:
         try:
@@ -136,7 +155,14 @@ def read_json(path: Path) -> list[dict[str, Any]]:
 def read_csv(path: Path) -> list[dict[str, Any]]:
     """Values stay text: an answer '007' must not become 7."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        return list(csv.DictReader(lines, strict=True))
+        reader = csv.DictReader(lines, restkey=NO_CELL, restval=NO_CELL, strict=True)
+        rows = []
+        for row in reader:
+            if NO_CELL in row or NO_CELL in row.values():
+                amount = "more" if NO_CELL in row else "fewer"
+                raise ValueError(f"line {reader.line_num}: {amount} cells than the header's {len(reader.fieldnames)}")
+            rows.append(row)
+        return rows
 
 
 def read_parquet(path: Path) -> list[dict[str, Any]]:

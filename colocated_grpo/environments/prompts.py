@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.user_code import one_line
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -63,9 +64,15 @@ class PromptEncoder:
                 f"environments {source!r}: prompts are chat messages and the tokenizer has no chat template; "
                 "set model.chat_template or give prompts as text"
             )
-        text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        # Not encode(text): some tokenizers build the template's special tokens from ids and not from their text.
-        token_ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        try:
+            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            # Not encode(text): some tokenizers build the template's special tokens from ids and not from their text.
+            token_ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # the template is the model's or the user's code, run on the user's messages
+            raise EnvironmentSetupError(
+                f"environments {source!r}: the chat template refuses a prompt that ends with "
+                f"{repr(prompt[-1])[:80]}: {one_line(error)}"
+            ) from error
         return text, list(token_ids)
 
 

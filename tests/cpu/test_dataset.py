@@ -17,6 +17,7 @@ ROWS = [{"question": f"{number}+1=", "answer": str(number + 1), "level": "easy"}
 
 
 def write(path, rows=ROWS):
+    path.parent.mkdir(exist_ok=True)
     if path.suffix == ".jsonl":
         path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     elif path.suffix == ".json":
@@ -181,12 +182,29 @@ def test_a_file_that_cannot_be_read_is_said_in_one_line(tmp_path, name, text, me
     assert "\n" not in str(error.value)
 
 
-def test_a_later_row_without_the_prompt_column_is_named(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [*ROWS[:2], {"answer": "x"}, *ROWS[3:]])
-    source = environments(path, shuffle=False).open_source()
-    source.next(2)
-    with pytest.raises(EnvironmentSetupError, match="row 2: no column 'question'; it has: answer"):
-        source.next(1)
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": "x"}, "rows.jsonl row 8': no column 'question'; it has: answer"),
+        ({"question": None}, "rows.jsonl row 8': a prompt must be text or a list of messages with a role, got None"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_named_before_the_first_one_is(tmp_path, file, row, message):
+    path = write(tmp_path / "wrong" / "rows.jsonl", [*ROWS[:8], row, *ROWS[9:]])
+    with pytest.raises(EnvironmentSetupError) as error:
+        environments(path).open_source()
+    assert message in str(error.value)
+    with pytest.raises(EnvironmentSetupError) as error:
+        environments(file, eval_split=str(path)).open_source()
+    assert f"wrong/{message}" in str(error.value)
+
+
+@pytest.mark.parametrize(("line", "amount"), [("b,2,hard,x", "more"), ("b,2", "fewer")])
+def test_a_csv_row_with_more_or_fewer_cells_than_the_header_is_named_by_its_line(tmp_path, line, amount):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"question,answer,level\na,1,easy\n{line}\nc,3,easy\n")
+    with pytest.raises(EnvironmentSetupError, match=f"line 3: {amount} cells than the header's 3"):
+        environments(path, held_out=0).open_source()
 
 
 def test_a_resume_on_other_data_is_refused(tmp_path, file):

@@ -135,6 +135,19 @@ def test_chat_messages_need_a_chat_template(tmp_path):
         environments(entry, tokenizer=plain).open_source().next(1)
 
 
+def test_messages_that_the_chat_template_refuses_are_said_in_one_line(tmp_path):
+    entry = user_task(tmp_path, "        yield {'prompt': [{'role': 'user', 'content': 'hi'}]}\n")
+    strict = build_char_tokenizer()
+    strict.chat_template = "{{ raise_exception('roles must\\nalternate') }}"
+    with pytest.raises(EnvironmentSetupError) as error:
+        environments(entry, tokenizer=strict).open_source().next(1)
+    assert str(error.value) == (
+        f"environments {entry['name']!r}: the chat template refuses a prompt that ends with "
+        "{'role': 'user', 'content': 'hi'}: "
+        "TemplateError: roles must alternate"
+    )
+
+
 def test_a_train_sequence_that_ends_starts_again_and_resumes_exactly(tmp_path):
     entry = user_task(tmp_path, "        yield from ({'prompt': str(number)} for number in range(3))\n")
     source = environments(entry).open_source()
