@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,8 @@ class RewardFunction:
         arguments["log_metric"] = lambda name, value: metrics.update({name: float(value)})
         accepted = arguments if self.takes_all else {key: arguments[key] for key in arguments if key in self.takes}
         result = settle(self.function(**accepted))
-        if not isinstance(result, Iterable) or isinstance(result, str):
+        # Iterated, a mapping would give its keys and a set its values in an order of its own.
+        if not isinstance(result, Iterable) or isinstance(result, str | Mapping | Set):
             raise WrongNumberOfRewards(f"{result!r} for {count} completions, not a list of {count} numbers")
         values = list(result)
         if len(values) != count:

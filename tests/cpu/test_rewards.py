@@ -135,6 +135,16 @@ def test_an_async_function_that_raises_is_isolated_too():
         (1.0, [None, None], "reward: WrongNumberOfRewards: 1.0 for 2 completions, not a list of 2 numbers"),
         (None, [None, None], "reward: WrongNumberOfRewards: None for 2 completions, not a list of 2 numbers"),
         ("ab", [None, None], "reward: WrongNumberOfRewards: 'ab' for 2 completions, not a list of 2 numbers"),
+        (
+            {0: 1.0, 1: 2.0},
+            [None, None],
+            "reward: WrongNumberOfRewards: {0: 1.0, 1: 2.0} for 2 completions, not a list of 2 numbers",
+        ),
+        (
+            {1.0, 2.0},
+            [None, None],
+            "reward: WrongNumberOfRewards: {1.0, 2.0} for 2 completions, not a list of 2 numbers",
+        ),
         ([True, "good"], [1.0, None], "reward: ValueError: a reward must be a finite number or None, got 'good'"),
         ([1.0, float("inf")], [1.0, None], "reward: ValueError: a reward must be a finite number or None, got inf"),
         (SystemExit(1), [None, None], "reward: SystemExit: 1"),
