@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Awaitable, Sequence
-from functools import cache
 from inspect import isawaitable
 from typing import Any
 
 from colocated_grpo.environments.base import Task
 from colocated_grpo.environments.user_code import one_line
+from colocated_grpo.environments.user_loop import SharedLoop
 from colocated_grpo.types import Completion, Prompt, Score
+
+AWAITED = SharedLoop("async-rewards")
+"""Where the process awaits what rewards and judges return."""
 
 
 class TaskScorer:
@@ -56,16 +58,8 @@ def settle(result: Any) -> Any:
     """The result itself, or what it gives when awaited."""
     if not isawaitable(result):
         return result
-    return asyncio.run_coroutine_threadsafe(_value(result), _event_loop()).result()
+    return asyncio.run_coroutine_threadsafe(_value(result), AWAITED.get()).result()
 
 
 async def _value(result: Awaitable[Any]) -> Any:
     return await result
-
-
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for the whole process: HTTP clients of user code belong to the loop that first used them."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async-rewards", daemon=True).start()
-    return loop

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from colocated_grpo.distributed import World, derive_seed
 from colocated_grpo.environments.base import Scorer
+from colocated_grpo.environments.scoring import AWAITED
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver
@@ -109,6 +110,7 @@ class Collector:
     def _replace_pool(self) -> None:
         """Leave rewards that hang behind: they cannot be ended, and would take workers from every later batch."""
         self._close_pool()
+        AWAITED.leave_if_blocked()
         self._pool = ThreadPoolExecutor(self._reward_workers, thread_name_prefix="reward")
 
     def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> Judged:

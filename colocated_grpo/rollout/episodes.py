@@ -6,7 +6,6 @@ The main thread drives the engine and never waits for an episode's tools while t
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
 from colocated_grpo.environments.scoring import as_score
 from colocated_grpo.environments.user_code import one_line
+from colocated_grpo.environments.user_loop import leave_loop, start_loop
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.rollout.sharing import Job
@@ -124,14 +124,12 @@ class EpisodeRunner:
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         """One loop for all batches: connections of user code belong to the loop that first used them."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=[self._loop], name="episodes", daemon=True).start()
+            self._loop = start_loop("episodes")
         return self._loop
 
     def _leave_loop(self) -> None:
-        """Later episodes get a new one. This one goes on until its last task has ended, or a long run would pile up
-        threads and sockets."""
-        asyncio.run_coroutine_threadsafe(_stop_when_idle(), self._loop)
+        """Later episodes get a new one."""
+        leave_loop(self._loop)
         self._loop = None
 
     def _end(self, playing: _Playing, _task: Future[Rollout]) -> None:
@@ -205,15 +203,3 @@ class EpisodeRunner:
             seed=derive_seed(self._seed, job.name, prompt.index, playing.sibling, turn),
             sampling=replace(job.sampling, max_tokens=max_tokens),
         )
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
-
-
-async def _stop_when_idle() -> None:
-    """Stops the loop that it runs on."""
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others)
-    asyncio.get_running_loop().stop()

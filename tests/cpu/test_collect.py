@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from colocated_grpo.config.schema import RewardConfig
 from colocated_grpo.distributed import World
+from colocated_grpo.environments import user_loop
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.rewards import RewardScorer, build_rewards
+from colocated_grpo.environments.scoring import settle
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
@@ -234,6 +236,37 @@ def test_a_reward_that_hangs_costs_that_prompt_only_and_no_worker_of_the_next_ba
     # Four hanging rewards by now: with the three workers of the first batch nothing would be scored any more.
     collector.collect(job_of(4, name="train/1"))
     assert rewards_of(collector.collect(job_of(4, name="train/2")))[3] == [1.0] * 3
+
+
+class AsyncJudge:
+    """A user's async reward of which some calls block its event loop."""
+
+    def __init__(self, blocks: Callable[[Prompt], object]) -> None:
+        self._blocks = blocks
+
+    def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
+        async def value() -> float:
+            self._blocks(prompt)
+            return 1.0
+
+        return [Score(reward=settle(value())) for _ in completions]
+
+
+def test_an_async_reward_that_blocks_its_loop_costs_the_next_batch_nothing(never, monkeypatch):
+    monkeypatch.setattr(user_loop, "GRACE", 0.05)
+    judge = AsyncJudge(lambda prompt: never.wait() if prompt.index == 100 else None)
+    collector = collector_of(FakeEngine(), judge, single_rank(), workers=2, timeout=0.2)
+    collector.collect(job_of(1))
+    job = job_of(5, name="train/1")
+    assert rewards_of(collector.collect(replace(job, prompts=job.prompts[1:]))) == [[1.0] * 3] * 4
+
+
+def test_a_loop_is_kept_for_its_clients_as_long_as_it_answers():
+    loop = user_loop.SharedLoop("test")
+    first = loop.get()
+    loop.leave_if_blocked()
+    assert loop.get() is first
+    user_loop.leave_loop(first)
 
 
 def test_a_stop_ends_the_batch_and_leaves_nothing_running():
