@@ -127,7 +127,9 @@ class RolloutConfig(Section):
     reward_workers: Positive = 8
     """Threads per rank that compute rewards while the engine decodes."""
     reward_timeout: float = Field(60.0, gt=0)
-    """Seconds after a step's last completion by which its rewards must have come; one that has not counts as failed."""
+    """Seconds that a prompt's rewards may take before they count as failed, from the step's last completion at the
+    earliest. Waiting for a worker is not counted: where all workers hang, what waits gets new ones, and fails only when
+    new ones finish nothing either."""
     tool_timeout: float = Field(60.0, gt=0)
     """Seconds that an episode may take between two turns (tools, its reward) before it counts as failed."""
     max_reward_errors: Fraction = 0.2

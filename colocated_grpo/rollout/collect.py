@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from colocated_grpo.distributed import World, derive_seed
 from colocated_grpo.environments.base import Scorer
-from colocated_grpo.environments.scoring import AWAITED
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver
+from colocated_grpo.rollout.reward_calls import Judged, RewardCall, RewardCalls
 from colocated_grpo.rollout.sharing import Job, Share, Sharing
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 
@@ -24,8 +23,6 @@ LOOK_SECONDS = 0.5
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids of a completion to text, special tokens left out."""
-Judged = tuple[list[str], list[Score]]
-"""The completions of one prompt as text, and their scores."""
 Gather = Callable[[], list[Group]]
 """Collective: all groups of a job, as `Collector.collect` gives them."""
 
@@ -60,8 +57,7 @@ class Collector:
         self._seed = seed
         self._reward_timeout = reward_timeout
         self._stop_asked = stop_asked
-        self._reward_workers = reward_workers
-        self._pool = ThreadPoolExecutor(reward_workers, thread_name_prefix="reward")
+        self._rewards = RewardCalls(self._score, workers=reward_workers, timeout=reward_timeout)
 
     def collect(self, job: Job) -> list[Group]:
         """All groups of the job, in prompt order, on every rank. Raises Stopped everywhere if any was asked to stop."""
@@ -84,34 +80,21 @@ class Collector:
     def _decode_share(self, job: Job, share: Share) -> Callable[[], dict[int, Group] | None]:
         """What waits for the rewards: this rank's groups by prompt, or None if it was asked to stop."""
         batch = _Batch(job, self._seed, self._driver, self._episodes)
-        pending: dict[int, Future[Judged]] = {}
+        calls: dict[int, RewardCall] = {}
         while batch.admit(share) or batch.running:
             for index in batch.advance():
                 if share.counts:
-                    pending[index] = self._pool.submit(self._score, job.prompts[index], batch.completions[index])
+                    calls[index] = self._rewards.submit(job.prompts[index], batch.completions[index])
             if share.may_stop and self._stop_asked():
                 self._episodes.cancel()
                 self._driver.abort()
                 return lambda: None
-        deadline = time.monotonic() + self._reward_timeout
-        return lambda: self._judged(job, batch, pending, deadline) | (_played(job, batch) if share.counts else {})
+        ended = time.monotonic()
+        return lambda: self._judged(job, calls, ended) | (_played(job, batch) if share.counts else {})
 
-    def _judged(
-        self, job: Job, batch: _Batch, pending: Mapping[int, Future[Judged]], deadline: float
-    ) -> dict[int, Group]:
-        groups = {
-            index: self._group(job, batch.completions[index], index, future, deadline)
-            for index, future in pending.items()
-        }
-        if not all(future.done() for future in pending.values()):
-            self._replace_pool()
-        return groups
-
-    def _replace_pool(self) -> None:
-        """Leave rewards that hang behind: they cannot be ended, and would take workers from every later batch."""
-        self._close_pool()
-        AWAITED.leave_if_blocked()
-        self._pool = ThreadPoolExecutor(self._reward_workers, thread_name_prefix="reward")
+    def _judged(self, job: Job, calls: Mapping[int, RewardCall], ended: float) -> dict[int, Group]:
+        self._rewards.wait(list(calls.values()), since=ended)
+        return {index: self._group(job, call) for index, call in calls.items()}
 
     def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> Judged:
         texts = self._texts(completions)
@@ -120,27 +103,21 @@ class Collector:
     def _texts(self, completions: Sequence[Completion]) -> list[str]:
         return [self._decode(completion.token_ids) for completion in completions]
 
-    def _group(
-        self, job: Job, completions: Sequence[Completion], index: int, future: Future[Judged], deadline: float
-    ) -> Group:
-        try:
-            texts, scores = future.result(timeout=max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            error = f"no reward within rollout.reward_timeout={self._reward_timeout:g} s"
-            texts, scores = self._texts(completions), [Score(reward=None, error=error)] * len(completions)
-        prompt = job.prompts[index]
+    def _group(self, job: Job, call: RewardCall) -> Group:
+        texts, scores = call.judged() or self._failed(call.completions)
         rollouts = [
-            _rollout(prompt, completion, score, text, job.sampling.temperature)
-            for completion, score, text in zip(completions, scores, texts, strict=True)
+            _rollout(call.prompt, completion, score, text, job.sampling.temperature)
+            for completion, score, text in zip(call.completions, scores, texts, strict=True)
         ]
-        return Group(prompt=prompt, rollouts=rollouts)
+        return Group(prompt=call.prompt, rollouts=rollouts)
+
+    def _failed(self, completions: Sequence[Completion]) -> Judged:
+        error = f"no reward within rollout.reward_timeout={self._reward_timeout:g} s"
+        return self._texts(completions), [Score(reward=None, error=error)] * len(completions)
 
     def close(self) -> None:
         self._episodes.close()
-        self._close_pool()
-
-    def _close_pool(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._rewards.close()
 
 
 class _Batch:

@@ -238,6 +238,29 @@ def test_a_reward_that_hangs_costs_that_prompt_only_and_no_worker_of_the_next_ba
     assert rewards_of(collector.collect(job_of(4, name="train/2")))[3] == [1.0] * 3
 
 
+def test_rewards_that_hang_cost_nothing_to_those_queued_behind_them(never):
+    judge = Judge(lambda prompt: never.wait() if prompt.text in ("p0", "p1", "p9") else None)
+    collector = collector_of(FakeEngine(), judge, single_rank(), workers=2, timeout=0.2)
+    groups = collector.collect(job_of(32))
+    assert [group.prompt.text for group in groups if group.rollouts[0].score.error] == ["p0", "p1", "p9"]
+
+
+def test_a_reward_that_always_hangs_is_not_waited_for_once_for_every_prompt(never):
+    began = []
+    judge = Judge(lambda prompt: (began.append(prompt.text), never.wait()))
+    groups = collector_of(FakeEngine(), judge, single_rank(), workers=2, timeout=0.1).collect(job_of(16))
+    assert rewards_of(groups) == [[None] * 3] * 16
+    assert len(began) == 4
+
+
+def test_time_in_the_queue_is_no_time_of_the_reward():
+    begun = threading.Semaphore(0)
+    # Each lasts for 0.1 s: together they take longer than one may.
+    judge = Judge(lambda prompt: begun.acquire(timeout=0.1))
+    collector = collector_of(FakeEngine(), judge, single_rank(), workers=1, timeout=0.3)
+    assert rewards_of(collector.collect(job_of(5))) == [[1.0] * 3] * 5
+
+
 class AsyncJudge:
     """A user's async reward of which some calls block its event loop."""
 
