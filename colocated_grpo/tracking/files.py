@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any, TextIO, TypeVar
 
 import yaml
@@ -34,6 +35,24 @@ HELD_OUT_KEPT = 16
 """Held-out prompts whose rollout is kept: the same ones each time, so that before and after can be compared."""
 
 Row = dict[str, Any]
+Shape = Mapping[str, type | UnionType]
+"""What a row must hold under which keys. It may hold more."""
+NUMBER = int | float | None
+STEPPED: Shape = {"step": int}
+METRICS: Shape = {"step": int, "kind": str}
+ROLLOUT: Shape = {
+    "kind": str,
+    "step": int,
+    "prompt_index": int,
+    "source": str,
+    "prompt": str,
+    "completion": str,
+    "reward": NUMBER,
+    "parts": dict,
+    "error": str | None,
+    "finish_reason": str,
+    "completion_tokens": int,
+}
 Item = TypeVar("Item")
 
 
@@ -114,24 +133,40 @@ def run_folder(path: str | Path) -> Path:
 
 def read_metrics(run_dir: Path) -> list[Row]:
     """All metric rows in the order written. Raises RunFolderError when there are none yet."""
-    rows = list(read_rows(run_dir / METRICS_FILE))
+    path = run_dir / METRICS_FILE
+    rows = list(read_rows(path, METRICS))
     if not rows:
         raise RunFolderError(f"{run_dir}: no metrics yet, the run has not finished its first step")
+    for row in rows:
+        _check_numbers(path, {key: value for key, value in row.items() if key not in METRICS})
     return rows
 
 
 def read_rollouts(run_dir: Path) -> list[Row]:
-    return list(read_rows(run_dir / ROLLOUTS_FILE))
+    path = run_dir / ROLLOUTS_FILE
+    rows = list(read_rows(path, ROLLOUT))
+    for row in rows:
+        _check_numbers(path, row["parts"])
+    return rows
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / CONFIG_FILE
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        return _object(path, yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")))
+    except yaml.YAMLError as error:
+        raise RunFolderError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
 
 
 def read_environment(run_dir: Path) -> list[dict[str, Any]]:
     """Every start of the run, oldest first."""
-    return _read_object(run_dir / ENVIRONMENT_FILE).get("starts", [])
+    path = run_dir / ENVIRONMENT_FILE
+    starts = _read_object(path).get("starts", [])
+    if not isinstance(starts, list):
+        raise RunFolderError(f"{path}: 'starts' must be a list, not {repr(starts)[:60]}")
+    return [_object(path, start) for start in starts]
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
@@ -139,8 +174,11 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return _read_object(run_dir / SUMMARY_FILE)
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """Objects of a .jsonl file; a last line without its newline was cut by a kill and is left out."""
+def read_rows(path: Path, shape: Shape = STEPPED) -> Iterator[Row]:
+    """Objects of a .jsonl file; a last line without its newline was cut by a kill and is left out.
+
+    Raises RunFolderError with one line for what is no object of the shape: another program may have written it.
+    """
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -151,7 +189,8 @@ def read_rows(path: Path) -> Iterator[Row]:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise RunFolderError(f"{path}:{line_number}: not a JSON line ({error.msg})") from error
-            yield row
+            where = f"{path}:{line_number}"
+            yield _shaped(where, _object(where, row), shape)
 
 
 def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -178,9 +217,30 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return _object(path, json.loads(path.read_text(encoding="utf-8", errors="replace")))
     except json.JSONDecodeError as error:
         raise RunFolderError(f"{path}: not JSON ({error.msg})") from error
+
+
+def _object(where: Path | str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RunFolderError(f"{where}: must be an object, not {repr(value)[:60]}")
+    return value
+
+
+def _shaped(where: str, row: Row, shape: Shape) -> Row:
+    for key, kind in shape.items():
+        if key not in row:
+            raise RunFolderError(f"{where}: no {key!r}")
+        if not isinstance(row[key], kind):
+            raise RunFolderError(f"{where}: {key!r} is {repr(row[key])[:60]}, not {getattr(kind, '__name__', kind)}")
+    return row
+
+
+def _check_numbers(path: Path, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if not isinstance(value, NUMBER):
+            raise RunFolderError(f"{path}: {key!r} is {repr(value)[:60]}, not a number")
 
 
 def keep_before(path: Path, first_step: int) -> None:

@@ -14,6 +14,7 @@ from colocated_grpo.tracking.files import Row
 GAMES_FILE = "games.jsonl"
 EVENTS_FILE = "game_events.jsonl"
 EVENTS_TABLE = "game_events.csv"
+GAME: files.Shape = {"step": int, "source": str, "game": int, "winner": object}
 
 
 class GameWriter:
@@ -61,7 +62,7 @@ class GameWriter:
 
 def read_games(run_dir: Path) -> list[Row]:
     """Oldest first."""
-    return list(files.read_rows(run_dir / GAMES_FILE))
+    return list(files.read_rows(run_dir / GAMES_FILE, GAME))
 
 
 def title(game: Row) -> str:

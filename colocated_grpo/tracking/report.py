@@ -55,7 +55,7 @@ def _page(title: str, body: str) -> str:
 def _header(run_dir: Path, rows: list[Row]) -> str:
     summary = files.read_summary(run_dir)
     config = files.read_config(run_dir)
-    model = config.get("model", {}).get("name", "")
+    model = dict(files.flat(config)).get("model.name", "")
     outcome = summary.get("outcome", "still running, or stopped without a word")
     title = f'<h1>{_text(run_dir.resolve().name)}</h1><p class="quiet">{_text(model)} - {_text(outcome)}</p>'
     tiles = "".join(

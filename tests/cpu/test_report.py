@@ -192,6 +192,68 @@ def test_a_run_without_a_finished_step_is_one_line(tool, tmp_path: Path, capsys:
     assert "no metrics yet" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tool", [report.main, lambda runs: compare_runs.main(runs * 2)])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"loss": 1}', ":1: no 'step'"),
+        ("[1]", ":1: must be an object, not [1]"),
+        ('{"kind": "train", "step": "0"}', ":1: 'step' is '0', not int"),
+        ('{"kind": "train", "step": 0, "loss": "low"}', ": 'loss' is 'low', not a number"),
+    ],
+)
+def test_metrics_of_another_program_are_one_line(
+    tool, line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    assert tool([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'metrics.jsonl'}{message}\n"
+
+
+ROLLOUT = {"kind": "train", "step": 0, "prompt_index": 0, "source": "sort", "prompt": "a", "completion": "b"}
+ROLLOUT |= {"reward": 1.0, "parts": {}, "error": None, "finish_reason": "stop", "completion_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"loss": 1}, ":1: no 'kind'"),
+        ([1], ":1: must be an object, not [1]"),
+        (ROLLOUT | {"reward": "high"}, ":1: 'reward' is 'high', not int | float | None"),
+        (ROLLOUT | {"parts": {"correct": "yes"}}, ": 'correct' is 'yes', not a number"),
+    ],
+)
+def test_rollouts_of_another_program_are_one_line(
+    row: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    assert show_rollouts.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'rollouts.jsonl'}{message}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("environment.json", "[]", "must be an object, not []"),
+        ("environment.json", '{"starts": [1]}', "must be an object, not 1"),
+        ("environment.json", '{"starts": 1}', "'starts' must be a list, not 1"),
+        ("summary.json", "[]", "must be an object, not []"),
+        ("config.yaml", "- 1", "must be an object, not [1]"),
+        ("config.yaml", "a: [", "not YAML (while parsing"),
+        ("games.jsonl", '{"step": 0, "game": 0, "winner": "x"}\n', "no 'source'"),
+    ],
+)
+def test_other_files_of_another_program_are_one_line(
+    name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 0}\n')
+    (tmp_path / name).write_text(text)
+    assert report.main([str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(tmp_path / name)) and message in line
+
+
 @pytest.mark.parametrize(
     ("options", "rewards"),
     [
