@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -16,10 +19,21 @@ from colocated_grpo.environments.atropos.rows import Reader
 from colocated_grpo.environments.atropos.source import AtroposSource
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import RunError
+from colocated_grpo.web.client import Unavailable
 
+from raw_server import response
 from servers import APIS, EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos, until
 
 BATCH = 4
+TRAINER = Trainer(
+    batch_size=BATCH,
+    max_token_len=64,
+    checkpoint_dir="runs/a",
+    save_checkpoint_interval=3,
+    num_steps=20,
+    wandb_group="",
+    wandb_project="p",
+)
 
 
 @pytest.fixture(scope="module", params=APIS)
@@ -43,18 +57,9 @@ def hurried(monkeypatch):
 class Trial:
     """A source and what it had to say."""
 
-    def __init__(self, url: str, *, batch_size: int = BATCH, max_token_len: int = 64, **settings: Any) -> None:
+    def __init__(self, url: str, **settings: Any) -> None:
         self.notes: list[str] = []
         self.kept: list[Any] = []
-        trainer = Trainer(
-            batch_size=batch_size,
-            max_token_len=max_token_len,
-            checkpoint_dir="runs/a",
-            save_checkpoint_interval=3,
-            num_steps=20,
-            wandb_group="",
-            wandb_project="p",
-        )
         reader = Reader(
             source="atropos",
             vocab_size=100,
@@ -63,7 +68,7 @@ class Trial:
             origins=Origins(10),
             decode=lambda tokens: "",
         )
-        client = AtroposClient(url, trainer, may_reset=settings.get("reset", False), timeout=5.0)
+        client = AtroposClient(url, TRAINER, may_reset=settings.get("reset", False), timeout=5.0)
         self.source = AtroposSource(
             client,
             reader,
@@ -133,6 +138,33 @@ def test_batches_formed_at_once_come_newest_first_and_none_is_lost(url):
     for mark in range(3):
         send(url, mark)
     assert [trial.marks() for _ in range(3)] == [[2], [1], [0]]
+
+
+def test_a_batch_that_takes_long_to_write_is_waited_for():
+    """The server has taken it off its queue: whoever gives up loses it."""
+    written = threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            written.wait(5)
+            with suppress(BrokenPipeError):
+                self.wfile.write(response(b'{"batch": [1]}'))
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    client = AtroposClient(f"http://127.0.0.1:{server.server_port}", TRAINER, may_reset=False, timeout=0.05)
+    with ThreadPoolExecutor(1) as thread:
+        batch = thread.submit(client.batch)
+        for _ in range(2):  # patience for one answer passes twice
+            with pytest.raises(Unavailable, match="timed out"):
+                client.status()
+        written.set()
+        assert batch.result(5) == [1]
+    server.shutdown()
+    server.server_close()
 
 
 def test_nothing_comes_until_it_is_told_to_stop(url):

@@ -24,6 +24,8 @@ MAX_BODY_BYTES = 256 << 20
 MAX_QUEUED = 1 << 20
 """Sequences. At a thousand tokens each this is some tens of GB, so a trainer that stays away is noticed before."""
 GZIP_FROM_BYTES = 1000
+GZIP_LEVEL = 1
+"""Nobody is answered while a batch is packed: the highest level takes nearly twenty times as long."""
 
 
 def create_app(*, max_body_bytes: int = MAX_BODY_BYTES, max_queued: int = MAX_QUEUED) -> FastAPI:
@@ -32,7 +34,7 @@ def create_app(*, max_body_bytes: int = MAX_BODY_BYTES, max_queued: int = MAX_QU
     exchange = Exchange(max_queued)
     # Environments that render a page read the API from a browser, as upstream's may.
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(GZipMiddleware, minimum_size=GZIP_FROM_BYTES)
+    app.add_middleware(GZipMiddleware, minimum_size=GZIP_FROM_BYTES, compresslevel=GZIP_LEVEL)
     app.add_middleware(RequestBodies, max_bytes=max_body_bytes, refuse=_refuse)
     _add_refusals(app)
     _add_trainer_routes(app, exchange)

@@ -10,6 +10,9 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.web.client import JsonClient, Refused, Unavailable
 
 UNSET = -1
+BATCH_SECONDS = 300.0
+"""For GET /batch: the server takes a batch off its queue before it writes and packs it, which is seconds for each
+million tokens, and a batch that nobody waits for any longer is lost."""
 HANDSHAKES = 3
 """Resets in a row before giving up: each can be spoiled by an environment that posts at that moment."""
 
@@ -43,6 +46,7 @@ class AtroposClient:
         self._trainer = trainer
         self._may_reset = may_reset
         self._http = JsonClient(url, timeout=timeout)
+        self._batches = JsonClient(url, timeout=BATCH_SECONDS)
 
     @property
     def batch_size(self) -> int:
@@ -100,7 +104,7 @@ class AtroposClient:
     def batch(self) -> list[Any] | None:
         """The next batch as the server sends it; None while it has none."""
         try:
-            answer = self._http.get("/batch")
+            answer = self._batches.get("/batch")
         except Refused as error:
             raise Unavailable(str(error)) from None
         if not isinstance(answer, dict) or "batch" not in answer:
