@@ -189,6 +189,14 @@ BAD = [
     ("scores", {"scores": [True, 1.0]}),
     ("scores", {"scores": [10**400, 1.0]}),
     ("scores", {"scores": [None, 1.0]}),
+    ("scores", {"scores": [1e25, 1.0]}),
+    ("scores", {"scores": [-1e7, 1.0]}),
+    ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, -9999, -1], [1, 1, -0.4, -0.5, -0.6]]}),
+    ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, -88, -1], [1, 1, -0.4, -0.5, -0.6]]}),
+    ("advantages", {"advantages": [[0, 0, 1e30, 1, 1], [0, 0, 1, 1, 1]]}),
+    ("advantages", {"advantages": [[0, 0, -1e7, 1, 1], [0, 0, 1, 1, 1]]}),
+    ("ref_logprobs", {"ref_logprobs": [[1, 1, -9999, -1, -1], [0, 0, -1, -1, -1]]}),
+    ("ref_logprobs", {"ref_logprobs": [[1, 1, 200, -1, -1], [0, 0, -1, -1, -1]]}),
     ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, -0.2], [1, 1, -0.4, -0.5, -0.6]]}),
     ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, 0.5, -0.3], [1, 1, -0.4, -0.5, -0.6]]}),
     ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, math.nan, -1], [1, 1, -0.4, -0.5, -0.6]]}),
@@ -196,7 +204,7 @@ BAD = [
     ("inference_logprobs", {"inference_logprobs": [None, [1, 1, -0.4, -0.5, -0.6]]}),
     ("advantages", {"advantages": [[1.0], [0, 0, 1, 1, 1]]}),
     ("advantages", {"advantages": [[0, 0, math.inf, 1, 1], [0, 0, 1, 1, 1]]}),
-    ("ref_logprobs", {"ref_logprobs": [[1.0], [0, 0, 1, 1, 1]]}),
+    ("ref_logprobs", {"ref_logprobs": [[1.0], [0, 0, -1, -1, -1]]}),
     ("temperature", {"overrides": [{"temperature": "hot"}]}),
     ("temperature", {"overrides": [{"temperature": math.nan}]}),
     ("temperature", {"overrides": [{"temperature": 1e-30}]}),
@@ -213,6 +221,12 @@ def test_a_bad_sequence_is_left_out_and_its_sibling_stays(reason, changes):
 def test_a_log_probability_just_above_zero_is_zero():
     (first, _) = rollouts(inference_logprobs=[[1, 1, 1e-6, -0.2, -0.3], [1, 1, -0.4, -0.5, -0.6]])
     assert first.sampling_logprobs == [0, 0, 0, -0.2, -0.3]
+
+
+@pytest.mark.parametrize("filler", [1.0, 0.0, -100, -9999, 1e30])
+def test_what_stands_where_nothing_is_trained_may_be_anything(filler):
+    (first, _) = rollouts(inference_logprobs=[[filler, filler, -86, -0.2, 0], [filler, filler, -0.4, -0.5, -0.6]])
+    assert first.sampling_logprobs == [0, 0, -86, -0.2, 0]
 
 
 def test_images_are_refused():

@@ -22,8 +22,11 @@ MASKED = -100
 DUMMY_LOGPROB = -0.5
 ABOVE_ZERO = 1e-3
 """A log-probability may round to just above zero; further up it is none."""
-LARGEST = 3e38
-"""What float32, in which the loss is computed, still holds."""
+LEAST_LOGPROB = -87.0
+"""Below it a probability is no normal float32 and its inverse, an importance weight, overflows. Nothing samples such a
+token: it is a filler, -9999 for instance."""
+LARGEST = 1e6
+"""For scores and advantages. Much larger ones, though finite, make the gradient's norm infinite, which ends the run."""
 COLDEST, HOTTEST = 0.01, 100.0
 """Temperatures beyond these are typing errors: logits divided by them would overflow or vanish."""
 MISSING_LOGPROBS = "GRPO requires inference_logprobs for importance sampling!"
@@ -111,13 +114,11 @@ class Reader:
     ) -> list[float] | None:
         if not item.get("inference_logprobs"):
             return None
-        logprobs = _per_token(item, "inference_logprobs", index, trained)
-        if (logprobs > ABOVE_ZERO).any():
-            raise BadRow("inference_logprobs")
+        logprobs = _log_probabilities(item, "inference_logprobs", index, trained)
         # What upstream puts in place of an OpenAI endpoint, which knows neither tokens nor log-probabilities.
         if (np.arange(len(tokens)) == tokens).all() and (logprobs[trained] == DUMMY_LOGPROB).all():
             raise BadRow("dummy_server")
-        return np.minimum(logprobs, 0.0).tolist()
+        return logprobs.tolist()
 
     def _origin(self, tokens: np.ndarray, trained: np.ndarray) -> Origin | None:
         """Of the oldest of its completions; None as soon as one of them is not ours."""
@@ -175,12 +176,19 @@ def _numbers(item: dict[str, Any], name: str, index: int, *, kinds: str, length:
 
 
 def _per_token(item: dict[str, Any], name: str, index: int, trained: np.ndarray) -> np.ndarray:
-    """Finite numbers aligned with the tokens, 0 where nothing is trained: fillers there may be anything."""
+    """Sane numbers aligned with the tokens, 0 where nothing is trained: fillers there may be anything."""
     values = _numbers(item, name, index, kinds="fiu", length=len(trained))
     values = np.where(trained, values, 0.0).astype(np.float64)
     if not (np.abs(values) <= LARGEST).all():  # NaN fails too
         raise BadRow(name)
     return values
+
+
+def _log_probabilities(item: dict[str, Any], name: str, index: int, trained: np.ndarray) -> np.ndarray:
+    values = _per_token(item, name, index, trained)
+    if values.max() > ABOVE_ZERO or values.min() < LEAST_LOGPROB:
+        raise BadRow(name)
+    return np.minimum(values, 0.0)
 
 
 def _trained(tokens: np.ndarray, masks: np.ndarray) -> np.ndarray:
@@ -203,7 +211,7 @@ def _score(item: dict[str, Any], index: int) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    """A finite number that a float can hold; True and False are none."""
+    """A number that can be trained on; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
@@ -239,4 +247,4 @@ def _advantages(
 
 
 def _ref_logprobs(item: dict[str, Any], index: int, trained: np.ndarray) -> list[float] | None:
-    return _per_token(item, "ref_logprobs", index, trained).tolist() if item.get("ref_logprobs") else None
+    return _log_probabilities(item, "ref_logprobs", index, trained).tolist() if item.get("ref_logprobs") else None
