@@ -21,7 +21,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import RunError
 from colocated_grpo.web.client import Unavailable
 
-from raw_server import response
+from raw_server import answering, response
 from servers import APIS, EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos, until
 
 BATCH = 4
@@ -80,7 +80,7 @@ class Trial:
 
     def start(self, step: int = 0) -> None:
         self.source.connect()
-        self.source.register(step)
+        self.source.begin(step)
 
     def marks(self) -> list[int] | None:
         """First tokens of the next batch's groups."""
@@ -250,6 +250,28 @@ def test_a_killed_and_restarted_server_is_survived(command):
     assert results == [[2]]
     assert "no batch from" in trial.notes[0]
     assert len([note for note in trial.notes if "registered again" in note]) == 1
+
+
+def test_a_server_that_goes_away_while_the_engines_are_built_is_survived():
+    with ApiProcess(EMBEDDED) as server:
+        trial = Trial(server.url)
+        trial.source.connect()
+        server.kill()
+        trial.source.begin(0)
+        assert "could not register" in trial.notes[0]
+        server.start()
+        with ThreadPoolExecutor(1) as thread:
+            marks = thread.submit(trial.marks)
+            until(lambda: ask(server.url, "/info")["batch_size"] == BATCH)
+            send(server.url, 2)
+            assert marks.result(10) == [2]
+
+
+@pytest.mark.parametrize("queue_size", ["null", '"many"', "[]", "true", "1e999", "NaN", "-1", "1" + "0" * 400])
+def test_a_status_without_numbers_is_no_answer(queue_size):
+    body = f'{{"current_step": 1, "queue_size": {queue_size}}}'
+    with answering(response(body.encode())) as url, pytest.raises(Unavailable, match="does not answer as Atropos"):
+        AtroposClient(url, TRAINER, may_reset=False).status()
 
 
 def test_no_server_at_all_is_said_in_one_line():

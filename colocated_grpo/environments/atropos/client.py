@@ -10,6 +10,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.web.client import JsonClient, Refused, Unavailable
 
 UNSET = -1
+STATUS = ("current_step", "queue_size")
 BATCH_SECONDS = 300.0
 """For GET /batch: the server takes a batch off its queue before it writes and packs it, which is seconds for each
 million tokens, and a batch that nobody waits for any longer is lost."""
@@ -119,5 +120,7 @@ class AtroposClient:
     def status(self) -> dict[str, float]:
         """current_step counts batches formed, not trained; queue_size counts groups."""
         answer = self._http.get("/status")
-        numbers = answer if isinstance(answer, dict) else {}
-        return {name: float(numbers[name]) for name in ("current_step", "queue_size") if name in numbers}
+        numbers = [answer.get(name) for name in STATUS] if isinstance(answer, dict) else [None]
+        if not all(type(number) in (int, float) and 0 <= number < 2**53 for number in numbers):
+            raise Unavailable("GET /status does not answer as Atropos' API does")
+        return dict(zip(STATUS, map(float, numbers), strict=True))

@@ -79,6 +79,17 @@ class AtroposSource:
             "python -m colocated_grpo.environments.atropos.api"
         )
 
+    def begin(self, step: int) -> None:
+        """Register if the server is there, else leave it to `wait_for_groups`: the engines took minutes to build, in
+        which a server may be restarted as at any other time."""
+        try:
+            self.register(step)
+        except (Unavailable, Refused, NotRegistered) as error:
+            reason = str(error) or "it forgot this trainer"
+            self._note(
+                f"atropos: could not register at {self._client.url} ({reason}); trying again with the next batch"
+            )
+
     def register(self, step: int) -> None:
         """Become the server's trainer, as of `step`, and let environments in."""
         self._early = self._client.register(step, self._note)

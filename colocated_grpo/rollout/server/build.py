@@ -100,7 +100,7 @@ class Serving:
                 policy_version,
                 self._note,
             )
-        self._world.from_main(lambda: self.source.register(step))
+        self._world.from_main(lambda: self.source.begin(step))
         probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]
         return ServedSupply(role, self._world, stop_asked, probe)
 
