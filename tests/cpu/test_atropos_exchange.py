@@ -91,6 +91,31 @@ def test_an_environment_without_a_name_is_let_in(fresh):
     assert (status, json.loads(answer)["wandb_name"]) == (200, "env_0")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"group_size": 0},
+        {"max_token_length": 10**400},
+        {"weight": 1e308},
+        {"weight": -1.0},
+        {"min_batch_allocation": 1e308},
+        {"min_batch_allocation": -0.5},
+    ],
+)
+def test_an_environment_whose_numbers_would_break_the_server_for_all_is_refused(fresh, wrong):
+    post(fresh, "/register", registration())
+    call(fresh.url + "/batch")
+    env = {"max_token_length": 64, "desired_name": None, "weight": 1.0, "group_size": 4}
+    assert post(fresh, "/register-env", {**env, **wrong}) == 422
+    assert post(fresh, "/register-env", {**env, "min_batch_allocation": 1.0, "weight": 0.0}) == 200
+
+
+@pytest.mark.parametrize("name", ["batch_size", "max_token_len"])
+@pytest.mark.parametrize("number", [0, 2**31])
+def test_a_trainer_whose_numbers_cannot_be_served_is_refused(fresh, name, number):
+    assert post(fresh, "/register", registration(**{name: number})) == 422
+
+
 def test_a_body_above_the_limit_is_refused(fresh):
     assert post(fresh, "/scored_data", {**group(), "padding": "x" * LIMIT}) == 413
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 DEEPEST = 32
 
@@ -31,6 +31,10 @@ Anything = Annotated[Any, AfterValidator(_sendable)]
 Settings = Annotated[dict[str, Any], AfterValidator(_sendable)]
 
 
+# What one client registers is reckoned with for all of them: an overflow or a division by zero would be everybody's.
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
 class Payload(BaseModel):
     """Unknown keys are ignored, as there. NaN and infinity are not numbers: JSON has no word for them."""
 
@@ -42,9 +46,9 @@ class Registration(Payload):
 
     wandb_group: str
     wandb_project: str
-    batch_size: int
+    batch_size: Count
     """Sequences of one batch."""
-    max_token_len: int
+    max_token_len: Count
     """Environments drop groups with a sequence of this length or longer."""
     checkpoint_dir: str
     save_checkpoint_interval: int
@@ -53,12 +57,12 @@ class Registration(Payload):
 
 
 class EnvRegistration(Payload):
-    max_token_length: int
+    max_token_length: Count
     desired_name: str | None
     """None from environments started without --env.wandb_name."""
-    weight: float
-    group_size: int
-    min_batch_allocation: float | None = None
+    weight: float = Field(ge=0, le=1e6)
+    group_size: Count
+    min_batch_allocation: float | None = Field(None, ge=0, le=1)
     """Least share of a batch that comes from this environment."""
 
 
