@@ -142,6 +142,12 @@ def test_images_nested_too_deep_to_send_back_are_refused(fresh):
     assert post(fresh, "/scored_data", {**group(), "images": json.loads("[" * 200 + "]" * 200)}) == 422
 
 
+def test_a_list_that_finds_no_room_is_not_kept_in_part(fresh):
+    assert post(fresh, "/scored_data_list", [group(24)] * 3) == 503
+    assert json.loads(call(fresh.url + "/status")[1])["queue_size"] == 0
+    assert post(fresh, "/scored_data_list", [group(24)] * 2) == 200
+
+
 def test_a_trainer_that_stays_away_does_not_fill_the_memory(fresh):
     assert [post(fresh, "/scored_data", group(32)) for _ in range(3)] == [200, 200, 503]
 

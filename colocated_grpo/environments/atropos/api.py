@@ -116,7 +116,7 @@ def _add_environment_routes(app: FastAPI, exchange: Exchange) -> None:
 
     @app.post("/scored_data_list")
     async def scored_data_list(groups: list[ScoredData]) -> dict[str, Any]:
-        answers = [exchange.post(group.as_group()) for group in groups]
+        answers = exchange.post_all([group.as_group() for group in groups])
         buffered = [answer["buffer_size"] for answer in answers if answer["status"] == "buffered"]
         counts = {"buffered": len(buffered), "last_buffer_size": buffered[-1]} if buffered else {}
         return {"status": "received", "groups_processed": len(groups), **counts}

@@ -113,8 +113,15 @@ class Exchange:
 
     def post(self, group: Group) -> dict[str, Any]:
         """Queue a group; a part of one waits until its environment's parts add up to a whole group."""
-        if self._queued() + len(group["tokens"]) > self._max_queued:
+        return self.post_all([group])[0]
+
+    def post_all(self, groups: list[Group]) -> list[dict[str, Any]]:
+        """All or none: who is refused sends the whole list again, and what was kept would be trained twice."""
+        if self._queued() + sum(map(_size, groups)) > self._max_queued:
             raise QueueFull(f"{self._queued()} sequences are waiting for the trainer; the limit is {self._max_queued}")
+        return [self._post(group) for group in groups]
+
+    def _post(self, group: Group) -> dict[str, Any]:
         env_id = group["env_id"]
         if env_id is not None and 0 <= env_id < len(self._envs):
             wanted = self._envs[env_id].group_size
