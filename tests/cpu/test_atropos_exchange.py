@@ -148,6 +148,11 @@ def test_a_list_that_finds_no_room_is_not_kept_in_part(fresh):
     assert post(fresh, "/scored_data_list", [group(24)] * 2) == 200
 
 
+def test_groups_without_sequences_do_not_fill_the_memory_either(fresh):
+    assert post(fresh, "/scored_data_list", [group(0)] * 64) == 200
+    assert post(fresh, "/scored_data", group(0)) == 503
+
+
 def test_a_trainer_that_stays_away_does_not_fill_the_memory(fresh):
     assert [post(fresh, "/scored_data", group(32)) for _ in range(3)] == [200, 200, 503]
 

@@ -117,7 +117,7 @@ class Exchange:
 
     def post_all(self, groups: list[Group]) -> list[dict[str, Any]]:
         """All or none: who is refused sends the whole list again, and what was kept would be trained twice."""
-        if self._queued() + sum(map(_size, groups)) > self._max_queued:
+        if self._queued() + sum(map(_room, groups)) > self._max_queued:
             raise QueueFull(f"{self._queued()} sequences are waiting for the trainer; the limit is {self._max_queued}")
         return [self._post(group) for group in groups]
 
@@ -145,7 +145,7 @@ class Exchange:
 
     def _queued(self) -> int:
         waiting = [self._queue, *self._parts.values(), *self._formed]
-        return sum(_size(group) for groups in waiting for group in groups)
+        return sum(_room(group) for groups in waiting for group in groups)
 
     def batch(self) -> dict[str, Any]:
         """The newest batch formed; forms all that the queue allows when none is left."""
@@ -205,3 +205,8 @@ class Exchange:
 
 def _size(group: Group) -> int:
     return len(group["tokens"])
+
+
+def _room(group: Group) -> int:
+    """What it counts against the limit: a group without sequences may hold any amount of text."""
+    return max(1, _size(group))
