@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import zlib
@@ -11,6 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+BODY_SECONDS = 60.0
+"""From head to end of a body. A half-sent one holds one of the places for requests, which would else be for ever."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A half of a pair, as JSON writes it."""
 
@@ -24,7 +27,8 @@ class BodyRefused(Exception):
 
 
 class RequestBodies:
-    """Middleware: hands each request on with its whole body, gzip undone; 413 above `max_bytes`, 400 for broken gzip.
+    """Middleware: hands each request on with its whole body, gzip undone; 413 above `max_bytes`, 400 for broken gzip,
+    408 where it takes too long.
 
     The limit holds for the unpacked size: a kilobyte of gzip can stand for a megabyte. Bodies are text in UTF-8, for
     strings that cannot be written in it break whatever they reach: tokenizers, replies, the engine.
@@ -41,7 +45,11 @@ class RequestBodies:
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._read(Headers(scope=scope), receive)
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._read(Headers(scope=scope), receive)
+        except TimeoutError:
+            await self._refuse(408, f"the request body did not come within {BODY_SECONDS:g} s")(scope, receive, send)
+            return
         except BodyRefused as refusal:
             await self._refuse(refusal.status, str(refusal))(scope, receive, send)
             return

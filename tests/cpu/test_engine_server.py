@@ -597,6 +597,19 @@ def test_only_who_has_the_key_is_served():
     served.close()
 
 
+def test_a_body_that_does_not_come_gives_its_place_back(monkeypatch):
+    monkeypatch.setattr("colocated_grpo.web.bodies.BODY_SECONDS", 0.05)
+    served = Served(max_requests=1)
+    connection = HTTPConnection("127.0.0.1", served.server.ports[0], timeout=3)
+    connection.putrequest("POST", "/generate")
+    connection.putheader("Content-Length", "100")
+    connection.endheaders(b"{")
+    assert connection.getresponse().status == 408
+    assert served.call("GET", "/v1/models")[0] == 200
+    connection.close()
+    served.close()
+
+
 def test_more_requests_than_allowed_are_turned_away():
     served = Served(max_requests=1)
     served.awake.clear()
