@@ -10,14 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
-from colocated_grpo.config.base import NonNegative, Positive, Section
+from colocated_grpo.config.base import Fraction, NonNegative, Positive, Section
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
 COLDEST = 0.01
 """vLLM samples at this temperature where a lower one is asked for, and 0 is greedy."""
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
 _ANSWERS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -127,9 +125,8 @@ class RolloutConfig(Section):
     reward_workers: Positive = 8
     """Threads per rank that compute rewards while the engine decodes."""
     reward_timeout: float = Field(60.0, gt=0)
-    """Seconds that a prompt's rewards may take before they count as failed, from the step's last completion at the
-    earliest. Waiting for a worker is not counted: where all workers hang, what waits gets new ones, and fails only when
-    new ones finish nothing either."""
+    """Seconds that a prompt's rewards may take before they count as failed, counted from the step's last completion at
+    the earliest and without the wait for a worker. Workers that hang are replaced."""
     tool_timeout: float = Field(60.0, gt=0)
     """Seconds that an episode may take between two turns (tools, its reward) before it counts as failed."""
     max_reward_errors: Fraction = 0.2

@@ -8,6 +8,7 @@ import gzip
 import itertools
 import json
 import logging
+import resource
 import threading
 import zlib
 from collections.abc import AsyncGenerator, Iterable, Iterator
@@ -30,7 +31,7 @@ from colocated_grpo.rollout.server.chunks import Stream, as_lines, generate_chun
 from colocated_grpo.rollout.server.sampler import Bit, LeastBusy, Limits, Sampler
 from colocated_grpo.rollout.server.wishes import ChatBody, CompletionBody, GenerateBody, SamplingWish, TokensBody
 from colocated_grpo.types import Completion
-from colocated_grpo.web.serving import ServerThread
+from colocated_grpo.web.serving import DESCRIPTORS, ServerThread
 
 from fakes import VOCABULARY, FakeEngine
 from servers import until
@@ -759,3 +760,13 @@ def test_odd_bodies_are_answered(shared, caplog, path, body, headers, status):
     assert b"Traceback" not in text
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(shared.post("/generate", ATROPOS)["text"]) == 3
+
+
+def test_held_connections_leave_the_run_files_of_its_own():
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
+    try:
+        ServerThread(SimpleNamespace(), "127.0.0.1", [0]).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, DESCRIPTORS), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -25,7 +25,7 @@ MAX_QUEUED = 1 << 20
 """Sequences. At a thousand tokens each this is some tens of GB, so a trainer that stays away is noticed before."""
 GZIP_FROM_BYTES = 1000
 GZIP_LEVEL = 1
-"""Nobody is answered while a batch is packed: the highest level takes nearly twenty times as long."""
+"""Nobody is answered while a batch is packed, and higher levels take many times as long."""
 
 
 def create_app(*, max_body_bytes: int = MAX_BODY_BYTES, max_queued: int = MAX_QUEUED) -> FastAPI:

@@ -12,8 +12,8 @@ from colocated_grpo.web.client import JsonClient, Refused, Unavailable
 UNSET = -1
 STATUS = ("current_step", "queue_size")
 BATCH_SECONDS = 300.0
-"""For GET /batch: the server takes a batch off its queue before it writes and packs it, which is seconds for each
-million tokens, and a batch that nobody waits for any longer is lost."""
+"""For GET /batch: the server takes a batch off its queue before it writes and packs it, which takes its time for
+millions of tokens, and a batch that nobody waits for any longer is lost."""
 HANDSHAKES = 3
 """Resets in a row before giving up: each can be spoiled by an environment that posts at that moment."""
 
