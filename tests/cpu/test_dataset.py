@@ -74,7 +74,7 @@ def test_local_files_need_neither_datasets_nor_torch(file):
         "from types import SimpleNamespace\n"
         "from colocated_grpo.config import Config\n"
         "from colocated_grpo.environments import build_environments\n"
-        "tokenizer = SimpleNamespace(chat_template=None, encode=lambda text: [1] * len(text))\n"
+        "tokenizer = SimpleNamespace(chat_template=None, all_special_tokens=[], encode=lambda text: [1] * len(text))\n"
         f"entry = dict(type='dataset', name={str(file)!r}, rewards=['exact_match'], held_out=2)\n"
         "entry['prompt_column'] = 'question'\n"
         "build_environments(Config(model=dict(name='x'), environments=[entry]), tokenizer).open_source().next(3)\n"
