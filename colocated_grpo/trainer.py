@@ -94,7 +94,8 @@ def train(run: Run) -> str:
     # A run that is resumed with fewer steps than it has made ends where it is.
     steps = run.start if run.goal_reached else max(run.start, config.training_steps)
     goal_reached = run.goal_reached
-    maybe_export(run, run.start)  # a kill may have come between its checkpoint and the end of its export
+    if run.start and not run.world.from_main(export_folder(run, run.start).exists):
+        maybe_export(run, run.start)  # a kill came between its checkpoint and the end of its export
     for step in range(run.start, steps):
         cursor = run.supply.state_dict()
         with run.clock.time("step"):
@@ -237,9 +238,13 @@ def save(run: Run, step: int, cursor: dict | None, *, goal_reached: bool = False
 
 
 def maybe_export(run: Run, step: int) -> None:
-    every, target = run.config.checkpoint.export_every, run.folder / f"step_{step}"
-    if every and step and step % every == 0 and not run.world.from_main(target.exists):
-        export_to(run, target)
+    every = run.config.checkpoint.export_every
+    if every and step % every == 0:
+        export_to(run, export_folder(run, step))
+
+
+def export_folder(run: Run, step: int) -> Path:
+    return run.folder / f"step_{step}"
 
 
 def export_to(run: Run, target: Path) -> None:

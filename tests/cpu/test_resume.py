@@ -77,10 +77,12 @@ def test_an_unfinished_checkpoint_is_never_read_and_a_finished_run_can_be_contin
     partial.mkdir(parents=True)
     (partial / "trainer.json").write_text('{"step": 2}')
     changes = {"evaluation": {"every": 0}, "checkpoint": {"every": 2, "keep_last": 1, "export_every": 3}}
+    exported = tmp_path / "run/step_3"
+    (exported / "of_a_lost_attempt").mkdir(parents=True)
     short = train(tmp_path, deterministic(training_steps=3, **changes), "--resume", "auto")
     assert starts(short) == [0]
     assert checkpoints(short) == ["step_000003"]
-    exported = short.folder / "step_3"
+    assert not (exported / "of_a_lost_attempt").exists()
     shutil.rmtree(exported)  # as a kill between a checkpoint and its export leaves it
     more = train(tmp_path, deterministic(training_steps=5, **changes), "--resume", str(short.folder))
     assert starts(more) == [0, 3]
