@@ -24,9 +24,10 @@ from colocated_grpo.build import Run, build_run
 from colocated_grpo.build import describe as facts_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
+from colocated_grpo.errors import RunError
 from colocated_grpo.supervision import StopRequest
 from colocated_grpo.tracking.files import METRICS_FILE, TRAIN, read_rows
-from colocated_grpo.trainer import settle_garbage_collector, train
+from colocated_grpo.trainer import STOPPED, settle_garbage_collector, train
 
 STANDARD_LENGTH = 1024
 DEFAULT_SIZES = {"completions": [64, 256, 1024, 4096], "length": [256, 1024, 4096, 8192], "gpus": [256]}
@@ -95,14 +96,22 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
         run.tracker.start(config, facts_of(run), run.start)
         settle_garbage_collector()
         for index, size in enumerate(sizes):
-            train(resized(run, size, index * options.steps, options.steps, vocabulary_of(model)))
-        run.tracker.close("finished")
+            outcome = train(resized(run, size, index * options.steps, options.steps, vocabulary_of(model)))
+            if outcome == STOPPED:
+                break
+        run.tracker.close(outcome)
         run.close()
         steps = [row for row in read_rows(Path(scratch) / "run" / METRICS_FILE) if row["kind"] == TRAIN]
     if not world.is_main:
         return {}
     parts = [steps[index * options.steps :][: options.steps] for index in range(len(sizes))]
-    rows = [figures(size, part[options.warmup :], world.size) for size, part in zip(sizes, parts, strict=True)]
+    rows = [
+        figures(size, part[options.warmup :], world.size)
+        for size, part in zip(sizes, parts, strict=True)
+        if len(part) == options.steps  # a stop keeps the sizes that were done
+    ]
+    if not rows:
+        raise RunError("stopped before the smallest size was done")
     return {"axis": options.axis, "rows": with_growth(rows)}
 
 

@@ -17,13 +17,14 @@ from colocated_grpo.types import Completion
 
 PATIENCE = 0.5
 """Seconds that a step without work waits before it gives its caller a chance to see a stop request."""
-COMPANY = 1 / 8
-"""Requests enter the engine together: when they are this share of what is under way there.
+ENTRY_COST = 3
+"""Steps that everybody under way loses when requests enter: theirs has no captured graph, and prompts to read.
 
-A step with prompts in it has no captured graph, and everybody under way waits until the prompts are read. Requests that
-entered one by one, as seats fall free or tools answer, would keep the engine from ever decoding fast.
+Requests that entered one by one, as seats fall free or tools answer, would keep the engine from ever decoding fast.
+They wait until the seats kept free for them have cost as much as their entry will, which is at most twice the cost of
+entering at the best moment ("ski rental").
 """
-MOST_STEPS_HELD = 8
+MOST_STEPS_HELD = 64
 """A request for which there is a seat waits no longer than this for company."""
 
 Call = Callable[[RolloutEngine], Any]
@@ -110,6 +111,8 @@ class Driver:
         """Those that wait for seats in the engine and for company, from both sides, in order of arrival."""
         self._steps_held = 0
         """For which the line has not moved although there was a seat."""
+        self._seat_steps_lost = 0
+        """Seats free for the line, added up over these steps."""
         self.running = 0
         """Requests submitted here or taken from the inbox, and not finished."""
 
@@ -156,14 +159,15 @@ class Driver:
             future.set_exception(error)
 
     def _move_line(self) -> None:
-        """Let those at its head into the engine, if there are seats for many or they have waited long."""
+        """Let those at its head into the engine, if waiting has become as dear as their entry or has lasted long."""
         under_way = self.running - len(self._line)
         coming = min(len(self._line), self.max_num_seqs - under_way)
         if not coming:
             return
         self._steps_held += 1
-        if coming >= COMPANY * under_way or self._steps_held > MOST_STEPS_HELD:
-            self._steps_held = 0
+        self._seat_steps_lost += coming
+        if self._seat_steps_lost >= ENTRY_COST * under_way or self._steps_held > MOST_STEPS_HELD:
+            self._steps_held = self._seat_steps_lost = 0
             for _ in range(coming):
                 self._seat(self._line.popleft())
 

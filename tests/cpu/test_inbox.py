@@ -74,28 +74,36 @@ def busy(engine: FakeEngine, inbox: Inbox, requests: int) -> Driver:
     return driver
 
 
-def test_a_request_that_comes_while_many_are_under_way_goes_in_with_what_comes_after_it():
-    inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 1000)
-    driver = busy(engine, inbox, 40)
-    for guest in range(MOST_STEPS_HELD):
-        if guest < 4:
-            inbox.put(request_of(("guest", guest)))
+def steps_until_submitted(driver: Driver, engine: FakeEngine, requests: int) -> int:
+    for steps in range(1, 1000):
         driver.step()
-    assert len(engine.submitted) == 40
-    driver.step()
-    assert [request.key for request in engine.submitted[40:]] == [("guest", guest) for guest in range(4)]
+        if len(engine.submitted) == requests:
+            return steps
+        assert len(engine.submitted) < requests
+    raise AssertionError(f"{len(engine.submitted)} requests after 1000 steps")
+
+
+@pytest.mark.parametrize(("guests", "steps"), [(4, 30), (40, 3), (120, 1)])
+def test_requests_enter_when_their_empty_seats_have_cost_as_much_as_their_entry_will(guests, steps):
+    inbox, engine = Inbox(), FakeEngine(max_num_seqs=512, decode_steps=lambda request: 1000)
+    driver = busy(engine, inbox, 40)  # to whom an entry costs three steps each
+    for guest in range(guests):
+        inbox.put(request_of(("guest", guest)))
+    assert steps_until_submitted(driver, engine, 40 + guests) == steps
+
+
+def test_a_request_goes_in_with_what_comes_after_it_and_the_next_wait_begins_anew():
+    inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 1000)
+    driver = busy(engine, inbox, 20)
+    for guest in range(4):
+        inbox.put(request_of(("guest", guest)))
+        driver.step()
+    assert len(engine.submitted) == 20
+    steps_until_submitted(driver, engine, 24)
+    assert [request.key for request in engine.submitted[20:]] == [("guest", guest) for guest in range(4)]
     inbox.put(request_of("later"))
     driver.step()
-    assert len(engine.submitted) == 44, "its wait begins anew"
-
-
-def test_as_many_requests_as_an_eighth_of_those_under_way_go_in_at_once():
-    inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 1000)
-    driver = busy(engine, inbox, 40)
-    for guest in range(5):
-        inbox.put(request_of(("guest", guest)))
-    driver.step()
-    assert len(engine.submitted) == 45
+    assert len(engine.submitted) == 24
 
 
 def test_a_request_that_is_given_up_while_it_waits_never_reaches_the_engine():
@@ -117,11 +125,11 @@ def test_seats_that_fall_free_are_taken_together():
     driver.submit([request_of((0, sibling)) for sibling in range(32)])
     driver.submit([request_of((1, sibling)) for sibling in range(4)])
     seated = []
-    for _ in range(8):
+    for _ in range(24):
         driver.step()
         seated.append(len(engine.submitted))
-    # Four seats are an eighth of the twenty-eight that decode then.
-    assert seated == [32] * 5 + [36] * 3
+    # Seats lost to the line by then: 1 + 2 + 3, then four with each step; an entry costs three steps of those left.
+    assert seated == [32] * 16 + [36] * 8
 
 
 def test_a_request_for_which_there_is_a_seat_waits_no_longer_for_company_than_it_may():
@@ -254,11 +262,10 @@ def test_a_cancelled_request_leaves_the_engine_and_its_key_is_free_again():
     again = inbox.put(request_of("a", seed=3))
     driver.step()
     assert engine.events == ["abort ['a']"]
-    driver.step()
-    driver.step()
+    while driver.running:
+        driver.step()
     assert stays.result(0) == completion_of(request_of("b", seed=2))
     assert again.result(0) == completion_of(request_of("a", seed=3))
-    assert driver.running == 0
 
 
 def test_giving_up_a_waiting_request_leaves_the_running_one_with_its_key_alone():

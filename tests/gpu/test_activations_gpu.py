@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -22,10 +24,18 @@ SHAPE = Shape(hidden=1024, layers=12, heads=16, kv_heads=8, head_dim=128, interm
 TOKENS = 16_384
 
 
-def occupy_all_but(size: float) -> torch.Tensor:
+@contextmanager
+def occupied_but_for(size: float) -> Iterator[None]:
+    """Free device memory is `size` bytes inside, and afterwards what it was: other tests' processes need it."""
     gc.collect()
     torch.cuda.empty_cache()
-    return torch.empty(int(torch.cuda.mem_get_info()[0] - size), dtype=torch.uint8, device="cuda")
+    ballast = torch.empty(int(torch.cuda.mem_get_info()[0] - size), dtype=torch.uint8, device="cuda")
+    try:
+        yield
+    finally:
+        del ballast
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def test_as_few_blocks_recompute_as_free_memory_demands_and_training_stays_within_it(world, tmp_path):
@@ -38,19 +48,19 @@ def test_as_few_blocks_recompute_as_free_memory_demands_and_training_stays_withi
     fit_micro_batches(policy, config, world)
     assert num_checkpointed(policy.model) == 0
 
-    ballast = occupy_all_but(0.6 * measure(policy, config).needed(TOKENS, SHAPE.layers))
-    fit_micro_batches(policy, config, world)
-    count = num_checkpointed(policy.model)
-    assert 0 < count < SHAPE.layers
+    with occupied_but_for(0.6 * measure(policy, config).needed(TOKENS, SHAPE.layers)):
+        fit_micro_batches(policy, config, world)
+        count = num_checkpointed(policy.model)
+        assert 0 < count < SHAPE.layers
 
-    micro_batches = [made_up_micro_batch(config, tokens) for tokens in (TOKENS, TOKENS - 1500, TOKENS - 200, TOKENS)]
-    counts = Counts(tokens=4 * TOKENS, sequences=64, batch_tokens=4 * TOKENS, minibatches=1)
-    for _ in range(2):
-        policy.forward_backward(Minibatch(micro_batches=micro_batches, counts=counts), Metrics(policy.device))
-        policy.optimizer_step(Metrics(policy.device))
-    assert policy.version == 2
+        sizes = (TOKENS, TOKENS - 1500, TOKENS - 200, TOKENS)
+        micro_batches = [made_up_micro_batch(config, tokens) for tokens in sizes]
+        counts = Counts(tokens=4 * TOKENS, sequences=64, batch_tokens=4 * TOKENS, minibatches=1)
+        for _ in range(2):
+            policy.forward_backward(Minibatch(micro_batches=micro_batches, counts=counts), Metrics(policy.device))
+            policy.optimizer_step(Metrics(policy.device))
+        assert policy.version == 2
 
-    set_checkpointed(policy.model, 0)
-    with pytest.raises(torch.OutOfMemoryError):
-        rehearse(policy, config, TOKENS)
-    assert len(ballast)
+        set_checkpointed(policy.model, 0)
+        with pytest.raises(torch.OutOfMemoryError):
+            rehearse(policy, config, TOKENS)

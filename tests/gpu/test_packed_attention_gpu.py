@@ -11,6 +11,8 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = [37, 1, 300, 128, 5]
 HEADS, HEAD_DIM = 8, 64
+ROUNDINGS = 2**-7
+"""Two of bfloat16's, relative: the kernel rounds a key's gradient for each query head and again for their sum."""
 
 
 @pytest.mark.parametrize("window", [None, 2, 16])
@@ -35,4 +37,4 @@ def test_the_varlen_kernel_equals_padded_attention_in_value_and_gradients(kv_hea
     varlen = run(_attend_varlen, torch.bfloat16)
     for name, a, b, c in zip(("output", "query", "key", "value"), varlen, padded, exact, strict=True):
         error, usual = ((tensor.double() - c).norm() / c.norm() for tensor in (a, b))
-        assert error < max(2 * usual, 5e-3), f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
+        assert error < max(2 * usual, ROUNDINGS), f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
