@@ -112,7 +112,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     ]
     if not rows:
         raise RunError("stopped before the smallest size was done")
-    return {"axis": options.axis, "rows": with_growth(rows)}
+    return {"axis": options.axis, "shape": options.shape, "rows": with_growth(rows)}
 
 
 def growth_config(options: argparse.Namespace, model: Path, sizes: Sequence[Size], ranks: int) -> Config:
@@ -191,7 +191,8 @@ def compare_ranks(arguments: Sequence[str], options: argparse.Namespace, most: i
             subprocess.run(command, check=True)
             rows += json.loads(file.read_text())["rows"]
     rows = with_growth(rows)
-    publish({**describe("growth", arguments, ranks=most), "axis": "gpus", "rows": rows}, options.json)
+    result = {"axis": "gpus", "shape": options.shape, "rows": rows}
+    publish({**describe("growth", arguments, ranks=most), **result}, options.json)
     return 0
 
 

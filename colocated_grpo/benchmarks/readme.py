@@ -1,6 +1,7 @@
-"""README's table of whole steps, from the files of docs/results: `python -m colocated_grpo.benchmarks.readme`.
+"""README's tables, from the files of docs/results: `python -m colocated_grpo.benchmarks.readme`.
 
-What `benchmarks.step --json docs/results/step_....json` left decides every figure; nothing is typed by hand.
+What `benchmarks.step` and `benchmarks.growth` left in files that begin with `step_` and `growth_` decides every figure;
+nothing is typed by hand.
 """
 
 from __future__ import annotations
@@ -13,40 +14,77 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("docs") / "results"
-BEGIN = "<!-- whole steps: written by python -m colocated_grpo.benchmarks.readme -->"
-END = "<!-- end of whole steps -->"
-HEAD = (
+STEP_HEAD = (
     "| | TRL step | our step | faster | generate / train / sync | MFU | TRL memory, generate / train | our memory |",
     "|---|---|---|---|---|---|---|---|",
 )
+GROWTH_HEAD = (
+    "| | completions | longest | tokens | generate | train | step | us/token | tokens/s, times the first |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+AXES = ("completions", "length", "gpus")
 
 
 def main(root: Path = ROOT) -> int:
     readme = root / "README.md"
-    readme.write_text(with_table(readme.read_text(), root))
+    readme.write_text(with_tables(readme.read_text(), root))
     return 0
 
 
-def with_table(text: str, root: Path) -> str:
-    """The text of a README with what stands between the markers made anew. Raises ValueError without both markers."""
-    before, found, rest = text.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not (found and closed):
-        raise ValueError(f"README.md: needs the two lines {BEGIN!r} and {END!r}, in this order")
-    return "".join([before, BEGIN, "\n", table(root), END, after])
+def with_tables(text: str, root: Path) -> str:
+    """The text of a README with what stands between each table's markers made anew.
+
+    Raises ValueError without both markers of each.
+    """
+    for name, lines in {"whole steps": step_lines(root), "growth": growth_lines(root)}.items():
+        begin, end = markers(name)
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"README.md: needs the two lines {begin!r} and {end!r}, in this order")
+        table = "\n".join(["", *lines, "", ""]) if lines else ""
+        text = "".join([before, begin, "\n", table, end, after])
+    return text
 
 
-def table(root: Path) -> str:
-    """Smallest model first. Empty where no file holds a whole step."""
-    results = [(file, json.loads(file.read_text())) for file in sorted((root / RESULTS).glob("step_*.json"))]
-    steps = [(file, result) for file, result in results if "ours" in result]
+def markers(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: written by python -m colocated_grpo.benchmarks.readme -->", f"<!-- end of {name} -->"
+
+
+def step_lines(root: Path) -> list[str]:
+    """Smallest model first. None where no file holds a whole step."""
+    steps = [(file, result) for file, result in read_results(root, "step") if "ours" in result]
     steps.sort(key=lambda one: (one[1]["parameters"], one[1]["ranks"]))
-    if not steps:
-        return ""
-    return "\n".join(["", *HEAD, *(line(file.relative_to(root), result) for file, result in steps), "", ""])
+    return [*STEP_HEAD, *(step_line(file, result) for file, result in steps)] if steps else []
 
 
-def line(file: Path, result: Mapping[str, Any]) -> str:
+def growth_lines(root: Path) -> list[str]:
+    """One table for all axes: the sizes of each file, smallest first, under its name."""
+    files = sorted(read_results(root, "growth"), key=lambda one: AXES.index(one[1]["axis"]))
+    rows = [growth_line(file, result, row) for file, result in files for row in result["rows"]]
+    return [*GROWTH_HEAD, *rows] if rows else []
+
+
+def read_results(root: Path, kind: str) -> list[tuple[Path, dict[str, Any]]]:
+    """Files of docs/results that begin with the kind, by name, with what they hold."""
+    files = sorted((root / RESULTS).glob(f"{kind}_*.json"))
+    return [(file.relative_to(root), json.loads(file.read_text())) for file in files]
+
+
+def growth_line(file: Path, result: Mapping[str, Any], row: Mapping[str, float]) -> str:
+    cells = [
+        f"[{result['shape']}, {row['ranks']} x {result['gpu'] or 'CPU'}]({file.as_posix()})",
+        f"{row['completions']:,}",
+        f"{row['longest']:,}",
+        f"{row['tokens']:,.0f}",
+        *(seconds(row[f"{phase} s"]) for phase in ("generate", "train", "step")),
+        f"{row['step us/token']:.1f}",
+        f"{row['tokens/s x']:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def step_line(file: Path, result: Mapping[str, Any]) -> str:
     """One row. A dash stands for what the file does not hold."""
     ours = result["ours"]["median"]
     peer = result["peer"]["median"] if result.get("peer") else {}

@@ -20,9 +20,9 @@ PATIENCE = 0.5
 ENTRY_COST = 3
 """Steps that everybody under way loses when requests enter: theirs has no captured graph, and prompts to read.
 
-Requests that entered one by one, as seats fall free or tools answer, would keep the engine from ever decoding fast.
-They wait until the seats kept free for them have cost as much as their entry will, which is at most twice the cost of
-entering at the best moment ("ski rental").
+Requests that entered one by one, as seats fall free or tools answer, would keep the engine from ever decoding fast
+(docs/results/entry_of_requests_1xh200.json). They wait until the seats kept free for them have cost as much as their
+entry will, which is at most twice the cost of entering at the best moment ("ski rental").
 """
 MOST_STEPS_HELD = 64
 """A request for which there is a seat waits no longer than this for company."""

@@ -1,4 +1,4 @@
-"""Whole-step benchmarks: their arithmetic by hand, tiny runs of each, and README's table from their files."""
+"""Whole-step benchmarks: their arithmetic by hand, and tiny runs of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.benchmarks import growth, readme, step
+from colocated_grpo.benchmarks import growth, step
 from colocated_grpo.benchmarks.comparison import comparison
 from colocated_grpo.benchmarks.figures import (
     ModelSize,
@@ -271,73 +271,6 @@ def test_one_run_is_trained_at_every_size(model: Path, tmp_path: Path):
     short, long = json.loads(file.read_text())["rows"]
     assert (short["longest"], long["longest"]) == (8, 64)
     assert long["tokens"] > short["tokens"]
-
-
-def sample(shape: str, parameters: int, *, peer: bool) -> dict[str, object]:
-    ours = {
-        "seconds/step": 6.0, "seconds/generate": 4.0, "seconds/train": 1.5, "seconds/sync": 0.0066, "mfu": 0.4321,
-        "memory/generate_gib": 49.0, "memory/train_gib": 31.0,
-    }  # fmt: skip
-    theirs = {"median": {"seconds/step": 30.0, "memory/generate_gib": 65.0, "memory/train_gib": 16.0}}
-    return {
-        "work": {"shape": shape},
-        "gpu": "NVIDIA H200",
-        "ranks": 1,
-        "parameters": parameters,
-        "ours": {"median": ours},
-        "peer": theirs if peer else None,
-        "speedup": {"seconds/step": 5.0} if peer else {},
-    }
-
-
-def project(folder: Path, **results: object) -> Path:
-    (folder / readme.RESULTS).mkdir(parents=True)
-    (folder / "README.md").write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-    for name, result in results.items():
-        (folder / readme.RESULTS / f"{name}.json").write_text(json.dumps(result))
-    return folder
-
-
-def test_the_table_holds_what_the_files_hold(tmp_path: Path):
-    root = project(
-        tmp_path,
-        step_a_large=sample("qwen3-8b", 8, peer=False),
-        step_small=sample("qwen3-0.6b", 1, peer=True),
-        step_of_old={"median": {}},
-        sync={"rows": []},
-    )
-
-    readme.main(root)
-    readme.main(root)
-
-    assert (root / "README.md").read_text().splitlines() == [
-        "before",
-        readme.BEGIN,
-        "",
-        *readme.HEAD,
-        "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_small.json) | 30.0 s | 6.0 s | 5.0 x | "
-        "4.0 s / 1.5 s / 6.6 ms | 43 % | 65 GiB / 16 GiB | 49 GiB / 31 GiB |",
-        "| [qwen3-8b, 1 x NVIDIA H200](docs/results/step_a_large.json) | - | 6.0 s | - | "
-        "4.0 s / 1.5 s / 6.6 ms | 43 % | - / - | 49 GiB / 31 GiB |",
-        "",
-        readme.END,
-        "after",
-    ]
-
-
-def test_without_files_nothing_is_claimed(tmp_path: Path):
-    assert readme.table(project(tmp_path)) == ""
-
-
-def test_a_readme_without_markers_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="needs the two lines"):
-        readme.with_table("no markers", tmp_path)
-
-
-def test_the_readme_is_what_its_files_give():
-    text = (ROOT / "README.md").read_text()
-
-    assert readme.with_table(text, ROOT) == text
 
 
 def test_more_warmup_than_steps_is_refused(capsys: pytest.CaptureFixture[str]):
