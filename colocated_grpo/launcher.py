@@ -269,7 +269,9 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
         return USAGE_ERROR
     with tempfile.TemporaryDirectory(prefix="colocated-grpo-") as folder:
         verdict = Path(folder) / "verdict"
-        code = run_command(command, {**environment, VERDICT_VARIABLE: str(verdict)}, redirect)
+        # torchrun would make a folder for its logs in each run and leave it behind.
+        inside = {"PET_LOG_DIR": folder, **environment, VERDICT_VARIABLE: str(verdict)}
+        code = run_command(command, inside, redirect)
         if not (code and verdict.exists()):
             return code
         known, *lines = verdict.read_text().splitlines()

@@ -25,14 +25,19 @@ TIMEOUT = 180.0
 POLL_SECONDS = 0.02
 STEPS = 24
 TAG = "COLOCATED_GRPO_TEST_RUN"
-_folder = TemporaryDirectory(prefix="colocated-grpo-models-")
 
 Settings = dict[str, Any]
 
 
+@cache
+def _models() -> TemporaryDirectory:
+    """Made only where a model is wanted: ranks import this module as well, and leave without tidying up."""
+    return TemporaryDirectory(prefix="colocated-grpo-models-")
+
+
 def tiny_model(architecture: str = "qwen3", vocab: int | None = None) -> Path:
     """A folder with 0.1 M random weights, made once a session. Wide weights: a sharp distribution shows every error."""
-    folder = Path(_folder.name) / f"{architecture}-{vocab}"
+    folder = Path(_models().name) / f"{architecture}-{vocab}"
     if folder.exists():
         return folder
     # gpt2 has no head size of its own, and vLLM's CPU attention knows no heads of 16.
@@ -176,7 +181,7 @@ def wall_clock_free(rows: Iterator[Row] | list[Row]) -> list[Row]:
 @cache
 def uninterrupted(ranks: int) -> TrainingRun:
     """The deterministic run that interrupted ones must equal; made once a session."""
-    return train(Path(_folder.name) / f"uninterrupted-{ranks}", deterministic(), ranks=ranks)
+    return train(Path(_models().name) / f"uninterrupted-{ranks}", deterministic(), ranks=ranks)
 
 
 def deterministic(**changes: Any) -> Settings:

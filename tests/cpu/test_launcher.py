@@ -210,6 +210,20 @@ def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(con
     assert capfd.readouterr().out.startswith("Co-located GRPO\n")
 
 
+def test_logs_of_torchrun_are_gone_with_the_run(config, eight_gpus, monkeypatch):
+    folders = []
+
+    def run_command(_command, environment, _redirect):
+        folder = Path(environment["PET_LOG_DIR"])
+        assert folder.is_dir()
+        folders.append(folder)
+        return 0
+
+    monkeypatch.setattr("colocated_grpo.processes.run_command", run_command)
+    assert main(["--config", config, "--gpus", "2"]) == 0
+    assert not folders[0].exists()
+
+
 def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr("colocated_grpo.processes.run_command", lambda *_: 0)
     (tmp_path / "x.log").write_text("earlier run\n")
