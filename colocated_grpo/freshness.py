@@ -66,4 +66,6 @@ class FreshnessCheck:
             temperature=1.0,
             trained=False,
         )
-        return self._policy.score(build_micro_batch([sequence])).tolist()
+        # As it stands: for the few tokens of a probe a compiled forward pass would first have to be made, in seconds.
+        with torch.compiler.set_stance("force_eager"):
+            return self._policy.score(build_micro_batch([sequence])).tolist()

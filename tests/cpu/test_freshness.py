@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from colocated_grpo.config.schema import FreshnessConfig
 from colocated_grpo.distributed import World
@@ -18,6 +19,7 @@ from colocated_grpo.freshness import FreshnessCheck
 from engines import PROBE, Pair
 from fakes import FakeEngine
 from ranks import run_on_ranks
+from small_policy import config_of, policy_of
 from training_runs import tiny_model
 
 
@@ -52,6 +54,14 @@ def test_any_engine_parameter_that_differs_ends_the_run_with_both_numbers():
         assert "(limit freshness.max_mean_diff=0.001; worst token: engine -" in line
         assert ", policy -" in line
         assert "\n" not in line
+
+
+def test_a_run_need_not_wait_for_a_compiler_to_score_a_probe(world, model_folder):
+    policy = policy_of(config_of(model_folder(), policy={"compile": True}), world)
+    check = FreshnessCheck(policy, FakeEngine(), torch.float32, FreshnessConfig())
+    counters.clear()
+    check.before_sync(PROBE)
+    assert counters["stats"]["unique_graphs"] == 0
 
 
 class Scorer:
