@@ -119,7 +119,7 @@ class Batch:
 
 def pack(
     groups: Sequence[Group],
-    advantages: Sequence[Sequence[Sequence[float]]],
+    advantages: Sequence[Sequence[float]],
     idle: Sequence[bool],
     config: BatchConfig,
     *,
@@ -129,7 +129,8 @@ def pack(
 ) -> Batch:
     """Split groups into minibatches and pack this rank's share of each.
 
-    advantages: [group][sibling][sampled token]. idle: [group], True where nothing has a gradient.
+    advantages: [group][sibling], of every token that it sampled; those that a rollout brings itself go before.
+    idle: [group], True where nothing has a gradient.
     Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
     """
     order = list(range(len(groups)))
@@ -172,24 +173,23 @@ def _outlines(group: int, siblings: Group, config: BatchConfig) -> list[Outline]
             group=group,
             sibling=sibling,
             length=len(rollout.token_ids),
-            scored=sum(rollout.loss_mask),
+            scored=rollout.loss_mask.count(True),
             trained=not (config.mask_truncated and rollout.finish_reason == "length"),
         )
         for sibling, rollout in enumerate(siblings.rollouts)
     ]
 
 
-def _sequence(
-    outline: Outline, groups: Sequence[Group], advantages: Sequence[Sequence[Sequence[float]]]
-) -> TrainSequence:
+def _sequence(outline: Outline, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> TrainSequence:
     rollout = groups[outline.group].rollouts[outline.sibling]
     scored = np.flatnonzero(rollout.loss_mask)
-    sampling, ref = rollout.sampling_logprobs, rollout.ref_logprobs
+    sampling, ref, given = rollout.sampling_logprobs, rollout.ref_logprobs, rollout.advantages
+    value = advantages[outline.group][outline.sibling]
     return TrainSequence(
         token_ids=np.array(rollout.token_ids, np.int64),
         scored=scored,
         sampling_logprobs=_at(scored, sampling),
-        advantages=np.array(advantages[outline.group][outline.sibling], np.float32),
+        advantages=np.full(len(scored), value, np.float32) if given is None else np.array(given, np.float32),
         temperature=rollout.temperature,
         trained=outline.trained,
         ref_logprobs=None if ref is None else _at(scored, ref),

@@ -164,14 +164,6 @@ def evaluate(run: Run, step: int) -> None:
 def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
     with run.clock.time("pack"):
         rewards = [group_rewards(group) for group in groups]
-        per_rollout = group_advantages(rewards, run.config.advantage)
-        advantages = [
-            [
-                rollout.advantages or [value] * sum(rollout.loss_mask)
-                for rollout, value in zip(g.rollouts, values, strict=True)
-            ]
-            for g, values in zip(groups, per_rollout, strict=True)
-        ]
         # Without a KL penalty a group of equal rewards has no gradient at all, unless its advantages came ready-made.
         idle = [
             run.config.loss.kl.coef == 0 and is_constant(values) and all(r.advantages is None for r in g.rollouts)
@@ -179,7 +171,7 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
         ]
         return pack(
             groups,
-            advantages,
+            group_advantages(rewards, run.config.advantage),
             idle,
             run.config.batch,
             rank=run.world.rank,

@@ -104,16 +104,17 @@ def random_groups(count: int, group_size: int, seed: int = 0) -> list[Group]:
     return groups
 
 
-def advantages_of(groups: Sequence[Group], seed: int = 1) -> list[list[list[float]]]:
-    """A different number for each sampled token."""
+def decided(groups: Sequence[Group], seed: int = 1) -> list[Group]:
+    """The same groups, bringing a different advantage for each sampled token."""
     rng = random.Random(seed)
-    return [[[rng.gauss(0, 1) for _ in range(sum(r.loss_mask))] for r in group.rollouts] for group in groups]
+    own = lambda rollout: [rng.gauss(0, 1) for _ in range(sum(rollout.loss_mask))]  # noqa: E731
+    return [replace(group, rollouts=[replace(r, advantages=own(r)) for r in group.rollouts]) for group in groups]
 
 
 def pack_for(world: World, groups: Sequence[Group], config: Config, idle: Sequence[bool] | None = None) -> Batch:
     return pack(
-        groups,
-        advantages_of(groups),
+        decided(groups),
+        [[0.0] * len(group.rollouts) for group in groups],
         idle or [False] * len(groups),
         config.batch,
         rank=world.rank,

@@ -28,6 +28,7 @@ from colocated_grpo.policy.activations import settle_micro_batches
 from colocated_grpo.policy.blocks import num_checkpointed
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.summaries import group_rewards
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 
 GIB = 1 << 30
@@ -137,11 +138,7 @@ def _rollout(prompt: list[int], completion: list[int], reward: float, vocabulary
 
 def pack_all(groups: Sequence[Group], config: Config, world: World) -> Batch:
     """This rank's share of all groups, as the trainer packs a batch."""
-    values = group_advantages([[r.score.reward for r in group.rollouts] for group in groups], config.advantage)
-    advantages = [
-        [[value] * sum(rollout.loss_mask) for rollout, value in zip(group.rollouts, of_group, strict=True)]
-        for group, of_group in zip(groups, values, strict=True)
-    ]
+    advantages = group_advantages([group_rewards(group) for group in groups], config.advantage)
     idle = [False] * len(groups)
     return pack(groups, advantages, idle, config.batch, rank=world.rank, world_size=world.size, shuffle_seed=0)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from colocated_grpo.config.schema import BatchConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.types import Group, Rollout
 
-from small_policy import advantages_of, group_of, random_groups, rollout_of, sequence_of
+from small_policy import group_of, random_groups, rollout_of, sequence_of
 
 BUDGET = 32
 LONGEST = 24
@@ -26,7 +26,7 @@ def rollouts(draw) -> Rollout:
     # No token of a stand-in: a truncated completion without loss may look like one otherwise.
     prompt = draw(st.lists(st.integers(1, 99), min_size=1, max_size=8))
     completion = draw(st.lists(st.integers(1, 99), min_size=1, max_size=LONGEST - 8))
-    return rollout_of(
+    rollout = rollout_of(
         prompt,
         completion,
         finish_reason=draw(st.sampled_from(["stop", "length"])),
@@ -34,6 +34,8 @@ def rollouts(draw) -> Rollout:
         observed=draw(st.integers(0, len(completion) - 1)),
         logprob=draw(st.floats(-9, 0, width=32)),
     )
+    own = [draw(st.floats(-2, 2, width=32)) for _ in range(sum(rollout.loss_mask))]
+    return replace(rollout, advantages=draw(st.sampled_from([None, own])))
 
 
 groups_of_rollouts = st.lists(st.lists(rollouts(), min_size=2, max_size=4), min_size=1, max_size=8).map(
@@ -47,7 +49,7 @@ def pack_everywhere(groups, config, world_size, idle=None, advantages=None, shuf
     return [
         pack(
             groups,
-            advantages or advantages_of(groups),
+            advantages or values_of(groups),
             idle or [False] * len(groups),
             config,
             rank=rank,
@@ -56,6 +58,11 @@ def pack_everywhere(groups, config, world_size, idle=None, advantages=None, shuf
         )
         for rank in range(world_size)
     ]
+
+
+def values_of(groups: list[Group]) -> list[list[float]]:
+    """A different number for each rollout."""
+    return [[index + sibling / 8 for sibling in range(len(group.rollouts))] for index, group in enumerate(groups)]
 
 
 def is_stand_in(micro_batch: MicroBatch) -> bool:
@@ -81,9 +88,10 @@ def unpack(micro_batch: MicroBatch) -> list[tuple]:
     return sequences
 
 
-def expected_sequence(rollout: Rollout, advantages: list[float], mask_truncated: bool) -> tuple:
+def expected_sequence(rollout: Rollout, value: float, mask_truncated: bool) -> tuple:
+    """`value`: its advantage, unless it brings its own."""
     trained = not (mask_truncated and rollout.finish_reason == "length")
-    numbers = iter(torch.tensor(advantages).tolist())
+    numbers = iter([value] * len(rollout.token_ids) if rollout.advantages is None else rollout.advantages)
     scored = tuple(
         (position, rollout.token_ids[position], rollout.temperature, next(numbers), logprob, trained)
         for position, (sampled, logprob) in enumerate(zip(rollout.loss_mask, rollout.sampling_logprobs, strict=True))
@@ -95,13 +103,13 @@ def expected_sequence(rollout: Rollout, advantages: list[float], mask_truncated:
 @given(groups_of_rollouts, world_sizes, st.booleans())
 def test_every_sequence_is_packed_exactly_once_and_survives_the_round_trip(groups, world_size, mask_truncated):
     config = BatchConfig(max_tokens_per_micro_batch=BUDGET, mask_truncated=mask_truncated)
-    advantages = advantages_of(groups)
+    advantages = values_of(groups)
     batches = pack_everywhere(groups, config, world_size, advantages=advantages)
     parts = [m for batch in batches for m in batch.minibatches[0].micro_batches if not is_stand_in(m)]
     expected = Counter(
-        expected_sequence(rollout, values, mask_truncated)
-        for group, per_rollout in zip(groups, advantages, strict=True)
-        for rollout, values in zip(group.rollouts, per_rollout, strict=True)
+        expected_sequence(rollout, value, mask_truncated)
+        for group, values in zip(groups, advantages, strict=True)
+        for rollout, value in zip(group.rollouts, values, strict=True)
     )
     assert Counter(sequence for part in parts for sequence in unpack(part)) == expected
     for part in parts:

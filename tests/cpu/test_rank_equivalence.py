@@ -11,9 +11,9 @@ from colocated_grpo.metrics import Metrics, reduce
 
 from ranks import run_on_ranks
 from small_policy import (
-    advantages_of,
     assert_same,
     config_of,
+    decided,
     gradients_of,
     group_of,
     pack_for,
@@ -101,16 +101,14 @@ def test_uneven_shares_and_ranks_without_work_do_not_change_the_gradient(world, 
 
 
 def test_dropping_a_group_of_equal_rewards_does_not_change_the_gradient(world, model_folder):
-    groups = random_groups(2, 3)
+    groups = decided(random_groups(2, 3))
     equal = group_of(2, [rollout_of([1, 2], [3] * length) for length in (3, 5, 7)])
     config = config_of(model_folder(), loss={"type": "grpo"})
-    advantages = [*advantages_of(groups), [[0.0] * 3, [0.0] * 5, [0.0] * 7]]
     gradients = []
     for constant in (False, True):
         policy = policy_of(config, world)
-        batch = pack(
-            [*groups, equal], advantages, [False, False, constant], config.batch, rank=0, world_size=1, shuffle_seed=0
-        )
+        idle = [False, False, constant]
+        batch = pack([*groups, equal], [[0.0] * 3] * 3, idle, config.batch, rank=0, world_size=1, shuffle_seed=0)
         policy.forward_backward(batch.minibatches[0], Metrics(world.device))
         gradients.append(gradients_of(policy))
     assert_same(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
