@@ -112,5 +112,5 @@ def _added(a: Tensor | float, b: Tensor | float) -> Tensor | float:
 
 def _larger(a: Tensor | float, b: Tensor | float) -> Tensor | float:
     if isinstance(a, Tensor):
-        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+        return a.clamp(min=b)
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 ROWS = 40
 
 
-def profiled(folder: Path | None) -> Iterator[None]:
+def profiled(folder: Path | None) -> AbstractContextManager[None]:
     """Profile the block into `folder` (trace.json.gz for a viewer, kernels.txt for reading); None does nothing."""
     return nullcontext() if folder is None else _profile(folder)
 

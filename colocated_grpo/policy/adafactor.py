@@ -49,13 +49,13 @@ class Adafactor(torch.optim.Optimizer):
             state["step"] += 1
             squared = _local(p.grad).float().square().add_(EPS)
             if p.dim() == 2:
-                _local(state["row"]).lerp_(squared.mean(1), _keep(state["step"]))
+                _local(state["row"]).lerp_(squared.mean(1), _share_of_newest(state["step"]))
                 column_sums.append(squared.sum(0))
             else:
-                _local(state["second_moment"]).lerp_(squared, _keep(state["step"]))
+                _local(state["second_moment"]).lerp_(squared, _share_of_newest(state["step"]))
         matrices = [p for p in parameters if p.dim() == 2]
         for p, total in zip(matrices, self._sum_together(column_sums), strict=True):
-            self.state[p]["column"].lerp_(total / p.shape[0], _keep(self.state[p]["step"]))
+            self.state[p]["column"].lerp_(total / p.shape[0], _share_of_newest(self.state[p]["step"]))
 
     def _apply(self, parameters: Sequence[nn.Parameter], lr: float, weight_decay: float) -> None:
         updates = [_local(p.grad).float() * self._inverse_root(p) for p in parameters]
@@ -94,8 +94,8 @@ class Adafactor(torch.optim.Optimizer):
         return list(flat.split([len(part) for part in parts]))
 
 
-def _keep(step: Tensor) -> float:
-    """Weight of the newest gradient, 1 - beta2, with beta2 = 1 - step ** -0.8."""
+def _share_of_newest(step: Tensor) -> float:
+    """1 - beta2, with beta2 = 1 - step ** -0.8."""
     return float(step) ** -DECAY_POWER
 
 

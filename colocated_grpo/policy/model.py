@@ -108,7 +108,7 @@ def build_empty(hf_config: PretrainedConfig, chunk_tokens: int, *, trust_remote_
 
 
 def transformer_blocks(lm: nn.Module) -> nn.ModuleList:
-    """The list of decoder blocks: the longest ModuleList of one class."""
+    """The list of decoder blocks: of the ModuleLists of one class the one with most parameters."""
     lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList) and len(module)]
     uniform = [modules for modules in lists if len({type(block) for block in modules}) == 1]
     if not uniform:

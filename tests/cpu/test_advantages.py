@@ -30,6 +30,11 @@ def test_group_scaling_divides_by_the_unbiased_deviation_plus_eps():
     assert one_group([1.0, 0.0, 0.0, 3.0], eps=0.5) == pytest.approx(expected)
 
 
+def test_two_siblings_are_enough_for_a_deviation():
+    std = math.sqrt(0.5 * 0.5 + 0.5 * 0.5)  # over n - 1 = 1
+    assert one_group([3.0, 2.0]) == pytest.approx([0.5 / (std + 1e-4), -0.5 / (std + 1e-4)])
+
+
 def test_batch_scaling_measures_the_deviation_over_all_groups_but_keeps_each_groups_mean():
     groups = [[0.0, 2.0], [10.0, 12.0]]
     std = math.sqrt((36 + 16 + 16 + 36) / 3)  # distances 6, 4, 4, 6 from the batch mean 6
