@@ -8,6 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -17,6 +20,12 @@ POLL_SECONDS = 1.0
 FAILED, STOP = "failed", "stop"
 BEHIND_THE_FIRST = 1.5
 """Seconds that other ranks outlive the first failure: torchrun blames the earliest and stamps in whole seconds."""
+
+
+class Process(NamedTuple):
+    table: tuple[str, str, str]
+    """Machine, its boot and the namespace: ids are those of one table of processes."""
+    pid: int
 
 
 class StopRequest:
@@ -56,9 +65,8 @@ class Watchdog:
         self._store = store.clone()
         self._stop = stop
         self._done = threading.Event()
-        host = os.uname().nodename
-        peers = world.gather_objects((host, os.getpid()))
-        self._siblings = [pid for node, pid in peers if node == host and pid != os.getpid()]
+        own = own_process()
+        self._siblings = visible_from(own, world.gather_objects(own))
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -96,6 +104,19 @@ class Watchdog:
         """Stop watching. Call on every rank, then a barrier, before any process ends in good order."""
         self._done.set()
         self._thread.join()
+
+
+def own_process() -> Process:
+    """The host's name alone would not do: containers that share the host's network have it in common."""
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Process(table=(os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")), pid=os.getpid())
+
+
+def visible_from(own: Process, processes: Sequence[Process]) -> list[int]:
+    """Ids of the others that mean the same process here as there."""
+    return [other.pid for other in processes if other.table == own.table and other.pid != own.pid]
 
 
 def _any_dead(pids: Sequence[int]) -> bool:

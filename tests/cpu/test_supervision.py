@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from colocated_grpo.distributed import World
-from colocated_grpo.supervision import StopRequest, Watchdog
+from colocated_grpo.supervision import StopRequest, Watchdog, own_process, visible_from
 
 from ranks import Ranks
 
@@ -60,6 +61,20 @@ def test_a_rank_that_waits_for_a_killed_one_ends_within_seconds(way_to_wait, vic
         ranks.processes[victim].kill()
         assert end_of(survivor) < SECONDS_TO_NOTICE
         assert survivor.exitcode != 0
+
+
+@pytest.mark.parametrize("differs", ["machine", "container"])
+def test_a_rank_of_another_machine_or_container_is_not_looked_for_among_the_processes_here(monkeypatch, differs):
+    """Under the same host name, as containers on the host's network have it: its id would be taken for a dead one."""
+    with monkeypatch.context() as elsewhere:
+        if differs == "container":
+            elsewhere.setattr(os, "readlink", lambda path: "pid:[4026532799]")
+        else:
+            elsewhere.setattr(Path, "read_text", lambda path: "00000000-0000-0000-0000-000000000000")
+        foreign = own_process()._replace(pid=1 << 22)
+    own = own_process()
+    sibling = own._replace(pid=own.pid + 1)
+    assert visible_from(own, [foreign, own, sibling]) == [sibling.pid]
 
 
 def fail_on_rank_one(world: World, waiting) -> None:
