@@ -218,32 +218,33 @@ def fitted(world: World, folder, free_by_rank: list[float], tokens: int | str = 
         return str(error)
 
 
-@pytest.mark.parametrize(("free", "count"), [([4e6, 4e6], 0), ([4e6, 3.5e6], 1), ([3.5e6, 4e6], 1), ([3e6, 3.5e6], 2)])
-def test_every_rank_checkpoints_what_the_fullest_device_needs(model_folder, free, count):
-    assert run_on_ranks(fitted, 2, model_folder(), free) == [(1000, count)] * 2
+def fitted_one_by_one(world: World, folder, free_by_rank: list[list[float]], tokens: int | str = 1000) -> list:
+    return [fitted(world, folder, free, tokens) for free in free_by_rank]
+
+
+def test_every_rank_checkpoints_what_the_fullest_device_needs(model_folder):
+    free = [[4e6, 4e6], [4e6, 3.5e6], [3.5e6, 4e6], [3e6, 3.5e6]]
+    chosen = [(1000, count) for count in (0, 1, 1, 2)]
+    assert run_on_ranks(fitted_one_by_one, 2, model_folder(), free) == [chosen] * 2
 
 
 PER_TOKEN = 2 * 1000 * (1 + 2 / 2)
 """What `fitted`'s model needs with nothing recomputed."""
 
 
-@pytest.mark.parametrize(
-    ("fits", "chosen"),
-    [
-        (100_000, (24_576, 0)),
-        (24_576, (24_576, 0)),
-        (24_575, (16_384, 0)),
-        (8_192, (8_192, 0)),
-        (8_191, (8_192, 1)),
-        (3_500, (4_096, 1)),
-        (1_500, (2_048, 2)),
-    ],
-)
-def test_an_open_size_is_the_largest_that_recomputes_nothing_or_the_largest_that_fits_at_all(
-    model_folder, fits, chosen
-):
-    free = [1e9, fits * PER_TOKEN]
-    assert run_on_ranks(fitted, 2, model_folder(), free, "auto") == [chosen, chosen]
+def test_an_open_size_is_the_largest_that_recomputes_nothing_or_the_largest_that_fits_at_all(model_folder):
+    chosen_where_so_many_fit = {
+        100_000: (24_576, 0),
+        24_576: (24_576, 0),
+        24_575: (16_384, 0),
+        8_192: (8_192, 0),
+        8_191: (8_192, 1),
+        3_500: (4_096, 1),
+        1_500: (2_048, 2),
+    }
+    free = [[1e9, fits * PER_TOKEN] for fits in chosen_where_so_many_fit]
+    for results in run_on_ranks(fitted_one_by_one, 2, model_folder(), free, "auto"):
+        assert dict(zip(chosen_where_so_many_fit, results, strict=True)) == chosen_where_so_many_fit
 
 
 @pytest.mark.parametrize(("fits", "tokens"), [(30_000, 24_576), (9_000, 8_192), (100, 2_048)])
