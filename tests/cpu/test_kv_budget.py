@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colocated_grpo.rollout.kv_budget import BLOCK, useful_bytes, with_seats
+from colocated_grpo.errors import RunError
+from colocated_grpo.rollout.kv_budget import (
+    BLOCK,
+    CPU_LIMIT,
+    ENGINE_RESERVE,
+    SMALLEST,
+    kv_cache_arguments,
+    useful_bytes,
+    weight_bytes,
+    with_seats,
+)
 
 from small_policy import SHAPE, config_of, make_small_model
 
@@ -37,3 +47,60 @@ def test_half_of_the_sequences_have_room_for_their_full_length_and_never_fewer_t
 def test_an_engine_has_a_seat_for_each_sequence_of_its_share_of_a_step(tmp_path, ranks, changes, seats):
     """32 prompts of 8 completions."""
     assert with_seats(config_of(tmp_path, **changes), ranks).engine.max_num_seqs == seats
+
+
+def sized(folder, device: str, longest: int, **engine) -> dict:
+    """vLLM's arguments for 512 sequences of `longest` tokens."""
+    lengths = {"max_prompt_tokens": 40, "max_completion_tokens": longest - 40}
+    config = config_of(folder, rollout=lengths, engine={"max_num_seqs": 512, **engine})
+    return kv_cache_arguments(config, folder, torch.bfloat16, torch.device(device))
+
+
+def useful(longest: int) -> int:
+    return BYTES_PER_TOKEN * 256 * (longest + BLOCK)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_small_model(tmp_path_factory.mktemp("kv") / "model", "qwen3")
+
+
+@pytest.fixture
+def gpu(monkeypatch, folder):
+    """A device with so many bytes to spare, beside the engine's weights and reserve, in twice as much memory."""
+
+    def with_spare(spare: int) -> int:
+        free = weight_bytes(config_of(folder), folder) + ENGINE_RESERVE + spare
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+        return free
+
+    return with_spare
+
+
+@pytest.mark.parametrize("longest", [400, 4000])
+def test_on_a_gpu_the_cache_is_what_sequences_can_use_and_no_more_than_is_left_beside_weights(folder, gpu, longest):
+    spare = useful(2000)
+    gpu(spare)
+    expected = min(spare, max(SMALLEST, useful(longest)))
+    assert sized(folder, "cuda", longest) == {"kv_cache_memory_bytes": expected, "gpu_memory_utilization": 0.49}
+
+
+def test_a_gpu_without_room_for_the_smallest_cache_is_refused_in_one_line(folder, gpu):
+    gpu(SMALLEST)
+    assert sized(folder, "cuda", 4000)["kv_cache_memory_bytes"] == SMALLEST
+    gpu(SMALLEST - 1)
+    with pytest.raises(RunError, match=r"^engine: 6\.1 GiB are free beside the trainer, too little"):
+        sized(folder, "cuda", 4000)
+
+
+def test_a_size_or_a_share_that_the_user_names_is_taken(folder, gpu):
+    gpu(useful(2000))
+    assert sized(folder, "cuda", 4000, gpu_memory_utilization=0.3) == {"gpu_memory_utilization": 0.3}
+    both = {"kv_cache_memory_bytes": 123 << 20, "gpu_memory_utilization": 0.3}
+    assert sized(folder, "cuda", 4000, **both)["kv_cache_memory_bytes"] == 123 << 20
+    assert sized(folder, "cpu", 4000, **both) == {"kv_cache_memory_bytes": 123 << 20}
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(100, SMALLEST), (4000, useful(4000)), (400_000, CPU_LIMIT)])
+def test_on_a_cpu_the_cache_has_a_least_and_a_most(folder, longest, expected):
+    assert sized(folder, "cpu", longest) == {"kv_cache_memory_bytes": expected}
