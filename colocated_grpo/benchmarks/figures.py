@@ -6,15 +6,17 @@ attention are not counted, so neither checkpointing nor longer sequences raise a
 
 from __future__ import annotations
 
-import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
+from transformers import AutoConfig
 
 from colocated_grpo.benchmarks.roofline import Roofline
+from colocated_grpo.rollout.kv_budget import kv_bytes_per_token
 
 Row = Mapping[str, float]
 """One step. `tokens`, `trained_tokens`, `seconds/step` and `seconds/train` are in every row."""
@@ -34,17 +36,11 @@ def model_size(folder: Path, itemsize: int) -> ModelSize:
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, safe_open is no mapping
-                count = 1
-                for size in tensors.get_slice(name).get_shape():
-                    count *= size
-                parameters += count
-    config = json.loads((folder / "config.json").read_text())
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+                parameters += math.prod(tensors.get_slice(name).get_shape())
     return ModelSize(
         parameters=parameters,
         weight_bytes=parameters * itemsize,
-        kv_bytes_per_token=2 * config["num_hidden_layers"] * heads * head_size * itemsize,
+        kv_bytes_per_token=kv_bytes_per_token(AutoConfig.from_pretrained(folder), itemsize),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
@@ -69,14 +69,19 @@ def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device:
 
 def useful_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
     """KV bytes on one rank of as many sequences of full length as will decode at one time; never less than one's."""
-    hf = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code).get_text_config()
-    heads = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
-    head_size = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    heads_here = max(1, heads // config.engine.tensor_parallel_size)
-    bytes_per_token = 2 * hf.num_hidden_layers * heads_here * head_size * dtype.itemsize
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    bytes_per_token = kv_bytes_per_token(hf_config, dtype.itemsize, config.engine.tensor_parallel_size)
     longest = config.engine.max_model_len or config.max_sequence_tokens
     sequences = max(ceil(FILLED * config.engine.max_num_seqs), min(FEW, config.engine.max_num_seqs))
     return bytes_per_token * sequences * (longest + BLOCK)
+
+
+def kv_bytes_per_token(hf_config: PretrainedConfig, itemsize: int, tensor_parallel_size: int = 1) -> int:
+    """Of one token's keys and values in all layers, on one rank of the engine."""
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * max(1, heads // tensor_parallel_size) * head_size * itemsize
 
 
 def weight_bytes(config: Config, folder: Path) -> int:

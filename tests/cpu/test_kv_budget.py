@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import GPT2Config, Qwen3Config
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.kv_budget import (
@@ -11,6 +12,7 @@ from colocated_grpo.rollout.kv_budget import (
     CPU_LIMIT,
     ENGINE_RESERVE,
     SMALLEST,
+    kv_bytes_per_token,
     kv_cache_arguments,
     useful_bytes,
     weight_bytes,
@@ -47,6 +49,16 @@ def test_half_of_the_sequences_have_room_for_their_full_length_and_never_fewer_t
 def test_an_engine_has_a_seat_for_each_sequence_of_its_share_of_a_step(tmp_path, ranks, changes, seats):
     """32 prompts of 8 completions."""
     assert with_seats(config_of(tmp_path, **changes), ranks).engine.max_num_seqs == seats
+
+
+@pytest.mark.parametrize(("tensor_parallel", "heads_here"), [(1, 4), (2, 2), (8, 1)])
+def test_ranks_of_one_engine_share_the_heads_of_the_cache_but_no_head(tensor_parallel, heads_here):
+    config = Qwen3Config(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+    assert kv_bytes_per_token(config, 2, tensor_parallel) == 3 * 2 * heads_here * 16 * 2
+
+
+def test_a_model_without_heads_of_its_own_for_keys_has_as_many_as_queries():
+    assert kv_bytes_per_token(GPT2Config(n_layer=3, n_head=8, n_embd=48), 4) == 3 * 2 * 8 * 6 * 4
 
 
 def sized(folder, device: str, longest: int, **engine) -> dict:
