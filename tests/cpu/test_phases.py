@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
+from colocated_grpo import phases
 from colocated_grpo.errors import RunError
+from colocated_grpo.metrics import Stat
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.summaries import rollout_metrics
 from colocated_grpo.types import Group, Prompt, Rollout, Score
@@ -172,7 +176,9 @@ def test_staleness_counts_optimizer_steps_since_the_weights_were_written():
     assert rollout_metrics([group(4), group(7)], 8)["staleness"] == 2.5
 
 
-def test_the_clock_adds_up_phases_between_two_readings_and_also_when_they_fail():
+def test_the_clock_adds_up_phases_between_two_readings_and_also_when_they_fail(monkeypatch):
+    now = iter([10.0, 12.0, 20.0, 23.0])
+    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     clock = Clock(torch.device("cpu"))
     with clock.time("a"):
         pass
@@ -180,6 +186,25 @@ def test_the_clock_adds_up_phases_between_two_readings_and_also_when_they_fail()
         raise ValueError
     clock.note_memory("a")
     row = clock.read()
-    assert row.keys() == {"seconds/a", "memory/a_gib"}
-    assert row["memory/a_gib"] > 0
+    assert row == {"seconds/a": (12 - 10) + (23 - 20), "memory/a_gib": row["memory/a_gib"]}
+    assert 0.9 * psutil.Process().memory_info().rss < row["memory/a_gib"] * 2**30 < psutil.virtual_memory().total
     assert clock.read() == {}
+
+
+def test_a_step_is_measured_phase_by_phase():
+    stage = Stage()
+    stage.rollout(0)
+    with stage.choreography.training_phase():
+        pass
+    seconds = {f"seconds/{name}" for name in ("freshness", "wake", "sync", "sleep", "train")}
+    assert stage.clock.read().keys() == seconds | {"memory/generate_gib", "memory/train_gib"}
+
+
+def test_what_the_freshness_check_measured_is_told_until_the_next_phase():
+    stage = Stage(sync_frequency=2)
+    told = []
+    for step in range(3):
+        stage.rollout(step)
+        told.append(stage.choreography.freshness)
+    measured = {"freshness/mean_diff": Stat.max(0.25)}
+    assert told == [measured, {}, measured]
