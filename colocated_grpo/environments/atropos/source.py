@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -47,9 +47,11 @@ class AtroposSource:
         self._failures = 0
         self._reconnects = 0
         self._unusable = 0
-        self._early: list[Any] | None = None
-        """A batch that came with the registration."""
+        self._taken: deque[list[Any]] = deque()
+        """Batches that the server no longer has and that are not trained yet. The first is the next one to read."""
         self._groups_read = 0
+        """Of the batches before those."""
+        self._groups = 0
         self._sequences = 0
         self._last = Reading()
         self._status: dict[str, float] = {}
@@ -92,40 +94,48 @@ class AtroposSource:
 
     def register(self, step: int) -> None:
         """Become the server's trainer, as of `step`, and let environments in."""
-        self._early = self._client.register(step, self._note)
+        if items := self._client.register(step, self._note):
+            self._taken.append(items)
         self._registered = True
 
     def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
-        """The groups of the next batch; None once `stop` is set. Raises RunError where no batch can be trained."""
+        """The groups of the next batch; None once `stop` is set. Raises RunError where no batch can be trained.
+
+        They come again, also in a resumed run, until `settle` is called.
+        """
         told = time.monotonic()
         self._last = Reading()
         while not stop.is_set():
-            items = self._next_items(step, stop)
-            if items:
-                self._keep(items)
-                reading = self._reader.read(items, self._groups_read, policy_version)
-                self._count(reading)
-                if reading.groups:
-                    with suppress(Unavailable, Refused):
-                        self._status = self._client.status()
-                    return reading.groups
-            elif time.monotonic() - told > PATIENCE:
-                told = time.monotonic()
-                self._say_what_is_missing()
-            if items is None:
+            if self._taken:
+                if groups := self._read(self._taken[0], policy_version):
+                    return groups
+                self._taken.popleft()
+            elif not self._take(step, stop):
+                if time.monotonic() - told > PATIENCE:
+                    told = time.monotonic()
+                    self._say_what_is_missing()
                 stop.wait(POLL_SECONDS * random.uniform(0.5, 1.5))
         return None
 
-    def _next_items(self, step: int, stop: threading.Event) -> list[Any] | None:
-        """One attempt, followed by a pause when it failed."""
+    def _read(self, items: list[Any], policy_version: int) -> list[Group]:
+        self._keep(items)
+        reading = self._reader.read(items, self._groups_read, policy_version)
+        self._count(reading)
+        if reading.groups:
+            with suppress(Unavailable, Refused):
+                self._status = self._client.status()
+        return reading.groups
+
+    def _take(self, step: int, stop: threading.Event) -> bool:
+        """One attempt to get a batch, followed by a pause when it failed."""
         try:
             if not self._registered:
                 self.register(step)
                 self._reconnects += 1
                 self._note(f"atropos: registered again at {self._client.url}")
-            items, self._early = self._early or self._client.batch(), None
+            if not self._taken and (items := self._client.batch()):
+                self._taken.append(items)
             self._failures = 0
-            return items
         except NotRegistered:
             self._registered = False
             self._note(f"atropos: {self._client.url} no longer knows this trainer; registering again")
@@ -137,12 +147,12 @@ class AtroposSource:
             if self._failures == 1 or pause == LONGEST_PAUSE:
                 self._note(f"atropos: no batch from {self._client.url} ({error}); trying again, at most every 30 s")
             stop.wait(pause * random.uniform(0.5, 1.0))
-        return None
+        return bool(self._taken)
 
     def _count(self, reading: Reading) -> None:
         self._last.dropped.update(reading.dropped)
         self._last.unknown += reading.unknown
-        self._groups_read += len(reading.groups)
+        self._groups = len(reading.groups)
         self._sequences = sum(len(group.rollouts) for group in reading.groups)
         if reading.dropped:
             self._note(f"atropos: left out {reading.dropped.total()} sequences: {_listed(reading.dropped)}")
@@ -168,6 +178,11 @@ class AtroposSource:
         )
         self._note(f"atropos: no batch for {PATIENCE:g} s; {self._client.url} holds {waiting} groups; {advice}")
 
+    def settle(self) -> None:
+        """The groups of the last batch are trained now."""
+        self._taken.popleft()
+        self._groups_read += self._groups
+
     def metrics(self) -> dict[str, float]:
         """Of the last batch."""
         row = {
@@ -179,11 +194,13 @@ class AtroposSource:
         return row | {f"atropos/{name}": value for name, value in self._status.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What is queued lives in the API server and outlasts this process."""
-        return {"groups_read": self._groups_read}
+        """What is queued lives in the API server and outlasts this process; what was taken from there is kept here."""
+        return {"groups_read": self._groups_read, "taken": list(self._taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._groups_read = state["groups_read"]
+        # Before what came with this process's own registration.
+        self._taken.extendleft(reversed(state.get("taken", [])))
 
 
 def _listed(reasons: Counter[str]) -> str:

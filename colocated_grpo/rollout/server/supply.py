@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from colocated_grpo.distributed import World
@@ -27,6 +27,8 @@ from colocated_grpo.web.serving import ServerThread
 
 LONGEST_HOLD = 480.0
 """Seconds. Atropos' environments give a rollout up after 600 by default, waiting for a held request included."""
+LAST_ANSWER_SECONDS = 10.0
+"""For a batch that was asked for before a stop: the server gives each batch once, and schedulers kill soon."""
 
 Note = Callable[[str], None]
 
@@ -42,7 +44,9 @@ class Role(Protocol):
         """Collective, with the engine awake. The batch, once it has come; None if the run is asked to stop before."""
         ...
 
-    def metrics(self) -> dict[str, float]: ...
+    def settle(self) -> dict[str, float]:
+        """The batch is trained now; metrics of it."""
+        ...
 
     def state_dict(self) -> dict[str, Any] | None: ...
 
@@ -96,10 +100,19 @@ class MainServing:
                 link.end_phase(step + 1, abort=stopped)
         if stopped:
             self._driver.abort()
-        else:
-            self._driver.drain()
+            self._wait_for_last(batch)
+            return None
+        self._driver.drain()
         self._asleep_since = time.monotonic()
-        return None if stopped else batch.result()
+        return batch.result()
+
+    def _wait_for_last(self, batch: Future[list[Group] | None]) -> None:
+        """What it brings is kept by the source, for the resumed run."""
+        if wait([batch], LAST_ANSWER_SECONDS).not_done:
+            self._note(
+                f"atropos: the API server did not answer within {LAST_ANSWER_SECONDS:g} s; if it had a batch, that is "
+                "lost"
+            )
 
     def before_wake(self) -> None:
         if self._asleep_since is None:
@@ -111,7 +124,8 @@ class MainServing:
                 "--env.worker_timeout, 600 s by default"
             )
 
-    def metrics(self) -> dict[str, float]:
+    def settle(self) -> dict[str, float]:
+        self._source.settle()
         return self._source.metrics()
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +168,7 @@ class RankServing:
         else:
             self._driver.drain()
 
-    def metrics(self) -> dict[str, float]:
+    def settle(self) -> dict[str, float]:
         return {}
 
     def state_dict(self) -> None:
@@ -192,7 +206,7 @@ class ServedSupply:
         return groups
 
     def settle(self, groups: list[Group]) -> Settled:
-        return Settled(now=list(range(len(groups))), metrics=self._role.metrics())
+        return Settled(now=list(range(len(groups))), metrics=self._role.settle())
 
     def state_dict(self) -> dict[str, Any] | None:
         return self._role.state_dict()
