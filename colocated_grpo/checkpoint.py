@@ -49,12 +49,13 @@ class Checkpoints:
     def save(self, step: int, policy: Policy, state: dict[str, Any]) -> None:
         """Start writing a checkpoint of `step` completed steps; `state` is rank 0's plain data (the source's cursor).
 
-        Returns when the tensors are copied to host memory; training may go on while they are written. Writes nothing
-        where this step is saved already: a run that ends or is stopped right after a save has nothing to add.
+        Returns when the tensors are copied to host memory; training may go on while they are written. Where this step
+        is saved already only `state` is written, if it is another: a run that is stopped right after a save has trained
+        nothing, but may have taken something from outside.
         """
         self.wait()
         final = self._folder / f"step_{step:06d}"
-        if self._world.from_main(lambda: _is_complete(final)):
+        if self._world.from_main(lambda: _is_complete(final) and _replace_state(final, state)):
             return
         partial = final.with_suffix(UNFINISHED)
         if self._world.is_main:
@@ -142,6 +143,16 @@ def _settle(settled: Future[None], before: Future, action: Callable[[], None]) -
         settled.set_exception(error)
     else:
         settled.set_result(None)
+
+
+def _replace_state(folder: Path, state: dict[str, Any]) -> bool:
+    """In a complete checkpoint, which is one at every moment; True."""
+    record = json.loads((folder / STATE_FILE).read_text())
+    if record["state"] != state:
+        new = folder / (STATE_FILE + UNFINISHED)
+        _write_durably(new, json.dumps({**record, "state": state}))
+        new.replace(folder / STATE_FILE)
+    return True
 
 
 def _write_durably(file: Path, text: str) -> None:

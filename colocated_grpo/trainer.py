@@ -97,13 +97,12 @@ def train(run: Run) -> str:
     if run.start and not run.world.from_main(export_folder(run, run.start).exists):
         maybe_export(run, run.start)  # a kill came between its checkpoint and the end of its export
     for step in range(run.start, steps):
-        cursor = run.supply.state_dict()
         with run.clock.time("step"):
             seed_everything(derive_seed(config.seed, step, run.world.rank))
             try:
                 groups, settled = rollout(run, step)
             except Stopped:
-                save(run, step, cursor)
+                save(run, step)
                 run.checkpoints.wait()
                 return STOPPED
             batch = make_batch(run, step, groups)
@@ -114,7 +113,7 @@ def train(run: Run) -> str:
             row |= reduce(metrics, run.world.sum_, run.world.max_)
             if run.checkpoints.due(step + 1):
                 with run.clock.time("checkpoint"):
-                    save(run, step + 1, run.supply.state_dict(), goal_reached=settled.finished)
+                    save(run, step + 1, goal_reached=settled.finished)
         run.tracker.games(step, settled.games)
         run.tracker.flush(step, row | throughput(run, groups, batch), groups)
         maybe_export(run, step + 1)
@@ -225,8 +224,8 @@ def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
     return row
 
 
-def save(run: Run, step: int, cursor: dict | None, *, goal_reached: bool = False) -> None:
-    run.checkpoints.save(step, run.policy, {"source": cursor, GOAL_REACHED: goal_reached})
+def save(run: Run, step: int, *, goal_reached: bool = False) -> None:
+    run.checkpoints.save(step, run.policy, {"source": run.supply.state_dict(), GOAL_REACHED: goal_reached})
 
 
 def maybe_export(run: Run, step: int) -> None:
@@ -253,6 +252,6 @@ def finish(run: Run, steps: int, goal_reached: bool) -> None:
         with suppress(Stopped), run.choreography.rollout_phase(steps, probe=run.held_out[0].token_ids, sync=True):
             evaluate(run, steps)
     if run.config.checkpoint.final:
-        save(run, steps, run.supply.state_dict(), goal_reached=goal_reached)
+        save(run, steps, goal_reached=goal_reached)
         export_to(run, run.folder / "final_model")
     run.checkpoints.wait()

@@ -40,7 +40,7 @@ class Supply(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Where it stands, on rank 0."""
+        """Where it stands, on rank 0: what is ordered and not settled comes again."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -81,6 +81,8 @@ class PromptSupply:
         self._config = config
         self.sampling = sampling
         self._opponent = opponent
+        self._before: dict[str, Any] | None = None
+        """Of the source, while what it gave is not settled."""
 
     def resized(self, config: RolloutConfig, sampling: Sampling) -> PromptSupply:
         """Another amount of work from the same source."""
@@ -116,13 +118,17 @@ class PromptSupply:
         return groups
 
     def _pull(self) -> list[Prompt] | None:
-        return None if self._stop_asked() else self._source.next(self._config.prompts_per_step)
+        if self._stop_asked():
+            return None
+        self._before = self._source.state_dict()
+        return self._source.next(self._config.prompts_per_step)
 
     def settle(self, groups: list[Group]) -> Settled:
+        self._before = None
         return self._world.from_main(lambda: self._source.record(groups))
 
     def state_dict(self) -> dict[str, Any] | None:
-        return self._source.state_dict() if self._source is not None else None
+        return self._before or (self._source.state_dict() if self._source is not None else None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._source is not None:

@@ -9,7 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from atropos_trial import BATCH, TRAINER, Trial, ask, send
 
 from colocated_grpo.environments.atropos import source as source_module
 from colocated_grpo.environments.atropos.client import AtroposClient
@@ -17,6 +16,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import RunError
 from colocated_grpo.web.client import Unavailable
 
+from atropos_trial import BATCH, TRAINER, Trial, ask, send
 from raw_server import answering, response
 from servers import APIS, EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos, until
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from dataclasses import replace
@@ -209,8 +210,40 @@ def test_a_deletion_that_was_killed_leaves_no_half_of_a_checkpoint(world, model_
 def test_a_step_that_is_saved_already_is_not_written_again(world, model_folder, tmp_path, monkeypatch):
     save_and_go_on(world, model_folder(), tmp_path, "adamw")
     monkeypatch.setattr(dcp, "async_save", None)
-    checkpoints_of(world, tmp_path).save(5, policy_of(config_with(model_folder(), "adamw"), world), {})
+    checkpoints_of(world, tmp_path).save(5, policy_of(config_with(model_folder(), "adamw"), world), STATE)
     assert [path.name for path in complete_checkpoints(tmp_path / FOLDER)] == ["step_000005"]
+
+
+def save_twice(world: World, folder: Path, run_dir: Path) -> tuple[int, dict]:
+    policy = policy_of(config_of(folder), world)
+    for state in ({"taken": []}, {"taken": [1]}):
+        checkpoints = checkpoints_of(world, run_dir)
+        # Rank 0's alone, as the state of a source is.
+        checkpoints.save(5, policy, state if world.is_main else {})
+        checkpoints.wait()
+    return checkpoints.restore(policy)
+
+
+def test_a_step_that_is_saved_again_has_the_later_state(model_folder, tmp_path):
+    """What a source has taken from outside since then belongs to the resumed run."""
+    assert run_on_ranks(save_twice, 2, model_folder(), tmp_path) == [(5, {"taken": [1]})] * 2
+    assert [path.name for path in (tmp_path / FOLDER / "step_000005").glob("trainer*")] == [STATE_FILE]
+
+
+def test_a_state_that_cannot_be_written_leaves_the_earlier_one(world, model_folder, tmp_path, monkeypatch):
+    policy = policy_of(config_of(model_folder()), world)
+    checkpoints = checkpoints_of(world, tmp_path)
+    checkpoints.save(5, policy, STATE)
+    checkpoints.wait()
+
+    def disk_full(_descriptor: int) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", disk_full)
+        with pytest.raises(OSError, match="no space left"):
+            checkpoints.save(5, policy, {"source": {"cursor": 18}})
+    assert checkpoints.restore(policy) == (5, STATE)
 
 
 def test_a_model_of_another_size_is_refused_in_one_line(world, model_folder, tmp_path):

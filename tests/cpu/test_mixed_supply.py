@@ -73,18 +73,23 @@ class Outside:
     def __init__(self, ask: Callable[[], list[Completion]]) -> None:
         self._ask = ask
         self.read = 0
+        self.taken: list[int] = []
 
     def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
         rollouts = [_rollout(completion) for completion in self._ask()]
         prompt = Prompt(index=self.read, token_ids=[1, 2], text="", item={}, source="atropos")
-        self.read += 1
+        self.taken.append(self.read)
         return [Group(prompt=prompt, rollouts=rollouts)]
+
+    def settle(self) -> None:
+        self.taken.clear()
+        self.read += 1
 
     def metrics(self) -> dict[str, float]:
         return {"outside": 1.0}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"read": self.read}
+        return {"read": self.read, "taken": list(self.taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.read = state["read"]
@@ -180,7 +185,7 @@ def test_each_batch_holds_both_kinds_and_each_side_settles_its_own():
     assert (settled_first.now, settled_first.late) == ([0, 1, 2, 4], [])
     assert (settled.now, settled.late) == ([0, 1, 2, 4], [first[PROMPTS - 1]])
     assert settled.metrics == {"own": 1.0, "outside": 1.0}
-    assert state == {"sampled": {"given": 2 * PROMPTS}, "served": {"read": 2}}
+    assert state == {"sampled": {"given": 2 * PROMPTS}, "served": {"read": 2, "taken": []}}
 
 
 def test_requests_that_were_held_for_long_are_told_when_the_engine_wakes(monkeypatch):
@@ -237,6 +242,21 @@ def test_a_stop_while_prompts_are_sampled_ends_the_serving_too():
     assert not engine.running
 
 
+def test_the_state_of_a_step_that_is_stopped_is_as_before_it_but_for_what_came_from_outside():
+    """Its prompts are sampled again by the resumed run; a batch from outside comes only once."""
+    stop = threading.Event()
+    with only_rank() as world:
+        engine = FakeEngine(on_step=lambda: both.outside.read and stop.set())
+        both = Both(world, engine, stop.is_set, lambda both: [completion_of(asked(0))])
+        both.supply.settle(both.collect(0))
+        with pytest.raises(Stopped):
+            both.collect(1)
+        state = both.supply.state_dict()
+        both.supply.close()
+    assert both.prompts.given == 2 * PROMPTS
+    assert state == {"sampled": {"given": PROMPTS}, "served": {"read": 1, "taken": [1]}}
+
+
 def answered_by_the_idle_rank(world: World) -> tuple[bool, list[str], dict[str, Any] | None]:
     """Rank 0 cannot end its share before rank 1, which has nothing left to sample, has answered a request."""
     answers: list[bool] = []
@@ -262,5 +282,5 @@ def answered_by_the_idle_rank(world: World) -> tuple[bool, list[str], dict[str, 
 def test_a_rank_that_has_sampled_its_share_answers_requests_while_others_sample():
     (answered, groups, state), (_, same, nothing) = run_on_ranks(answered_by_the_idle_rank, 2)
     assert answered
-    assert (state, nothing) == ({"read": 1}, None)
+    assert (state, nothing) == ({"read": 0, "taken": [0]}, None)
     assert groups == same == ["p0", "p1", "p2", "p3", ""]
