@@ -30,12 +30,13 @@ class Trial:
     def __init__(self, url: str, **settings: Any) -> None:
         self.notes: list[str] = []
         self.kept: list[Any] = []
+        self.origins = Origins(10)
         reader = Reader(
             source="atropos",
             vocab_size=100,
             max_tokens=64,
             recompute_logprobs=False,
-            origins=Origins(10),
+            origins=self.origins,
             decode=lambda tokens: "",
         )
         self.client = AtroposClient(url, TRAINER, may_reset=settings.get("reset", False), timeout=5.0)

@@ -137,6 +137,18 @@ def test_only_so_many_completions_are_remembered():
     assert [origins.find([1], [token]).policy_version for token in (1, 2)] == [1, 2]
 
 
+def test_origins_outlast_a_restart_and_the_oldest_are_still_the_first_to_go():
+    before = Origins(3)
+    for token in range(4):
+        before.remember([1], [token], Origin(0.5 + token % 2, token // 2, "stop"))
+    after = Origins(3)
+    after.remember([1], [9], Origin(1.0, 7, "stop"))
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    found = [after.find([1], [token]) for token in range(4)]
+    assert found == [None, None, Origin(0.5, 1, "stop"), Origin(1.5, 1, "stop")]
+    assert after.find([2], [9]) == Origin(1.0, 7, "stop")
+
+
 def test_advantages_of_the_environment_are_taken_per_sampled_token():
     first, second = rollouts(advantages=[[9, 9, 0.1, 0.2, 0.3], [0, 0, -1, -1, -1]])
     assert first.advantages == [0.1, 0.2, 0.3]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.distributed import World
+from colocated_grpo.environments.atropos.origins import Origin
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server import supply as supply_module
@@ -113,6 +114,18 @@ def test_a_batch_that_came_with_the_registration_outlasts_a_stop_before_the_firs
     resumed.stop.set()  # stopped again, with two batches taken
     resumed = Run(world, url, resumed.close())
     assert [resumed.marks(), resumed.marks(1)] == [[5], [6]]
+    resumed.close()
+
+
+def test_groups_that_were_served_before_a_stop_keep_their_temperature_and_version(world, url):
+    run = Run(world, url)
+    run.trial.origins.remember([5], [7, 9], Origin(0.8, 3, "length"))
+    resumed = Run(world, url, run.close())
+    send(url, 5)
+    (group,) = resumed.supply.order(0).collect()
+    resumed.supply.settle([group])
+    assert {(one.temperature, one.policy_version, one.finish_reason) for one in group.rollouts} == {(0.8, 3, "length")}
+    assert resumed.trial.source.metrics()["atropos/unknown_origin"] == 0
     resumed.close()
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from array import array
+from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from colocated_grpo.types import FinishReason
+
+KEY_BYTES = 16
 
 
 class Origin(NamedTuple):
@@ -33,8 +36,7 @@ class Origins:
             for key in (_key(prompt, completion), _key((), completion)):
                 self._known[key] = origin
                 self._known.move_to_end(key)
-            while len(self._known) > 2 * self._capacity:
-                self._known.popitem(last=False)
+            self._forget()
 
     def find(self, prompt: Sequence[int], completion: Sequence[int]) -> Origin | None:
         """By prompt and completion; else by the completion alone, as an environment may tokenise the prompt anew."""
@@ -45,9 +47,31 @@ class Origins:
                     return self._known[key]
         return None
 
+    def state_dict(self) -> list[Any]:
+        """Each origin once, with the keys of all its completions; the oldest first."""
+        keys: dict[Origin, bytearray] = {}
+        with self._lock:
+            for key, origin in self._known.items():
+                keys.setdefault(origin, bytearray()).extend(key)
+        return [[*origin, b64encode(joined).decode()] for origin, joined in keys.items()]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        """As older than what has been served since this process began."""
+        known: OrderedDict[bytes, Origin] = OrderedDict()
+        for *fields, joined in state:
+            keys, origin = b64decode(joined), Origin(*fields)
+            known.update((keys[start : start + KEY_BYTES], origin) for start in range(0, len(keys), KEY_BYTES))
+        with self._lock:
+            self._known = known | self._known
+            self._forget()
+
+    def _forget(self) -> None:
+        while len(self._known) > 2 * self._capacity:
+            self._known.popitem(last=False)
+
 
 def _key(prompt: Sequence[int], completion: Sequence[int]) -> bytes:
-    digest = blake2b(array("q", prompt).tobytes(), digest_size=16)
+    digest = blake2b(array("q", prompt).tobytes(), digest_size=KEY_BYTES)
     digest.update(b"|")
     digest.update(array("q", completion).tobytes())
     return digest.digest()

@@ -194,13 +194,18 @@ class AtroposSource:
         return row | {f"atropos/{name}": value for name, value in self._status.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What is queued lives in the API server and outlasts this process; what was taken from there is kept here."""
-        return {"groups_read": self._groups_read, "taken": list(self._taken)}
+        """What is queued lives in the API server and outlasts this process; what was taken from there is kept here.
+
+        So is how the queued groups were sampled: a few MB at most.
+        """
+        origins = self._reader.origins.state_dict()
+        return {"groups_read": self._groups_read, "taken": list(self._taken), "origins": origins}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._groups_read = state["groups_read"]
         # Before what came with this process's own registration.
         self._taken.extendleft(reversed(state.get("taken", [])))
+        self._reader.origins.load_state_dict(state.get("origins", []))
 
 
 def _listed(reasons: Counter[str]) -> str:
