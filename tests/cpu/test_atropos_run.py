@@ -146,14 +146,33 @@ def test_an_api_server_and_an_environment_that_die_and_groups_without_logprobs_a
     assert sum(len(group["tokens"]) for group in batch) == 4 * GROUP
 
 
-def test_a_run_that_waits_for_a_batch_stops_when_asked(tmp_path):
+def test_a_run_that_waits_for_a_batch_stops_when_asked_and_trains_in_the_end_every_batch_that_it_took(tmp_path):
     with ExitStack() as stack:
         api = stack.enter_context(ApiProcess(EMBEDDED))
-        run = stack.enter_context(TrainingRun(tmp_path, atropos_settings(api.url, free_port()), ranks=2))
+        config = atropos_settings(api.url, free_port(), training_steps=2)
+        post_batch(api)
+        run = stack.enter_context(TrainingRun(tmp_path, config, ranks=2))
         run.wait_until(lambda: _registered(api))
         run.launcher.terminate()
         assert run.wait(60) == 143
-    assert files.read_summary(run.folder)["outcome"] == "stopped"
+        assert files.read_summary(run.folder)["outcome"] == "stopped"
+        post_batch(api)
+        resumed = stack.enter_context(TrainingRun(tmp_path, config, "--resume", "auto", ranks=2))
+        resumed.finish()
+    assert [row["step"] for row in resumed.rows(files.TRAIN)] == [0, 1]
+
+
+def post_batch(api: ApiProcess) -> None:
+    """Of an environment that samples elsewhere."""
+    group = {
+        "tokens": [[1, 2, 3, 4]] * GROUP,
+        "masks": [[-100, -100, 3, 4]] * GROUP,
+        "scores": [float(row) for row in range(GROUP)],
+        "inference_logprobs": [[1.0, 1.0, -1.0, -1.0]] * GROUP,
+    }
+    body = json.dumps([group] * 4).encode()
+    with urlopen(Request(f"{api.url}/scored_data_list", body, {"Content-Type": "application/json"}), timeout=5):
+        pass
 
 
 def stream(port: int) -> list[str]:
