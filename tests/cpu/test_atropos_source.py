@@ -255,6 +255,11 @@ def test_a_queue_that_forms_no_batch_is_explained(url, monkeypatch):
     assert "holds 1 groups; batches are made of whole groups" in trial.notes[0]
 
 
+def test_a_checkpoint_of_other_environments_is_refused_in_one_line(url):
+    with pytest.raises(EnvironmentSetupError, match="the checkpoint is of a run with other environments"):
+        Trial(url).source.load_state_dict({"sampled": {}, "served": {}})
+
+
 def test_the_count_of_groups_is_kept_over_a_restart(url):
     trial = Trial(url)
     trial.start()

@@ -28,7 +28,7 @@ from colocated_grpo.environments.atropos.origins import Origin, Origins
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server.app import create_app
 from colocated_grpo.rollout.server.chunks import Stream, as_lines, generate_chunks
-from colocated_grpo.rollout.server.sampler import Bit, LeastBusy, Limits, Sampler
+from colocated_grpo.rollout.server.sampler import Bit, LeastBusy, Limits, Sampler, Unserved
 from colocated_grpo.rollout.server.wishes import ChatBody, CompletionBody, GenerateBody, SamplingWish, TokensBody
 from colocated_grpo.types import Completion
 from colocated_grpo.web.serving import DESCRIPTORS, ServerThread
@@ -444,6 +444,37 @@ def test_alternatives_are_scored_before_the_engine_may_sleep():
         driver.drain()
         assert engine.events == ["top 2"]
         assert answer.result(10)[0].alternatives
+
+
+def test_a_run_that_ends_while_alternatives_are_scored_says_so_within_the_stream():
+    """A stream that merely broke off would keep its client waiting until the server closes."""
+    inbox, scored = Inbox(), [Future() for _ in range(2)]
+    sampler = Sampler(
+        LeastBusy([inbox.put]),
+        lambda tokens, k: scored.pop(),
+        Letters(),
+        Origins(10),
+        Limits(LONGEST, VOCABULARY, (9,), 0),
+        lambda line: None,
+    )
+    given_up, answered = scored
+    answered.set_result([dict.fromkeys(range(VOCABULARY), -1.0)] * LONGEST)
+
+    async def ask() -> list[Any]:
+        bits = sampler.stream([[1, 2]], SamplingWish(max_tokens=5, n=2), 2)
+        first = await anext(bits)
+        given_up.cancel()
+        with pytest.raises(Unserved):
+            await anext(bits)
+        return first.served.alternatives
+
+    driver = Driver(FakeEngine(), inbox)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(asyncio.run, ask())
+        until(lambda: inbox)
+        driver.step()
+        driver.drain()
+        assert answer.result(10)
 
 
 def test_alternatives_of_a_stream_come_with_its_only_piece(served):

@@ -202,6 +202,11 @@ class AtroposSource:
         return {"groups_read": self._groups_read, "taken": list(self._taken), "origins": origins}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "groups_read" not in state:
+            raise EnvironmentSetupError(
+                "environments: the checkpoint is of a run with other environments than this atropos entry; an exact "
+                "resume needs the same ones"
+            )
         self._groups_read = state["groups_read"]
         # Before what came with this process's own registration.
         self._taken.extendleft(reversed(state.get("taken", [])))

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from colocated_grpo.config.schema import COLDEST
 from colocated_grpo.distributed import derive_seed
@@ -21,6 +21,7 @@ from colocated_grpo.types import Completion
 
 RESERVED_FOR_TEMPLATES = frozenset({"conversation", "chat_template", "tokenize", "return_dict", "return_tensors"})
 
+T = TypeVar("T")
 Send = Callable[[Request, Listen | None], "Future[Completion]"]
 
 
@@ -89,24 +90,26 @@ class LeastBusy:
         try:
             future = self._engines[chosen](request, listen)
             if then is not None:
-                future.add_done_callback(lambda done: then(done.result()) if _succeeded(done) else None)
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
-                raise
-            raise Unserved from None
+                future.add_done_callback(lambda f: None if f.cancelled() or f.exception() else then(f.result()))
+            return await _outcome(future)
         finally:
             self.under_way[chosen] -= 1
+
+
+async def _outcome(future: Future[T]) -> T:
+    """Cancelling it cancels the future. Raises Unserved where the engine has done that: the run is ending."""
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        if asyncio.current_task().cancelling():
+            raise
+        raise Unserved from None
 
 
 def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Each one: cancelling what gathers them does nothing once one of them has failed."""
     for task in tasks:
         task.cancel()
-
-
-def _succeeded(future: Future[Completion]) -> bool:
-    return not future.cancelled() and future.exception() is None
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,7 @@ class Sampler:
 
         try:
             completion = await self._engines.send(request, listen, ask_for_alternatives if alternatives else None)
-            entries = [entry for one in scored for entry in await asyncio.wrap_future(one)]
+            entries = [entry for one in scored for entry in await _outcome(one)]
         except ValueError as error:
             raise BadWish(str(error)) from None
         # Greedy log-probabilities are taken at temperature 1, and vLLM raises what lies between to its smallest.
@@ -254,7 +257,7 @@ class Sampler:
         if len(prompt) < 2:
             return [None]
         try:
-            return [None, *await asyncio.wrap_future(self._top_logprobs(prompt, k))]
+            return [None, *await _outcome(self._top_logprobs(prompt, k))]
         except ValueError as error:
             raise BadWish(str(error)) from None
 

@@ -110,8 +110,8 @@ class MainServing:
         """What it brings is kept by the source, for the resumed run."""
         if wait([batch], LAST_ANSWER_SECONDS).not_done:
             self._note(
-                f"atropos: the API server did not answer within {LAST_ANSWER_SECONDS:g} s; if it had a batch, that is "
-                "lost"
+                f"atropos: the API server did not answer within {LAST_ANSWER_SECONDS:g} s; a batch that it still sends "
+                "is lost"
             )
 
     def before_wake(self) -> None:
