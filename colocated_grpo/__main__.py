@@ -6,7 +6,9 @@ from colocated_grpo.cli import RUN_ERROR, main
 
 try:
     code = main()
-except Exception:
+except SystemExit:  # of the parser of arguments
+    raise
+except BaseException:  # torch's CheckpointException is no Exception
     traceback.print_exc()
     code = RUN_ERROR
 # Not sys.exit: a reward that never returns has a thread that Python would wait for, and the process group of a rank

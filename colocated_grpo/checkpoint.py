@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from colocated_grpo.policy.policy import Policy
 FOLDER = "checkpoints"
 STATE_FILE = "trainer.json"
 UNFINISHED = ".partial"
+OWN_NAME = re.compile(r"step_(\d{6,})")
+"""Of a whole checkpoint. What a person makes beside it (step_best, step_000003 copy) is neither resumed nor deleted."""
 
 
 class Checkpoints:
@@ -101,14 +105,16 @@ class Checkpoints:
         newest = self._world.from_main(lambda: next(reversed(complete_checkpoints(self._folder)), None))
         if newest is None:
             return 0, {}
-        record = json.loads((newest / STATE_FILE).read_text())
         policy.init_optimizer_state()
         tensors = self._tensors(policy)
-        self._check_loadable(newest, record, tensors)
-        dcp.load(tensors, checkpoint_id=newest, process_group=self._world.checkpoints)
+        with _unreadable(newest):
+            record = json.loads((newest / STATE_FILE).read_text())
+            step, version, state = record["step"], record["policy_version"], record["state"]
+            self._check_loadable(newest, record, tensors)
+            dcp.load(tensors, checkpoint_id=newest, process_group=self._world.checkpoints)
         _restore_numbers(policy, tensors, self._world)
-        policy.restored(record["policy_version"])
-        return record["step"], record["state"]
+        policy.restored(version)
+        return step, state
 
     def _tensors(self, policy: Policy) -> dict[str, Tensor]:
         return {**_tensors(policy, self._world), **self._others}
@@ -128,10 +134,28 @@ class Checkpoints:
             )
 
 
+@contextmanager
+def _unreadable(folder: Path) -> Iterator[None]:
+    """Whatever reading a checkpoint raises, in one line. Its files are torch's: damage shows as any kind of error."""
+    try:
+        yield
+    except RunError:
+        raise
+    except (Exception, CheckpointException) as error:
+        cause = _cause(error) if isinstance(error, CheckpointException) else _in_one_line(error)
+        raise RunError(
+            f"checkpoint {folder}: cannot be read ({cause}); move it away to resume from the one before it"
+        ) from error
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def _cause(error: CheckpointException) -> str:
     """What the first rank met, in one line."""
     rank, (failure, _) = min(error.failures.items())
-    return f"rank {rank}: {type(failure).__name__}: {' '.join(str(failure).split())}"
+    return f"rank {rank}: {_in_one_line(failure)}"
 
 
 def _settle(settled: Future[None], before: Future, action: Callable[[], None]) -> None:
@@ -165,11 +189,15 @@ def _write_durably(file: Path, text: str) -> None:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Oldest first."""
-    return sorted(path for path in folder.glob("step_*") if _is_complete(path))
+    return sorted(filter(_is_complete, folder.glob("step_*")), key=_step)
 
 
 def _is_complete(folder: Path) -> bool:
-    return folder.suffix != UNFINISHED and (folder / STATE_FILE).exists()
+    return OWN_NAME.fullmatch(folder.name) is not None and (folder / STATE_FILE).exists()
+
+
+def _step(folder: Path) -> int:
+    return int(OWN_NAME.fullmatch(folder.name)[1])
 
 
 def _tensors(policy: Policy, world: World) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ class RewardFunction:
     def outcomes(self, arguments: dict[str, Any], count: int) -> list[Outcome]:
         """Call once for `count` completions; raises what the function raises."""
         metrics: dict[str, float] = {}
-        arguments["log_metric"] = lambda name, value: metrics.update({name: float(value)})
+        arguments["log_metric"] = lambda name, value: metrics.update({str(name): float(value)})
         accepted = arguments if self.takes_all else {key: arguments[key] for key in arguments if key in self.takes}
         result = settle(self.function(**accepted))
         # Iterated, a mapping would give its keys and a set its values in an order of its own.
@@ -111,7 +111,7 @@ class RewardScorer:
         try:
             function.check_columns(prompt.item.keys() - NOT_COLUMNS)
             return function.outcomes(self._arguments(prompt, completions, texts), len(completions))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # see score_text
             hopeless = isinstance(error, (WrongNumberOfRewards, EnvironmentSetupError))
             if hopeless or len(completions) == 1:
                 return [Outcome(error=f"{function.name}: {one_line(error)}")] * len(completions)

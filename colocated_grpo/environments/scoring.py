@@ -31,7 +31,7 @@ def score_text(task: Task, item: dict[str, Any], text: str) -> Score:
     """What the task says of one completion; never raises."""
     try:
         return as_score(settle(task.score(item, text)))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # what time limits for threads raise is no Exception: user code must not catch it
         return Score(reward=None, error=one_line(error))
 
 
@@ -39,7 +39,7 @@ def as_score(result: Any) -> Score:
     """From a number, None or named parts. Parts without "reward" raise: no sum is guessed."""
     if not isinstance(result, dict):
         return Score(reward=as_number(result))
-    parts = {name: number for name, value in result.items() if (number := as_number(value)) is not None}
+    parts = {str(name): number for name, value in result.items() if (number := as_number(value)) is not None}
     if "reward" not in result:
         raise ValueError(f"score() gave parts without 'reward': {', '.join(map(str, result)) or 'none'}")
     return Score(reward=parts.pop("reward", None), parts=parts)

@@ -132,7 +132,7 @@ class ToSSim:
             with isolated(random.Random(f"{turn.id}/{completion}")):
                 table = pickle.loads(turn.frozen)
                 reward = table.answer({turn.place: completion})[turn.place]
-        except (Exception, SystemExit):
+        except BaseException:  # see score_text
             return ToSSimOutcome(None, {"failed": 1.0})
         return ToSSimOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 

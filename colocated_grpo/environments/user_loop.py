@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 
 GRACE = 2.0
 """Seconds after which a loop that has done nothing of what it was asked to do counts as blocked."""
@@ -47,7 +48,12 @@ class SharedLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
+    stopped = False
+    while not stopped:
+        # Whoever awaits the task is told as well; out of the loop it would end every other task with it.
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+            stopped = True
     loop.close()
 
 

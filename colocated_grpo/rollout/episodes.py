@@ -171,7 +171,7 @@ class EpisodeRunner:
                 return as_score(await self._episodes[prompt.source].run(deepcopy(prompt.item), playing.conversation))
         except OutOfRoom:
             return Score(reward=0.0)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except BaseException as error:
             if playing.given_up:
                 raise
             late = playing.clock.expired() and isinstance(error, TimeoutError)

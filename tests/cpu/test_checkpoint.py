@@ -193,6 +193,41 @@ def test_a_save_that_was_killed_is_never_taken_for_a_checkpoint(world, model_fol
     assert checkpoints_of(world, tmp_path).restore(policy)[0] == 5
 
 
+def test_a_copy_that_somebody_made_beside_the_checkpoints_is_neither_resumed_nor_counted(world, model_folder, tmp_path):
+    save_and_go_on(world, model_folder(), tmp_path, "adamw")
+    own = tmp_path / FOLDER / "step_000005"
+    for name in ("step_best", "step_000009 copy"):
+        shutil.copytree(own, own.with_name(name))
+    later = own.with_name("step_1000000")
+    shutil.copytree(own, later)
+    assert complete_checkpoints(tmp_path / FOLDER) == [own, later]
+
+
+def half(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (lambda folder: half(folder / STATE_FILE), "JSONDecodeError: .*"),
+        (lambda folder: (folder / STATE_FILE).write_text("[]"), "TypeError: .*"),
+        (lambda folder: (folder / STATE_FILE).write_text("{}"), "KeyError: 'step'"),
+        (lambda folder: half(folder / ".metadata"), "UnpicklingError: pickle data was truncated"),
+        (lambda folder: (folder / ".metadata").unlink(), "FileNotFoundError: .*"),
+        (lambda folder: half(folder / "__0_0.distcp"), "rank 0: .*"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "rank 0: FileNotFoundError: .*"),
+    ],
+)
+def test_a_checkpoint_that_was_damaged_is_told_in_one_line(world, model_folder, tmp_path, damage, cause):
+    save_and_go_on(world, model_folder(), tmp_path, "adamw")
+    folder = tmp_path / FOLDER / "step_000005"
+    damage(folder)
+    policy = policy_of(config_with(model_folder(), "adamw"), world)
+    with pytest.raises(RunError, match=rf"^checkpoint {folder}: cannot be read \({cause}\); move it away to resume"):
+        checkpoints_of(world, tmp_path).restore(policy)
+
+
 def test_a_deletion_that_was_killed_leaves_no_half_of_a_checkpoint(world, model_folder, tmp_path, monkeypatch):
     policy = policy_of(config_with(model_folder(), "adamw"), world)
     checkpoints = checkpoints_of(world, tmp_path, keep_last=1)

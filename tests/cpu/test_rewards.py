@@ -128,6 +128,30 @@ def test_an_async_function_that_raises_is_isolated_too():
     assert [one.reward for one in score(scorer_of(reward), ["1", "x"])] == [1.0, None]
 
 
+class TimeLimit(BaseException):
+    """As libraries raise it that end a function after some time."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), TimeLimit("5 s"), asyncio.CancelledError()])
+def test_an_async_function_that_raises_what_is_no_exception_ends_nothing_but_itself(error):
+    gate, loops = threading.Event(), []
+
+    async def reward(completions, **kwargs):
+        loops.append(asyncio.get_running_loop())
+        if completions == ["x"]:
+            raise error
+        await asyncio.to_thread(gate.wait, 10)
+        return [1.0]
+
+    with ThreadPoolExecutor(2) as threads:
+        under_way = threads.submit(score, scorer_of(reward), ["a"])
+        failed = threads.submit(score, scorer_of(reward), ["x"])
+        assert failed.result(10)[0].reward is None
+        gate.set()
+        assert under_way.result(10)[0].reward == 1.0
+    assert len(set(loops)) == 1
+
+
 @pytest.mark.parametrize(
     ("result", "rewards", "error"),
     [
@@ -148,6 +172,8 @@ def test_an_async_function_that_raises_is_isolated_too():
         ([True, "good"], [1.0, None], "reward: ValueError: a reward must be a finite number or None, got 'good'"),
         ([1.0, float("inf")], [1.0, None], "reward: ValueError: a reward must be a finite number or None, got inf"),
         (SystemExit(1), [None, None], "reward: SystemExit: 1"),
+        (KeyboardInterrupt(), [None, None], "reward: KeyboardInterrupt:"),
+        (TimeLimit("5 s"), [None, None], "reward: TimeLimit: 5 s"),
     ],
 )
 def test_what_is_no_list_of_rewards_is_an_error_of_one_line(result, rewards, error):

@@ -322,6 +322,8 @@ class Answering:
         (KeyError("answer"), None, {}, "KeyError: 'answer'"),
         (RuntimeError("two\nlines"), None, {}, "RuntimeError: two lines"),
         (SystemExit(3), None, {}, "SystemExit: 3"),
+        (KeyboardInterrupt(), None, {}, "KeyboardInterrupt:"),
+        ({"reward": 1, ("a", 2): 3, None: 4}, 1.0, {"('a', 2)": 3.0, "None": 4.0}, None),
     ],
 )
 def test_the_result_of_a_users_score_becomes_a_score_or_one_line_of_error(result, reward, parts, error):
