@@ -22,6 +22,9 @@ BEHIND_THE_FIRST = 1.5
 """Seconds that other ranks outlive the first failure: torchrun blames the earliest and stamps in whole seconds."""
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 class Process(NamedTuple):
     table: tuple[str, str, str]
     """Machine, its boot and the namespace: ids are those of one table of processes."""
@@ -29,13 +32,14 @@ class Process(NamedTuple):
 
 
 class StopRequest:
-    """SIGTERM or SIGINT to any rank asks every rank to stop at the next safe point."""
+    """SIGTERM, SIGINT or SIGHUP to any rank asks every rank to stop at the next safe point."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store.clone()  # see Watchdog
         self._asked = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in wanted_stop_signals():
             signal.signal(number, self._on_signal)
+        _end_children_by(wanted_stop_signals())
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._asked.set()
@@ -50,6 +54,33 @@ class StopRequest:
     def asked(self) -> bool:
         """Rank-local view; ranks agree on it only through a collective."""
         return self._asked.is_set()
+
+
+def wanted_stop_signals() -> list[signal.Signals]:
+    """All but SIGHUP where the user has said nohup."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def _end_children_by(numbers: Sequence[signal.Signals]) -> None:
+    """Let these signals end forked children, such as the process pools of a reward.
+
+    With the handler of a rank they would live on, and whoever ended them would wait for them without end.
+    """
+    of_thread = threading.local()
+
+    def before() -> None:
+        # What comes too early for the child's own setting would be taken by the handler.
+        of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, of_thread.mask)
+
+    def in_child() -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)
 
 
 class Watchdog:

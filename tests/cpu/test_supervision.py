@@ -14,7 +14,7 @@ import torch.distributed as dist
 from colocated_grpo.distributed import World
 from colocated_grpo.supervision import StopRequest, Watchdog, own_process, visible_from
 
-from ranks import Ranks
+from ranks import Ranks, run_on_ranks
 
 SECONDS_TO_NOTICE = 5.0
 STARTED = 60.0
@@ -109,13 +109,47 @@ def stop_when_asked(world: World, ready) -> tuple[bool, bool]:
     return before, after
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_one_rank_is_seen_by_all(number):
     ready = [Ranks.context.Event() for _ in range(2)]
     with Ranks(stop_when_asked, 2, ready) as ranks:
         assert all(event.wait(STARTED) for event in ready)
         os.kill(ranks.processes[1].pid, number)
         assert ranks.results() == [(False, True), (False, True)]
+
+
+def end_forked_children(world: World, number: signal.Signals) -> list[int]:
+    """How children ended that got the signal as soon as they were there."""
+    stop = StopRequest(world.store)
+    endings = []
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            time.sleep(SECONDS_TO_NOTICE)
+            os._exit(0)
+        os.kill(child, number)
+        _, status = os.waitpid(child, 0)
+        endings.append(os.waitstatus_to_exitcode(status))
+    assert not stop.asked()
+    os.kill(os.getpid(), number)
+    assert stop.asked(), "the rank's own signals are handled as before"
+    return endings
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_forked_children_of_a_reward_end_by_the_signals_that_ask_a_rank_to_stop(number):
+    assert run_on_ranks(end_forked_children, 1, number) == [[-number] * 20]
+
+
+def ignored_hangups(world: World) -> bool:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopRequest(world.store)
+    os.kill(os.getpid(), signal.SIGHUP)
+    return stop.asked()
+
+
+def test_nohup_is_respected():
+    assert run_on_ranks(ignored_hangups, 1) == [False]
 
 
 def leave_one_after_the_other(world: World, first_has_left) -> int:
