@@ -1,6 +1,7 @@
 import os
 import sys
 import traceback
+from contextlib import suppress
 
 from colocated_grpo.cli import RUN_ERROR, main
 
@@ -13,6 +14,7 @@ except BaseException:  # torch's CheckpointException is no Exception
     code = RUN_ERROR
 # Not sys.exit: a reward that never returns has a thread that Python would wait for, and the process group of a rank
 # that gives up would abort while it is torn down and hide the exit code.
-sys.stdout.flush()
-sys.stderr.flush()
+for stream in (sys.stdout, sys.stderr):
+    with suppress(OSError, AttributeError):  # its terminal is gone, or there never was one
+        stream.flush()
 os._exit(code)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from colocated_grpo.stop_signals import stop_signals
+
 REAP_SECONDS = 10.0
+SAME_REQUEST_SECONDS = 1.0
+"""A signal that comes again so soon is the same request: a terminal and a wrapper may both pass it on."""
 # Linux <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -23,9 +28,9 @@ PR_SET_CHILD_SUBREAPER = 36
 def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path | None = None) -> int:
     """Run to the end and return the exit code; 128 + n when ended by signal n. Call from the main thread.
 
-    The first SIGINT or SIGTERM reaches, as SIGTERM, the children of the command: under torchrun these are the ranks,
-    which may take as long as they need to save, while torchrun itself would kill them after 30 seconds. The second
-    kills everything. When this returns, no process that the command has started is alive.
+    The first stop signal reaches, as SIGTERM, the children of the command: under torchrun these are the ranks, which
+    may take as long as they need to save, while torchrun itself would kill them after 30 seconds. A second SIGINT or
+    SIGTERM kills everything. When this returns, no process that the command has started is alive.
     """
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     _adopt_orphans()
@@ -49,15 +54,17 @@ def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path |
 
 
 class _StopSignals:
-    """While entered: turns SIGINT and SIGTERM into a polite stop, then into an impolite one."""
+    """While entered: turns signals into a polite stop, then into an impolite one."""
 
     def __init__(self, spare: set[int]) -> None:
         self.received: list[int] = []
         self._spare = spare
         self._process: subprocess.Popen[bytes] | None = None
+        self._last: dict[int, float] = {}
+        self._urged = 0
 
     def __enter__(self) -> _StopSignals:
-        self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        self._before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -71,9 +78,14 @@ class _StopSignals:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.received.append(number)
-        if len(self.received) > 1:
+        now = time.monotonic()
+        again = now - self._last.get(number, -math.inf) < SAME_REQUEST_SECONDS
+        self._last[number] = now
+        # A terminal that is closed sends several SIGHUP, and systemd one after its SIGTERM: nobody urges by them.
+        self._urged += not again and number != signal.SIGHUP
+        if self._urged > 1:
             kill_descendants(spare=self._spare)
-        elif self._process is not None:
+        elif len(self.received) == 1 and self._process is not None:
             _stop_politely(self._process)
 
 

@@ -15,14 +15,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from colocated_grpo.distributed import World
+from colocated_grpo.stop_signals import stop_signals
 
 POLL_SECONDS = 1.0
 FAILED, STOP = "failed", "stop"
 BEHIND_THE_FIRST = 1.5
 """Seconds that other ranks outlive the first failure: torchrun blames the earliest and stamps in whole seconds."""
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Process(NamedTuple):
@@ -37,9 +35,9 @@ class StopRequest:
     def __init__(self, store: dist.Store) -> None:
         self._store = store.clone()  # see Watchdog
         self._asked = threading.Event()
-        for number in wanted_stop_signals():
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
-        _end_children_by(wanted_stop_signals())
+        _end_children_by(stop_signals())
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._asked.set()
@@ -54,11 +52,6 @@ class StopRequest:
     def asked(self) -> bool:
         """Rank-local view; ranks agree on it only through a collective."""
         return self._asked.is_set()
-
-
-def wanted_stop_signals() -> list[signal.Signals]:
-    """All but SIGHUP where the user has said nohup."""
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _end_children_by(numbers: Sequence[signal.Signals]) -> None:

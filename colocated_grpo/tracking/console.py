@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,6 +65,42 @@ class Display(Protocol):
     def step(self, step: int, row: Row) -> None: ...
     def note(self, line: str) -> None: ...
     def close(self) -> None: ...
+
+
+class StandardOutput(Console):
+    """Standard output as it is now: user code may put something else in its place."""
+
+    def __init__(self) -> None:
+        super().__init__(file=sys.stdout)
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
+class UntilItFails:
+    """Shows on another display until its terminal or pipe is gone: the run does not end with who looks at it."""
+
+    def __init__(self, display: Display) -> None:
+        self._display: Display | None = display
+
+    def open(self, facts: dict[str, str], first_step: int) -> None:
+        self._show(lambda display: display.open(facts, first_step))
+
+    def step(self, step: int, row: Row) -> None:
+        self._show(lambda display: display.step(step, row))
+
+    def note(self, line: str) -> None:
+        self._show(lambda display: display.note(line))
+
+    def close(self) -> None:
+        self._show(lambda display: display.close())
+
+    def _show(self, show: Callable[[Display], None]) -> None:
+        if self._display is not None:
+            try:
+                show(self._display)
+            except OSError:
+                self._display = None
 
 
 class Pace:
@@ -175,7 +213,7 @@ class LiveDisplay:
 def make_display(mode: str, console: Console, total_steps: int) -> Display:
     """`mode` is tracking.console; auto is live on a terminal that can move its cursor."""
     live = mode == "live" or (mode == "auto" and console.is_terminal and not console.is_dumb_terminal)
-    return LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps)
+    return UntilItFails(LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps))
 
 
 def _title(first_step: int) -> str:

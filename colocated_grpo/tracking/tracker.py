@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.console import make_display
+from colocated_grpo.tracking.console import StandardOutput, make_display
 from colocated_grpo.tracking.environment import describe_start
 from colocated_grpo.tracking.games import GameWriter
 from colocated_grpo.tracking.report import write_report
@@ -107,7 +107,7 @@ class NullTracker:
 
 
 def make_tracker(config: Config, run_dir: Path, is_main: bool) -> Tracker | NullTracker:
-    return Tracker(config, run_dir, Console()) if is_main else NullTracker()
+    return Tracker(config, run_dir, StandardOutput()) if is_main else NullTracker()
 
 
 def _banner_facts(config: Config, facts: dict[str, str], run_dir: Path) -> dict[str, str]:

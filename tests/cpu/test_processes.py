@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from colocated_grpo import processes
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 30
 
@@ -84,7 +86,7 @@ def test_redirected_output_reaches_the_file_and_not_the_console(tmp_path):
     assert file.read_text() == "out\nerr\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_lets_the_ranks_save_and_spares_torchrun(number):
     process = start("-c", TORCHRUN, POLITE_RANK)
     ranks = ready_ranks(process)
@@ -105,6 +107,34 @@ def test_the_second_signal_kills_ranks_that_do_not_stop():
     process.communicate(timeout=TIMEOUT)
     assert process.returncode == 128 + signal.SIGTERM
     assert not any(map(psutil.pid_exists, ranks))
+
+
+HUP, INT, TERM = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("signals", "killed"),
+    [
+        ([(0, TERM), (0.1, INT)], True),
+        ([(0, INT), (5, INT)], True),
+        ([(0, INT), (0.1, INT)], False),
+        ([(0, INT), (0.1, INT), (5, INT)], True),
+        ([(0, HUP), (5, HUP), (9, HUP)], False),
+        ([(0, TERM), (0.1, HUP)], False),
+        ([(0, HUP), (5, TERM)], False),
+        ([(0, HUP), (5, TERM), (9, TERM)], True),
+    ],
+)
+def test_only_a_second_request_kills_and_a_closed_terminal_is_none(monkeypatch, signals, killed):
+    calls = []
+    monkeypatch.setattr(processes, "_stop_politely", lambda process: calls.append("stop"))
+    monkeypatch.setattr(processes, "kill_descendants", lambda spare: calls.append("kill"))
+    stop = processes._StopSignals(set())
+    stop._process = object()
+    for now, number in signals:
+        monkeypatch.setattr(processes.time, "monotonic", lambda now=now: now)
+        stop._on_signal(number, None)
+    assert calls == ["stop", "kill"] if killed else ["stop"]
 
 
 def test_a_command_without_ranks_is_signalled_itself():

@@ -1,12 +1,15 @@
 """The tracker: console, run folder, W&B and TensorBoard."""
 
+import errno
 import inspect
+import io
 import json
 import math
 import os
 import pty
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -160,6 +163,32 @@ def test_a_hostile_note_reaches_an_ascii_log_as_harmless_text(tmp_path: Path) ->
     assert "\\xe9" in run.printed and "\\x1b[2J" in run.printed and "\x1b" not in run.printed
 
 
+@pytest.mark.parametrize("mode", ["plain", "live"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.EPIPE, errno.ENOSPC])
+def test_a_run_outlives_the_terminal_or_pipe_that_it_shows_itself_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, error: int
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(error, os.strerror(error))  # a terminal that was closed, a reader that has left, a full disk
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    config = config_of(console=mode)
+    run = TrackedRun(tmp_path, config)
+    run.tracker = make_tracker(config, tmp_path, is_main=True)
+    run.train().finish()
+    assert len(files.read_metrics(tmp_path)) == 10
+    assert files.read_summary(tmp_path)["outcome"] == "finished"
+
+
+def test_what_user_code_does_with_standard_output_hides_no_step(tmp_path: Path, capsys) -> None:
+    run = TrackedRun(tmp_path)
+    run.tracker = make_tracker(config_of(), tmp_path, is_main=True)
+    with redirect_stdout(io.StringIO()):
+        run.train()
+    assert "step 5/6" in capsys.readouterr().out
+
+
 def test_the_other_ranks_tracker_has_the_same_methods() -> None:
     def methods(one: type) -> dict[str, str]:
         return {name: str(inspect.signature(f)) for name, f in vars(one).items() if callable(f) and name[0] != "_"}
@@ -179,6 +208,7 @@ def test_tracking_and_its_tools_import_no_torch() -> None:
 
 LIVE_PROGRAM = """
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from tracked_run import config_of, groups_of, row_of
