@@ -9,6 +9,7 @@ import argparse
 import errno
 import faulthandler
 import gc
+import io
 import logging
 import os
 import re
@@ -43,6 +44,20 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"error: {message.removeprefix('argument ')}\n")
 
 
+def prepare_streams() -> None:
+    """Let nothing that is printed end the run: streams that are closed, and text that a terminal has no letters for."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number, which is this one: the next file would get it, and with it what is printed.
+            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What the launcher and a rank both understand. Everything that they do not is an override."""
     parser.add_argument(
@@ -72,6 +87,7 @@ def config_file(options: argparse.Namespace) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank to the end. Returns its exit code; an exception that no user can act on passes through."""
+    prepare_streams()
     parser = OneLineParser(prog="python -m colocated_grpo", description=__doc__, allow_abbrev=False)
     add_run_arguments(parser)
     options, overrides = parser.parse_known_args(arguments)
@@ -148,7 +164,8 @@ def _run(config: Config, resume: str | None, name: str) -> int:
 def _report(code: int, lines: Sequence[str]) -> None:
     """Show the lines; where a launcher waits, let it show them when torchrun has ended, and return the code."""
     if VERDICT_VARIABLE in os.environ:
-        Path(os.environ[VERDICT_VARIABLE]).write_text("\n".join([str(code), *lines]))
+        text = "\n".join([str(code), *lines])
+        Path(os.environ[VERDICT_VARIABLE]).write_text(text, encoding="utf-8", errors="backslashreplace")
     else:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.cli import (
     AUTO,
@@ -27,6 +28,7 @@ from colocated_grpo.cli import (
     add_run_arguments,
     config_file,
     library_environment,
+    prepare_streams,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Launch:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Launch a run. Returns its exit code, 2 when it cannot be started."""
+    prepare_streams()
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
     try:
@@ -262,8 +265,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
     from colocated_grpo.processes import run_command
 
     try:
-        with redirect.open("a") if redirect else open(os.dup(1), "w") as output:
-            print(text, file=output)
+        _show(text, redirect, sys.stdout)
     except OSError as error:
         print(f"error: --redirect-output={str(redirect)!r}: cannot be written ({error.strerror})", file=sys.stderr)
         return USAGE_ERROR
@@ -274,10 +276,20 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
         code = run_command(command, inside, redirect)
         if not (code and verdict.exists()):
             return code
-        known, *lines = verdict.read_text().splitlines()
-    with redirect.open("a") if redirect else open(os.dup(2), "w") as output:
-        print(*lines, sep="\n", file=output)
+        known, _, lines = verdict.read_text(encoding="utf-8").partition("\n")
+    with suppress(OSError):
+        _show(lines, redirect, sys.stderr)
     return int(known)
+
+
+def _show(text: str, redirect: Path | None, console: TextIO) -> None:
+    """Raises OSError where a file cannot be written. A run needs nobody who looks at its console."""
+    if redirect is None:
+        with suppress(OSError):
+            print(text, file=console, flush=True)
+    else:
+        with redirect.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            print(text, file=file)
 
 
 if __name__ == "__main__":

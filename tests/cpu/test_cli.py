@@ -101,7 +101,7 @@ def config(tmp_path) -> Path:
     return path
 
 
-def trained(config: Path, body: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def trained(config: Path, body: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A rank whose trainer is one line of Python."""
     code = (
         "import os, sys, types\n"
@@ -111,7 +111,7 @@ def trained(config: Path, body: str, *arguments: str) -> subprocess.CompletedPro
         f"def train(config, *, resume, name):\n    {body}\n"
         "trainer.main = train\n"
     )
-    return rank(code + START.replace("ARGUMENTS", repr(["--config", str(config), *arguments])))
+    return rank(code + START.replace("ARGUMENTS", ascii(["--config", str(config), *arguments])), **environment)
 
 
 def test_a_rank_prepares_its_libraries_and_starts_the_trainer(config):
@@ -134,3 +134,22 @@ def test_a_defect_ends_a_rank_with_its_traceback(config):
     result = trained(config, "raise KeyError('x')")
     assert result.returncode == 1
     assert result.stderr.endswith("KeyError: 'x'\n")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_no_file_gets_the_number_of_a_standard_stream_that_was_closed(tmp_path, closed):
+    code = (
+        "import sys; from colocated_grpo.cli import prepare_streams; prepare_streams(); sys.stdin.read()\n"
+        "print('x', flush=True); print('x', file=sys.stderr, flush=True)\n"
+        f"with open({str(tmp_path / 'file')!r}, 'w') as file: file.write(str(file.fileno()))"
+    )
+    shell = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", code]
+    subprocess.run(shell, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert int((tmp_path / "file").read_text()) > 2
+
+
+@pytest.mark.parametrize("code", ["ConfigError", "RunError"])
+def test_a_terminal_without_the_letters_of_a_path_shows_their_numbers(config, code):
+    body = f"print('Z\\xfcrich'); raise {code}('\\xfc=1: too small')"
+    result = trained(config, body, PYTHONIOENCODING="ascii")
+    assert (result.stdout, result.stderr) == ("Z\\xfcrich\n", "error: \\xfc=1: too small\n")

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,16 @@ def test_logs_of_torchrun_are_gone_with_the_run(config, eight_gpus, monkeypatch)
     monkeypatch.setattr("colocated_grpo.processes.run_command", run_command)
     assert main(["--config", config, "--gpus", "2"]) == 0
     assert not folders[0].exists()
+
+
+def test_a_run_starts_although_nothing_can_be_shown_on_the_console(config, eight_gpus, monkeypatch):
+    monkeypatch.setattr("colocated_grpo.processes.run_command", lambda *_: 7)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["--config", config, "--gpus", "2"]) == 7
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
 
 
 def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monkeypatch, tmp_path, capfd):
