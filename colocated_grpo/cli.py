@@ -31,6 +31,8 @@ RUN_ERROR = 1
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
 """File into which a rank that knows what went wrong writes its exit code and its lines."""
 USAGE_ERROR = 2
+DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+"""The last three: a file system that became read-only, a disk that broke, a network share that went away."""
 BRIEF_SPINS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 """For OpenMP, when it is loaded: threads that wait spin for microseconds and then sleep. By default they spin for so
 long that beside other work, or with as many ranks as cores, they keep everybody from the cores. Not to spin at all
@@ -151,14 +153,27 @@ def _run(config: Config, resume: str | None, name: str) -> int:
         _report(code, _error_lines(error))
         return code
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not (line := fault_of_the_machine(error, [config.output_dir, resume])):
             raise
-        _report(RUN_ERROR, [f"error: {error.strerror}: {error.filename or 'while writing into the run folder'}"])
+        _report(RUN_ERROR, [f"error: {line}"])
         return RUN_ERROR
     except ReportedElsewhere:
         logging.getLogger(__name__).debug("another rank failed first; what this one met:", exc_info=True)
         return RUN_ERROR
     return 0
+
+
+def fault_of_the_machine(error: OSError, folders: Sequence[str | None]) -> str | None:
+    """In one line, what no traceback explains better; None for any other error. folders: that the run writes into."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{error.strerror}: raise the limit (ulimit -n)"
+    if error.errno in DISK_FAULTS:
+        return f"{error.strerror}: {error.filename or 'while writing into the run folder'}"
+    if isinstance(error.filename, str):
+        file = Path(error.filename).absolute()
+        if any(file.is_relative_to(Path(folder).absolute()) for folder in folders if folder not in (None, AUTO)):
+            return f"{error.strerror}: {error.filename}"
+    return None
 
 
 def _report(code: int, lines: Sequence[str]) -> None:

@@ -42,7 +42,11 @@ def choose_run_folder(config: Config, resume: str | None, name: str) -> Path:
 
 
 def claim(folder: Path) -> Path:
-    """Make `folder` and lock it until this process ends. Raises ConfigError where another run is writing into it."""
+    """Make `folder` and lock it until this process ends. Raises ConfigError where another run is writing into it.
+
+    Its absolute path, for a reward may change the working folder of the process.
+    """
+    folder = folder.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK_FILE).open("a+", encoding="utf-8")

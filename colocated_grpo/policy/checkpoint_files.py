@@ -23,7 +23,7 @@ WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"
 def fetch_model(config: ModelConfig, world: World) -> Path:
     """The model's folder. A Hub name is downloaded once a node; the other ranks find it in the cache. Collective."""
     if Path(config.name).is_dir():
-        return Path(config.name)
+        return Path(config.name).absolute()  # a reward may change the working folder of the process
 
     def download() -> Path:
         folder = Path(snapshot_download(config.name, revision=config.revision, allow_patterns=WANTED_FILES))

@@ -18,6 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 import yaml
 
+from colocated_grpo.errors import RunError
 from colocated_grpo.types import Group, Rollout
 
 CONFIG_FILE = "config.yaml"
@@ -56,7 +57,7 @@ ROLLOUT: Shape = {
 Item = TypeVar("Item")
 
 
-class RunFolderError(ValueError):
+class RunFolderError(RunError):
     """A run folder that cannot be read; the message is one line for people."""
 
 

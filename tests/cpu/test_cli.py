@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.cli import first_host, rank_environment
+from colocated_grpo.cli import fault_of_the_machine, first_host, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,6 +129,31 @@ def test_a_rank_prepares_its_libraries_and_starts_the_trainer(config):
 def test_what_the_user_can_act_on_ends_a_rank_with_one_line(config, error, code):
     result = trained(config, f"raise {error}('batch.size=3: too small')")
     assert (result.returncode, result.stderr) == (code, "error: batch.size=3: too small\n")
+
+
+def test_what_the_machine_refuses_ends_a_rank_with_one_line(config):
+    result = trained(config, "raise OSError(27, 'File too large', 'x')")
+    assert (result.returncode, result.stderr) == (1, "error: File too large: x\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "No space left: while writing into the run folder"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error: while writing into the run folder"),
+        (OSError(errno.EROFS, "Read-only file system", "/y/x"), "Read-only file system: /y/x"),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files: raise the limit (ulimit -n)"),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/a/b"), "Permission denied: runs/a/b"),
+        (
+            IsADirectoryError(errno.EISDIR, "Is a directory", f"{Path.cwd()}/old/a"),
+            f"Is a directory: {Path.cwd()}/old/a",
+        ),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/nowhere/else"), None),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), None),
+    ],
+)
+def test_only_what_concerns_disks_limits_and_the_runs_own_folders_needs_no_traceback(error, line):
+    assert fault_of_the_machine(error, ["runs", "old"]) == line
 
 
 def test_a_defect_ends_a_rank_with_its_traceback(config):

@@ -103,6 +103,13 @@ def test_two_runs_never_write_into_one_folder_and_a_lock_ends_with_its_process(t
     assert line == f"{folder}: another run writes into it (process {os.getpid()} on {os.uname().nodename})"
 
 
+def test_a_run_stays_in_its_folder_wherever_its_rewards_go(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = claim(Path("mine"))
+    monkeypatch.chdir("/")
+    assert (folder / LOCK_FILE).is_file()
+
+
 def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^output_dir: .*file/mine cannot be written \(Not a directory\)$"):

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from colocated_grpo.config import Config
+from colocated_grpo.errors import RunError
 from colocated_grpo.tracking import NullTracker, Tracker, files, make_tracker, sinks
 from colocated_grpo.tracking.text import duration, number, visible
 from colocated_grpo.types import Group
@@ -79,6 +80,8 @@ def test_a_cut_last_line_is_forgiven_and_a_damaged_earlier_one_is_named(tmp_path
     path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
     with pytest.raises(files.RunFolderError, match=r"metrics.jsonl:2: not a JSON line"):
         list(files.read_rows(path))
+    with pytest.raises(RunError, match=r"metrics.jsonl:2: not a JSON line"):  # what ends a rank with one line
+        TrackedRun(tmp_path).train(first_step=2)
 
 
 def test_kept_rollouts_include_the_best_and_the_worst(tmp_path: Path) -> None:
