@@ -10,6 +10,7 @@ from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 
 Lines = Iterator[str]
 
+LONGEST_NAME = 255  # of file systems in use
 _SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 
@@ -31,6 +32,16 @@ def remarks(config: Config) -> list[str]:
 def _raise_on(lines: list[str]) -> None:
     if lines:
         raise ConfigError(*lines)
+
+
+def _run_folder_has_a_possible_name(config: Config) -> Lines:
+    for key, value in (("output_dir", config.output_dir), ("run_name", config.run_name or "")):
+        longest = max(value.split("/"), key=len)
+        if len(longest.encode(errors="surrogatepass")) > LONGEST_NAME or "\0" in value:
+            yield (
+                f"{key}={value[:40]!r}{'...' * (len(value) > 40)}: a folder's name has at most {LONGEST_NAME} bytes "
+                "and no NUL"
+            )
 
 
 def _completion_fits_micro_batch(config: Config) -> Lines:
@@ -255,6 +266,7 @@ def _turns_by_the_clock(config: Config) -> Lines:
 
 
 RULES: tuple[Callable[[Config], Lines], ...] = (
+    _run_folder_has_a_possible_name,
     _completion_fits_micro_batch,
     _evaluation_is_sampled_as_asked,
     _sequence_fits_engine,

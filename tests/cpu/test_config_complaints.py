@@ -192,6 +192,11 @@ def test_a_yaml_document_that_explodes_when_expanded_is_read_in_no_time():
             "rollout.max_completion_tokens=3072: one completion could never be packed",
         ),
         (
+            "run_name: sweep/" + 256 * "x",
+            f"run_name='sweep/{34 * 'x'}'...: a folder's name has at most 255 bytes and no NUL",
+        ),
+        ('output_dir: "a\\0b"', "output_dir='a\\x00b': a folder's name has at most 255 bytes and no NUL"),
+        (
             "engine: {max_model_len: 1000}",
             "engine.max_model_len=1000 is smaller than rollout.max_prompt_tokens + "
             "rollout.max_completion_tokens=2048: the engine would cut completions short",
