@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.distributed import World
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import RunError, write_failed
 from colocated_grpo.policy.policy import Policy
 
 FOLDER = "checkpoints"
@@ -93,10 +93,7 @@ class Checkpoints:
             try:
                 self._published.result()
             except CheckpointException as error:  # torch's, over many lines, and no Exception
-                free = shutil.disk_usage(self._folder).free / 2**30
-                raise RunError(
-                    f"checkpoint: writing to {self._folder} failed ({free:.3g} GiB free there): {_cause(error)}"
-                ) from error
+                raise write_failed("checkpoint", self._folder, _cause(error)) from error
             self._published = None
             self._world.barrier()
 

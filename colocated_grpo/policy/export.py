@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from colocated_grpo.distributed import World
+from colocated_grpo.errors import write_failed
 from colocated_grpo.policy.policy import Policy
 
 FILE_BYTES = 4 << 30
@@ -37,17 +39,28 @@ def export(
     writer = _Writer(partial) if world.is_main else None
     for name, tensor in _full_tensors(policy, dtype):
         if writer is not None:
-            writer.add(name, tensor.cpu().contiguous())
+            with _told_in_one_line(target.parent):
+                writer.add(name, tensor.cpu().contiguous())
     if writer is not None:
-        writer.close()
-        hf_config.dtype = dtype
-        hf_config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        if (source / "generation_config.json").exists():
-            shutil.copy(source / "generation_config.json", partial)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        with _told_in_one_line(target.parent):
+            writer.close()
+            hf_config.dtype = dtype
+            hf_config.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            if (source / "generation_config.json").exists():
+                shutil.copy(source / "generation_config.json", partial)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
     world.barrier()
+
+
+@contextmanager
+def _told_in_one_line(folder: Path) -> Iterator[None]:
+    """For a full disk, safetensors and tokenizers have errors of their own kinds."""
+    try:
+        yield
+    except Exception as error:
+        raise write_failed("export", folder, f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _full_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.distributed import World
+from colocated_grpo.errors import RunError
 from colocated_grpo.policy import export as export_module
 from colocated_grpo.policy.export import export
 from colocated_grpo.policy.model import read_model_config
@@ -97,3 +99,17 @@ def test_an_export_replaces_an_older_one_and_keeps_the_generation_settings(world
     assert not (target / "stale.safetensors").exists()
     settings = "generation_config.json"
     assert (target / settings).read_bytes() == (model_folder() / settings).read_bytes()
+
+
+def test_a_disk_that_takes_no_more_ends_the_export_with_one_line_and_without_a_model(world, model_folder, tmp_path):
+    """By a limit on the size of files, as safetensors has an error of its own for what the system refuses."""
+    folder, target = model_folder(), tmp_path / "final_model"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(RunError, match=rf"^export: writing to {tmp_path} failed \(.* GiB free there\): ") as caught:
+            train_and_export(world, folder, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(caught.value)
+    assert not target.exists()
