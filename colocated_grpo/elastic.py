@@ -10,10 +10,12 @@ import os
 import sys
 from pathlib import Path
 
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import parse_args, run
 
-from colocated_grpo.cli import RUN_ERROR, VERDICT_VARIABLE
+from colocated_grpo.cli import RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
 
 AGENT = "torch.distributed.elastic.multiprocessing.api"
 """The logger that says how each process ended."""
@@ -22,12 +24,21 @@ AGENT = "torch.distributed.elastic.multiprocessing.api"
 @record
 def main() -> None:
     logging.getLogger(AGENT).addFilter(lambda _: not told())
+    arguments = parse_args(sys.argv[1:])
     try:
-        run(parse_args(sys.argv[1:]))
+        run(arguments)
     except ChildFailedError:
         if told():
             sys.exit(RUN_ERROR)
         raise
+    except SignalException as stopped:  # it has passed the signal on to the ranks and waited for them
+        sys.exit(128 + stopped.sigval)
+    except DistNetworkError as error:
+        taken = "EADDRINUSE" in str(error)
+        reason = "already in use" if taken else str(error).partition("\n")[0]
+        place = f"--master-port={arguments.master_port} on --master-addr={arguments.master_addr}"
+        print(f"error: {place}: {reason}", file=sys.stderr)
+        sys.exit(USAGE_ERROR if taken else RUN_ERROR)
 
 
 def told() -> bool:

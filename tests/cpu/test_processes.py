@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,18 @@ def test_ranks_that_outlive_torchrun_are_killed():
     assert not psutil.pid_exists(second)
 
 
+def test_a_port_that_is_taken_is_told_in_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        flags = ["--nnodes", "1", "--nproc-per-node", "1", "--node-rank", "0", "--master-port", str(port)]
+        process = start("-m", "colocated_grpo.elastic", *flags, "--master-addr", "127.0.0.1", "-m", "this")
+        _, shown = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 2
+    assert shown == f"error: --master-port={port} on --master-addr=127.0.0.1: already in use\n"
+
+
 def test_a_launcher_that_is_killed_takes_the_command_with_it():
     process = start("-c", POLITE_RANK)
     [ready] = lines(process, 1)
@@ -167,13 +180,19 @@ def test_a_launcher_that_is_killed_takes_the_command_with_it():
     assert process.stdout.read() == "saved\n"
 
 
-def test_ranks_under_the_real_torchrun_save_before_they_end(tmp_path):
+@pytest.mark.parametrize("whom", ["launcher", "torchrun", "everybody"])
+def test_ranks_under_the_real_torchrun_save_before_they_end(tmp_path, whom):
+    """Everybody: as a cluster's scheduler signals a job."""
     script = tmp_path / "rank.py"
     script.write_text(POLITE_RANK)
-    process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    process = start("-m", "colocated_grpo.elastic", "--standalone", "--nproc-per-node", "2", str(script))
     ranks = ready_ranks(process)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=TIMEOUT)
-    assert output == "saved\nsaved\n"
+    torchrun = psutil.Process(ranks[0]).ppid()
+    everybody = [torchrun, *ranks, process.pid]
+    for pid in {"launcher": [process.pid], "torchrun": [torchrun], "everybody": everybody}[whom]:
+        os.kill(pid, signal.SIGTERM)
+    output, shown = process.communicate(timeout=TIMEOUT)
+    assert set(output.splitlines()) == {"saved"}
+    assert "Traceback" not in shown
     assert process.returncode == 143
     assert not any(map(psutil.pid_exists, ranks))
