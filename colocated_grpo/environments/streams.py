@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import islice
 from random import Random
 from typing import Any, Protocol
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Seekable, Settled, Task
 from colocated_grpo.types import Group
+
+DIGESTED = 64
+"""Rows of a dataset by which a resume knows it again."""
 
 
 class Stream(Protocol):
@@ -95,6 +100,7 @@ class RowStream(Unmoved):
         """seed: None keeps the file's order."""
         self.name = name
         self.size = len(rows)
+        self.content = digest(rows)
         self.to_item = to_item
         self.seed = seed
         self.taken = 0
@@ -108,7 +114,7 @@ class RowStream(Unmoved):
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken, "rows": self.size}
+        return {"taken": self.taken, "rows": self.size, "content": self.content}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["rows"] != self.size:
@@ -116,7 +122,22 @@ class RowStream(Unmoved):
                 f"environments {self.name!r}: the checkpoint was made with {state['rows']} training rows, "
                 f"now there are {self.size}; an exact resume needs the same data"
             )
+        if state.get("content", self.content) != self.content:
+            raise EnvironmentSetupError(
+                f"environments {self.name!r}: the checkpoint was made with other rows than the {self.size} that there "
+                "are now; an exact resume needs the same data"
+            )
         self.taken = state["taken"]
+
+
+def digest(rows: Sequence[dict[str, Any]]) -> str:
+    """Of some rows at even distances, as reading all of a large dataset would take long."""
+    hashed = blake2b(digest_size=8)
+    for place in range(DIGESTED):
+        row = rows[place * (len(rows) - 1) // (DIGESTED - 1)]
+        # What JSON does not know (an image) may show itself differently each time: of that, the kind.
+        hashed.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
+    return hashed.hexdigest()
 
 
 @lru_cache(maxsize=4)

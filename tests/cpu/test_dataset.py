@@ -214,3 +214,16 @@ def test_a_resume_on_other_data_is_refused(tmp_path, file):
     state["counts"] = {str(tmp_path / "short.jsonl"): 0}
     with pytest.raises(EnvironmentSetupError, match="made with 7 training rows, now there are 5"):
         shorter.load_state_dict(state)
+
+
+@pytest.mark.parametrize("place", [0, 3, -4])
+def test_a_resume_on_other_rows_is_refused_and_an_older_checkpoint_is_not(tmp_path, place):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    state = environments(path).open_source().state_dict()
+    changed = [dict(row) for row in ROWS]
+    changed[place]["answer"] = "another"
+    other = environments(write(path, changed)).open_source()
+    with pytest.raises(EnvironmentSetupError, match="made with other rows than the 7 that there are now"):
+        other.load_state_dict(state)
+    del state["streams"][str(path)]["content"]
+    other.load_state_dict(state)
