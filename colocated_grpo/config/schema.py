@@ -105,7 +105,7 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=2)
     """Completions sampled for each prompt."""
     max_prompt_tokens: Positive = 1024
-    """Longer prompts are dropped, counted and shown."""
+    """Longer prompts are dropped, never cut; prompts_dropped counts them."""
     max_completion_tokens: Positive = 1024
     """Sampling stops here with finish_reason 'length'. Of an episode: everything after the prompt, observations too."""
     temperature: float = Field(1.0, ge=COLDEST, le=2)

@@ -42,7 +42,9 @@ class PromptSource:
         self.given = 0
         """Prompts so far, those for an opponent included."""
         self.dropped = 0
-        """Prompts left out so far because they were too long."""
+        """Prompts left out so far because they were empty or too long."""
+        self._told = 0
+        """Of those, how many record() has counted."""
 
     def next(self, n: int) -> list[Prompt]:
         prompts: list[Prompt] = []
@@ -73,10 +75,11 @@ class PromptSource:
             places = [place for place, group in enumerate(groups) if group.prompt.source == name]
             one = stream.record([groups[place] for place in places])
             settled.append(replace(one, now=[places[place] for place in one.now]))
+        dropped, self._told = float(self.dropped - self._told), self.dropped
         return Settled(
             now=sorted(place for one in settled for place in one.now),
             late=[group for one in settled for group in one.late],
-            metrics={key: value for one in settled for key, value in one.metrics.items()},
+            metrics={key: value for one in settled for key, value in one.metrics.items()} | {"prompts_dropped": dropped},
             games=[game for one in settled for game in one.games],
             finished=any(one.finished for one in settled),
         )
@@ -101,7 +104,7 @@ class PromptSource:
         if state["shares"] == self.mixture.shares:  # else: from now on, not back until what was given fits as well
             self.mixture.counts = dict(state["counts"])
         self.given = state["given"]
-        self.dropped = state["dropped"]
+        self.dropped = self._told = state["dropped"]
 
     def close(self) -> None:
         """Nothing is held open."""

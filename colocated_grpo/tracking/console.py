@@ -55,6 +55,8 @@ COLUMNS = (
     Column("GiB gen", "memory/generate_gib", 120),
     Column("GiB train", "memory/train_gib", 120),
 )
+TROUBLE_COLUMNS = (Column("errors", "reward_errors"), Column("dropped", "prompts_dropped"))
+"""Shown where they are not 0."""
 PHASES_WITH_A_COLUMN = ("seconds/generate", "seconds/train", "seconds/sync")
 
 
@@ -201,6 +203,7 @@ class LiveDisplay:
         columns = [column for column in COLUMNS if self._console.width >= column.minimum_width]
         rows = [(step, _with_other(row)) for step, row in self._rows]
         columns = [column for column in columns if any(column.key in row for _, row in rows)]
+        columns += [column for column in TROUBLE_COLUMNS if any(row.get(column.key) for _, row in rows)]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold cyan")
         table.add_column("step", justify="right", style="bold", no_wrap=True)
         for column in columns:
@@ -239,6 +242,7 @@ def _with_other(row: Row) -> Row:
 
 def _plain_figures(row: Row) -> str:
     figures = [f"{column.title} {number(row[column.key])}" for column in LEARNING_COLUMNS if column.key in row]
+    figures += [f"{column.title} {number(row[column.key])}" for column in TROUBLE_COLUMNS if row.get(column.key)]
     if "tokens_per_second" in row:
         figures.append(f"{number(row['tokens_per_second'])} tok/s")
     if "seconds/step" in row:

@@ -213,3 +213,14 @@ def test_a_resume_with_other_environments_is_refused():
     other = environments({"name": "reversal"}).open_source()
     with pytest.raises(EnvironmentSetupError, match="the checkpoint has sorting and the config has reversal"):
         other.load_state_dict(state)
+
+
+def test_each_step_counts_the_prompts_that_were_left_out_for_it(mixed):
+    source = mixed().open_source()
+    source.load_state_dict({**source.state_dict(), "dropped": 100})  # by an earlier part of the run
+    dropped = []
+    for _ in range(8):
+        source.next(6)
+        dropped.append(source.record([]).metrics["prompts_dropped"])
+    assert sum(dropped) == source.dropped - 100 > 0
+    assert 0 in dropped

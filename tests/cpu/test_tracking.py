@@ -33,6 +33,16 @@ def test_every_step_is_one_line_and_one_row_with_all_its_keys(tmp_path: Path) ->
     assert rows == [{"kind": "train", "step": step, **row_of(step)} for step in range(3)]
 
 
+def test_failed_rewards_and_dropped_prompts_are_in_a_steps_line_where_there_are_any(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path).train(last_step=0)
+    for step, count in enumerate((0.0, 3.0)):
+        row = {**row_of(step), "reward_errors": count, "prompts_dropped": 2 * count}
+        run.tracker.flush(step, row, groups_of(step))
+    quiet, loud = [line for line in run.printed.splitlines() if line.startswith("step ")]
+    assert "errors" not in quiet and "dropped" not in quiet
+    assert "errors 3  dropped 6" in loud
+
+
 def test_the_banner_names_model_ranks_loss_batch_and_folder(tmp_path: Path) -> None:
     printed = TrackedRun(tmp_path).train(last_step=0).printed
     for expected in ("tiny", "ranks", "dapo", "32 prompts x 8 completions", str(tmp_path)):
