@@ -79,7 +79,8 @@ class PromptSource:
         return Settled(
             now=sorted(place for one in settled for place in one.now),
             late=[group for one in settled for group in one.late],
-            metrics={key: value for one in settled for key, value in one.metrics.items()} | {"prompts_dropped": dropped},
+            metrics={key: value for one in settled for key, value in one.metrics.items()}
+            | {"prompts_dropped": dropped},
             games=[game for one in settled for game in one.games],
             finished=any(one.finished for one in settled),
         )

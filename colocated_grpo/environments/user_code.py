@@ -6,11 +6,13 @@ import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -19,12 +21,25 @@ from pydantic import ValidationError
 from colocated_grpo.environments.base import EnvironmentSetupError
 
 MAX_ERROR_CHARACTERS = 200
+NOT_THE_USERS = (
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    f"{Path(__file__).resolve().parents[1]}{os.sep}",
+    "<",
+)
+"""How the file names of code begin that the user has not written."""
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message without newlines, cut to what a log line can bear."""
+    """Type and message without newlines, cut to what a log line can bear, and the line of the user's code."""
     line = " ".join(f"{type(error).__name__}: {error}".split())
-    return line if len(line) <= MAX_ERROR_CHARACTERS else line[: MAX_ERROR_CHARACTERS - 3] + "..."
+    return (line if len(line) <= MAX_ERROR_CHARACTERS else line[: MAX_ERROR_CHARACTERS - 3] + "...") + _place(error)
+
+
+def _place(error: BaseException) -> str:
+    """' (my_rewards.py, line 7)': the innermost line that the user has written; nothing where none was running."""
+    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in places if not file.startswith(NOT_THE_USERS)]
+    return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
 
 
 def load_object(path: str, key: str) -> Any:

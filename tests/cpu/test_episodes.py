@@ -221,7 +221,8 @@ def test_what_user_code_raises_costs_that_episode_only():
     assert {rollout.score.reward for rollout in rollouts} == {None, 1.0}
     for rollout in rollouts:
         sampled = rollout.token_ids[rollout.prompt_length :]
-        assert rollout.score.error == ("KeyError: 'odd\\nsum'" if sum(sampled) % 2 else None)
+        error = f"KeyError: 'odd\\nsum' (test_episodes.py, line {run.__code__.co_firstlineno + 3})"
+        assert rollout.score.error == (error if sum(sampled) % 2 else None)
         assert rollout.loss_mask == [False] * rollout.prompt_length + [True] * len(sampled)
 
 
@@ -238,7 +239,7 @@ def test_exits_and_cancellations_of_user_code_are_errors_like_others(error, line
         raise error
 
     for rollout in rollouts_of(play(Play(run))):
-        assert rollout.score.error == line
+        assert rollout.score.error == f"{line} (test_episodes.py, line {run.__code__.co_firstlineno + 1})"
         assert rollout.finish_reason == "abort"
         assert rollout.token_ids == rollout.token_ids[: rollout.prompt_length]
 

@@ -171,20 +171,44 @@ def test_an_async_function_that_raises_what_is_no_exception_ends_nothing_but_its
         ),
         ([True, "good"], [1.0, None], "reward: ValueError: a reward must be a finite number or None, got 'good'"),
         ([1.0, float("inf")], [1.0, None], "reward: ValueError: a reward must be a finite number or None, got inf"),
-        (SystemExit(1), [None, None], "reward: SystemExit: 1"),
-        (KeyboardInterrupt(), [None, None], "reward: KeyboardInterrupt:"),
-        (TimeLimit("5 s"), [None, None], "reward: TimeLimit: 5 s"),
     ],
 )
 def test_what_is_no_list_of_rewards_is_an_error_of_one_line(result, rewards, error):
     def reward(**kwargs):
-        if isinstance(result, BaseException):
-            raise result
         return result
 
     scores = score(scorer_of(reward), ["a", "b"])
     assert [one.reward for one in scores] == rewards
     assert scores[1].error == error
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), TimeLimit("5 s")])
+def test_an_exception_that_would_end_the_process_costs_its_rewards_only(error):
+    def reward(**kwargs):
+        raise error
+
+    scores = score(scorer_of(reward), ["a", "b"])
+    assert [one.reward for one in scores] == [None, None]
+    assert scores[1].error.startswith(f"reward: {type(error).__name__}:")
+
+
+def test_an_error_names_the_innermost_line_of_the_users_code(tmp_path):
+    (tmp_path / "parts.py").write_text("import json\n\ndef number(text):\n    return json.loads(text)\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from parts import number\n\n"
+        "def plain(completions, **kwargs):\n    return [number(text) for text in completions]\n\n"
+        "async def later(completions, **kwargs):\n    return [number(text) for text in completions]\n\n"
+        "def leaves(completions, **kwargs):\n    raise SystemExit(1)\n"
+    )
+    [one] = score(built(*({"name": f"{file}:{name}"} for name in ("plain", "later", "leaves"))), ["x"])
+    plain, later, leaves = one.error.split("; ")
+    assert plain.startswith("plain: JSONDecodeError: ") and plain.endswith(" (parts.py, line 4)")
+    assert later.endswith(" (parts.py, line 4)")
+    assert leaves == "leaves: SystemExit: 1 (mine.py, line 10)"
+    file.with_name("typo.py").write_text("\n\nvalue = misspelt\n")
+    with pytest.raises(EnvironmentSetupError, match=r"name 'misspelt' is not defined \(typo\.py, line 3\)"):
+        built({"name": f"{tmp_path}/typo.py:value"})
 
 
 def test_tensors_and_generators_are_lists_of_rewards():

@@ -308,6 +308,9 @@ class Answering:
         return self.result
 
 
+LINE = Answering.score.__code__.co_firstlineno + 2
+
+
 @pytest.mark.parametrize(
     ("result", "reward", "parts", "error"),
     [
@@ -319,10 +322,10 @@ class Answering:
         ({"style": 0.5}, None, {}, "ValueError: score() gave parts without 'reward': style"),
         (float("inf"), None, {}, "ValueError: a reward must be a finite number or None, got inf"),
         ("1", None, {}, "ValueError: a reward must be a finite number or None, got '1'"),
-        (KeyError("answer"), None, {}, "KeyError: 'answer'"),
-        (RuntimeError("two\nlines"), None, {}, "RuntimeError: two lines"),
-        (SystemExit(3), None, {}, "SystemExit: 3"),
-        (KeyboardInterrupt(), None, {}, "KeyboardInterrupt:"),
+        (KeyError("answer"), None, {}, f"KeyError: 'answer' (test_tasks.py, line {LINE})"),
+        (RuntimeError("two\nlines"), None, {}, f"RuntimeError: two lines (test_tasks.py, line {LINE})"),
+        (SystemExit(3), None, {}, f"SystemExit: 3 (test_tasks.py, line {LINE})"),
+        (KeyboardInterrupt(), None, {}, f"KeyboardInterrupt: (test_tasks.py, line {LINE})"),
         ({"reward": 1, ("a", 2): 3, None: 4}, 1.0, {"('a', 2)": 3.0, "None": 4.0}, None),
     ],
 )

@@ -334,7 +334,7 @@ def test_a_judge_that_fails_costs_the_turn_its_reward_and_a_game_that_fails_ends
     made = built(echo(bad="score"))
     group = judged(made, made.open_source().next(1)[0], WORDS)
     assert rewards_of([group]) == [[None] * 3]
-    assert group.rollouts[0].score.error == "KeyError: 'no such word'"
+    assert group.rollouts[0].score.error == "KeyError: 'no such word' (echo_games.py, line 78)"
     made = built(echo(bad="commit"))
     source = made.open_source()
     group = judged(made, source.next(1)[0], WORDS)
