@@ -192,8 +192,11 @@ def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     if not isinstance(source, DatasetSourceConfig):
         yield from _check_module(f"{key}.name", source.name)
         return
-    if source.name.endswith(DATA_SUFFIXES) and not Path(source.name).is_file():
+    there = Path(source.name).is_file()
+    if source.name.endswith(DATA_SUFFIXES) and not there:
         yield f"{key}.name={source.name!r}: no such file (in {os.getcwd()})"
+    if there and not source.name.lower().endswith(DATA_SUFFIXES):
+        yield f"{key}.name={source.name!r}: no format that is read; there are {', '.join(DATA_SUFFIXES)}"
     for number, reward in enumerate(source.rewards):
         yield from _check_module(f"{key}.rewards.{number}", reward.name)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
-from colocated_grpo.config.base import Fraction, NonNegative, Positive, Section
+from colocated_grpo.config.base import FileName, Fraction, NonNegative, Positive, Section
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
@@ -25,13 +25,13 @@ def _answer(value: Any) -> Any:
 
 
 class ModelConfig(Section):
-    name: str
+    name: FileName
     """Local folder or Hugging Face name of a causal language model."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     trust_remote_code: bool = False
     """Run model code shipped with the checkpoint."""
-    chat_template: str | None = None
+    chat_template: FileName | None = None
     """Jinja text or path of a file that replaces the tokenizer's own chat template."""
 
 
@@ -184,7 +184,7 @@ def _reward_by_name(value: Any) -> Any:
 
 class DatasetSourceConfig(Section):
     type: Literal["dataset"]
-    name: str
+    name: FileName
     """A .jsonl/.json/.csv/.parquet file or a Hugging Face dataset name."""
     rewards: list[Annotated[RewardConfig, BeforeValidator(_reward_by_name)]] = Field(min_length=1)
     """Reward functions; a bare name stands for {name: ...}."""
@@ -281,7 +281,7 @@ class Config(Section):
     """Root of every random number of the run."""
     deterministic: bool = False
     """Fix which rank serves which prompt, so that a resumed run repeats the uninterrupted one exactly."""
-    output_dir: str = "runs"
+    output_dir: FileName = "runs"
     """Folder that holds run folders."""
     run_name: str | None = None
     """Name of the run folder. Default: config file's name and the start time."""

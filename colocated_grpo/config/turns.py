@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from colocated_grpo.config.base import NonNegative, Positive, Section
+from colocated_grpo.config.base import FileName, NonNegative, Positive, Section
 
 INITIAL = "initial"
 FROZEN = "frozen"
@@ -14,7 +14,7 @@ FROZEN = "frozen"
 
 
 class OpponentConfig(Section):
-    name: str = INITIAL
+    name: FileName = INITIAL
     """initial: the run's own model as it was before the first step. Otherwise the folder or Hugging Face name of one of
     the same shape, such as the final_model or an exported step of another run."""
     revision: str | None = None

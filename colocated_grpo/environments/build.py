@@ -79,9 +79,7 @@ class DatasetEnvironment:
 
     @cached_property
     def rows(self) -> DatasetRows:
-        rows = DatasetRows(self.name, self.config)
-        self.scorer.check_columns(rows.item(rows.train, 0))
-        return rows
+        return DatasetRows(self.name, self.config, self.scorer.check_columns)
 
     def open_stream(self, seed: int) -> RowStream:
         rows = self.rows

@@ -16,6 +16,8 @@ from colocated_grpo.environments.user_code import one_line
 Rows = Sequence[dict[str, Any]]
 MOST_HELD_OUT = 64
 """Where the config names no number."""
+NULLS_SOUGHT_IN = 10_000
+"""Rows at a time."""
 NO_CELL = object()
 """Stands in a .csv row for a cell or a column that is not there."""
 
@@ -23,9 +25,11 @@ NO_CELL = object()
 class DatasetRows:
     """The rows of one environment, cut into a training part and a held-out part."""
 
-    def __init__(self, name: str, config: DatasetSourceConfig) -> None:
+    def __init__(self, name: str, config: DatasetSourceConfig, check: Callable[[dict[str, Any]], None]) -> None:
+        """check: raises EnvironmentSetupError for an item that the rewards cannot judge."""
         self.name = name
         self.config = config
+        self._check = check
         rows = self._load(config.split)
         if config.eval_split is None:
             held_out = min(MOST_HELD_OUT, len(rows) // 10) if config.held_out is None else config.held_out
@@ -55,13 +59,31 @@ class DatasetRows:
         return item
 
     def _load(self, split: str) -> Rows:
+        """Checked here and not when they are drawn: the run would end at some step, and once more after each resume."""
         if not self._is_file():
-            return self._with_columns(self._load_hub(split), split)
+            rows = self._with_columns(self._load_hub(split), split)
+            self._check_item(rows[0], f"{self.name} row 0")
+            self._check_nulls(rows, split)
+            return rows
         rows = self._with_columns(self._read_file(split), split)
-        # Here and not when it is drawn: the run would end at some step, and once more after each resume.
         for index, row in enumerate(rows):
-            self._checked_item(row, f"{self._path(split)} row {index}")
+            self._check_item(row, f"{self._path(split)} row {index}")
         return rows
+
+    def _check_item(self, row: dict[str, Any], where: str) -> None:
+        item = self._checked_item(row, where)
+        try:
+            self._check(item)
+        except EnvironmentSetupError as error:
+            raise EnvironmentSetupError(f"environments {where!r}: {error}") from None
+
+    def _check_nulls(self, rows: Any, split: str) -> None:
+        """Hugging Face datasets are typed: what is no prompt in one is null. Found without reading the rows."""
+        column = rows.select_columns([self.config.prompt_column]).with_format("arrow")
+        for number, table in enumerate(column.iter(NULLS_SOUGHT_IN)):
+            if (prompts := table[self.config.prompt_column]).null_count:
+                index = number * NULLS_SOUGHT_IN + prompts.is_null().index(True).as_py()
+                raise self._error(f"row {index} of {split!r} has no {self.config.prompt_column!r}, it is null")
 
     def _with_columns(self, rows: Rows, split: str) -> Rows:
         """The rows: at least one, and the first has every column that the config names."""
@@ -146,7 +168,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> list[dict[str, Any]]:
-    rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    """A list of rows, or a row a line, as the datasets library writes a .json file."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        return read_jsonl(path)
     if not isinstance(rows, list):
         raise ValueError(f"a .json file must hold a list of objects, this one holds a {type(rows).__name__}")
     return [_as_row(row) for row in rows]

@@ -75,12 +75,13 @@ class PromptSource:
             places = [place for place, group in enumerate(groups) if group.prompt.source == name]
             one = stream.record([groups[place] for place in places])
             settled.append(replace(one, now=[places[place] for place in one.now]))
-        dropped, self._told = float(self.dropped - self._told), self.dropped
+        metrics = {key: value for one in settled for key, value in one.metrics.items()}
+        metrics["prompts_dropped"] = float(self.dropped - self._told)
+        self._told = self.dropped
         return Settled(
             now=sorted(place for one in settled for place in one.now),
             late=[group for one in settled for group in one.late],
-            metrics={key: value for one in settled for key, value in one.metrics.items()}
-            | {"prompts_dropped": dropped},
+            metrics=metrics,
             games=[game for one in settled for game in one.games],
             finished=any(one.finished for one in settled),
         )

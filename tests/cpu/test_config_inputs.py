@@ -49,7 +49,7 @@ def test_a_chat_template_is_jinja_text_of_any_length_or_an_existing_file(model, 
     check_inputs(gone)
 
 
-@pytest.mark.parametrize("name", ["./nope", "/nope", "~/nope", "a/b/c"])
+@pytest.mark.parametrize("name", ["./nope", "/nope", "a/b/c"])
 def test_a_name_that_can_only_be_a_folder_must_be_one(name):
     assert input_complaint(load("", "--model.name", name)) == f"model.name={name!r}: no such folder"
 
@@ -139,6 +139,29 @@ def test_the_longest_sequence_includes_rope_scaling(settings, positions):
 def test_a_data_file_that_does_not_exist_is_told_in_one_line():
     text = "model: {name: a}\nenvironments: [{type: dataset, name: nope.jsonl, rewards: [gsm8k]}]"
     assert input_complaint(load(text, alone=True)).startswith("environments.0.name='nope.jsonl': no such file (in ")
+
+
+def test_a_data_file_of_an_unknown_format_is_not_looked_for_on_the_hub(tmp_path):
+    file = tmp_path / "rows.tsv"
+    file.touch()
+    text = f"model: {{name: a}}\nenvironments: [{{type: dataset, name: {file}, rewards: [gsm8k]}}]"
+    assert input_complaint(load(text, alone=True)) == (
+        f"environments.0.name={str(file)!r}: no format that is read; there are .jsonl, .json, .csv, .parquet"
+    )
+
+
+def test_a_leading_tilde_is_the_users_home_wherever_a_file_is_named(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model()
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "template.jinja").write_text("messages")
+    text = (
+        "model: {name: ~/model, chat_template: ~/template.jinja}\noutput_dir: ~/runs\n"
+        "environments: [{type: dataset, name: ~/rows.jsonl, rewards: [gsm8k]}]"
+    )
+    config, _ = check_inputs(load(text, alone=True))
+    assert config.output_dir == str(tmp_path / "runs")
+    assert config.environments[0].name == str(tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize("name", ["no_such_module_here:task", "no_such_package.part:task"])

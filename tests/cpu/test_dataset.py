@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from colocated_grpo.config import Config
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.environments import EnvironmentSetupError, build_environments, dataset
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 
 ROWS = [{"question": f"{number}+1=", "answer": str(number + 1), "level": "easy"} for number in range(10)]
@@ -170,6 +170,7 @@ def test_settings_that_do_not_fit_the_data_are_said_in_one_line(file, fields, me
         ("x.jsonl", '{"question": 7, "answer": "a"}\n' * 9, "row 0': a prompt must be text or a list of messages"),
         ("x.json", '{"rows": []}', "must hold a list of objects, this one holds a dict"),
         ("x.json", "[", "cannot read"),
+        ("x.json", '{"question": "a", "answer": "1"}\n{"question"\n', "line 2: Expecting ':' delimiter"),
         ("x.parquet", "nothing", "cannot read"),
     ],
 )
@@ -186,6 +187,10 @@ def test_a_file_that_cannot_be_read_is_said_in_one_line(tmp_path, name, text, me
     ("row", "message"),
     [
         ({"answer": "x"}, "rows.jsonl row 8': no column 'question'; it has: answer"),
+        (
+            {"question": "x", "level": "easy"},
+            "rows.jsonl row 8': reward 'exact_match' needs the column 'answer'; there is: level",
+        ),
         ({"question": None}, "rows.jsonl row 8': a prompt must be text or a list of messages with a role, got None"),
     ],
 )
@@ -197,6 +202,22 @@ def test_a_row_that_cannot_be_asked_is_named_before_the_first_one_is(tmp_path, f
     with pytest.raises(EnvironmentSetupError) as error:
         environments(file, eval_split=str(path)).open_source()
     assert f"wrong/{message}" in str(error.value)
+
+
+def test_a_json_file_may_hold_a_row_a_line_as_the_datasets_library_writes_it(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    prompts = environments(path, shuffle=False).open_source().next(7)
+    assert [prompt.item["prompt"] for prompt in prompts] == [row["question"] for row in ROWS[:7]]
+
+
+@pytest.mark.parametrize("null", [0, 3, 7])
+def test_a_hugging_face_row_without_a_prompt_is_named_before_the_first_one_is_asked(tmp_path, monkeypatch, null):
+    monkeypatch.setattr(dataset, "NULLS_SOUGHT_IN", 4)
+    rows = [{**row, "question": None} if number == null else row for number, row in enumerate(ROWS)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(EnvironmentSetupError, match=rf"row {null}\b.*(is null|got None)"):
+        environments(tmp_path).open_source()
 
 
 @pytest.mark.parametrize(("line", "amount"), [("b,2,hard,x", "more"), ("b,2", "fewer")])
