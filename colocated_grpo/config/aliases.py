@@ -81,6 +81,7 @@ ALIASES: dict[str, Alias] = {
 }
 
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
+_VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
 
 
@@ -97,6 +98,11 @@ def translate_aliases(tree: dict[str, Any], origins: dict[KeyPath, Origin]) -> l
         f"{name}={show(tree[name])}: must be a mapping of settings"
         for name in _SECTIONS
         if name in tree and not isinstance(tree[name], dict)
+    ]
+    problems += [
+        f"{name}: a section of verl's; docs/guides/from_verl.md has its names here{place_of((name,), origins)}"
+        for name in _VERL_SECTIONS
+        if name in tree
     ]
     if problems:
         raise ConfigError(*problems)

@@ -77,7 +77,7 @@ _GEOMETRY = (
 _NO_SERVER = "the engine lives in the trainer's process"
 _ROLLOUTS = "tracking.rollouts_per_step rollouts of every step go to rollouts.jsonl; see tools.show_rollouts"
 _DTYPE = "masters are fp32; policy.compute_dtype is the type that the forward pass computes in"
-_NO_LORA = "every weight is trained"
+_NO_LORA = "every weight is trained; LoRA and quantized training are not there"
 
 TRL: dict[str, Alias] = {
     "model_name_or_path": renamed("model.name"),
@@ -214,5 +214,7 @@ TRL: dict[str, Alias] = {
     "torch_dtype": no_equivalent(_DTYPE),
     "attn_implementation": not_needed("packed sequences have an attention of their own"),
     "use_peft": one_of(_NO_LORA, {False: None}),
-    **{f"lora_{name}": no_equivalent(_NO_LORA) for name in ("r", "alpha", "dropout", "target_modules")},
+    **{f"lora_{name}": no_equivalent(_NO_LORA) for name in ("r", "rank", "alpha", "dropout", "target_modules")},
+    **{name: no_equivalent(_NO_LORA) for name in ("lora", "lora_config", "peft_config")},
+    **{f"load_in_{bits}bit": one_of(_NO_LORA, {False: None}) for bits in (4, 8)},
 }

@@ -55,9 +55,11 @@ def test_the_defaults_that_the_guide_compares_are_the_defaults():
 
 
 def test_what_the_guide_says_is_not_there_is_refused():
-    for name in ("entropy_coef", "top_entropy_quantile", "sync_ref_model"):
+    for name in ("entropy_coef", "top_entropy_quantile", "sync_ref_model", "use_peft", "load_in_4bit"):
         assert f"`{name}`" in GUIDE
         assert complaint(f"{name}: 0.1").startswith(name)
+    for name in ("lora", "peft_config"):
+        assert "LoRA" in complaint(f"{name}: {{r: 16}}")
     for loss in ("sapo", "vespo", "luspo"):
         assert f"`{loss}`" in GUIDE
         assert loss in complaint(f"loss_type: {loss}")
