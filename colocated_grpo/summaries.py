@@ -65,8 +65,10 @@ def lack_of_signal(groups: Sequence[Group]) -> str | None:
 
     Not asked of advantages that come ready-made, nor of groups of one, whose score is their advantage.
     """
+    if not groups:
+        return "none of its groups is trained yet, their turns wait for the end of their games"
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if not rollouts or any(rollout.advantages is not None for rollout in rollouts):
+    if any(rollout.advantages is not None for rollout in rollouts):
         return None
     if all(rollout.score.reward is None for rollout in rollouts):
         return f"none of {len(rollouts)} completions has a reward (None or NaN), so there is nothing to learn from"

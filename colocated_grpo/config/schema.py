@@ -54,7 +54,8 @@ class PolicyConfig(Section):
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of a cosine or linear schedule."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape after warmup."""
+    """Shape after warmup, over the run's optimizer steps. A step whose groups are all held back (games that pay late)
+    makes none: the schedule does not move then, and ends so many steps short of min_lr."""
     warmup_steps: NonNegative = 0
     """Optimizer steps of linear warmup; step i of n uses lr * (i + 1) / n."""
     grad_clip: float = Field(1.0, gt=0)

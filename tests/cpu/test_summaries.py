@@ -76,7 +76,7 @@ def test_a_rollout_that_sampled_nothing_has_no_staleness():
         ([[1.0, 1.0], [0.0, 1.0]], None),
         ([[1.0], [0.0]], None),
         ([[1.0, None], [0.0, 1.0]], None),
-        ([], None),
+        ([], "none of its groups is trained yet, their turns wait for the end of their games"),
     ],
 )
 def test_a_batch_that_teaches_nothing_says_why(rewards, line):
