@@ -154,8 +154,10 @@ def test_single_completions_enter_the_engine_together_and_keep_its_seats_taken()
         on_step=lambda: entered.append(len(engine.submitted)),
     )
     collector_of(engine, SumScorer(), single_rank()).collect(job_of(256, group_size=1))
-    assert len(set(entered)) < 256 / 4
-    assert len(entered) < 1.25 * sum(steps) / 32
+    entries = len(set(entered))
+    assert entries < 256 / 8
+    # An entry takes three steps from everybody. Made whenever a seat falls free: 3.6 times the steps of full seats.
+    assert len(entered) + 3 * entries < 1.75 * sum(steps) / 32
 
 
 def test_no_more_completions_run_than_the_engine_has_room_for():
