@@ -231,7 +231,8 @@ class Driver:
         if future.cancelled():
             return
         if request.key in self._futures:
-            future.set_exception(ValueError(f"request key {request.key!r} is already under way"))
+            if future.set_running_or_notify_cancel():  # it may be given up in this very moment
+                future.set_exception(ValueError(f"request key {request.key!r} is already under way"))
             return
         self.submit([request])
         self._futures[request.key] = future
