@@ -186,7 +186,7 @@ def _reward_by_name(value: Any) -> Any:
 class DatasetSourceConfig(Section):
     type: Literal["dataset"]
     name: FileName
-    """A .jsonl/.json/.csv/.parquet file or a Hugging Face dataset name."""
+    """A .jsonl/.json/.csv/.parquet file, a folder of save_to_disk(), or a Hugging Face dataset name."""
     rewards: list[Annotated[RewardConfig, BeforeValidator(_reward_by_name)]] = Field(min_length=1)
     """Reward functions; a bare name stands for {name: ...}."""
     subset: str | None = None

@@ -16,6 +16,9 @@ from colocated_grpo.environments.user_code import one_line
 Rows = Sequence[dict[str, Any]]
 MOST_HELD_OUT = 64
 """Where the config names no number."""
+WHOLE = DatasetSourceConfig.model_fields["split"].default
+SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+"""One of these is in a folder that a dataset or several splits were saved to with save_to_disk()."""
 NULLS_SOUGHT_IN = 10_000
 """Rows at a time."""
 NO_CELL = object()
@@ -101,9 +104,11 @@ class DatasetRows:
         return Path(self.config.name).suffix.lower() in READERS
 
     def _read_file(self, split: str) -> Rows:
-        """A file has no splits: `split` is ignored, `eval_split` is the path of another file."""
+        """A file has no splits: `eval_split` is the path of another file."""
         if self.config.subset is not None:
             raise self._error(f"subset={self.config.subset!r} has no meaning for a local file")
+        if self.config.split != WHOLE:
+            raise self._error(f"split={self.config.split!r} has no meaning for a local file, name the other file")
         path = self._path(split)
         if not path.is_file():
             raise self._error(f"no such file: {path}")
@@ -120,11 +125,16 @@ class DatasetRows:
 
     def _load_hub(self, split: str) -> Rows:
         try:
-            from datasets import load_dataset
+            from datasets import DatasetDict, load_dataset, load_from_disk
         except ModuleNotFoundError as error:
             raise self._error(f"cannot import {error.name!r}; install it with: pip install datasets") from None
         try:
-            return load_dataset(self.config.name, self.config.subset, split=split)
+            if not any((Path(self.config.name) / mark).is_file() for mark in SAVED_TO_DISK):
+                return load_dataset(self.config.name, self.config.subset, split=split)
+            saved = load_from_disk(self.config.name)
+            if split != WHOLE and not isinstance(saved, DatasetDict):
+                raise ValueError("one dataset without splits was saved here")
+            return saved[split] if isinstance(saved, DatasetDict) else saved
         except Exception as error:  # the library raises whatever the network, the hub or a loading script raises
             raise self._error(f"cannot load split {split!r}: {one_line(error)}") from error
 

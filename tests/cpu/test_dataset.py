@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from datasets import Dataset, DatasetDict
 
 from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments, dataset
@@ -152,6 +153,7 @@ def test_a_hugging_face_dataset_is_read_by_subset_and_split(tmp_path):
         ({"held_out": 10}, "held_out=10 leaves no training row, the data has 10"),
         ({"subset": "main"}, "subset='main' has no meaning for a local file"),
         ({"eval_split": "test"}, "no such file: test"),
+        ({"split": "test"}, "split='test' has no meaning for a local file"),
     ],
 )
 def test_settings_that_do_not_fit_the_data_are_said_in_one_line(file, fields, message):
@@ -209,6 +211,20 @@ def test_a_json_file_may_hold_a_row_a_line_as_the_datasets_library_writes_it(tmp
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     prompts = environments(path, shuffle=False).open_source().next(7)
     assert [prompt.item["prompt"] for prompt in prompts] == [row["question"] for row in ROWS[:7]]
+
+
+def test_a_dataset_that_was_saved_to_disk_is_read_from_there_with_its_splits(tmp_path):
+    rows = Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one")
+    DatasetDict(train=rows, test=Dataset.from_list(ROWS[:2])).save_to_disk(tmp_path / "two")
+    [first, *_] = environments(tmp_path / "one", shuffle=False).open_source().next(7)
+    assert first.item["prompt"] == "0+1="
+    made = environments(tmp_path / "two", shuffle=False, eval_split="test")
+    assert [prompt.item["prompt"] for prompt in made.held_out(8)] == ["0+1=", "1+1="]
+    with pytest.raises(EnvironmentSetupError, match="cannot load split 'nothing': KeyError"):
+        environments(tmp_path / "two", split="nothing").open_source()
+    with pytest.raises(EnvironmentSetupError, match="cannot load split 'test': ValueError: one dataset without splits"):
+        environments(tmp_path / "one", eval_split="test").open_source()
 
 
 @pytest.mark.parametrize("null", [0, 3, 7])
