@@ -211,7 +211,9 @@ def test_a_reward_that_raises_costs_that_completion_only():
     for rollout in rollouts:
         odd = len(rollout.text.split()) % 2
         assert rollout.score.reward == (None if odd else 2.0)
-        assert rollout.score.error == ("even_only: ValueError: odd length" if odd else None)
+        line = even_only.__code__.co_firstlineno + 2
+        error = f"even_only: ValueError: odd length (test_collect.py, line {line})"
+        assert rollout.score.error == (error if odd else None)
     assert {rollout.score.reward for rollout in rollouts} == {None, 2.0}
 
 

@@ -95,10 +95,11 @@ def test_an_engine_that_holds_other_weights_on_one_rank_ends_the_run_with_both_n
 
 def test_reward_errors_above_the_share_end_the_run_with_one_line(tmp_path):
     run = failed(tmp_path, faulty(tmp_path, "judge = lambda: 1 / 0"))
-    assert run.stderr.splitlines() == [
+    [line] = run.stderr.splitlines()
+    assert line.startswith(
         "error: rewards: 16 of 16 failed, above rollout.max_reward_errors=0.2; the first: "
-        "ZeroDivisionError: division by zero"
-    ]
+        "ZeroDivisionError: division by zero ("
+    )
 
 
 def test_a_reward_that_never_returns_costs_its_prompt_and_does_not_keep_the_process_alive(tmp_path):
