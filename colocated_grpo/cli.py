@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from colocated_grpo.descriptors import allow_descriptors
+
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
 
@@ -96,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(rank_environment(os.environ))
     for name, value in library_environment(options.log_level).items():
         os.environ.setdefault(name, value)
+    allow_descriptors()
     faulthandler.enable()
     rank = os.environ["RANK"]
     logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import threading
 from collections.abc import Sequence
@@ -10,13 +9,11 @@ from collections.abc import Sequence
 import uvicorn
 from starlette.types import ASGIApp
 
+from colocated_grpo.descriptors import allow_descriptors
+
 BACKLOG = 2048
 FAREWELL_SECONDS = 1
 """Open connections get so long to end when the server closes."""
-
-
-DESCRIPTORS = 65_536
-"""More than connections and files of a run together."""
 
 
 class ServerThread:
@@ -24,7 +21,7 @@ class ServerThread:
 
     def __init__(self, app: ASGIApp, host: str, ports: Sequence[int]) -> None:
         """ports: 0 is any free one."""
-        _allow_descriptors()
+        allow_descriptors()
         self._sockets: list[socket.socket] = []
         try:
             for port in ports:
@@ -55,14 +52,6 @@ class ServerThread:
     def _close_sockets(self) -> None:
         for listener in self._sockets:
             listener.close()
-
-
-def _allow_descriptors() -> None:
-    """As many open files as the system lets this process have: held connections would leave none for a checkpoint."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 LAYERS = [
-    {"errors", "types", "config", "stop_signals"},
+    {"errors", "types", "config", "stop_signals", "descriptors"},
     {"metrics", "web"},
     {"advantages", "losses", "distributed"},
     {"batching", "summaries", "profiling"},

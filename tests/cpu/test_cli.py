@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.cli import fault_of_the_machine, first_host, rank_environment
+from colocated_grpo.descriptors import DESCRIPTORS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,6 +125,16 @@ def test_a_rank_prepares_its_libraries_and_starts_the_trainer(config):
     assert result.stderr == ""
     assert result.stdout == "note: old names read as new ones: learning_rate -> policy.lr\nmy_run auto 2e-06 0 1\n"
     assert result.returncode == 0
+
+
+def test_a_rank_may_have_more_files_open_than_a_shell_gives_it(config):
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
+    try:
+        result = trained(config, "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert result.stdout == f"{min(hard, DESCRIPTORS)} {hard}\n"
 
 
 @pytest.mark.parametrize(("error", "code"), [("ConfigError", 2), ("RunError", 1)])

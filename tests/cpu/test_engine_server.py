@@ -24,6 +24,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as some
 from starlette.requests import ClientDisconnect
 
+from colocated_grpo.descriptors import DESCRIPTORS
 from colocated_grpo.environments.atropos.origins import Origin, Origins
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server.app import create_app
@@ -31,7 +32,7 @@ from colocated_grpo.rollout.server.chunks import Stream, as_lines, generate_chun
 from colocated_grpo.rollout.server.sampler import Bit, LeastBusy, Limits, Sampler, Unserved
 from colocated_grpo.rollout.server.wishes import ChatBody, CompletionBody, GenerateBody, SamplingWish, TokensBody
 from colocated_grpo.types import Completion
-from colocated_grpo.web.serving import DESCRIPTORS, ServerThread
+from colocated_grpo.web.serving import ServerThread
 
 from fakes import VOCABULARY, FakeEngine
 from servers import until
