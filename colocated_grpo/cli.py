@@ -160,6 +160,8 @@ def _run(config: Config, resume: str | None, name: str) -> int:
             raise
         _report(RUN_ERROR, [f"error: {line}"])
         return RUN_ERROR
+    except SystemExit as error:  # of user code: with a code of 0 the run would pass for finished
+        raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
     except ReportedElsewhere:
         logging.getLogger(__name__).debug("another rank failed first; what this one met:", exc_info=True)
         return RUN_ERROR

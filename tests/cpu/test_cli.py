@@ -168,6 +168,12 @@ def test_only_what_concerns_disks_limits_and_the_runs_own_folders_needs_no_trace
     assert fault_of_the_machine(error, ["runs", "old"]) == line
 
 
+def test_user_code_that_exits_does_not_pass_for_a_run_that_has_finished(config):
+    result = trained(config, "sys.exit(0)")
+    assert result.returncode == 1
+    assert result.stderr.endswith("RuntimeError: sys.exit(0) was called during the run\n")
+
+
 def test_a_defect_ends_a_rank_with_its_traceback(config):
     result = trained(config, "raise KeyError('x')")
     assert result.returncode == 1
