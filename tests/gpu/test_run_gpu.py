@@ -12,6 +12,22 @@ from training_runs import Settings, TrainingRun, settings, tiny_model, train
 
 STEPS = 12
 
+EIGHT_TURNS_AND_ONE = """
+class Talk:
+    def prompts(self, seed, split):
+        number = 0
+        while True:
+            yield {"prompt": f"say {number % 10}", "turns": 1 if number % 2 else 8}
+            number += 1
+
+    async def run(self, item, model):
+        for turn in range(item["turns"]):
+            if turn:
+                model.observe("on")
+            said = (await model.generate(4)).text
+        return {"reward": float(any(character.isdigit() for character in said)), "turns": float(model.turns)}
+"""
+
 
 def gpu_settings(**changes: object) -> Settings:
     """bfloat16, CUDA graphs and sleep as a real run has them."""
@@ -58,3 +74,17 @@ def test_a_run_on_two_devices_that_is_killed_goes_on(tmp_path):
         assert run.wait() != 0
         assert run.processes() == []
     check_finished(train(tmp_path, config, "--resume", "auto", gpus=2))
+
+
+@pytest.mark.multigpu(2)
+def test_devices_whose_episodes_take_eight_turns_and_one_sleep_and_wake_together(tmp_path):
+    (tmp_path / "talk.py").write_text(EIGHT_TURNS_AND_ONE)
+    config = gpu_settings(
+        environments=[{"type": "episode", "name": f"{tmp_path / 'talk.py'}:Talk"}],
+        rollout={"max_prompt_tokens": 32, "max_completion_tokens": 96},
+        deterministic=True,  # every other prompt to the other device
+        evaluation={"every": 0},
+    )
+    run = train(tmp_path, config, gpus=2)
+    check_finished(run)
+    assert all(row["reward/turns"] == 4.5 for row in run.rows(files.TRAIN))
