@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.distributed import World
-from colocated_grpo.errors import RunError, write_failed
+from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 
 FOLDER = "checkpoints"
@@ -139,20 +139,16 @@ def _unreadable(folder: Path) -> Iterator[None]:
     except RunError:
         raise
     except (Exception, CheckpointException) as error:
-        cause = _cause(error) if isinstance(error, CheckpointException) else _in_one_line(error)
+        cause = _cause(error) if isinstance(error, CheckpointException) else in_one_line(error)
         raise RunError(
             f"checkpoint {folder}: cannot be read ({cause}); move it away to resume from the one before it"
         ) from error
 
 
-def _in_one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
 def _cause(error: CheckpointException) -> str:
     """What the first rank met, in one line."""
     rank, (failure, _) = min(error.failures.items())
-    return f"rank {rank}: {_in_one_line(failure)}"
+    return f"rank {rank}: {in_one_line(failure)}"
 
 
 def _settle(settled: Future[None], before: Future, action: Callable[[], None]) -> None:

@@ -8,7 +8,13 @@ class RunError(RuntimeError):
     """The run cannot go on. The message is one line: what was measured, the limit, and what to do."""
 
 
+def in_one_line(error: BaseException) -> str:
+    """Type and message without newlines."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def write_failed(what: str, folder: Path, cause: str) -> RunError:
+    """For a write that a full disk may have ended: the line says how much is free there."""
     free = shutil.disk_usage(folder).free / 2**30
     return RunError(f"{what}: writing to {folder} failed ({free:.3g} GiB free there): {cause}")
 

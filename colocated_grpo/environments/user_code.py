@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.errors import in_one_line
 
 MAX_ERROR_CHARACTERS = 200
 NOT_THE_USERS = (
@@ -31,7 +32,7 @@ NOT_THE_USERS = (
 
 def one_line(error: BaseException) -> str:
     """Type and message without newlines, cut to what a log line can bear, and the line of the user's code."""
-    line = " ".join(f"{type(error).__name__}: {error}".split())
+    line = in_one_line(error)
     return (line if len(line) <= MAX_ERROR_CHARACTERS else line[: MAX_ERROR_CHARACTERS - 3] + "...") + _place(error)
 
 

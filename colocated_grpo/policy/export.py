@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from colocated_grpo.distributed import World
-from colocated_grpo.errors import write_failed
+from colocated_grpo.errors import in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 
 FILE_BYTES = 4 << 30
@@ -60,7 +60,7 @@ def _told_in_one_line(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise write_failed("export", folder, f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise write_failed("export", folder, in_one_line(error)) from error
 
 
 def _full_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

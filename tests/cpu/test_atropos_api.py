@@ -13,8 +13,6 @@ import pytest
 from colocated_grpo.environments.atropos.api import create_app
 from colocated_grpo.web.serving import ServerThread
 
-from servers import APIS, ApiProcess
-
 KEYS = {
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
     *("inference_logprobs", "overrides", "group_overrides", "images", "env_id", "distill_token_ids"),
@@ -93,12 +91,6 @@ def group(size: int, env_id: int | None = None, mark: int = 0) -> dict[str, Any]
         "scores": [float(row) for row in rows],
         "env_id": env_id,
     }
-
-
-@pytest.fixture(scope="module", params=APIS)
-def server(request):
-    with ApiProcess(request.param) as process:
-        yield process
 
 
 @pytest.fixture

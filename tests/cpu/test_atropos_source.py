@@ -21,18 +21,6 @@ from raw_server import answering, response
 from servers import APIS, EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos, until
 
 
-@pytest.fixture(scope="module", params=APIS)
-def server(request):
-    with ApiProcess(request.param) as process:
-        yield process
-
-
-@pytest.fixture
-def url(server):
-    ask(server.url, "/reset_data")
-    return server.url
-
-
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
     monkeypatch.setattr(source_module, "POLL_SECONDS", 0.01)

@@ -16,28 +16,9 @@ from colocated_grpo.rollout.server import supply as supply_module
 from colocated_grpo.rollout.server.sampler import LeastBusy
 from colocated_grpo.rollout.server.supply import MainServing, ServedSupply
 
-from atropos_trial import Trial, ask, send
+from atropos_trial import Trial, send
 from fakes import FakeEngine
-from ranks import only_rank
-from servers import APIS, EMBEDDED, ApiProcess, until
-
-
-@pytest.fixture(scope="module", params=APIS)
-def server(request):
-    with ApiProcess(request.param) as process:
-        yield process
-
-
-@pytest.fixture
-def url(server):
-    ask(server.url, "/reset_data")
-    return server.url
-
-
-@pytest.fixture
-def world():
-    with only_rank() as world:
-        yield world
+from servers import EMBEDDED, ApiProcess, until
 
 
 class Run:
