@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from accelerate.utils import gather_object
+from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, RandomWork
 from colocated_grpo.build import stop_token_ids
@@ -42,6 +44,9 @@ class PeerSpec:
     group_size: int
     max_completion: int
     steps: int
+    """At most."""
+    until: float | None
+    """Unix time after which no further step begins."""
     seed: int
     gpus: int
     batch: int
@@ -149,7 +154,8 @@ def reward(completions: Sequence[Sequence[Mapping[str, str]]], **_columns: Any) 
 class Recorder(TrainerCallback):
     """One row for each optimizer step of this rank, from the end of the step before to its own end."""
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
+    def __init__(self, trainer: GRPOTrainer, until: float | None) -> None:
+        self._until = math.inf if until is None else until
         self.rows: list[dict[str, float]] = []
         self.started = 0.0
         """Unix time at which the first step began."""
@@ -205,7 +211,9 @@ class Recorder(TrainerCallback):
         self.started = time.time()
         self._step_began = time.perf_counter()
 
-    def on_step_end(self, *_arguments: Any, **_named: Any) -> None:
+    def on_step_end(
+        self, _arguments: TrainingArguments, _state: TrainerState, control: TrainerControl, **_named: Any
+    ) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()
@@ -214,7 +222,9 @@ class Recorder(TrainerCallback):
         seconds = {name.removeprefix("seconds/"): value for name, value in measured.items()}
         memory = {name: value for name, value in measured.items() if name.startswith("memory/")}
         self.rows.append({**own_seconds(seconds, now - self._step_began), **memory, **self._counts})
-        self._step_began = now
+        # Whichever rank is late, all of them end with the same step.
+        control.should_training_stop |= any(gather_object([time.time() > self._until]))
+        self._step_began = time.perf_counter()
 
 
 def own_seconds(nested: Mapping[str, float], step: float) -> dict[str, float]:
@@ -262,13 +272,11 @@ def prepare_cpu() -> None:
 
 
 def main(spec_file: Path, result: Path) -> None:
-    from accelerate.utils import gather_object
-
     spec = PeerSpec(**json.loads(spec_file.read_text()))
     if not spec.gpus:
         prepare_cpu()
     trainer = build_trainer(spec, result.with_suffix(""))
-    recorder = Recorder(trainer)
+    recorder = Recorder(trainer, spec.until)
     trainer.add_callback(recorder)
     trainer.train()
     by_rank = gather_object([recorder.rows])

@@ -46,9 +46,10 @@ KERNELS = Path("profile") / "kernels.txt"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
+    began = time.time()
     options, overrides = parse(arguments)
     ranks = options.gpus or options.nproc
-    if options.peer and (misfit := peer_spec(options, Path(options.shape)).misfit()):
+    if options.peer and (misfit := peer_spec(options, Path(options.shape), began).misfit()):
         print(f"error: {misfit}", file=sys.stderr)
         return USAGE_ERROR
     with tempfile.TemporaryDirectory(prefix="benchmark-step-") as name:
@@ -68,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         publish(result, options.json)  # now, for the peer takes several times as long and may be cut off
         if options.peer:
-            theirs = run_peer(peer_spec(options, model), scratch)
-            if theirs is None:
+            theirs = run_peer(peer_spec(options, model, began), scratch)
+            if theirs is None or len(theirs["steps"]) <= options.warmup:
                 print(
                     "error: --peer=trl: TRL did not finish; its words are above, our figures are kept", file=sys.stderr
                 )
@@ -94,6 +95,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--peer", choices=["trl"], help="run the same work through this trainer afterwards")
     parser.add_argument("--peer-batch", type=int, default=16, help="its sequences of one forward pass on one rank")
     parser.add_argument("--peer-gpu-memory", type=float, default=0.4, help="share of GPU memory for its engine")
+    parser.add_argument("--peer-until", type=float, help="seconds from now after which it begins no further step")
     parser.add_argument("--peer-args", default="{}", metavar="YAML", help="of GRPOConfig: '{torch_compile: true}'")
     options, overrides = parser.parse_known_args(arguments)
     if not 0 <= options.warmup < options.steps:
@@ -103,13 +105,14 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, overrides
 
 
-def peer_spec(options: argparse.Namespace, model: Path) -> PeerSpec:
+def peer_spec(options: argparse.Namespace, model: Path, began: float) -> PeerSpec:
     return PeerSpec(
         model=str(model.resolve()),
         prompts=options.prompts,
         group_size=options.group_size,
         max_completion=options.max_completion,
         steps=options.steps,
+        until=None if options.peer_until is None else began + options.peer_until,
         seed=SEED,
         gpus=options.gpus,
         batch=options.peer_batch,

@@ -50,6 +50,7 @@ SPEC = PeerSpec(
     group_size=4,
     max_completion=8,
     steps=2,
+    until=None,
     seed=0,
     gpus=2,
     batch=4,
@@ -242,14 +243,14 @@ def test_our_steps_and_the_peers_stand_side_by_side(model: Path, tmp_path: Path)
 
     printed = run(
         "step", "--model", str(model), "--gpus", "0", "--prompts", "2", "--group-size", "4", "--max-completion", "8",
-        "--steps", "2", "--warmup", "1", "--json", str(file), "--peer", "trl", "--peer-batch", "4",
-        "--peer-gpu-memory", "0.05", "--policy.compile", "off",
+        "--steps", "2", "--warmup", "0", "--json", str(file), "--peer", "trl", "--peer-batch", "4",
+        "--peer-gpu-memory", "0.05", "--peer-until", "0", "--policy.compile", "off",
     )  # fmt: skip
 
     result = json.loads(file.read_text())
     ours, peer = result["ours"]["median"], result["peer"]["median"]
-    assert len(result["ours"]["steps"]) == len(result["peer"]["steps"]) == 2
-    assert ours["prompt_tokens"] == pytest.approx(peer["prompt_tokens"])
+    assert [len(result[side]["steps"]) for side in ("ours", "peer")] == [2, 1], "the peer's time was up after a step"
+    assert result["ours"]["steps"][0]["prompt_tokens"] == pytest.approx(peer["prompt_tokens"])
     assert 0 < peer["padding"] < 1
     for side in (ours, peer):
         assert side["seconds/step"] > side["seconds/generate"] > result["roofline"]["seconds/generate"] > 0
