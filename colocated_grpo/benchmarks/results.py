@@ -35,14 +35,14 @@ def describe(benchmark: str, arguments: Sequence[str], *, ranks: int) -> dict[st
 def publish(result: Mapping[str, Any], file: Path | None) -> None:
     """Print the result (its 'rows' as a table, the rest of it that is flat as lines), and write it to `file` if given.
 
-    result: `describe` plus the benchmark's own keys; 'rows' holds its figures.
+    result: `describe` plus the benchmark's own keys; 'rows' holds its figures, 'kernels' where the device's time went.
     """
     origin = [result["command"], f"commit {result['commit']}", f"{result['ranks']} x {result['gpu'] or 'CPU'}"]
     print(*origin, versions(result), sep="\n")
     for name, value in result.get("roofline", {}).items():
         if value is not None:
             print(f"{name} {number(value)}")
-    print(table(result["rows"]), flush=True)
+    print(*(table(result[name]) for name in ("rows", "kernels") if name in result), sep="\n", flush=True)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(result, indent=1, default=str) + "\n")

@@ -18,6 +18,7 @@ import torch
 
 from colocated_grpo.advantages import group_advantages
 from colocated_grpo.batching import Batch, pack
+from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
 from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, meet, seconds_of
 from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_SHARE
@@ -69,14 +70,23 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
         align=lambda: meet(world.device),
     )
     slowest = [max(of_ranks) for of_ranks in zip(*world.gather_objects(seconds), strict=True)]
+    peaks = peak_memory(world)
+    kernels = kernel_rows(lambda: train(policy, batch), world.device)
     row = {
         "shape": options.model.name if options.model else options.shape,
         **speed(batch, policy.num_parameters(), statistics.median(slowest), roofline, world.size),
         **packing(batch, world),
         "checkpointed_blocks": num_checkpointed(policy.model),
-        **peak_memory(world),
+        "idle_share": 1 - busy_seconds(kernels) / statistics.median(slowest),
+        **peaks,
     }
-    return {"parameters": policy.num_parameters(), "seconds": slowest, "roofline": roofline.as_dict(), "rows": [row]}
+    return {
+        "parameters": policy.num_parameters(),
+        "seconds": slowest,
+        "roofline": roofline.as_dict(),
+        "rows": [row],
+        "kernels": kernels,
+    }
 
 
 def settle_memory(policy: Policy, config: Config, world: World) -> Config:

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from colocated_grpo.batching import Batch, Minibatch, build_micro_batch
-from colocated_grpo.benchmarks import logprob, overlap, sleep, sync, train
+from colocated_grpo.benchmarks import decode, logprob, overlap, sleep, sync, train
 from colocated_grpo.benchmarks.ranks import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
@@ -80,6 +80,7 @@ def test_both_ranks_of_train_share_the_work_of_one_batch(measured):
     assert row["padding"] == 0
     assert 0 < row["padding_saved"] < 1
     assert 0 <= row["imbalance"] < 0.1
+    assert sum(kernel["share"] for kernel in result["kernels"]) == pytest.approx(1)
 
 
 def test_the_planned_sync_is_no_slower_than_the_loader_of_the_engine(measured):
@@ -100,6 +101,19 @@ def test_sleep_tells_the_life_of_an_engine(measured):
     parts = [row[f"{part}_seconds"] for part in ("sleep", "wake_weights", "wake_kv_cache")]
     assert row["sleep_and_wake_seconds"] == pytest.approx(sum(parts))
     assert "asleep_gib" not in row  # nobody counts an engine's share of host memory
+
+
+def test_decode_tells_where_the_time_of_a_step_goes(measured):
+    work = ["--sequences", "4", "2", "--group-size", "2", "--prompt", "20", "--sampled", "8", "--steps", "4"]
+    result = measured(decode, "--gpus", "0", "--shape", "tiny", *work)
+
+    assert [(row["sequences"], row["cached_tokens_each"]) for row in result["rows"]] == [(4, 30), (2, 30)]
+    for row in result["rows"]:
+        kernels = [kernel for kernel in result["kernels"] if kernel["sequences"] == row["sequences"]]
+        assert sum(kernel["share"] for kernel in kernels) == pytest.approx(1)
+        assert sum(kernel["ms"] for kernel in kernels) == pytest.approx(4 * row["device_ms"])
+        assert {kernel["kernel"]: kernel["calls"] for kernel in kernels}["aten::mm"] == 4 * 9  # two layers and the head
+        assert row["idle_share"] == pytest.approx(1 - row["device_ms"] / row["step_ms"])
 
 
 def test_overlap_counts_what_is_trained_while_a_tail_decodes(measured):

@@ -1,0 +1,124 @@
+"""Where a step of decoding goes: `python -m colocated_grpo.benchmarks.decode --shape qwen3-0.6b --gpus 1`.
+
+Groups of siblings decode together. Seconds are those of a step in the middle of their completions, beside the time that
+the device was at work in it and the least that reading weights and cache would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from colocated_grpo.benchmarks.figures import ModelSize, model_size
+from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
+from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
+from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
+from colocated_grpo.distributed import World
+from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return main_in_ranks("decode", parser(), measure, arguments)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = rank_parser(__doc__)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[512, 256, 64], help="that decode together")
+    parser.add_argument("--group-size", type=int, default=16, help="sequences of one prompt")
+    parser.add_argument("--prompt", type=int, default=82, help="tokens")
+    parser.add_argument("--sampled", type=int, default=384, help="tokens of each sequence before the measured ones")
+    parser.add_argument("--steps", type=int, default=64, help="measured ones, and as many profiled ones after them")
+    return parser
+
+
+def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
+    from colocated_grpo.build import build_engine
+    from colocated_grpo.build_weights import build_sync
+    from colocated_grpo.trainer import settle_garbage_collector
+
+    roofline = measure_roofline(world.device)
+    tokens = options.sampled + 2 * options.steps + 2
+    sections = {
+        "rollout": {"max_prompt_tokens": options.prompt, "max_completion_tokens": tokens},
+        "engine": {"max_num_seqs": max(options.sequences)},
+    }
+    with model_folder(options, world) as folder:
+        config = config_of(folder, options, **sections)
+        policy = Policy(config, read_model_config(config.model, folder), folder, world)
+        engine = build_engine(config, policy, folder, world)
+        size = model_size(folder, itemsize=policy.dtype.itemsize)
+    engine.wake("weights")
+    build_sync(policy, engine, world).sync()
+    engine.weights_changed(policy.version)
+    engine.wake("kv_cache")
+    settle_garbage_collector()
+    decode(engine, options, max(options.sequences), tokens, world)  # whatever is made or compiled at first use
+    measured = [decode(engine, options, sequences, tokens, world) for sequences in options.sequences]
+    rows = [row_of(options, *one, size, roofline) for one in zip(options.sequences, measured, strict=True)]
+    kernels = [
+        {"sequences": sequences, **kernel}
+        for sequences, (_, kernels) in zip(options.sequences, measured, strict=True)
+        for kernel in kernels
+    ]
+    engine.close()
+    return {"roofline": roofline.as_dict(), "rows": rows, "kernels": kernels}
+
+
+def decode(
+    engine: RolloutEngine, options: argparse.Namespace, sequences: int, tokens: int, world: World
+) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds of a step of so many sequences, and the kernels of `options.steps` further ones."""
+    engine.submit(requests(options, sequences, tokens))
+    finished = 0
+
+    def steps(count: int) -> None:
+        nonlocal finished
+        for _ in range(count):
+            finished += len(engine.step())
+
+    steps(options.sampled)
+    [seconds] = seconds_of(lambda: steps(options.steps), world.device, repeats=1, warmup=0)
+    kernels = kernel_rows(lambda: steps(options.steps), world.device)
+    while finished < sequences:
+        steps(1)
+    return seconds / options.steps, kernels
+
+
+def requests(options: argparse.Namespace, sequences: int, tokens: int) -> list[Request]:
+    rng = random.Random(sequences)
+    prompts = [rng.choices(range(8, 64), k=options.prompt) for _ in range(-(-sequences // options.group_size))]
+    sampling = Sampling(temperature=1.0, max_tokens=tokens)
+    return [
+        Request(key=(index, 0), token_ids=prompts[index // options.group_size], seed=index, sampling=sampling)
+        for index in range(sequences)
+    ]
+
+
+def row_of(
+    options: argparse.Namespace,
+    sequences: int,
+    measured: tuple[float, list[dict[str, Any]]],
+    size: ModelSize,
+    roofline: Roofline,
+) -> dict[str, Any]:
+    seconds, kernels = measured
+    busy = busy_seconds(kernels) / options.steps
+    cached = sequences * (options.prompt + options.sampled + options.steps / 2)
+    return {
+        "shape": options.model.name if options.model else options.shape,
+        "sequences": sequences,
+        "cached_tokens_each": cached / sequences,
+        "step_ms": seconds * 1e3,
+        "device_ms": busy * 1e3,
+        "idle_share": 1 - busy / seconds,
+        "floor_ms": roofline.seconds_for_bytes(size.weight_bytes + cached * size.kv_bytes_per_token) * 1e3,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
