@@ -338,10 +338,10 @@ def test_built_in_rewards(chat, name, columns, text, reward):
 @pytest.mark.parametrize("name", sorted(set(REWARDS) - {"math_verify"}))
 @pytest.mark.parametrize("text", ["9" * 200_000, "<think></think>" + " " * 200_000, "1," * 100_000, "#" * 200_000])
 def test_a_hostile_completion_costs_no_time(name, text):
-    start = time.perf_counter()
+    start = time.process_time()
     columns = {"answer": "#### 72", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
     [one] = score(built({"name": name}), [text], prompt_of(**columns))
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert (one.reward, one.error) == (0.0, None)
 
 

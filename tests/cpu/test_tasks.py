@@ -164,9 +164,9 @@ HOSTILE = [
 @pytest.mark.parametrize("completion", HOSTILE, ids=lambda text: text[:8])
 def test_a_hostile_completion_costs_no_time_and_no_reward(name, completion):
     [item] = items(name, 1)
-    start = time.perf_counter()
+    start = time.process_time()
     score = score_text(build_task(name, {}), item, completion)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert score.error is None
     assert score.reward < 0.2
 
