@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -115,6 +116,16 @@ def init_world() -> World:
         control=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
         checkpoints=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
     )
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a sharded tensor, and any other tensor itself. Not collective."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All ranks' rows of a sharded tensor, and any other tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def use_deterministic_kernels() -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colocated_grpo.distributed import local_part
+
 DECAY_POWER = 0.8
 EPS = 1e-30
 UPDATE_CLIP = 1.0
@@ -47,41 +49,39 @@ class Adafactor(torch.optim.Optimizer):
         for p in parameters:
             state = self.state[p] or self._init_state(p)
             state["step"] += 1
-            squared = _local(p.grad).float().square().add_(EPS)
+            squared = local_part(p.grad).float().square().add_(EPS)
             if p.dim() == 2:
-                _local(state["row"]).lerp_(squared.mean(1), _share_of_newest(state["step"]))
+                local_part(state["row"]).lerp_(squared.mean(1), _share_of_newest(state["step"]))
                 column_sums.append(squared.sum(0))
             else:
-                _local(state["second_moment"]).lerp_(squared, _share_of_newest(state["step"]))
+                local_part(state["second_moment"]).lerp_(squared, _share_of_newest(state["step"]))
         matrices = [p for p in parameters if p.dim() == 2]
         for p, total in zip(matrices, self._sum_together(column_sums), strict=True):
             self.state[p]["column"].lerp_(total / p.shape[0], _share_of_newest(self.state[p]["step"]))
 
     def _apply(self, parameters: Sequence[nn.Parameter], lr: float, weight_decay: float) -> None:
-        updates = [_local(p.grad).float() * self._inverse_root(p) for p in parameters]
+        updates = [local_part(p.grad).float() * self._inverse_root(p) for p in parameters]
         squared_sizes = self._sum_together([update.square().sum()[None] for update in updates])
         for p, update, squared_size in zip(parameters, updates, squared_sizes, strict=True):
             rms = (squared_size / p.numel()).sqrt()
-            own = _local(p)
+            own = local_part(p)
             own.mul_(1 - lr * weight_decay)
             own.add_((update / (rms / UPDATE_CLIP).clamp(min=1.0)).to(own.dtype), alpha=-lr)
 
     def _inverse_root(self, p: nn.Parameter) -> Tensor:
         state = self.state[p]
         if p.dim() != 2:
-            return _local(state["second_moment"]).rsqrt()
+            return local_part(state["second_moment"]).rsqrt()
         # The mean over all rows equals the mean over all columns, and every rank has the columns.
-        row = _local(state["row"]) / state["column"].mean()
+        row = local_part(state["row"]) / state["column"].mean()
         return row.rsqrt()[:, None] * state["column"].rsqrt()
 
     def _init_state(self, p: nn.Parameter) -> dict:
         state = self.state[p]
         state["step"] = torch.zeros((), dtype=torch.float32)
         if p.dim() == 2:
-            state["row"] = (
-                torch.zeros_like(p, dtype=torch.float32).mean(1) if not isinstance(p, DTensor) else _rows_of(p)
-            )
-            state["column"] = torch.zeros(p.shape[1], dtype=torch.float32, device=_local(p).device)
+            state["row"] = _rows_of(p)
+            state["column"] = torch.zeros(p.shape[1], dtype=torch.float32, device=local_part(p).device)
         else:
             state["second_moment"] = torch.zeros_like(p, dtype=torch.float32)
         return state
@@ -99,11 +99,10 @@ def _share_of_newest(step: Tensor) -> float:
     return float(step) ** -DECAY_POWER
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _rows_of(p: DTensor) -> DTensor:
+def _rows_of(p: Tensor) -> Tensor:
     """Zeros, one for each row, sharded like the rows of `p`."""
-    local = torch.zeros(p.to_local().shape[0], dtype=torch.float32, device=p.to_local().device)
+    own = local_part(p)
+    local = torch.zeros(len(own), dtype=torch.float32, device=own.device)
+    if not isinstance(p, DTensor):
+        return local
     return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=(p.shape[0],), stride=(1,))

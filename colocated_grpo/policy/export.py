@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from colocated_grpo.distributed import World
+from colocated_grpo.distributed import World, whole
 from colocated_grpo.errors import in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 
@@ -66,8 +65,7 @@ def _told_in_one_line(folder: Path) -> Iterator[None]:
 def _full_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in policy.parameters().items():
         # Cast before the gather: half the bytes move.
-        cast = parameter.detach().to(dtype)
-        yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast
+        yield name, whole(parameter.detach().to(dtype))
 
 
 class _Writer:

@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
+from colocated_grpo.distributed import local_part
 from colocated_grpo.policy.attention import IMPLEMENTATION
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
@@ -205,7 +206,7 @@ def _allocate(model: PackedLM, parameters_on: torch.device, buffers_on: torch.de
 
 
 def _fill(parameter: nn.Parameter, reader: CheckpointReader, source: str) -> None:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     start, rows = 0, local.shape[0]
     if isinstance(parameter, DTensor):
         shape, offset = compute_local_shape_and_global_offset(

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import OptimizerConfig, PolicyConfig
+from colocated_grpo.distributed import local_part
 from colocated_grpo.policy.adafactor import Adafactor
 
 
@@ -61,7 +61,7 @@ class LocalShardOptimizer(torch.optim.Optimizer):
 
     def __init__(self, parameters: Sequence[nn.Parameter], build) -> None:
         self._parameters = parameters
-        self.shards = [nn.Parameter(p.to_local().detach() if isinstance(p, DTensor) else p.data) for p in parameters]
+        self.shards = [nn.Parameter(local_part(p).detach()) for p in parameters]
         self.inner = build(self.shards)
         super().__init__(parameters, {})
         # The schedule writes the learning rate into `param_groups`; both see one list.
@@ -70,8 +70,7 @@ class LocalShardOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:
         for parameter, own in zip(self._parameters, self.shards, strict=True):
-            grad = parameter.grad
-            own.grad = grad.to_local() if isinstance(grad, DTensor) else grad
+            own.grad = None if parameter.grad is None else local_part(parameter.grad)
         self.inner.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -121,9 +120,7 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def _device_tensors(self) -> list[Tensor]:
-        # With gradients on, to_local() makes a new view each time: no key would ever be found again.
+        # With gradients on, local_part() makes a new view each time: no key would ever be found again.
         values = (value for state in self._optimizer.state.values() for value in state.values())
-        tensors = (
-            value.to_local() if isinstance(value, DTensor) else value for value in values if isinstance(value, Tensor)
-        )
+        tensors = (local_part(value) for value in values if isinstance(value, Tensor))
         return [tensor for tensor in tensors if tensor.is_cuda and tensor.numel() > 1]

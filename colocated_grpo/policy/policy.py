@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from colocated_grpo.batching import Batch, MicroBatch, Minibatch
 from colocated_grpo.config.schema import Config
-from colocated_grpo.distributed import World
+from colocated_grpo.distributed import World, whole
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import make_denominator
 from colocated_grpo.metrics import Metrics, Stat
@@ -149,8 +148,7 @@ class Policy:
     def optimizer_step(self, metrics: Metrics) -> None:
         """Clip, check, update. Raises RunError before the update on a non-finite gradient norm."""
         parameters = list(self.parameters().values())
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         grad_norm = norm.item()
         if not math.isfinite(grad_norm):
             raise RunError(

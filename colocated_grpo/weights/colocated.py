@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from colocated_grpo.distributed import local_part, whole
 from colocated_grpo.weights.plan import Plan, Target, build_plan
 
 BUCKET_BYTES = 512 << 20
@@ -90,8 +90,7 @@ class ColocatedSync:
 
     def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
-            yield name, full.to(self._device, self._dtype)
+            yield name, whole(parameter.detach()).to(self._device, self._dtype)
 
     def _prove(self) -> None:
         """Adopt a plan if its views hold, bit for bit, what `load_weights` has just written, on every rank."""
@@ -229,8 +228,3 @@ def _slot_numel(shape: torch.Size, world_size: int) -> int:
 
 def _numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """This rank's rows."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
