@@ -79,6 +79,17 @@ class Settled:
     """The source has nothing more to teach: the run ends after this step."""
 
 
+def joined(parts: Sequence[Settled]) -> Settled:
+    """All as one. Their positions are already those among the groups of all."""
+    return Settled(
+        now=sorted(place for part in parts for place in part.now),
+        late=[group for part in parts for group in part.late],
+        metrics={name: value for part in parts for name, value in part.metrics.items()},
+        games=[game for part in parts for game in part.games],
+        finished=any(part.finished for part in parts),
+    )
+
+
 class BatchSource(Protocol):
     """Where training prompts come from. Lives on rank 0 only."""
 
@@ -94,5 +105,3 @@ class BatchSource(Protocol):
         """Plain data; after load_state_dict of it, next() gives what this source would have given."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...

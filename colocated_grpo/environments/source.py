@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Settled
+from colocated_grpo.environments.base import EnvironmentSetupError, Settled, joined
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.streams import Stream
 from colocated_grpo.types import Group, Prompt
@@ -70,21 +70,15 @@ class PromptSource:
         raise self.encoder.too_long(name, stream.patience)
 
     def record(self, groups: Sequence[Group]) -> Settled:
-        settled: list[Settled] = []
+        parts: list[Settled] = []
         for name, stream in self.streams.items():
             places = [place for place, group in enumerate(groups) if group.prompt.source == name]
             one = stream.record([groups[place] for place in places])
-            settled.append(replace(one, now=[places[place] for place in one.now]))
-        metrics = {key: value for one in settled for key, value in one.metrics.items()}
-        metrics["prompts_dropped"] = float(self.dropped - self._told)
+            parts.append(replace(one, now=[places[place] for place in one.now]))
+        settled = joined(parts)
+        settled.metrics["prompts_dropped"] = float(self.dropped - self._told)
         self._told = self.dropped
-        return Settled(
-            now=sorted(place for one in settled for place in one.now),
-            late=[group for one in settled for group in one.late],
-            metrics=metrics,
-            games=[game for one in settled for game in one.games],
-            finished=any(one.finished for one in settled),
-        )
+        return settled
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -107,6 +101,3 @@ class PromptSource:
             self.mixture.counts = dict(state["counts"])
         self.given = state["given"]
         self.dropped = self._told = state["dropped"]
-
-    def close(self) -> None:
-        """Nothing is held open."""

@@ -94,9 +94,6 @@ class LongestFirst:
         self._source.load_state_dict(state["prompts"])
         self._lengths.load_state_dict(state["lengths"])
 
-    def close(self) -> None:
-        self._source.close()
-
 
 def _key(prompt: Prompt) -> str:
     tokens = prompt.token_ids

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Settled
+from colocated_grpo.environments.base import EnvironmentSetupError, Settled, joined
 from colocated_grpo.rollout.sharing import Job
 from colocated_grpo.rollout.supply import Order, PromptSupply, Supply
 from colocated_grpo.types import Group
@@ -40,13 +40,7 @@ class MixedSupply:
     def settle(self, groups: list[Group]) -> Settled:
         first = self._num_sampled
         sampled, served = self._sampled.settle(groups[:first]), self._served.settle(groups[first:])
-        return Settled(
-            now=[*sampled.now, *(first + place for place in served.now)],
-            late=sampled.late + served.late,
-            metrics=sampled.metrics | served.metrics,
-            games=sampled.games + served.games,
-            finished=sampled.finished or served.finished,
-        )
+        return joined([sampled, replace(served, now=[first + place for place in served.now])])
 
     def state_dict(self) -> dict[str, Any]:
         return {"sampled": self._sampled.state_dict(), "served": self._served.state_dict()}

@@ -135,5 +135,4 @@ class PromptSupply:
             self._source.load_state_dict(state)
 
     def close(self) -> None:
-        if self._source is not None:
-            self._source.close()
+        """Nothing is held open."""

@@ -47,9 +47,6 @@ class Rows:
     def load_state_dict(self, state: dict) -> None:
         self._taken = state["taken"]
 
-    def close(self) -> None:
-        self._taken = -1
-
 
 def rows_of(prompts: Sequence[Prompt]) -> list[int]:
     return [prompt.token_ids[0] for prompt in prompts]

@@ -63,9 +63,6 @@ class Prompts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.given = state["given"]
 
-    def close(self) -> None:
-        pass
-
 
 class Outside:
     """In the place of `AtroposSource`: an environment that samples with `ask` and posts one group of it a step."""
