@@ -1,4 +1,4 @@
-"""Where the answer stands in a completion."""
+"""Where the answer stands in a completion, behind thoughts or between tags."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ OPEN, CLOSE = "<answer>", "</answer>"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 
 
+def without_thoughts(reply: str) -> str:
+    """What follows the last </think>; all of it where there is none."""
+    return reply.rpartition("</think>")[2]
+
+
 def final_answer(completion: str) -> str:
-    """Inside of the last <answer>...</answer>; without one, what follows the last </think>, or all of it. Stripped."""
+    """Inside of the last <answer>...</answer>; without one, the completion without its thoughts. Stripped."""
     end = completion.rfind(CLOSE)
     start = completion.rfind(OPEN, 0, end) if end >= 0 else -1
     if start >= 0:
         return completion[start + len(OPEN) : end].strip()
-    return completion.rpartition("</think>")[2].strip()
+    return without_thoughts(completion).strip()
 
 
 def last_number(text: str) -> str | None:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from colocated_grpo.environments.answers import without_thoughts
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PARTIAL_CREDIT = 0.5
 """Upper bound of the credit for calls that are not exactly the expected ones."""
@@ -21,7 +23,7 @@ def render_calls(calls: Sequence[dict[str, Any]]) -> str:
 def read_calls(text: str) -> Calls | None:
     """The calls of a completion in order, thoughts left out; None where a block is no call."""
     try:
-        return [as_call(json.loads(block)) for block in _blocks(text.rpartition("</think>")[2])]
+        return [as_call(json.loads(block)) for block in _blocks(without_thoughts(text))]
     except (ValueError, RecursionError):
         return None
 

@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr
 
 from colocated_grpo.environments.adapters.gymnasium_views import View, view_of
 from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
+from colocated_grpo.environments.answers import without_thoughts
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
 from colocated_grpo.environments.user_code import import_optional
@@ -105,7 +106,7 @@ class Gymnasium(SeededEpisode):
 
     def _read(self, reply: str) -> int | None:
         """The last action of a reply, thoughts left out."""
-        found = ACTION.findall(reply.rpartition("</think>")[2])
+        found = ACTION.findall(without_thoughts(reply))
         name = found[-1].strip().lower() if found else ""
         names = [action.lower() for action in self._view.actions]
         if name in names:

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
 from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
+from colocated_grpo.environments.answers import without_thoughts
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
 from colocated_grpo.environments.user_code import import_optional
@@ -135,8 +136,7 @@ class OpenEnv(SeededEpisode):
         return {**self.options, "seed": seed}
 
     def _action(self, reply: str) -> dict[str, Any]:
-        """Thoughts left out."""
-        said = reply.rpartition("</think>")[2].strip()
+        said = without_thoughts(reply).strip()
         if self._field:
             return {self._field: said}
         try:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from colocated_grpo.config.base import Section
-from colocated_grpo.environments.answers import last_number
-from colocated_grpo.environments.base import Split
+from colocated_grpo.environments.answers import last_number, without_thoughts
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
 from colocated_grpo.environments.episodes.toolbox import ToolError, calculate, search
 from colocated_grpo.environments.tasks.arithmetic import normal_integer
-from colocated_grpo.environments.tasks.procedural import Template, procedural_items
+from colocated_grpo.environments.tasks.procedural import Procedural, Template
 
 NAMES = ("ann", "bob", "cat", "dan", "eve", "fay", "gus", "hal", "ivy", "jon", "kim", "leo")
 NAME = re.compile(r"[a-z]+")
@@ -35,7 +33,7 @@ class Call(NamedTuple):
 MALFORMED = Call("", "")
 
 
-class ToolUse(Section):
+class ToolUse(Procedural):
     """Reward 1 for the right number; `format_reward` times the share of well-formed turns for a wrong one.
 
     Names stand for numbers that only a search finds: "ann+bob" takes two searches, a calculation and the answer.
@@ -64,15 +62,6 @@ class ToolUse(Section):
         "<calc>2*(3+4)</calc> calculates. Give the result between <answer> and </answer>."
     )
     """Prompt around the question."""
-
-    @model_validator(mode="after")
-    def _calls_in_order(self) -> ToolUse:
-        if self.min_calls > self.max_calls:
-            raise ValueError(f"min_calls={self.min_calls} is above max_calls={self.max_calls}")
-        return self
-
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        return procedural_items(self._draw, self.template, seed, split)
 
     async def run(self, item: dict[str, Any], model: Conversation) -> dict[str, float]:
         tools = {"search": partial(search, item["text"]), "calc": calculate}
@@ -130,7 +119,7 @@ class ToolUse(Section):
 
 def read_call(text: str) -> Call:
     """The one call of a turn, thoughts left out; MALFORMED for none or several."""
-    found = CALL.findall(text.rpartition("</think>")[2])
+    found = CALL.findall(without_thoughts(text))
     return Call(*found[0]) if len(found) == 1 else MALFORMED
 
 

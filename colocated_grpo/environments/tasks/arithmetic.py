@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from colocated_grpo.config.base import Section
 from colocated_grpo.environments.answers import final_answer
-from colocated_grpo.environments.base import Split
-from colocated_grpo.environments.tasks.procedural import Template, procedural_items
+from colocated_grpo.environments.tasks.procedural import Procedural, Template
 
 
-class Arithmetic(Section):
+class Arithmetic(Procedural):
     """Reward 1 for the right whole number, 0 otherwise."""
 
     min_digits: int = Field(1, ge=1)
@@ -25,15 +22,6 @@ class Arithmetic(Section):
     """Drawn from evenly; "/" always divides without remainder."""
     template: Template = "What is {question}? Give the result between <answer> and </answer>."
     """Prompt around the question."""
-
-    @model_validator(mode="after")
-    def _digits_in_order(self) -> Arithmetic:
-        if self.min_digits > self.max_digits:
-            raise ValueError(f"min_digits={self.min_digits} is above max_digits={self.max_digits}")
-        return self
-
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        return procedural_items(self._draw, self.template, seed, split)
 
     def score(self, item: dict[str, Any], completion: str) -> float:
         return float(normal_integer(final_answer(completion)) == normal_integer(item["answer"]))

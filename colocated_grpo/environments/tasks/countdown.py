@@ -5,24 +5,21 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 from random import Random
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from colocated_grpo.config.base import Section
 from colocated_grpo.environments.answers import final_answer
-from colocated_grpo.environments.base import Split
-from colocated_grpo.environments.tasks.procedural import Template, procedural_items
+from colocated_grpo.environments.tasks.procedural import Procedural, Template
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 EXPRESSION = re.compile(r"[\d+\-*/() ]{1,200}", re.ASCII)
 """The length bounds every later cost: digits of a number, depth of the tree, size of a product."""
 
 
-class Countdown(Section):
+class Countdown(Procedural):
     """Reward 1 for an expression that uses every number once and hits the target."""
 
     min_numbers: int = Field(3, ge=2)
@@ -40,15 +37,6 @@ class Countdown(Section):
         "Give only the expression between <answer> and </answer>."
     )
     """Prompt around the question."""
-
-    @model_validator(mode="after")
-    def _numbers_in_order(self) -> Countdown:
-        if self.min_numbers > self.max_numbers:
-            raise ValueError(f"min_numbers={self.min_numbers} is above max_numbers={self.max_numbers}")
-        return self
-
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        return procedural_items(self._draw, self.template, seed, split)
 
     def score(self, item: dict[str, Any], completion: str) -> dict[str, float]:
         # Models like to close with "= 24"; the expression in front of it is the answer.

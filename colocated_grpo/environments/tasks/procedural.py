@@ -1,14 +1,15 @@
-"""What the procedural tasks share: endless questions in two disjoint splits, and credit by position."""
+"""What procedural tasks and episodes share: endless questions in two disjoint splits, and credit by position."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hashlib import sha256
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import StringConstraints
+from pydantic import StringConstraints, model_validator
 
+from colocated_grpo.config.base import Section
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
 
 Template = Annotated[str, StringConstraints(pattern=r"\{question\}")]
@@ -27,12 +28,27 @@ def in_split(question: str, split: Split) -> bool:
     return held_out == (split == "held_out")
 
 
-def procedural_items(
-    draw: Callable[[Random], dict[str, Any]], template: str, seed: int, split: Split
-) -> Iterator[dict[str, Any]]:
-    """Items drawn from one seeded stream; see split_items."""
-    rng = Random(seed)
-    return split_items(iter(lambda: draw(rng), None), template, split)
+class Procedural(Section):
+    """Questions drawn from one seeded stream. Of two settings min_x and max_x the first is not above the second."""
+
+    template: Template
+    """Prompt around the question."""
+
+    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+        rng = Random(seed)
+        return split_items(iter(lambda: self._draw(rng), None), self.template, split)
+
+    def _draw(self, rng: Random) -> dict[str, Any]:
+        """An item, as `split_items` takes it."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        for low in type(self).model_fields:
+            high = low.replace("min_", "max_", 1)
+            if low.startswith("min_") and getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low}={getattr(self, low)} is above {high}={getattr(self, high)}")
+        return self
 
 
 def split_items(drawn: Iterator[dict[str, Any]], template: str, split: Split) -> Iterator[dict[str, Any]]:

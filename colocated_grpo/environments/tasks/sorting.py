@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 from string import digits
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from colocated_grpo.config.base import Section
 from colocated_grpo.environments.answers import final_answer
-from colocated_grpo.environments.base import Split
-from colocated_grpo.environments.tasks.procedural import Template, positional_reward, procedural_items
+from colocated_grpo.environments.tasks.procedural import Procedural, Template, positional_reward
 
 
-class Sorting(Section):
+class Sorting(Procedural):
     """Reward 1 for the sorted digits; below 1/2 for a wrong answer, by the share of right positions."""
 
     min_digits: int = Field(4, ge=1)
@@ -26,15 +23,6 @@ class Sorting(Section):
     """Give credit for right positions; False: 1 or 0."""
     template: Template = "sort {question}"
     """Prompt around the digits."""
-
-    @model_validator(mode="after")
-    def _digits_in_order(self) -> Sorting:
-        if self.min_digits > self.max_digits:
-            raise ValueError(f"min_digits={self.min_digits} is above max_digits={self.max_digits}")
-        return self
-
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        return procedural_items(self._draw, self.template, seed, split)
 
     def score(self, item: dict[str, Any], completion: str) -> float:
         return positional_reward(final_answer(completion), item["answer"], partial=self.partial)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from colocated_grpo.config.base import Section
-from colocated_grpo.environments.base import Split
-from colocated_grpo.environments.tasks.procedural import Template, procedural_items
+from colocated_grpo.environments.tasks.procedural import Procedural, Template
 from colocated_grpo.environments.tool_calls import credit, is_exact, read_calls, render_calls
 
 CITIES = ("Rome", "Oslo", "Lima", "Cairo", "Delhi", "Quito", "Kyoto", "Accra")
@@ -48,7 +46,7 @@ def _convert(rng: Random) -> Drawn:
 REQUESTS: tuple[Callable[[Random], Drawn], ...] = (_weather, _timer, _message, _convert)
 
 
-class ToolCall(Section):
+class ToolCall(Procedural):
     """Reward 1 for exactly the expected calls, in the order asked for; below 1/2 for some of it."""
 
     min_calls: int = Field(1, ge=1)
@@ -62,15 +60,6 @@ class ToolCall(Section):
         '<tool_call>{"name": ..., "arguments": {...}}</tool_call> for each thing asked.\n{question}'
     )
     """Prompt around the request."""
-
-    @model_validator(mode="after")
-    def _calls_in_order(self) -> ToolCall:
-        if self.min_calls > self.max_calls:
-            raise ValueError(f"min_calls={self.min_calls} is above max_calls={self.max_calls}")
-        return self
-
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        return procedural_items(self._draw, self.template, seed, split)
 
     def score(self, item: dict[str, Any], completion: str) -> dict[str, float]:
         given, expected = read_calls(completion), item["tool_calls"]
