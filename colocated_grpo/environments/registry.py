@@ -18,10 +18,12 @@ def find_environment(
     kind: str, name: str, args: dict[str, Any], built_in: Mapping[str, Callable[..., Any]], *forms: str
 ) -> Any:
     """The environment behind `name`: a class is called with args, an instance takes none. The rest: `find_object`."""
-    key = f"environments {name!r}"
-    if name in built_in:
-        return construct(built_in[name], args, key)
-    return _made(find_object(kind, name, built_in, *forms), args, key)
+    found, key = find_object(kind, name, built_in, *forms), f"environments {name!r}"
+    if isinstance(found, type):
+        return construct(found, args, key)
+    if args:
+        raise EnvironmentSetupError(f"{key}: args={args} given, but the object is an instance, not a class")
+    return found
 
 
 def find_object(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]], *forms: str) -> Any:
@@ -47,14 +49,6 @@ def _load(point: EntryPoint, key: str) -> Any:
         return point.load()
     except (Exception, SystemExit) as error:
         raise EnvironmentSetupError(f"{key}: cannot import {point.value!r}: {one_line(error)}") from error
-
-
-def _made(found: Any, args: dict[str, Any], key: str) -> Any:
-    if isinstance(found, type):
-        return construct(found, args, key)
-    if args:
-        raise EnvironmentSetupError(f"{key}: args={args} given, but the object is an instance, not a class")
-    return found
 
 
 def check_methods(found: Any, what: str, methods: tuple[str, ...], name: str) -> None:
