@@ -11,12 +11,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Settled
-from colocated_grpo.environments.early_stop import EarlyStop
 from colocated_grpo.environments.held import HeldGroups
 from colocated_grpo.environments.prompts import BY_OPPONENT, PATTERN
 from colocated_grpo.environments.scoring import as_score
@@ -82,6 +82,21 @@ def _training(seed: int) -> int:
 def item_of(turn: Turn, *, structured: bool) -> dict[str, Any]:
     item = {"prompt": turn.messages, TURN: turn, BY_OPPONENT: not turn.trainable}
     return item | {PATTERN: turn.pattern()} if structured else item
+
+
+@dataclass(slots=True)
+class EarlyStop:
+    """Says stop once the parse rate has stood at the threshold for a number of windows in a row."""
+
+    threshold: float
+    consecutive: int
+    reached: int = 0
+
+    def due(self, parse_rate: float | None) -> bool:
+        """Counts one window. None, a window without turns, neither helps nor hurts."""
+        if parse_rate is not None:
+            self.reached = self.reached + 1 if parse_rate >= self.threshold else 0
+        return self.reached >= self.consecutive
 
 
 class TurnStream:

@@ -16,18 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_grpo.environments import credit
-from colocated_grpo.environments.early_stop import EarlyStop
 from colocated_grpo.environments.town import roles
 from colocated_grpo.environments.town.environment import TownEnvironment, TurnError
 from colocated_grpo.environments.town.players import reply
-from colocated_grpo.environments.town.playing import play_game
 from colocated_grpo.environments.town.rewards import CREDITS, Credit, outcome_returns, shaping
 from colocated_grpo.environments.town.settings import TownSettings
-from colocated_grpo.environments.town.state import Phase, Rules, TurnRecord, digest
+from colocated_grpo.environments.town.state import Phase, Rules, TurnRecord
 from colocated_grpo.environments.town.verdicts import judge
-from colocated_grpo.environments.turns import RATES
+from colocated_grpo.environments.turns import RATES, EarlyStop
 
-from town_tables import play, random_reply, seat, table
+from town_tables import digest, play, play_game, random_reply, seat, table
 
 SMALL = {"games": 3, "seed": 4, "rules": Rules(max_days=3)}
 
@@ -141,10 +139,10 @@ def test_a_restored_environment_goes_on_as_the_first_one_would_have(cut, players
     one, other = small(players=players), small(players=players, seed=99)
     play(one, cut)
     saved = json.loads(json.dumps(one.snapshot()))
-    expected = (play(one, 200, seed=1), one.drain_returns(), one.stats())
+    expected = (play(one, 200, seed=1), one.drain_returns(), one.kpis.rates())
     other.settings = one.settings
     other.restore(saved)
-    assert (play(other, 200, seed=1), other.drain_returns(), other.stats()) == expected
+    assert (play(other, 200, seed=1), other.drain_returns(), other.kpis.rates()) == expected
 
 
 def test_a_snapshot_is_not_touched_by_what_follows():
@@ -168,7 +166,7 @@ def test_only_seats_from_outside_are_asked_and_each_label_gets_its_seats():
     assert set(labels) == {"policy", "frozen-100"}
     trained = [turn for turn in environment.next_batch() if turn.trainable]
     assert all(turn.player == "policy" for turn in trained)
-    assert environment.stats()["turns"] == labels.count("policy")
+    assert environment.kpis.rates()["turns"] == labels.count("policy")
 
 
 def test_tables_differ_in_size_within_their_bounds():
@@ -186,7 +184,7 @@ def test_every_turn_of_an_ended_game_gets_its_outcome_once():
     assert environment.drain_returns() == []
     assert len({each.turn_id for each in returns}) == len(returns)
     ended = {each.game for each in returns}
-    assert len(ended) == environment.stats()["games"] >= 2
+    assert len(ended) == environment.kpis.rates()["games"] >= 2
     assert {each.turn_id for each in returns} == {key for key in history if int(key.split(".")[0]) in ended}
     assert all(each.reward == history[each.turn_id] for each in returns)
     assert all(each.value == each.outcome for each in returns)
@@ -248,7 +246,7 @@ def test_rates_count_what_was_committed():
     environment = small(games=1)
     for answer in ("", reply("vote", "no such vote"), reply("wait"), reply("wait")):
         environment.commit(environment.next_batch()[0], answer)
-    stats = environment.stats()
+    stats = environment.kpis.rates()
     assert stats["turns"] == 4
     assert stats["error/missing_think"] == 0.25
     assert stats["action/wait"] == 0.5
@@ -257,7 +255,7 @@ def test_rates_count_what_was_committed():
 def test_win_rates_add_up_and_what_all_completions_tell_is_left_to_them():
     environment = small(games=4)
     play(environment, 800)
-    stats = environment.stats()
+    stats = environment.kpis.rates()
     sides = [stats.get(f"win_rate/{side}", 0.0) for side in ("town", "mafia", "neutral", "draw")]
     assert sum(sides) == pytest.approx(1)
     assert not [name for name in stats if name in RATES or name.startswith("reward/")]
@@ -314,7 +312,7 @@ def test_an_ended_game_leaves_a_record_of_cast_result_events_and_transcript():
 def test_rates_are_drained_and_wins_are_remembered():
     environment = small(games=4)
     play(environment, 800)
-    stats = environment.stats()
+    stats = environment.kpis.rates()
     assert environment.drain_stats() == stats
     left = environment.drain_stats()
     remembered = {key: rate for key, rate in stats.items() if key.startswith("win_rate/")}
@@ -330,7 +328,7 @@ def test_the_share_of_seats_won_is_told_for_each_player():
         for game in ended:
             results = [seat["result"] for seat in game["seats"] if seat["player"] == player]
             shares.append(sum(result > 0 for result in results) / len(results))
-        assert environment.stats()[f"win_rate/{player}"] == pytest.approx(sum(shares) / len(shares))
+        assert environment.kpis.rates()[f"win_rate/{player}"] == pytest.approx(sum(shares) / len(shares))
     assert len(ended) >= 3
 
 
@@ -353,7 +351,7 @@ def test_a_turn_that_the_environment_plays_itself_is_closed_and_not_counted():
     assert turn.id not in {each.id for each in environment.next_batch()}
     while not environment.drain_games():
         environment.play_on(environment.next_batch()[0])
-    assert environment.stats()["turns"] == 0
+    assert environment.kpis.rates()["turns"] == 0
     assert environment.drain_returns() == []
 
 

@@ -12,12 +12,11 @@ from colocated_grpo.environments.town.casting import MOST_SEATS, cast, complaint
 from colocated_grpo.environments.town.endings import bury, result, winner
 from colocated_grpo.environments.town.phases import acted, begin, enter, to_act
 from colocated_grpo.environments.town.players import reply
-from colocated_grpo.environments.town.playing import play_game
 from colocated_grpo.environments.town.roles import ROLES, Faction
-from colocated_grpo.environments.town.state import Game, Phase, Rules, digest, from_json, to_json
+from colocated_grpo.environments.town.state import Game, Phase, Rules, from_json, to_json
 from colocated_grpo.environments.town.verdicts import Status, judge
 
-from town_tables import dead, events_of, kinds, random_games, seat, table, told
+from town_tables import dead, digest, events_of, kinds, play_game, random_games, seat, table, told
 
 
 def do(game: Game, name: str, tag: str, argument: str = "") -> None:

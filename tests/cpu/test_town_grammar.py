@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from colocated_grpo.environments.town.grammar import BARE_TAGS, FULL_TAGS, Malformed, Reply, clean, parse
 from colocated_grpo.environments.town.legality import Form, legal_actions
 from colocated_grpo.environments.town.players import reply
-from colocated_grpo.environments.town.state import Phase, digest
+from colocated_grpo.environments.town.state import Phase
 from colocated_grpo.environments.town.structured import reply_pattern
 from colocated_grpo.environments.town.verdicts import Status, judge
 
-from town_tables import argument_for, judged, random_games, seat, table
+from town_tables import argument_for, digest, judged, random_games, seat, table
 
 PIECES = (
     *("<think>", "</think>", "<wait/>", "<speak>", "</speak>", "<vote>guilty</vote>", "<think", "<kill>", "<", ">"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from random import Random
 
 from colocated_grpo.environments.town.casting import NAMES
@@ -11,9 +13,8 @@ from colocated_grpo.environments.town.grammar import WAIT
 from colocated_grpo.environments.town.legality import Form, Slot
 from colocated_grpo.environments.town.night import resolve_night
 from colocated_grpo.environments.town.phases import begin, to_act
-from colocated_grpo.environments.town.players import SCRIPTED, reply
-from colocated_grpo.environments.town.playing import scripted_turn
-from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, Seat, new_game
+from colocated_grpo.environments.town.players import SCRIPTED, reply, scripted_turn
+from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, Seat, new_game, to_json
 from colocated_grpo.environments.town.verdicts import Verdict, judge
 
 
@@ -61,6 +62,23 @@ def events_of(game: Game, kind: str) -> list[Event]:
 
 def judged(game: Game, name: str, completion: str) -> Verdict:
     return judge(game, game.index(name), completion)
+
+
+def play_game(
+    seed: int, seats: int | list[str] = 9, players: tuple[str, ...] = ("sensible",), rules: Rules | None = None
+) -> Game:
+    """A finished game of scripted players. `seats`: how many, or the cast itself."""
+    game = new_game(0, seed, seats, list(players), rules or Rules())
+    begin(game)
+    while game.phase is not Phase.OVER:
+        seat = to_act(game)[0]
+        scripted_turn(game, seat, SCRIPTED[game.seats[seat].player])
+    return game
+
+
+def digest(game: Game) -> str:
+    """Two games with the same digest go on alike."""
+    return sha256(json.dumps(to_json(game), sort_keys=True).encode()).hexdigest()
 
 
 def random_games(count: int, seats: int | None = None, players: tuple[str, ...] = ("random",)) -> Iterator[Game]:

@@ -15,8 +15,7 @@ from colocated_grpo.environments.town.kpis import Kpis
 from colocated_grpo.environments.town.legality import Legal
 from colocated_grpo.environments.town.observations import observe
 from colocated_grpo.environments.town.phases import begin, to_act
-from colocated_grpo.environments.town.players import SCRIPTED, sensible_player
-from colocated_grpo.environments.town.playing import scripted_reply, scripted_turn
+from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
 from colocated_grpo.environments.town.prompts import PROMPTS, Message
 from colocated_grpo.environments.town.rewards import Return, immediate_reward, outcome_returns, reward_parts
 from colocated_grpo.environments.town.settings import POLICY, TownSettings
@@ -105,7 +104,8 @@ class TownEnvironment:
         Asking again without a commit gives them again.
         """
         self._games = [self._until_asked(game) for game in self._games]
-        return [self._turn(game, seat) for game in sorted(self._games, key=_number) for seat in _asked_outside(game)]
+        oldest_first = sorted(self._games, key=lambda game: game.number)
+        return [self._turn(game, seat) for game in oldest_first for seat in _asked_outside(game)]
 
     def add_game(self) -> list[Turn]:
         """One game more from now on; its turns."""
@@ -151,12 +151,9 @@ class TownEnvironment:
         ended, self._ended = self._ended, []
         return ended
 
-    def stats(self) -> dict[str, float]:
-        return self.kpis.rates()
-
     def drain_stats(self) -> dict[str, float]:
         """Rates since the last call; of wins over the latest games, however old."""
-        rates, self.kpis = self.stats(), self.kpis.after_reset()
+        rates, self.kpis = self.kpis.rates(), self.kpis.after_reset()
         return rates
 
     def snapshot(self) -> dict[str, Any]:
@@ -249,10 +246,6 @@ class TownEnvironment:
             argument=verdict.argument,
             parts=parts | {name: float(yes) for name, yes in rates.items()},
         )
-
-
-def _number(game: Game) -> int:
-    return game.number
 
 
 def _asked_outside(game: Game) -> list[int]:

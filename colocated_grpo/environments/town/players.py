@@ -7,13 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
 
+from colocated_grpo.environments.town.acting import carry_out
 from colocated_grpo.environments.town.casting import NAMES
 from colocated_grpo.environments.town.endings import UNKNOWN
 from colocated_grpo.environments.town.grammar import TOOLS, WAIT
 from colocated_grpo.environments.town.legality import VOTES, Form, Slot
-from colocated_grpo.environments.town.observations import Observation
+from colocated_grpo.environments.town.observations import Observation, observe
 from colocated_grpo.environments.town.roles import ROLES, Faction
-from colocated_grpo.environments.town.state import NOBODY, Event, Phase
+from colocated_grpo.environments.town.state import NOBODY, Event, Game, Phase
+from colocated_grpo.environments.town.verdicts import judge
 
 Player = Callable[[Observation, Random], str]
 """Gives a completion for what a seat sees."""
@@ -206,3 +208,13 @@ _BY_PHASE: dict[Phase, Callable[[Observation, Random], str | None]] = {
 
 SCRIPTED: dict[str, Player] = {"random": random_player, "sensible": sensible_player}
 """Scripted players by label; any other label is played from outside."""
+
+
+def scripted_turn(game: Game, seat: int, player: Player) -> None:
+    completion = scripted_reply(game, seat, player)
+    carry_out(game, seat, judge(game, seat, completion), completion)
+
+
+def scripted_reply(game: Game, seat: int, player: Player) -> str:
+    """The stream of chance hangs on the seat's own turn, so the order in which simultaneous seats act is no matter."""
+    return player(observe(game, seat), Random(f"{game.seed}/{seat}/{game.seats[seat].acted}"))

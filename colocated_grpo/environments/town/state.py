@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from hashlib import sha256
 from random import Random
 from typing import Any
 
@@ -226,8 +224,3 @@ def from_json(data: dict[str, Any]) -> Game:
         "turns": [TurnRecord(*row) for row in data["turns"]],
     }
     return Game(**{**data, **parts})
-
-
-def digest(game: Game) -> str:
-    """Two games with the same digest go on alike."""
-    return sha256(json.dumps(to_json(game), sort_keys=True).encode()).hexdigest()
