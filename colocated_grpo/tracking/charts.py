@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
 
 from colocated_grpo.tracking.files import TRAIN, Row
+from colocated_grpo.tracking.page import section
 from colocated_grpo.tracking.svg import Point, Series, line_chart, stacked_chart
-from colocated_grpo.tracking.text import number, visible
+from colocated_grpo.tracking.text import as_html, number
 
 COLORS = 9
 PHASES = ("generate", "train", "sync", "wake", "sleep", "freshness", "pack", "checkpoint", "evaluate")
@@ -130,23 +130,19 @@ def _section(title: str, drawings: list[Drawing]) -> str:
     if not drawings:
         return ""
     figures = "".join(map(_figure, drawings))
-    return f'<section><h2>{escape(title)}</h2><div class="charts">{figures}</div></section>'
+    return section(title, f'<div class="charts">{figures}</div>')
 
 
 def _figure(drawing: Drawing) -> str:
     legend = "".join(
-        f'<span><i class="b{one.color}"></i>{_text(one.name)} <b>{number(one.points[-1][1])}</b></span>'
+        f'<span><i class="b{one.color}"></i>{as_html(one.name)} <b>{number(one.points[-1][1])}</b></span>'
         for one in drawing.series
     )
-    about = f' <span class="quiet">{_text(drawing.about)}</span>' if drawing.about else ""
-    return f"<figure><figcaption><h3>{_text(drawing.title)}{about}</h3>{legend}</figcaption>{drawing.svg}</figure>"
+    about = f' <span class="quiet">{as_html(drawing.about)}</span>' if drawing.about else ""
+    return f"<figure><figcaption><h3>{as_html(drawing.title)}{about}</h3>{legend}</figcaption>{drawing.svg}</figure>"
 
 
 def _still(points: dict[str, list[Point]]) -> str:
     shown = {key: series for key, series in points.items() if not key.startswith("seconds/")}
     still = [f"{key} = {number(series[0][1])}" for key, series in shown.items() if not _moves(series)]
-    return f'<p class="quiet still">Never moved: {_text(", ".join(still))}.</p>' if still else ""
-
-
-def _text(value: str) -> str:
-    return escape(visible(value))
+    return f'<p class="quiet still">Never moved: {as_html(", ".join(still))}.</p>' if still else ""

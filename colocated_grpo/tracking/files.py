@@ -258,9 +258,9 @@ def json_line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _finite(value: float) -> float | None:
+def _finite(value: float | None) -> float | None:
     # JSON has no NaN or infinity: strict readers (browsers, jq, other languages) would refuse the whole file.
-    return value if math.isfinite(value) else None
+    return None if value is None or not math.isfinite(value) else value
 
 
 def _rollout_row(kind: str, step: int, group: Group, sample: int) -> Row:
@@ -273,17 +273,13 @@ def _rollout_row(kind: str, step: int, group: Group, sample: int) -> Row:
         "source": group.prompt.source,
         "prompt": group.prompt.text,
         "completion": rollout.text,
-        "reward": _finite_or_none(rollout.score.reward),
+        "reward": _finite(rollout.score.reward),
         "parts": {name: _finite(value) for name, value in rollout.score.parts.items()},
         "error": rollout.score.error,
         "finish_reason": rollout.finish_reason,
         "completion_tokens": len(rollout.token_ids) - rollout.prompt_length,
         "policy_version": rollout.policy_version,
     }
-
-
-def _finite_or_none(value: float | None) -> float | None:
-    return None if value is None else _finite(value)
 
 
 def _spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]]:
@@ -296,7 +292,7 @@ def _spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]
 
 
 def _reward_order(rollout: Rollout) -> float:
-    reward = _finite_or_none(rollout.score.reward)
+    reward = _finite(rollout.score.reward)
     return -math.inf if reward is None else reward
 
 

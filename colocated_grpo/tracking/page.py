@@ -1,5 +1,7 @@
 """The look of report.html. Follows the reader's light or dark setting; no font, script or image from elsewhere."""
 
+from colocated_grpo.tracking.text import as_html
+
 LIGHT = ("#2f6fde", "#e07b1a", "#1f9d6b", "#b04ac4", "#c9a400", "#d6456b", "#2aa6b8", "#7a8b2f", "#8a6d5c", "#9aa3af")
 DARK = ("#6ea2ff", "#f59b4a", "#45c993", "#d184e3", "#e6c94b", "#f2789a", "#5ccfe0", "#aabf56", "#bd9c88", "#6b7480")
 """One colour per series; the last is for what has no name of its own."""
@@ -50,3 +52,7 @@ table{{border-collapse:collapse;margin-top:10px;font-size:13px;width:100%}}
 td{{border-top:1px solid var(--edge);padding:3px 10px 3px 0;vertical-align:top;overflow-wrap:anywhere}}
 td:first-child{{width:32%}}
 """
+
+
+def section(title: str, inside: str) -> str:
+    return f"<section><h2>{as_html(title)}</h2>{inside}</section>"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import chart_sections
 from colocated_grpo.tracking.files import Row
 from colocated_grpo.tracking.games import read_games, title
-from colocated_grpo.tracking.page import STYLE
-from colocated_grpo.tracking.text import duration, number, visible
+from colocated_grpo.tracking.page import STYLE, section
+from colocated_grpo.tracking.text import as_html, duration, number
 
 PAIRS_SHOWN = 8
 TRAINING_ROLLOUTS_SHOWN = 6
@@ -45,7 +44,7 @@ def _page(title: str, body: str) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{_text(title)}</title><style>{STYLE}</style></head>
+<title>{as_html(title)}</title><style>{STYLE}</style></head>
 <body><main>
 {body}
 </main></body></html>
@@ -57,10 +56,10 @@ def _header(run_dir: Path, rows: list[Row]) -> str:
     config = files.read_config(run_dir)
     model = dict(files.flat(config)).get("model.name", "")
     outcome = summary.get("outcome", "still running, or stopped without a word")
-    title = f'<h1>{_text(run_dir.resolve().name)}</h1><p class="quiet">{_text(model)} - {_text(outcome)}</p>'
+    title = f'<h1>{as_html(run_dir.resolve().name)}</h1><p class="quiet">{as_html(model)} - {as_html(outcome)}</p>'
     tiles = "".join(
-        f'<div class="tile"><span>{_text(name)}</span><strong>{_text(value)}</strong><small>{_text(note)}</small></div>'
-        for name, value, note in _tiles(rows, config.get("training_steps"))
+        f'<div class="tile"><span>{name}</span><strong>{value}</strong><small>{note}</small></div>'
+        for name, value, note in (map(as_html, tile) for tile in _tiles(rows, config.get("training_steps")))
     )
     return f'{title}<div class="tiles">{tiles}</div>'
 
@@ -97,9 +96,9 @@ def _before_after(rollouts: list[Row]) -> str:
     shared = sorted(before.keys() & after.keys())[:PAIRS_SHOWN]
     if first == last:
         cards = "".join(_card(_prompt(before[index]), [before[index]]) for index in shared)
-        return _section(f"Held-out rollouts at step {first}", cards)
+        return section(f"Held-out rollouts at step {first}", cards)
     cards = "".join(_card(_prompt(before[index]), [before[index], after[index]]) for index in shared)
-    return _section(f"Held-out rollouts before and after (steps {first} and {last})", cards)
+    return section(f"Held-out rollouts before and after (steps {first} and {last})", cards)
 
 
 def _last_training_rollouts(rollouts: list[Row]) -> str:
@@ -109,7 +108,7 @@ def _last_training_rollouts(rollouts: list[Row]) -> str:
     step = train[-1]["step"]
     shown = [row for row in train if row["step"] == step][::-1][:TRAINING_ROLLOUTS_SHOWN]
     cards = "".join(_card(_prompt(row), [row]) for row in shown)
-    return _section(f"Training rollouts of step {step}, from best to worst", cards)
+    return section(f"Training rollouts of step {step}, from best to worst", cards)
 
 
 def _games(games: list[Row]) -> str:
@@ -118,18 +117,18 @@ def _games(games: list[Row]) -> str:
         return ""
     shown = games[::-1][:GAMES_SHOWN]
     parts = "".join(
-        f"<details><summary>{_text(title(game))}</summary>{_cast(game.get('seats', []))}"
+        f"<details><summary>{as_html(title(game))}</summary>{_cast(game.get('seats', []))}"
         f'<pre class="game">{_long(game.get("transcript", ""), LONGEST_GAME)}</pre></details>'
         for game in shown
     )
-    return _section(f"Games (the latest {len(shown)} of {len(games)})", parts)
+    return section(f"Games (the latest {len(shown)} of {len(games)})", parts)
 
 
 def _cast(seats: list[Row]) -> str:
     if not seats:
         return ""
-    head = "".join(f"<th>{_text(name)}</th>" for name in seats[0])
-    lines = ("".join(f"<td>{_text(value)}</td>" for value in seat.values()) for seat in seats)
+    head = "".join(f"<th>{as_html(name)}</th>" for name in seats[0])
+    lines = ("".join(f"<td>{as_html(value)}</td>" for value in seat.values()) for seat in seats)
     return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
@@ -139,7 +138,7 @@ def _card(prompt: str, rollouts: list[Row]) -> str:
 
 
 def _prompt(row: Row) -> str:
-    label = f'<div class="label">{_text(row["source"])}, prompt {row["prompt_index"]}</div>'
+    label = f'<div class="label">{as_html(row["source"])}, prompt {row["prompt_index"]}</div>'
     return f'{label}<pre class="prompt">{_long(row["prompt"])}</pre>'
 
 
@@ -149,14 +148,14 @@ def _rollout(row: Row) -> str:
     if row["error"]:
         facts.append(row["error"])
     return (
-        f'<div><div class="label"><b class="reward">{number(row["reward"])}</b> {_text(" | ".join(facts))}</div>'
+        f'<div><div class="label"><b class="reward">{number(row["reward"])}</b> {as_html(" | ".join(facts))}</div>'
         f"<pre>{_long(row['completion'])}</pre></div>"
     )
 
 
 def _config_table(config: dict[str, Any]) -> str:
     lines = _table_lines(files.flat(config))
-    return _section("Configuration", _folded("every setting of the run", lines))
+    return section("Configuration", _folded("every setting of the run", lines))
 
 
 def _starts(starts: list[dict[str, Any]]) -> str:
@@ -166,30 +165,22 @@ def _starts(starts: list[dict[str, Any]]) -> str:
         lines = _table_lines(facts.items())
         title = f"started at step {start.get('first_step', 0)}, {start.get('time', '')}"
         parts.append(_folded(title, lines))
-    return _section("Environment", "".join(parts)) if parts else ""
+    return section("Environment", "".join(parts)) if parts else ""
 
 
 def _table_lines(pairs: Iterable[tuple[str, Any]]) -> str:
-    return "".join(f"<tr><td>{_text(key)}</td><td>{_text(value)}</td></tr>" for key, value in pairs)
+    return "".join(f"<tr><td>{as_html(key)}</td><td>{as_html(value)}</td></tr>" for key, value in pairs)
 
 
 def _folded(title: str, table_lines: str) -> str:
-    return f"<details><summary>{_text(title)}</summary><table>{table_lines}</table></details>"
-
-
-def _section(title: str, inside: str) -> str:
-    return f"<section><h2>{_text(title)}</h2>{inside}</section>"
-
-
-def _text(value: Any) -> str:
-    return escape(visible(str(value)))
+    return f"<details><summary>{as_html(title)}</summary><table>{table_lines}</table></details>"
 
 
 def _long(text: str, longest: int = LONGEST_TEXT) -> str:
     cut = len(text) - longest
     if cut <= 0:
-        return _text(text)
-    return f'{_text(text[:longest])}<i class="quiet"> ... and {cut} characters more</i>'
+        return as_html(text)
+    return f'{as_html(text[:longest])}<i class="quiet"> ... and {cut} characters more</i>'
 
 
 def _values(rows: list[Row], key: str) -> list[float]:

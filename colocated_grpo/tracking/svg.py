@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from colocated_grpo.tracking.text import number, visible
+from colocated_grpo.tracking.text import as_html, number
 
 WIDTH, HEIGHT = 560, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 24
@@ -51,7 +50,7 @@ class Frame:
 
 def line_chart(series: Sequence[Series]) -> str:
     """One <svg>; hovering a step shows every value there."""
-    drawn = [Series(name=one.name, points=bucketed(one.points), color=one.color, dots=one.dots) for one in series]
+    drawn = [replace(one, points=bucketed(one.points)) for one in series]
     values = [value for one in drawn for _, value in one.points]
     steps = [step for one in drawn for step, _ in one.points]
     ticks = nice_ticks(*_value_range(min(values), max(values)))
@@ -66,7 +65,7 @@ def line_chart(series: Sequence[Series]) -> str:
 
 def stacked_chart(layers: Sequence[Series]) -> str:
     """One <svg> of stacked bars, first series at the bottom; all series share their steps."""
-    drawn = [Series(name=one.name, points=bucketed(one.points), color=one.color) for one in layers]
+    drawn = [replace(one, points=bucketed(one.points)) for one in layers]
     steps = [step for step, _ in drawn[0].points]
     totals = [math.fsum(one.points[place][1] for one in drawn) for place in range(len(steps))]
     ticks = nice_ticks(0.0, max(totals) or 1.0)
@@ -172,7 +171,7 @@ def _hover_strips(frame: Frame, hover: dict[float, list[str]]) -> str:
     edges = [LEFT, *((one + other) / 2 for one, other in pairwise(centres)), WIDTH - RIGHT]
     strips = []
     for place, step in enumerate(steps):
-        title = escape(visible("\n".join([f"step {step:g}", *hover[step]])))
+        title = as_html("\n".join([f"step {step:g}", *hover[step]]))
         width = edges[place + 1] - edges[place]
         strips.append(_rectangle(edges[place], TOP, width, HEIGHT - TOP - BOTTOM, "hit", f"<title>{title}</title>"))
     return "".join(strips)

@@ -2,6 +2,7 @@
 
 import math
 import unicodedata
+from html import escape
 
 HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 
@@ -45,6 +46,11 @@ def visible(text: str) -> str:
 def printable(text: str, encoding: str = "utf-8") -> str:
     """`visible` text that also survives a terminal or log file of the given encoding."""
     return visible(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def as_html(value: object) -> str:
+    """`visible` text for a page."""
+    return escape(visible(str(value)))
 
 
 def _shown(character: str) -> str:
