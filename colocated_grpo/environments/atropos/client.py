@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError
@@ -24,7 +24,7 @@ class NotRegistered(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """What the API and through it every environment is told."""
+    """What the API and through it every environment is told: the keys of POST /register but starting_step."""
 
     batch_size: int
     max_token_len: int
@@ -64,7 +64,7 @@ class AtroposClient:
         it, so what it says afterwards is compared. Nothing that could still be trained is reset without leave.
         """
         for _ in range(HANDSHAKES):
-            self._http.post("/register", self._registration(step))
+            self._http.post("/register", {**asdict(self._trainer), "starting_step": step})
             held = self._info()
             if held == self._trainer.expected:
                 return self.batch()
@@ -72,18 +72,6 @@ class AtroposClient:
             note(f"atropos: {self.url} holds a registration that it cannot serve; resetting it with GET /reset_data")
             self._http.get("/reset_data")
         raise Unavailable("it does not keep a registration")
-
-    def _registration(self, step: int) -> dict[str, Any]:
-        trainer = self._trainer
-        return {
-            "wandb_group": trainer.wandb_group,
-            "wandb_project": trainer.wandb_project,
-            **trainer.expected,
-            "checkpoint_dir": trainer.checkpoint_dir,
-            "save_checkpoint_interval": trainer.save_checkpoint_interval,
-            "starting_step": step,
-            "num_steps": trainer.num_steps,
-        }
 
     def _info(self) -> dict[str, int]:
         info = self._http.get("/info")
