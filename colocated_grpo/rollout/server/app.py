@@ -69,7 +69,8 @@ def _add_refusals(app: FastAPI) -> None:
         # Where a value may take several forms, the form that fits furthest is probably the one that was meant.
         problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
         where = ".".join(str(part) for part in problem["loc"] if part != "body")
-        return refusal(400, f"{where}: {problem['msg']}" if where else problem["msg"])
+        line = f"{where}: {problem['msg']}" if where else problem["msg"]
+        return refusal(400, " ".join(line.split()))  # a key may hold newlines
 
     @app.exception_handler(HTTPException)
     async def refused(_request: Request, error: HTTPException) -> JSONResponse:
