@@ -25,7 +25,7 @@ from colocated_grpo.environments.town.state import Phase, Rules, TurnRecord
 from colocated_grpo.environments.town.verdicts import judge
 from colocated_grpo.environments.turns import RATES, EarlyStop
 
-from town_tables import digest, play, play_game, random_reply, seat, table
+from town_tables import play, play_game, random_reply, table
 
 SMALL = {"games": 3, "seed": 4, "rules": Rules(max_days=3)}
 
@@ -427,10 +427,3 @@ def test_a_game_does_not_depend_on_its_neighbours():
             together.commit(turn, random_reply(turn, Random(turn.id)))
         for turn in mine:
             alone.commit(turn, random_reply(turn, Random(turn.id)))
-
-
-def test_the_digest_of_a_game_tells_states_apart():
-    game = table("godfather")
-    before = digest(game)
-    seat(game, "Ada").will = "mine"
-    assert digest(game) != before

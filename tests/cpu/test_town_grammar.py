@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from colocated_grpo.environments.town.grammar import BARE_TAGS, FULL_TAGS, Malformed, Reply, clean, parse
 from colocated_grpo.environments.town.legality import Form, legal_actions
 from colocated_grpo.environments.town.players import reply
-from colocated_grpo.environments.town.state import Phase
+from colocated_grpo.environments.town.state import Phase, to_json
 from colocated_grpo.environments.town.structured import reply_pattern
 from colocated_grpo.environments.town.verdicts import Status, judge
 
-from town_tables import argument_for, digest, judged, random_games, seat, table
+from town_tables import argument_for, judged, random_games, seat, table
 
 PIECES = (
     *("<think>", "</think>", "<wait/>", "<speak>", "</speak>", "<vote>guilty</vote>", "<think", "<kill>", "<", ">"),
@@ -83,11 +83,11 @@ def test_every_tag_is_written_in_exactly_one_way():
 def test_hostile_text_is_judged_and_never_raises(text):
     game = table("mayor")
     game.phase = Phase.DISCUSSION
-    before = digest(game)
+    before = to_json(game)
     verdict = judged(game, "Ada", text)
     assert verdict.status in (Status.MALFORMED, Status.ILLEGAL, Status.OK)
     assert isinstance(parse(text), Malformed) == (verdict.status is Status.MALFORMED)
-    assert digest(game) == before
+    assert to_json(game) == before
 
 
 @given(st.text())

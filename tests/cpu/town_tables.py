@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 from random import Random
 
 from colocated_grpo.environments.town.casting import NAMES
@@ -14,7 +12,7 @@ from colocated_grpo.environments.town.legality import Form, Slot
 from colocated_grpo.environments.town.night import resolve_night
 from colocated_grpo.environments.town.phases import begin, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, reply, scripted_turn
-from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, Seat, new_game, to_json
+from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, Seat, new_game
 from colocated_grpo.environments.town.verdicts import Verdict, judge
 
 
@@ -74,11 +72,6 @@ def play_game(
         seat = to_act(game)[0]
         scripted_turn(game, seat, SCRIPTED[game.seats[seat].player])
     return game
-
-
-def digest(game: Game) -> str:
-    """Two games with the same digest go on alike."""
-    return sha256(json.dumps(to_json(game), sort_keys=True).encode()).hexdigest()
 
 
 def random_games(count: int, seats: int | None = None, players: tuple[str, ...] = ("random",)) -> Iterator[Game]:
