@@ -10,6 +10,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
+HEADERS = {"Accept-Encoding": "gzip", "Content-Type": "application/json"}
 # The servers meant here are on this machine or in its cluster, where a proxy for the internet only gets in the way.
 _opener = build_opener(ProxyHandler({}))
 
@@ -23,16 +24,15 @@ class Refused(Exception):
 
 
 class JsonClient:
-    def __init__(self, url: str, *, timeout: float, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, url: str, *, timeout: float) -> None:
         self._url = url.rstrip("/")
         self._timeout = timeout
-        self._headers = {"Accept-Encoding": "gzip", "Content-Type": "application/json", **(headers or {})}
 
     def get(self, path: str) -> Any:
-        return self._call(Request(self._url + path, headers=self._headers))
+        return self._call(Request(self._url + path, headers=HEADERS))
 
     def post(self, path: str, body: Any) -> Any:
-        return self._call(Request(self._url + path, json.dumps(body).encode(), self._headers))
+        return self._call(Request(self._url + path, json.dumps(body).encode(), HEADERS))
 
     def _call(self, request: Request) -> Any:
         """The parsed answer; plain text comes back as a string."""

@@ -47,7 +47,7 @@ class Night:
     def raise_defence(self, seat: int, power: Power) -> None:
         self.defence[seat] = max(self.defence[seat], power)
 
-    def attack(self, attacker: int, victim: int, power: Power, *, guardable: bool = True) -> None:
+    def attack(self, attacker: int, victim: int, power: Power, *, guardable: bool) -> None:
         if victim in self.dead:
             return
         if guardable and self.guards[victim]:

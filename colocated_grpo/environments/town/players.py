@@ -29,8 +29,8 @@ _BLUFF, _HUNCH = 0.15, 0.1
 _CLUELESS = "I have seen nothing yet."
 
 
-def reply(tag: str, argument: str = "", think: str = "") -> str:
-    return f"<think>{think}</think>" + (f"<{tag}>{argument}</{tag}>" if argument else f"<{tag}/>")
+def reply(tag: str, argument: str = "") -> str:
+    return "<think></think>" + (f"<{tag}>{argument}</{tag}>" if argument else f"<{tag}/>")
 
 
 def random_player(view: Observation, rng: Random) -> str:
