@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import sys
 
 import pytest
@@ -16,6 +15,7 @@ from colocated_grpo.environments.episodes import build_episode
 from adapter_play import items, items_from, observations, played, playing, saying
 from openenv_server import NUMBER_ACTION, Guess, Server
 from raw_server import answering, response
+from servers import free_port
 
 
 @pytest.fixture
@@ -135,12 +135,6 @@ def test_running_out_of_turns_or_room_keeps_what_was_earned(server):
     rollout = played(cramped, item, saying("0"), room=20)
     assert rollout.score.parts["finished"] == 0
     assert rollout.finish_reason == "length"
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def test_a_server_that_is_not_there_or_not_well_is_said_in_one_line():
