@@ -26,7 +26,7 @@ from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.masters import ShardedWeights
 from colocated_grpo.policy.model import read_model_config
-from colocated_grpo.policy.policy import DTYPES, Policy, build_model
+from colocated_grpo.policy.policy import Policy, build_model, dtype_of
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import RolloutEngine, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
@@ -201,7 +201,7 @@ def build_engine(config: Config, policy: Policy, model_folder: Path, world: Worl
 
 
 def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
-    return policy.dtype if config.engine.dtype == "auto" else DTYPES[config.engine.dtype]
+    return dtype_of(config.engine.dtype, auto=policy.dtype)
 
 
 def build_choreography(
@@ -220,15 +220,13 @@ def build_collector(
     world: World,
     stop: StopRequest,
 ) -> Collector:
-    rollout = config.rollout
-    episodes = EpisodeRunner(
-        environments.episodes, ChatCodec(tokenizer), inbox, seed=config.seed, tool_timeout=rollout.tool_timeout
-    )
+    rollout, codec = config.rollout, ChatCodec(tokenizer)
+    episodes = EpisodeRunner(environments.episodes, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout)
     return Collector(
         driver,
         episodes,
         environments.scorers,
-        lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+        codec.turn_text,
         world,
         build_sharing(config, world),
         seed=config.seed,

@@ -114,7 +114,14 @@ class Checkpoints:
         return step, state
 
     def _tensors(self, policy: Policy) -> dict[str, Tensor]:
-        return {**_tensors(policy, self._world), **self._others}
+        """Weights and optimizer state under flat names. What differs from rank to rank carries the rank in its name."""
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in policy.parameters().items()}
+        for name, state in policy.optimizer_states().items():
+            for key, value in state.items():
+                own = policy.optimizer_state_is_local and not isinstance(value, DTensor)
+                suffix = f".rank{self._world.rank}of{self._world.size}" if own else ""
+                tensors[f"optimizer.{name}.{key}{suffix}"] = _as_tensor(value)
+        return {**tensors, **self._others}
 
     def _check_loadable(self, folder: Path, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -191,17 +198,6 @@ def _is_complete(folder: Path) -> bool:
 
 def _step(folder: Path) -> int:
     return int(OWN_NAME.fullmatch(folder.name)[1])
-
-
-def _tensors(policy: Policy, world: World) -> dict[str, Tensor]:
-    """Weights and optimizer state under flat names. What differs from rank to rank carries the rank in its name."""
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in policy.parameters().items()}
-    for name, state in policy.optimizer_states().items():
-        for key, value in state.items():
-            own = policy.optimizer_state_is_local and not isinstance(value, DTensor)
-            suffix = f".rank{world.rank}of{world.size}" if own else ""
-            tensors[f"optimizer.{name}.{key}{suffix}"] = _as_tensor(value)
-    return tensors
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:

@@ -77,13 +77,14 @@ class World:
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.control if tensor.device.type == "cpu" else None)
-        return tensor
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._all_reduce(tensor, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
         if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control if tensor.device.type == "cpu" else None)
+            dist.all_reduce(tensor, op=op, group=self.control if tensor.device.type == "cpu" else None)
         return tensor
 
 

@@ -85,8 +85,8 @@ class Watchdog:
     when groups are made, and a rank that dies then would go unnoticed.
     """
 
-    def __init__(self, world: World, stop: StopRequest, store: dist.Store) -> None:
-        self._store = store.clone()
+    def __init__(self, world: World, stop: StopRequest) -> None:
+        self._store = world.store.clone()
         self._stop = stop
         self._done = threading.Event()
         own = own_process()

@@ -19,7 +19,7 @@ from colocated_grpo.environments.base import Settled
 from colocated_grpo.errors import ReportedElsewhere
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
-from colocated_grpo.policy.policy import DTYPES, known_or, score
+from colocated_grpo.policy.policy import dtype_of, known_or, score
 from colocated_grpo.profiling import profiled
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.sharing import Job
@@ -43,7 +43,7 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
         use_deterministic_kernels()
     world = init_world()
     stop = StopRequest(world.store)
-    watchdog = Watchdog(world, stop, world.store)
+    watchdog = Watchdog(world, stop)
     try:
         seed_everything(derive_seed(config.seed, "build"))
         folder = world.from_main(lambda: claim(choose_run_folder(config, resume, name)))
@@ -239,8 +239,7 @@ def export_folder(run: Run, step: int) -> Path:
 
 
 def export_to(run: Run, target: Path) -> None:
-    name = run.config.checkpoint.export_dtype
-    dtype = run.policy.dtype if name == "auto" else DTYPES[name]
+    dtype = dtype_of(run.config.checkpoint.export_dtype, auto=run.policy.dtype)
     export(run.policy, run.hf_config, run.tokenizer, run.model_folder, target, dtype, run.world)
     run.tracker.note(f"exported {target}")
 

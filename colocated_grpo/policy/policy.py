@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,13 @@ from colocated_grpo.policy.model import PackedLM, build_empty, load_shards, prep
 from colocated_grpo.policy.objective import make_objective, packed_tokens
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+def dtype_of(setting: Literal["auto", "bfloat16", "float16", "float32"], *, auto: torch.dtype) -> torch.dtype:
+    return auto if setting == "auto" else getattr(torch, setting)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    name = config.policy.compute_dtype
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[name]
+    return dtype_of(config.policy.compute_dtype, auto=torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> Weights:

@@ -22,7 +22,7 @@ STARTED = 60.0
 
 def watched(world: World) -> tuple[StopRequest, Watchdog]:
     stop = StopRequest(world.store)
-    return stop, Watchdog(world, stop, world.store)
+    return stop, Watchdog(world, stop)
 
 
 def wait_in_a_collective(world: World) -> None:

@@ -19,6 +19,7 @@ from colocated_grpo.environments.atropos.origins import Origins
 from colocated_grpo.environments.atropos.rows import Reader
 from colocated_grpo.environments.atropos.source import AtroposSource
 from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server.app import create_app
 from colocated_grpo.rollout.server.links import link_ranks
@@ -71,13 +72,11 @@ class Serving:
             keep=keep,
         )
         self.source.connect()
-        sampler = self._sampler(origins, copy.deepcopy(tokenizer))
+        tokenizer = copy.deepcopy(tokenizer)
+        sampler = Sampler(self._engines, self._top_logprobs, tokenizer, origins, self._limits, self._note)
         self._servers.append(listen(sampler, config, atropos.server, self._limits))
         ports = ", ".join(map(str, self._servers[0].ports))
         self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
-
-    def _sampler(self, origins: Origins, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-        return Sampler(self._engines, self._top_logprobs, tokenizer, origins, self._limits, self._note)
 
     def _top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
         return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
@@ -125,7 +124,7 @@ def make_reader(config: Config, limits: Limits, origins: Origins, tokenizer: Pre
         max_tokens=limits.max_tokens,
         recompute_logprobs=config.atropos.missing_logprobs == "recompute",
         origins=origins,
-        decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+        decode=ChatCodec(tokenizer).turn_text,
     )
 
 
