@@ -8,7 +8,6 @@ from functools import wraps
 from typing import Any
 
 from colocated_grpo.config.errors import show
-from colocated_grpo.config.schema import RolloutConfig
 
 Lookup = Callable[[str], Any]
 """Value at a dotted path of the settings as far as they are translated, or None."""
@@ -66,17 +65,3 @@ def no_equivalent(instead: str) -> Alias:
         raise ValueError(f"no equivalent here; {instead}")
 
     return Alias(translate)
-
-
-@unless_null
-def epsilon(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
-    has_upper_bound = look("epsilon_high") is not None or look("loss.clip_high") is not None
-    return {"loss.clip_low": value} | ({} if has_upper_bound else {"loss.clip_high": value})
-
-
-@unless_null
-def completions(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
-    group_size = look("rollout.group_size") or RolloutConfig().group_size
-    if not isinstance(value, int) or not isinstance(group_size, int) or value % group_size:
-        raise ValueError(f"counts completions, so it must be a multiple of rollout.group_size={show(group_size)}")
-    return {"rollout.prompts_per_step": value // group_size}

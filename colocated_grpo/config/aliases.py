@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from colocated_grpo.config.alias_kinds import Alias, Lookup, completions, no_equivalent, not_needed, one_of, renamed
+from colocated_grpo.config.alias_kinds import Alias, Lookup, no_equivalent, not_needed, one_of, renamed, unless_null
 from colocated_grpo.config.atropos_names import ATROPOS
 from colocated_grpo.config.errors import ConfigError, KeyPath, Origin, dotted, path_of, place_of, show
-from colocated_grpo.config.schema import EngineConfig
+from colocated_grpo.config.schema import EngineConfig, RolloutConfig
 from colocated_grpo.config.tree import lookup, place, remove
-from colocated_grpo.config.trl_names import SCALE, TRL
+from colocated_grpo.config.trl_names import TRL
 
 
 def _engine_argument(key: str, value: Any, _look: Lookup) -> dict[str, Any]:
@@ -24,6 +24,15 @@ def _engine_argument(key: str, value: Any, _look: Lookup) -> dict[str, Any]:
     return {f"engine.{key}" if is_field else f"engine.args.{key}": value}
 
 
+@unless_null
+def _completions(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
+    group_size = look("rollout.group_size") or RolloutConfig().group_size
+    if not isinstance(value, int) or not isinstance(group_size, int) or value % group_size:
+        raise ValueError(f"counts completions, so it must be a multiple of rollout.group_size={show(group_size)}")
+    return {"rollout.prompts_per_step": value // group_size}
+
+
+_SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
 _GAME = "it belongs to a game: see args of environments with type: turns"
 
 # Applied from top to bottom: batch sizes, which count completions, come after every name of the group size.
@@ -72,12 +81,12 @@ ALIASES: dict[str, Alias] = {
     "min_p": renamed("rollout.min_p"),
     "repetition_penalty": renamed("rollout.repetition_penalty"),
     "loss_type": renamed("loss.type"),
-    "scale_rewards": one_of("advantage.scale", SCALE),
+    "scale_rewards": one_of("advantage.scale", _SCALE),
     **TRL,
     **ATROPOS,
     # names that count completions
-    "generation_batch_size": Alias(completions, "rollout.prompts_per_step", "completions, over all ranks"),
-    "batch_size": Alias(completions, "rollout.prompts_per_step", "completions, over all ranks"),
+    "generation_batch_size": Alias(_completions, "rollout.prompts_per_step", "completions, over all ranks"),
+    "batch_size": Alias(_completions, "rollout.prompts_per_step", "completions, over all ranks"),
 }
 
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}

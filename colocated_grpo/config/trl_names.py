@@ -7,13 +7,18 @@ from typing import Any
 from colocated_grpo.config.alias_kinds import (
     Alias,
     Lookup,
-    epsilon,
     no_equivalent,
     not_needed,
     one_of,
     renamed,
     unless_null,
 )
+
+
+@unless_null
+def _epsilon(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
+    has_upper_bound = look("epsilon_high") is not None or look("loss.clip_high") is not None
+    return {"loss.clip_low": value} | ({} if has_upper_bound else {"loss.clip_high": value})
 
 
 @unless_null
@@ -69,7 +74,6 @@ def _reward_weights(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
     return {f"environments.0.rewards.{index}.weight": weight for index, weight in enumerate(value)}
 
 
-SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
 _GEOMETRY = (
     "write their product per_device_train_batch_size * gradient_accumulation_steps * GPUs as generation_batch_size; "
     "micro-batches follow from batch.max_tokens_per_micro_batch"
@@ -86,7 +90,7 @@ TRL: dict[str, Alias] = {
     "max_completion_length": renamed("rollout.max_completion_tokens"),
     "max_prompt_length": renamed("rollout.max_prompt_tokens", "longer prompts are dropped, not cut"),
     "num_iterations": renamed("batch.epochs"),
-    "epsilon": Alias(epsilon, "loss.clip_low"),
+    "epsilon": Alias(_epsilon, "loss.clip_low"),
     "epsilon_high": renamed("loss.clip_high"),
     "delta": renamed("loss.dual_clip"),
     "importance_sampling_level": one_of("loss.type gspo for sequence", {"token": None}),
