@@ -13,7 +13,8 @@ from typing import Any
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig, ModelConfig
+from colocated_grpo.config.schema import Config, ModelConfig
+from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import COLDEST, Config, EngineConfig, EpisodeSourceConfig
+from colocated_grpo.config.schema import COLDEST, Config, EngineConfig
+from colocated_grpo.config.sources import EpisodeSourceConfig
 from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 
 Lines = Iterator[str]

@@ -1,6 +1,7 @@
-"""Every setting of a run, with its bound and its meaning. Imports neither torch nor vllm.
+"""Every setting of a run, with its bound and its meaning; those of losses and environments are in files beside it.
 
-A default lives here and nowhere else. Choices between kinds are unions told apart by `type`.
+A default lives in these files and nowhere else; they import neither torch nor vllm. Choices between kinds are unions
+told apart by `type`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pydantic import BeforeValidator, Field
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import FileName, Fraction, NonNegative, Positive, Section
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
+from colocated_grpo.config.sources import EnvironmentConfig
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
 COLDEST = 0.01
@@ -147,72 +149,6 @@ class BatchConfig(Section):
     """Leave groups without reward variance out of the forward pass; they still count in the denominator."""
     mask_truncated: bool = False
     """Take completions cut at max_completion_tokens out of the loss."""
-
-
-class TaskSourceConfig(Section):
-    type: Literal["task"] = "task"
-    name: str
-    """A built-in task, 'reasoning_gym:<dataset>', one of an installed package, or your own 'module:object'."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the task."""
-    weight: float = Field(1.0, gt=0)
-    """Share of prompts drawn from this source, relative to the others."""
-
-
-class EpisodeSourceConfig(Section):
-    type: Literal["episode"]
-    name: str
-    """A built-in episode, 'textarena:<game>' or another library's (docs/guides/adapters.md), one that an installed
-    package announces, or your own 'module:object'."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the episode."""
-    weight: float = Field(1.0, gt=0)
-    """Share of prompts drawn from this source, relative to the others."""
-
-
-class RewardConfig(Section):
-    name: str
-    """A built-in name, 'trl.rewards:accuracy_reward' or your own 'module:function' (TRL's signature)."""
-    args: dict[str, Any] | None = None
-    """Given (even empty): the name is a factory or class that is called with these and returns the reward function."""
-    weight: float = 1.0
-    """Factor of this reward in the sum."""
-
-
-def _reward_by_name(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
-class DatasetSourceConfig(Section):
-    type: Literal["dataset"]
-    name: FileName
-    """A .jsonl/.json/.csv/.parquet file, a folder of save_to_disk(), or a Hugging Face dataset name."""
-    rewards: list[Annotated[RewardConfig, BeforeValidator(_reward_by_name)]] = Field(min_length=1)
-    """Reward functions; a bare name stands for {name: ...}."""
-    subset: str | None = None
-    """Hugging Face dataset configuration name."""
-    split: str = "train"
-    """Split that is trained on."""
-    eval_split: str | None = None
-    """Split for held-out prompts. Default: held_out rows taken from the end of `split`."""
-    held_out: NonNegative | None = None
-    """Rows kept for evaluation when eval_split is not given. Default: a tenth of them, at most 64."""
-    prompt_column: str = "prompt"
-    """Text or list of chat messages."""
-    columns: dict[str, str] = {}
-    """Rename columns before rewards see them, for example {answer: solution}."""
-    system_prompt: str | None = None
-    """Put before each prompt as a system message."""
-    shuffle: bool = True
-    """Shuffle rows each epoch by the run's seed."""
-    weight: float = Field(1.0, gt=0)
-    """Share of prompts drawn from this source, relative to the others."""
-
-
-EnvironmentConfig = Annotated[
-    TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | TurnsSourceConfig | AtroposSourceConfig,
-    Field(discriminator="type"),
-]
 
 
 class EvaluationConfig(Section):

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
-from colocated_grpo.config.schema import Config, DatasetSourceConfig, EnvironmentConfig, EpisodeSourceConfig
+from colocated_grpo.config.schema import Config
+from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig, EpisodeSourceConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import BatchSource, Episode, Scorer, Task
 from colocated_grpo.environments.dataset import DatasetRows

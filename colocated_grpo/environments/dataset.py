@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.config.schema import DatasetSourceConfig
+from colocated_grpo.config.sources import DatasetSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.prompts import checked_prompt
 from colocated_grpo.environments.user_code import one_line

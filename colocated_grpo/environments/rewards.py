@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from colocated_grpo.config.schema import RewardConfig
+from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.builtin_rewards import REWARDS
 from colocated_grpo.environments.scoring import as_number, settle

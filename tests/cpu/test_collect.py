@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_grpo.config.schema import RewardConfig
+from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.distributed import World
 from colocated_grpo.environments import user_loop
 from colocated_grpo.environments.base import Scorer

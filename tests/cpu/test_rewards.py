@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 from trl import rewards as trl_rewards
 
-from colocated_grpo.config.schema import DatasetSourceConfig, RewardConfig
+from colocated_grpo.config.sources import DatasetSourceConfig, RewardConfig
 from colocated_grpo.environments import math_judge
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.builtin_rewards import REWARDS

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_grpo.config.schema import RewardConfig
+from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.rewards import RewardScorer, build_rewards
 from colocated_grpo.environments.scoring import score_text
 from colocated_grpo.environments.tasks import build_task
