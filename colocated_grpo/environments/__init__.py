@@ -1,4 +1,4 @@
-"""Where prompts and rewards come from: tasks, datasets with reward functions, episodes, user code."""
+"""Where prompts and rewards come from: tasks, datasets with reward functions, episodes, games, user code."""
 
 from colocated_grpo.environments.base import BatchSource, EnvironmentSetupError, Episode, Scorer, Task
 from colocated_grpo.environments.build import Environments, build_environments

@@ -33,7 +33,7 @@ class Mixture:
 
 
 class PromptSource:
-    """The BatchSource of tasks and datasets."""
+    """The BatchSource of all entries of the config that give prompts."""
 
     def __init__(self, streams: Mapping[str, Stream], weights: Mapping[str, float], encoder: PromptEncoder) -> None:
         self.streams = streams

@@ -17,7 +17,7 @@ from colocated_grpo.types import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One rollout phase. Example: 32 training prompts of step 7, or all held-out prompts."""
+    """Prompts that are completed together. Example: 32 training prompts of step 7, or all held-out prompts."""
 
     name: str
     """Unique within the run; names the shared counter and the seeds."""

@@ -13,7 +13,7 @@ from colocated_grpo.environments.atropos.origins import Origin
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server import supply as supply_module
-from colocated_grpo.rollout.server.sampler import LeastBusy
+from colocated_grpo.rollout.server.least_busy import LeastBusy
 from colocated_grpo.rollout.server.supply import MainServing, ServedSupply
 
 from atropos_trial import Trial, send

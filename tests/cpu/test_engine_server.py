@@ -29,7 +29,8 @@ from colocated_grpo.environments.atropos.origins import Origin, Origins
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server.app import create_app
 from colocated_grpo.rollout.server.chunks import Stream, as_lines, generate_chunks
-from colocated_grpo.rollout.server.sampler import Bit, LeastBusy, Limits, Sampler, Unserved
+from colocated_grpo.rollout.server.least_busy import LeastBusy, Unserved
+from colocated_grpo.rollout.server.sampler import Bit, Limits, Sampler
 from colocated_grpo.rollout.server.wishes import ChatBody, CompletionBody, GenerateBody, SamplingWish, TokensBody
 from colocated_grpo.types import Completion
 from colocated_grpo.web.serving import ServerThread

@@ -19,8 +19,8 @@ from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.mixed import MixedSupply
 from colocated_grpo.rollout.server import supply
+from colocated_grpo.rollout.server.least_busy import LeastBusy
 from colocated_grpo.rollout.server.links import link_ranks
-from colocated_grpo.rollout.server.sampler import LeastBusy
 from colocated_grpo.rollout.server.supply import MainServing, RankServing, ServedSupply
 from colocated_grpo.rollout.sharing import FixedShares
 from colocated_grpo.rollout.supply import PromptSupply

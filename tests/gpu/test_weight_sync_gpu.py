@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from colocated_grpo.distributed import World
-from colocated_grpo.weights.colocated import local_part
+from colocated_grpo.distributed import World, local_part
 
 from engines import PROBE, Pair, request_of
 from ranks import run_on_ranks

@@ -22,6 +22,7 @@ from colocated_grpo.rollout.server.chunks import (
     preceded,
     tokens_chunks,
 )
+from colocated_grpo.rollout.server.least_busy import Unserved
 from colocated_grpo.rollout.server.replies import (
     chat_reply,
     completion_reply,
@@ -29,7 +30,7 @@ from colocated_grpo.rollout.server.replies import (
     models_reply,
     tokens_reply,
 )
-from colocated_grpo.rollout.server.sampler import BadWish, Bit, Sampler, Unserved
+from colocated_grpo.rollout.server.sampler import BadWish, Bit, Sampler
 from colocated_grpo.rollout.server.wishes import (
     ChatBody,
     CompletionBody,

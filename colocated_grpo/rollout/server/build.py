@@ -22,8 +22,9 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.server.app import create_app
+from colocated_grpo.rollout.server.least_busy import LeastBusy
 from colocated_grpo.rollout.server.links import link_ranks
-from colocated_grpo.rollout.server.sampler import LeastBusy, Limits, Sampler
+from colocated_grpo.rollout.server.sampler import Limits, Sampler
 from colocated_grpo.rollout.server.supply import MainServing, Note, RankServing, Role, ServedSupply
 from colocated_grpo.web.serving import ServerThread
 

@@ -11,8 +11,9 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from colocated_grpo.rollout.server.least_busy import Unserved
 from colocated_grpo.rollout.server.replies import chat_logprobs, text_logprobs, token_logprobs, usage_of
-from colocated_grpo.rollout.server.sampler import BadWish, Bit, Unserved
+from colocated_grpo.rollout.server.sampler import BadWish, Bit
 from colocated_grpo.rollout.server.spelling import Decode
 from colocated_grpo.web.guards import refusal_body
 

@@ -8,21 +8,19 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from colocated_grpo.config.schema import COLDEST
 from colocated_grpo.distributed import derive_seed
 from colocated_grpo.environments.atropos.origins import Origin, Origins
 from colocated_grpo.rollout.engine import Piece, Request, Sampling
 from colocated_grpo.rollout.inbox import Listen
+from colocated_grpo.rollout.server.least_busy import LeastBusy, outcome
 from colocated_grpo.rollout.server.spelling import Spelling, before_stop
 from colocated_grpo.rollout.server.wishes import SamplingWish
 from colocated_grpo.types import Completion
 
 RESERVED_FOR_TEMPLATES = frozenset({"conversation", "chat_template", "tokenize", "return_dict", "return_tensors"})
-
-T = TypeVar("T")
-Send = Callable[[Request, Listen | None], "Future[Completion]"]
 
 
 class Tokenizer(Protocol):
@@ -39,10 +37,6 @@ class Tokenizer(Protocol):
 
 class BadWish(Exception):
     """A request that is well-formed and cannot be served; its words go to the client with status 400."""
-
-
-class Unserved(Exception):
-    """The engine gave this request up: the run is ending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,45 +59,6 @@ class Bit:
     logprobs: list[float]
     served: Served | None = None
     """The whole completion, with its last bit."""
-
-
-class LeastBusy:
-    """Each request goes to the engine with the fewest under way. For one event loop."""
-
-    def __init__(self, engines: Sequence[Send]) -> None:
-        self._engines = engines
-        self.under_way = [0] * len(engines)
-        self.closed = False
-        """Set by whoever ends the run: no engine will be driven again."""
-
-    async def send(
-        self, request: Request, listen: Listen | None = None, then: Callable[[Completion], None] | None = None
-    ) -> Completion:
-        """Cancelling it takes the request out of its engine. Raises Unserved when the run ends before it is done.
-
-        then: is told the completion on the engine's own thread, before that may sleep; the engine is the first one.
-        """
-        if self.closed:
-            raise Unserved
-        chosen = min(range(len(self._engines)), key=self.under_way.__getitem__) if then is None else 0
-        self.under_way[chosen] += 1
-        try:
-            future = self._engines[chosen](request, listen)
-            if then is not None:
-                future.add_done_callback(lambda f: None if f.cancelled() or f.exception() else then(f.result()))
-            return await _outcome(future)
-        finally:
-            self.under_way[chosen] -= 1
-
-
-async def _outcome(future: Future[T]) -> T:
-    """Cancelling it cancels the future. Raises Unserved where the engine has done that: the run is ending."""
-    try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError:
-        if asyncio.current_task().cancelling():
-            raise
-        raise Unserved from None
 
 
 def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -204,7 +159,7 @@ class Sampler:
 
         try:
             completion = await self._engines.send(request, listen, ask_for_alternatives if alternatives else None)
-            entries = [entry for one in scored for entry in await _outcome(one)]
+            entries = [entry for one in scored for entry in await outcome(one)]
         except ValueError as error:
             raise BadWish(str(error)) from None
         # Greedy log-probabilities are taken at temperature 1, and vLLM raises what lies between to its smallest.
@@ -257,7 +212,7 @@ class Sampler:
         if len(prompt) < 2:
             return [None]
         try:
-            return [None, *await _outcome(self._top_logprobs(prompt, k))]
+            return [None, *await outcome(self._top_logprobs(prompt, k))]
         except ValueError as error:
             raise BadWish(str(error)) from None
 

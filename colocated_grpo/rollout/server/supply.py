@@ -19,8 +19,8 @@ from colocated_grpo.environments.atropos.source import AtroposSource
 from colocated_grpo.environments.base import Settled
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.server.least_busy import LeastBusy
 from colocated_grpo.rollout.server.links import Link, LinkedInbox
-from colocated_grpo.rollout.server.sampler import LeastBusy
 from colocated_grpo.rollout.supply import Order
 from colocated_grpo.types import Group
 from colocated_grpo.web.serving import ServerThread
