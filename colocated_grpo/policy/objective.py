@@ -12,6 +12,7 @@ from torch import Tensor
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.config.losses import LossConfig
 from colocated_grpo.losses import LossFn, LossInputs, SplitLoss, make_loss, make_split_loss
+from colocated_grpo.losses.parts import mean
 from colocated_grpo.metrics import Stat
 from colocated_grpo.policy.logprobs import linear_loss
 from colocated_grpo.policy.model import PackedLM, PackedTokens
@@ -66,5 +67,4 @@ def _loss_inputs(micro_batch: MicroBatch, logprobs_N: Tensor) -> LossInputs:
 
 
 def _entropy(entropy_N: Tensor, micro_batch: MicroBatch) -> dict[str, Stat]:
-    mask_N = micro_batch.loss_mask_N
-    return {"entropy": Stat.mean((entropy_N * mask_N).sum(), mask_N.sum())}
+    return {"entropy": mean(entropy_N, micro_batch.loss_mask_N)}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from colocated_grpo.config.schema import COLDEST
 from colocated_grpo.environments.atropos.origins import Origin, Origins
 from colocated_grpo.errors import RunError
 from colocated_grpo.types import Group, Prompt, Rollout, Score
@@ -27,8 +28,9 @@ LEAST_LOGPROB = -87.0
 token: it is a filler, -9999 for instance."""
 LARGEST = 1e6
 """For scores and advantages. Much larger ones, though finite, make the gradient's norm infinite, which ends the run."""
-COLDEST, HOTTEST = 0.01, 100.0
-"""Temperatures beyond these are typing errors: logits divided by them would overflow or vanish."""
+HOTTEST = 100.0
+"""Temperatures above it, and those between 0 and COLDEST, are typing errors: logits divided by them would vanish or
+overflow."""
 MISSING_LOGPROBS = "GRPO requires inference_logprobs for importance sampling!"
 
 
