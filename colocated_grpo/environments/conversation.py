@@ -13,7 +13,10 @@ Sample = Callable[[list[int], int], Awaitable[Completion]]
 
 
 class OutOfRoom(Exception):
-    """The next observation or turn does not fit rollout.max_completion_tokens. Let it pass: the episode ends with 0."""
+    """The next observation or turn does not fit rollout.max_completion_tokens. Let it pass: the episode ends with 0.
+
+    An episode whose score has parts catches it, or their means would leave out the conversations that ran out of room.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

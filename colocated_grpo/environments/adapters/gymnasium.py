@@ -69,7 +69,6 @@ class Gymnasium(SeededEpisode):
         env = self._idle.pop() if self._idle else self._new()
         said = self._begin(env, item["seed"])
         earned, invalid, over = 0.0, 0, False
-        # Out of room is no reward of its own: the metrics would miss what the others count.
         with suppress(OutOfRoom):
             while not over and model.turns < self.max_turns:
                 if model.turns:

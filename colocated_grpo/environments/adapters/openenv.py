@@ -94,7 +94,6 @@ class OpenEnv(SeededEpisode):
             said, over, earned, invalid = self._words(first), bool(first["done"]), 0.0, 0
             if said != item["said"]:
                 raise RuntimeError("the environment does not repeat itself from its seed: siblings would differ")
-            # Out of room is no reward of its own: the metrics would miss what the others count.
             with suppress(OutOfRoom):
                 while not over and model.turns < self.max_turns:
                     if model.turns:

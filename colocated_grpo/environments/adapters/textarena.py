@@ -83,7 +83,6 @@ class TextArena(SeededEpisode):
         game, chance, said = self._deal(item)
         if said is None or not item["prompt"].startswith(said):
             raise RuntimeError(f"{self.game} does not repeat itself from its seed: siblings would play different games")
-        # Out of room is no reward of its own: the metrics would miss what the others count.
         with suppress(OutOfRoom):
             while said is not None and model.turns < self.max_turns:
                 if model.turns:

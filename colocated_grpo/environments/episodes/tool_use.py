@@ -66,7 +66,6 @@ class ToolUse(Procedural):
     async def run(self, item: dict[str, Any], model: Conversation) -> dict[str, float]:
         tools = {"search": partial(search, item["text"]), "calc": calculate}
         calls: list[Call] = []
-        # Out of room is no reward of its own: the metrics would miss what the others count.
         with suppress(OutOfRoom):
             while True:
                 turn = await model.generate(self.max_turn_tokens)
