@@ -33,7 +33,6 @@ class QueueFull(Exception):
 class Env:
     env_id: int
     settings: EnvRegistration
-    name: str
     group_size: int
     connected: bool = True
 
@@ -70,13 +69,12 @@ class Exchange:
         if self._trainer is None or not self._started:
             return {"status": "wait for trainer to start"}
         namesakes = sum(env.settings.desired_name == settings.desired_name for env in self._envs)
-        name = f"{settings.desired_name or NAMELESS}_{namesakes}"
-        env = Env(len(self._envs), settings, name, settings.group_size)
+        env = Env(len(self._envs), settings, settings.group_size)
         self._envs.append(env)
         return {
             "status": "success",
             "env_id": env.env_id,
-            "wandb_name": env.name,
+            "wandb_name": f"{settings.desired_name or NAMELESS}_{namesakes}",
             "checkpoint_dir": self._trainer.checkpoint_dir,
             "starting_step": self._step,
             "checkpoint_interval": self._trainer.save_checkpoint_interval,
