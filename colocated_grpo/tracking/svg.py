@@ -10,12 +10,14 @@ from itertools import pairwise
 from colocated_grpo.tracking.text import as_html, number
 
 WIDTH, HEIGHT = 560, 220
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 24
+LEFT, RIGHT, TOP, BOTTOM = 70, 12, 10, 24
 BUCKETS = 160
 """Points drawn at most; longer runs are averaged into this many, or a step would be too narrow to hover over."""
 SMOOTH_FROM = 40
 """Shorter series are drawn as they are."""
 
+FLATTEST = 4e-3
+"""Least height of an axis as a share of its numbers: labels of a flatter one have more digits than the margin holds."""
 TINY = 1e-100
 """Smaller numbers are zero to a chart."""
 
@@ -120,7 +122,8 @@ def _value_range(low: float, high: float) -> tuple[float, float]:
     """From zero where zero is near: a curve that starts at its own minimum exaggerates every change."""
     if low >= 0 and low <= 0.6 * high:
         return 0.0, high
-    return low, high
+    lacks = FLATTEST * max(abs(low), abs(high)) - (high - low)
+    return (low - lacks / 2, high + lacks / 2) if lacks > 0 else (low, high)
 
 
 def _line(frame: Frame, series: Series) -> str:
@@ -157,7 +160,7 @@ def _tick(tick: float, ticks: Sequence[float]) -> str:
     """As many decimals as the distance between ticks needs; powers of ten for very small and very large ones."""
     largest, step = max(abs(ticks[0]), abs(ticks[-1])), ticks[1] - ticks[0]
     if largest >= 1e5 or largest < 1e-2:
-        return f"{tick:.2g}" if tick else "0"
+        return f"{tick:.4g}" if abs(tick) > step / 2 else "0"
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     if not math.isclose(step * 10**decimals, round(step * 10**decimals)):
         decimals += 1

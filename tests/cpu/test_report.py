@@ -158,6 +158,16 @@ def test_axis_ticks_are_few_rising_and_cover_the_data(low: float, span: float) -
     assert ticks[0] <= low + slack and ticks[-1] >= low + span - slack
 
 
+@example(low=0.9999988, span=4e-7)
+@example(low=4.75e-7, span=1e-7)
+@given(low=st.floats(-1e9, 1e9), span=st.floats(0, 1e9))
+def test_labels_of_an_axis_fit_its_margin_and_differ(low: float, span: float) -> None:
+    texts = ElementTree.fromstring(line_chart([Series(name="x", points=[(0, low), (1, low + span)])])).findall("text")
+    labels = [text.text for text in texts if text.attrib["text-anchor"] == "end"]
+    assert len(set(labels)) == len(labels) >= 2
+    assert max(len(label.replace(".", "").replace("-", "")) for label in labels) <= 8, "digits that fit into LEFT - 6"
+
+
 @pytest.mark.parametrize("length", [1, BUCKETS, BUCKETS + 1, 2 * BUCKETS, 1000])
 def test_a_long_series_is_averaged_and_never_thinned_out(length: int) -> None:
     buckets = bucketed([(step, float(step % 7)) for step in range(length)])
