@@ -19,6 +19,8 @@ from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+ADAPTED = ("gymnasium", "openenv", "reasoning_gym", "textarena", "verifiers")
+"""Libraries whose environments are named 'library:environment'."""
 _SHAPE_KEYS = (
     "model_type",
     "hidden_size",
@@ -204,6 +206,8 @@ def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
 
 def _check_module(key: str, name: str) -> Iterator[str]:
     """Look for the code of a 'module:object' name without importing it: user code runs on the ranks only."""
+    if name.partition(":")[0] in ADAPTED:
+        return  # what stands behind the colon may have one too, as URLs do; and the rank names the package to install
     location, colon, _ = name.rpartition(":")
     if location.endswith(".py"):
         if not Path(location).expanduser().is_file():

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import check_inputs, longest_sequence
+from colocated_grpo.config.inputs import ADAPTED, check_inputs, longest_sequence
 from colocated_grpo.config.schema import Config
+from colocated_grpo.environments.adapters import ADAPTERS
 
 from config_text import load
 
@@ -170,6 +171,17 @@ def test_a_module_that_does_not_exist_is_told_in_one_line(name):
     assert input_complaint(load("", "--environments.0.name", name)) == (
         f"environments.0.name={name!r}: no module named {top!r}, neither here nor installed"
     )
+
+
+@pytest.mark.parametrize("name", ["openenv:http://localhost:8000", "openenv:http://127.0.0.1", "verifiers:my-taskset"])
+def test_what_names_an_environment_of_a_library_is_no_module_of_the_users(model, name):
+    line = f"environments: [{{type: episode, name: '{name}'}}]\nmodel: {{name: {model()}}}"
+    config, _ = check_inputs(load(line, alone=True))
+    assert config.environments[0].name == name
+
+
+def test_the_launcher_knows_every_library_that_is_adapted():
+    assert {*ADAPTERS, "reasoning_gym"} == set(ADAPTED)
 
 
 def test_a_module_in_the_working_folder_is_found_and_not_imported(model, tmp_path, monkeypatch):
