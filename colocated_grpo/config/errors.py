@@ -73,7 +73,7 @@ _RULES = {
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
-    "string_type": "must be text; put quotes around it",
+    "string_type": "must be text",
     "list_type": "must be a list",
     "dict_type": "must be a mapping",
     "model_type": "must be a mapping of settings",
@@ -101,6 +101,8 @@ def describe(
         path, tags = (*path, "type"), context["expected_tags"].replace("'", "")
         return f"{dotted(path)}={show(context['tag'])}: unknown; one of {tags}{place_of(path, origins)}"
     rule = _RULES.get(kind, error["msg"].removeprefix("Value error, ")).format(**context)
+    if kind == "string_type" and not isinstance(value, dict | list):
+        rule += "; put quotes around it"
     shown = "" if kind == "value_error" and isinstance(value, Mapping) else f"={show(value)}"
     return f"{dotted(path)}{shown}: {rule}{place}"
 

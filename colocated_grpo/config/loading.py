@@ -29,6 +29,8 @@ from colocated_grpo.config.yaml_text import parse_document, parse_value
 # What a file without environments trains on: procedural, so that it needs no download.
 DEFAULT_TASK = "arithmetic"
 SHIPPED = Path("training_configs")
+MODEL_NAME = ("model", "name")
+"""What a model given as plain text, in the file or as --model, is."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,14 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     path = Path(path)
     tree, lines = parse_document(_read_text(path), path.name)
     origins = {key: Origin(where=f"line {line} of {path.name}") for key, line in lines.items()}
+    if isinstance(name := tree.get("model"), str):
+        tree["model"] = {"name": name}
+        origins[MODEL_NAME] = origins.get(MODEL_NAME[:1], Origin(where=path.name))  # merged by a YAML anchor: no line
     for key, text in parse_overrides(overrides):
-        place(tree, key, parse_value(text))
+        value = parse_value(text)
+        if key == MODEL_NAME[:1] and isinstance(value, str):
+            key = MODEL_NAME
+        place(tree, key, value)
         origins[key] = Origin(where="command line", on_command_line=True, text=text)
     notes = translate_aliases(tree, origins)
     notes += _fill_in(tree)

@@ -203,7 +203,7 @@ class FreshnessConfig(Section):
 
 class Config(Section):
     model: ModelConfig
-    """The model that is trained."""
+    """The model that is trained; plain text is its name."""
     environments: list[EnvironmentConfig] = Field(min_length=1)
     """Where prompts and rewards come from; several are mixed by weight."""
     training_steps: Positive = 100

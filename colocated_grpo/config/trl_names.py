@@ -51,8 +51,9 @@ def _dataset_name(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
 
 def _reward_funcs(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
     """Dotted paths as TRL's script imports them, and the names that it knows without one."""
-    names = value if isinstance(value, list) else [value]
-    return {"environments.0.rewards": [{"name": _reward_name(name)} for name in names]}
+    entries = value if isinstance(value, list) else [value]
+    rewards = [entry if isinstance(entry, dict) else {"name": entry} for entry in entries]
+    return {"environments.0.rewards": [{**reward, "name": _reward_name(reward.get("name"))} for reward in rewards]}
 
 
 def _reward_name(name: Any) -> Any:
@@ -71,6 +72,8 @@ def _reward_weights(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
         raise ValueError("no equivalent here; write rewards: [{name: ..., weight: ...}] in the dataset environment")
     if not isinstance(value, list) or len(value) != len(rewards):
         raise ValueError(f"needs one number for each of the {len(rewards)} rewards")
+    if any("weight" in reward for reward in rewards):
+        raise ValueError("one of the rewards has a weight of its own; keep one of them")
     return {f"environments.0.rewards.{index}.weight": weight for index, weight in enumerate(value)}
 
 
@@ -204,6 +207,13 @@ TRL: dict[str, Alias] = {
     "hub_model_id": no_equivalent("upload final_model/ after the run"),
     "deepspeed": no_equivalent("weights are sharded by FSDP2; policy.cpu_offload keeps them in host memory"),
     "resume_from_checkpoint": no_equivalent("start with --resume RUN"),
+    "tf32": not_needed("policy.compute_dtype is the type that the forward pass computes in"),
+    "log_on_each_node": not_needed("rank 0 logs for all"),
+    "disable_tqdm": not_needed("tracking.console says what the console shows"),
+    "overwrite_output_dir": not_needed("each run has a folder of its own; --resume continues one"),
+    "save_safetensors": one_of("exports are safetensors", {True: None}),
+    "ddp_find_unused_parameters": not_needed("weights are sharded by FSDP2"),
+    **{f"do_{what}": not_needed("a run trains, and evaluates by evaluation.every") for what in ("train", "eval")},
     # TRL's ScriptArguments and ModelConfig
     "dataset_name": Alias(_dataset_name, "environments.0.name"),
     "dataset_config": renamed("environments.0.subset"),

@@ -274,6 +274,29 @@ def test_the_names_of_trls_own_script_make_a_dataset_environment():
     ]
 
 
+def test_reward_funcs_may_say_arguments_beside_a_name():
+    entry = "{name: my_rewards.py:Length, args: {target: 9}}"
+    text = f"model: a\ndataset_name: d\nreward_funcs: [m.f, {entry}]\nreward_weights: [1, 0.5]"
+    [source] = load(text, alone=True).environments
+    plain, length = source.rewards
+    assert (plain.name, plain.args, plain.weight) == ("m:f", None, 1)
+    assert (length.name, length.args, length.weight) == ("my_rewards.py:Length", {"target": 9}, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "model"),
+    [
+        ("model: org/a", [], {"name": "org/a"}),
+        ("model: org/a", ["--model.revision", "v1"], {"name": "org/a", "revision": "v1"}),
+        ("model: org/a\nmodel_revision: v1", [], {"name": "org/a", "revision": "v1"}),
+        ("{model: {name: a, revision: v1}}", ["--model", "b"], {"name": "b", "revision": "v1"}),
+        ("{model: {name: a, revision: v1}}", ["--model", "{name: b}"], {"name": "b"}),
+    ],
+)
+def test_a_model_that_is_plain_text_is_its_name(text, words, model):
+    assert load(text, *words, alone=True).model.model_dump(exclude_unset=True) == model
+
+
 def test_the_flags_of_atropos_own_trainer_are_understood_as_they_are_written():
     words = ["--model-name", "b", "--atropos-url", "http://h:8002", "--vllm-port", "9001", "--clip-eps", "0.2"]
     words += ["--weight-bridge-mode", "shared_vllm", "--training-steps", "30", "--warmup-steps", "5"]

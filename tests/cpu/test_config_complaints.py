@@ -24,6 +24,7 @@ from config_text import complaint, load, notes
         ("engine: {sleep: maybe}", "engine.sleep='maybe': must be true or false (line 3 of x.yaml)"),
         ("run_name: 5", "run_name=5: must be text; put quotes around it (line 3 of x.yaml)"),
         ("rollout: {stop: x}", "rollout.stop='x': must be a list (line 3 of x.yaml)"),
+        ("run_name: [a]", "run_name=['a']: must be text (line 3 of x.yaml)"),
         ("rollout: 5", "rollout=5: must be a mapping of settings (line 3 of x.yaml)"),
         ("rollout: {group_size: 1}", "rollout.group_size=1: must be at least 2 (line 3 of x.yaml)"),
         ("rollout: {top_p: 1.5}", "rollout.top_p=1.5: must be at most 1 (line 3 of x.yaml)"),
@@ -168,6 +169,12 @@ def test_a_file_that_is_no_text_is_told_in_one_line(tmp_path):
 def test_as_many_weights_as_rewards_are_needed():
     text = "model: {name: a}\ndataset_name: d\nreward_funcs: [m.f, m.g]\nreward_weights: [1.0]"
     line = "reward_weights=[1.0]: needs one number for each of the 2 rewards (line 4 of x.yaml)"
+    assert complaint(text, alone=True) == line
+
+
+def test_a_reward_has_one_weight():
+    text = "model: a\ndataset_name: d\nreward_funcs: [{name: m.f, weight: 2}]\nreward_weights: [1.0]"
+    line = "reward_weights=[1.0]: one of the rewards has a weight of its own; keep one of them (line 4 of x.yaml)"
     assert complaint(text, alone=True) == line
 
 
