@@ -68,8 +68,11 @@ def choose(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
 def rollout_panel(row: Row, encoding: str) -> Panel:
     """Prompt, completion and score of one rollout. The texts are shown as they are: no markup, no terminal codes."""
     facts = f"step {row['step']}  {row['source']}, prompt {row['prompt_index']}  {row['completion_tokens']} tokens"
-    score = "  ".join(f"{name} {number(part)}" for name, part in {"reward": row["reward"], **row["parts"]}.items())
-    below = [Text(printable(row["error"], encoding), style="red")] if row["error"] else []
+    # Not in the title with the reward: a title is cut where many rewards do not fit.
+    parts = "  ".join(f"{name} {number(part)}" for name, part in row["parts"].items())
+    below = [Text(printable(parts, encoding), style="bold")] if parts else []
+    if row["error"]:
+        below.append(Text(printable(row["error"], encoding), style="red"))
     if row["finish_reason"] != "stop":
         below.append(Text(f"ended by: {row['finish_reason']}", style="yellow"))
     return Panel(
@@ -79,7 +82,7 @@ def rollout_panel(row: Row, encoding: str) -> Panel:
             Text(printable(row["completion"], encoding)),
             *below,
         ),
-        title=Text(printable(score, encoding), style="bold"),
+        title=Text(f"reward {number(row['reward'])}", style="bold"),
         subtitle=Text(printable(facts, encoding), style="dim"),
         title_align="left",
         subtitle_align="left",

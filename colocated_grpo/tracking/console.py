@@ -41,7 +41,7 @@ LEARNING_COLUMNS = (
     Column("reward", "reward"),
     Column("held-out", "held_out/reward"),
     Column("length", "completion_tokens"),
-    Column("KL", "mismatch/kl"),
+    Column("mismatch", "mismatch/kl"),
     Column("clip", "clip_fraction/high", 90),
 )
 COLUMNS = (

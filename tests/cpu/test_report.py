@@ -291,6 +291,18 @@ def test_rollouts_are_printed_with_reward_and_without_terminal_codes(
     assert "\x1b" not in printed and "\x07" not in printed
 
 
+def test_a_rollout_is_printed_with_every_part_of_its_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished_run(tmp_path)
+    [row] = files.read_rollouts(tmp_path)[-1:]
+    names = [f"a_reward_with_a_long_name_{index}" for index in range(9)]
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps({**row, "parts": dict.fromkeys(names, 0.25)}) + "\n")
+    options = ["--evaluation"] if row["kind"] == files.EVALUATION else []
+    capsys.readouterr()
+    assert show_rollouts.main([str(tmp_path), *options]) == 0
+    printed = capsys.readouterr().out
+    assert [name for name in names if name not in printed] == []
+
+
 def test_a_step_without_rollouts_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finished_run(tmp_path)
     capsys.readouterr()
