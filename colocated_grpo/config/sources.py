@@ -64,7 +64,7 @@ class DatasetSourceConfig(Section):
     columns: dict[str, str] = {}
     """Rename columns before rewards see them, for example {answer: solution}."""
     system_prompt: str | None = None
-    """Put before each prompt as a system message."""
+    """Put before each prompt as a system message; text prompts become chat messages, for the rewards too."""
     shuffle: bool = True
     """Shuffle rows each epoch by the run's seed."""
     weight: float = Field(1.0, gt=0)
