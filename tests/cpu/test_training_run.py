@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from colocated_grpo.tracking import charts, console, files
 
 from training_runs import STEPS, settings, tiny_model, train, uninterrupted
 
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/metrics.md"
 PROMISED = {
     "reward",
     "reward_std",
@@ -77,6 +80,13 @@ def test_console_and_charts_ask_for_numbers_that_a_run_writes(run):
     assert shown - written == {"kl"}  # this run has no penalty
     assert {column.key for column in console.COLUMNS} - written == {"seconds/other"}  # the console's own
     assert set(console.PHASES_WITH_A_COLUMN) | {f"seconds/{name}" for name in charts.PHASES} <= written
+
+
+def test_the_guide_explains_every_number_that_a_run_writes(run):
+    written = set().union(*run.rows(files.TRAIN), *run.rows(files.EVALUATION)) - {"kind", "step"}
+    explained = set(re.findall(r"`([a-z_/]+)`", GUIDE.read_text()))
+    families = ("reward/", "held_out/", *(f"seconds/{phase}" for phase in explained))
+    assert {key for key in written - explained if not key.startswith(families)} == set()
 
 
 def test_no_second_of_a_step_is_counted_in_two_phases(run):
