@@ -201,7 +201,15 @@ def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     if there and not source.name.lower().endswith(DATA_SUFFIXES):
         yield f"{key}.name={source.name!r}: no format that is read; there are {', '.join(DATA_SUFFIXES)}"
     for number, reward in enumerate(source.rewards):
-        yield from _check_module(f"{key}.rewards.{number}", reward.name)
+        yield from _check_reward(f"{key}.rewards.{number}", reward.name)
+
+
+def _check_reward(key: str, name: str) -> Iterator[str]:
+    module, dot, function = name.rpartition(".")
+    if dot and ":" not in name:  # as Python imports it; no built-in reward has a dot
+        rule = "name its function too, file.py:function" if function == "py" else f"write {module}:{function}"
+        yield f"{key}={name!r}: {rule}"
+    yield from _check_module(key, name)
 
 
 def _check_module(key: str, name: str) -> Iterator[str]:

@@ -173,6 +173,20 @@ def test_a_module_that_does_not_exist_is_told_in_one_line(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("my_package.rewards.right", "write my_package.rewards:right"),
+        ("my_rewards.py", "name its function too, file.py:function"),
+    ],
+)
+def test_a_reward_without_a_colon_is_told_how_it_is_written(tmp_path, name, rule):
+    (tmp_path / "rows.jsonl").touch()
+    source = f"{{type: dataset, name: {tmp_path / 'rows.jsonl'}, rewards: [{name}]}}"
+    complaint = input_complaint(load(f"model: a\nenvironments: [{source}]", alone=True))
+    assert complaint == f"environments.0.rewards.0={name!r}: {rule}"
+
+
 @pytest.mark.parametrize("name", ["openenv:http://localhost:8000", "openenv:http://127.0.0.1", "verifiers:my-taskset"])
 def test_what_names_an_environment_of_a_library_is_no_module_of_the_users(model, name):
     line = f"environments: [{{type: episode, name: '{name}'}}]\nmodel: {{name: {model()}}}"
