@@ -22,6 +22,10 @@ Surrogate = Callable[[Tensor, LossInputs], tuple[Tensor, dict[str, Tensor]]]
 """(ratio_T, inputs) -> policy loss per token, and where it was clipped (bool_T by metric name)."""
 Penalty = Callable[[LossInputs, Tensor], tuple[Tensor, dict[str, Stat]]]
 """(inputs, share_T) -> penalty per token, and its metrics."""
+FURTHEST = 20.0
+"""Largest log-ratio that is told from larger ones. Above 88 exp is infinite in float32, and the gradient NaN even of a
+token that the clip leaves without one: a single stray token would end the run. A ratio of exp(20), 5e8, is no longer an
+estimate of anything; beyond it a token has no gradient. Small ratios need no bound: their exp ends at 0."""
 
 
 # Ratios and surrogates
@@ -133,7 +137,7 @@ def make_penalty(config: PolicyLoss) -> Penalty:
     target = {"reference": _reference_logprobs, "rollout": sampling_logprobs}[config.kl.target]
 
     def penalty(inputs: LossInputs, share_T: Tensor) -> tuple[Tensor, dict[str, Stat]]:
-        kl_T = _k3(target(inputs) - inputs.logprobs_T)
+        kl_T = _k3(_bounded(target(inputs) - inputs.logprobs_T))
         return coef * kl_T, {"kl": mean(kl_T, inputs.loss_mask_T), "loss/kl": mean(coef * kl_T, share_T)}
 
     return penalty
@@ -191,8 +195,12 @@ def trained_part(inputs: LossInputs) -> LossInputs:
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
-    """exp, but NaN for an infinite argument: a log-probability of -inf would else pass as a ratio of 0 or of cap."""
-    return log_ratio.exp() + log_ratio.detach() * 0.0
+    return _bounded(log_ratio).exp()
+
+
+def _bounded(log_ratio: Tensor) -> Tensor:
+    """At most FURTHEST, but NaN where infinite: a log-probability of -inf would else pass as a ratio of 0 or of cap."""
+    return log_ratio.clamp(max=FURTHEST) + log_ratio.detach() * 0.0
 
 
 def with_visible_failure(loss_sum: Tensor, inputs: LossInputs) -> Tensor:

@@ -300,6 +300,48 @@ def test_a_bad_number_at_a_trained_position_shows_in_loss_and_gradient(
 
 
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
+@pytest.mark.parametrize("settings", BUSY_SETTINGS[::4])
+@pytest.mark.parametrize("log_ratio", [-1000.0, 95.0, 1000.0])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_a_token_that_the_policy_has_left_far_behind_does_not_end_the_run(
+    config_class: type, settings: dict, log_ratio: float, advantage: float
+):
+    inputs = random_inputs(seed=1, lengths=[3, 5])
+    first = int(inputs.loss_mask_T.nonzero()[0])
+    far_T = inputs.old_logprobs_T.clone()
+    far_T[first] -= log_ratio
+    advantages_T = inputs.advantages_T.clone()
+    advantages_T[first] = advantage
+    inputs = replace(inputs, old_logprobs_T=far_T, sampling_logprobs_T=far_T, advantages_T=advantages_T)
+    loss, gradient = loss_and_gradient(config_class(**settings), inputs)
+    assert loss.isfinite() and gradient.isfinite().all()
+    assert gradient.count_nonzero() > 1
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
+@pytest.mark.parametrize("reference", [-1000.0, 1000.0])
+def test_a_token_that_the_reference_is_far_from_does_not_end_the_run(config_class: type, reference: float):
+    inputs = random_inputs(seed=1, lengths=[3, 5])
+    first = int(inputs.loss_mask_T.nonzero()[0])
+    inputs.ref_logprobs_T[first] += reference
+    _, gradient = loss_and_gradient(config_class(kl=KLConfig(coef=0.1)), inputs)
+    _, without = loss_and_gradient(config_class(), inputs)
+    assert gradient.isfinite().all()
+    # Where the reference finds the token far less likely the penalty still pulls; the other way round it has no word.
+    assert (gradient[first] - without[first] > 0.005) == (reference < 0)
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
+@pytest.mark.parametrize("settings", BUSY_SETTINGS)
+def test_ratios_of_any_sane_size_are_not_changed_by_the_bound_of_others(monkeypatch, config_class: type, settings: dict):
+    inputs = random_inputs(seed=7, lengths=[3, 5, 9, 2, 6], spread=2.0)
+    loss, gradient = loss_and_gradient(config_class(**settings), inputs)
+    monkeypatch.setattr("colocated_grpo.losses.parts.FURTHEST", math.inf)
+    unbounded_loss, unbounded_gradient = loss_and_gradient(config_class(**settings), inputs)
+    assert torch.equal(loss, unbounded_loss) and torch.equal(gradient, unbounded_gradient)
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
 def test_a_micro_batch_without_trained_tokens_is_zero_and_can_be_differentiated(config_class: type):
     inputs = random_inputs(seed=2, lengths=[2, 3])
     inputs = replace(inputs, loss_mask_T=torch.zeros_like(inputs.loss_mask_T), advantages_T=torch.full((5,), math.nan))
