@@ -37,7 +37,7 @@ class RewardConfig(Section):
     """A built-in name, 'trl.rewards:accuracy_reward' or your own 'module:function' (TRL's signature)."""
     args: dict[str, Any] | None = None
     """Given (even empty): the name is a factory or class that is called with these and returns the reward function."""
-    weight: float = 1.0
+    weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the sum."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from colocated_grpo.config.sources import RewardConfig
@@ -76,15 +77,16 @@ class RewardFunction:
         # Iterated, a mapping would give its keys and a set its values in an order of its own.
         if not isinstance(result, Iterable) or isinstance(result, str | Mapping | Set):
             raise WrongNumberOfRewards(f"{result!r} for {count} completions, not a list of {count} numbers")
-        values = list(result)
+        values = list(islice(result, count + 1))  # a generator may have no end
         if len(values) != count:
-            raise WrongNumberOfRewards(f"{len(values)} rewards for {count} completions")
+            number = f"more than {count}" if len(values) > count else len(values)
+            raise WrongNumberOfRewards(f"{number} rewards for {count} completions")
         return [self._outcome(value, metrics) for value in values]
 
     def _outcome(self, value: Any, metrics: Mapping[str, float]) -> Outcome:
         try:
             return Outcome(value=as_number(value), metrics=metrics)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             return Outcome(error=f"{self.name}: {one_line(error)}")
 
 

@@ -15,6 +15,8 @@ from colocated_grpo.types import Completion, Prompt, Score
 
 AWAITED = SharedLoop("async-rewards")
 """Where the process awaits what rewards and judges return."""
+LARGEST = 1e30
+"""Of a reward: sums, squares and weighted sums of larger ones leave the range of a float."""
 
 
 class TaskScorer:
@@ -49,8 +51,8 @@ def as_number(value: Any) -> float | None:
     """A finite float. None and NaN are None (TRL's "not applicable"); anything else raises."""
     if value is None:
         return None
-    if isinstance(value, str) or math.isinf(number := float(value)):
-        raise ValueError(f"a reward must be a finite number or None, got {value!r}")
+    if isinstance(value, str | bytes) or abs(number := float(value)) > LARGEST:
+        raise ValueError(f"a reward must be None or a number up to {LARGEST:g} in size, got {value!r}")
     return None if math.isnan(number) else number
 
 

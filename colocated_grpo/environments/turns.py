@@ -19,7 +19,7 @@ from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Settled
 from colocated_grpo.environments.held import HeldGroups
 from colocated_grpo.environments.prompts import BY_OPPONENT, PATTERN
-from colocated_grpo.environments.scoring import as_score
+from colocated_grpo.environments.scoring import as_number, as_score
 from colocated_grpo.environments.turn_base import Turn, TurnEnvironment
 from colocated_grpo.environments.user_code import one_line
 from colocated_grpo.errors import RunError
@@ -231,8 +231,8 @@ class TurnStream:
 
 
 def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
+    number = as_number(value)
+    if number is None:
         raise ValueError(f"a return must be a finite number, got {value!r}")
     return number
 

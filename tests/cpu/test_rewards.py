@@ -7,15 +7,19 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter
 from trl import rewards as trl_rewards
 
+from colocated_grpo.advantages import group_advantages
+from colocated_grpo.config.losses import AdvantageConfig
 from colocated_grpo.config.sources import DatasetSourceConfig, RewardConfig
 from colocated_grpo.environments import math_judge
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.builtin_rewards import REWARDS
 from colocated_grpo.environments.rewards import RewardFunction, RewardScorer, build_rewards
+from colocated_grpo.environments.scoring import LARGEST
 from colocated_grpo.types import Completion, Prompt
 
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -169,8 +173,23 @@ def test_an_async_function_that_raises_what_is_no_exception_ends_nothing_but_its
             [None, None],
             "reward: WrongNumberOfRewards: {1.0, 2.0} for 2 completions, not a list of 2 numbers",
         ),
-        ([True, "good"], [1.0, None], "reward: ValueError: a reward must be a finite number or None, got 'good'"),
-        ([1.0, float("inf")], [1.0, None], "reward: ValueError: a reward must be a finite number or None, got inf"),
+        (
+            [True, "good"],
+            [1.0, None],
+            "reward: ValueError: a reward must be None or a number up to 1e+30 in size, got 'good'",
+        ),
+        ([1.0, 2.0, 3.0], [None, None], "reward: WrongNumberOfRewards: more than 2 rewards for 2 completions"),
+        (
+            [0.0, -1e99],
+            [0.0, None],
+            "reward: ValueError: a reward must be None or a number up to 1e+30 in size, got -1e+99",
+        ),
+        ([1.0, 10**400], [1.0, None], "reward: OverflowError: int too large to convert to float"),
+        (
+            [1.0, float("inf")],
+            [1.0, None],
+            "reward: ValueError: a reward must be None or a number up to 1e+30 in size, got inf",
+        ),
     ],
 )
 def test_what_is_no_list_of_rewards_is_an_error_of_one_line(result, rewards, error):
@@ -180,6 +199,28 @@ def test_what_is_no_list_of_rewards_is_an_error_of_one_line(result, rewards, err
     scores = score(scorer_of(reward), ["a", "b"])
     assert [one.reward for one in scores] == rewards
     assert scores[1].error == error
+
+
+def test_a_generator_without_end_is_read_no_further_than_needed():
+    def reward(**kwargs):
+        yield from [1.0] * 10
+        raise AssertionError("it was read to its end")
+
+    [one, _] = score(scorer_of(reward), ["a", "b"])
+    assert one.error == "reward: WrongNumberOfRewards: more than 2 rewards for 2 completions"
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_the_largest_rewards_have_finite_advantages(scale, leave_one_out):
+    def reward(completions, **kwargs):
+        return [{"a": LARGEST, "b": -LARGEST}.get(text, 0.0) for text in completions]
+
+    functions = [RewardFunction(name, 1e6, reward) for name in "xyz"]
+    scores = score(RewardScorer(functions, max_steps=1), ["a", "b", "a", "c"])
+    config = AdvantageConfig(scale=scale, leave_one_out=leave_one_out)
+    [advantages] = group_advantages([[one.reward for one in scores]], config)
+    assert np.isfinite(np.array(advantages, np.float32)).all()
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), TimeLimit("5 s")])
