@@ -15,3 +15,9 @@ def allow_descriptors() -> None:
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_connections() -> int:
+    """Clients may hold so many; the rest is left for files and for what the run itself connects to."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) * 3 // 4

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Sequence
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from colocated_grpo.descriptors import allow_descriptors
+from colocated_grpo.descriptors import allow_descriptors, most_connections
 
 BACKLOG = 2048
 FAREWELL_SECONDS = 1
 """Open connections get so long to end when the server closes."""
+SILENCE_SECONDS = 60.0
+"""For the head of a request. Whoever only connects would hold the connection for ever."""
+
+
+class Connection(H11Protocol):
+    """A connection that strangers cannot starve the process with: not by their number, by silence or by endless heads.
+
+    h11 refuses heads above 16 KiB, where uvicorn's faster parser, if that is installed, collects them without end.
+    """
+
+    _clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            transport.abort()
+        else:
+            self._look_again(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        super().connection_lost(exc)
+
+    def _look_again(self, last: object) -> None:
+        self._clock = self.loop.call_later(SILENCE_SECONDS, self._look, last)
+
+    def _look(self, last: object) -> None:
+        """last: what had been answered at the last look, None if nothing; this connection if it owed an answer."""
+        if self.cycle is last:
+            self.transport.abort()
+        else:
+            self._look_again(self.cycle if self.cycle.response_complete else self)
 
 
 class ServerThread:
@@ -32,7 +67,10 @@ class ServerThread:
         self.ports = [listener.getsockname()[1] for listener in self._sockets]
         config = uvicorn.Config(
             app,
+            http=Connection,
+            ws="none",
             log_config=None,
+            log_level="error",  # not a line for each request of a stranger that is none
             access_log=False,
             lifespan="off",
             server_header=False,

@@ -16,9 +16,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 
+from colocated_grpo.descriptors import allow_descriptors
 from colocated_grpo.environments.atropos.exchange import Exchange, QueueFull, UnknownEnvironment
 from colocated_grpo.environments.atropos.wire import EnvIdentifier, EnvRegistration, Registration, ScoredData
 from colocated_grpo.web.bodies import RequestBodies
+from colocated_grpo.web.serving import Connection
 
 MAX_BODY_BYTES = 256 << 20
 MAX_QUEUED = 1 << 20
@@ -130,7 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-queued", type=int, default=MAX_QUEUED, help="sequences held for the trainer")
     options = parser.parse_args(arguments)
     app = create_app(max_body_bytes=options.max_body_bytes, max_queued=options.max_queued)
-    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
+    allow_descriptors()
+    uvicorn.run(app, host=options.host, port=options.port, http=Connection, ws="none", log_level="error")
 
 
 if __name__ == "__main__":
