@@ -50,8 +50,11 @@ def group_rewards(group: Group) -> list[float | None]:
 
 
 def check_reward_errors(groups: Sequence[Group], config: RolloutConfig) -> None:
-    """Raise RunError if more than the allowed share of rewards failed; silence would train on what is left."""
-    scores = [rollout.score for group in groups for rollout in group.rollouts]
+    """Raise RunError if more than the allowed share of rewards failed; silence would train on what is left.
+
+    What an opponent said is judged as well, but its score is never trained: neither it nor its error counts.
+    """
+    scores = [rollout.score for group in groups if not group.prompt.by_opponent for rollout in group.rollouts]
     errors = [score.error for score in scores if score.error is not None]
     if len(errors) > config.max_reward_errors * len(scores):
         raise RunError(

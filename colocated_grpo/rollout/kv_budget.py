@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from colocated_grpo.config.schema import Config
@@ -56,7 +57,7 @@ def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device:
         return {"gpu_memory_utilization": engine.gpu_memory_utilization}
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    room = free - weight_bytes(config, folder) - ENGINE_RESERVE
+    room = free - weight_bytes(config, folder, dtype) - ENGINE_RESERVE
     if room < SMALLEST:
         raise RunError(
             f"engine: {free / GIB:.1f} GiB are free beside the trainer, too little for the engine's weights and cache; "
@@ -84,7 +85,15 @@ def kv_bytes_per_token(hf_config: PretrainedConfig, itemsize: int, tensor_parall
     return 2 * text.num_hidden_layers * max(1, heads // tensor_parallel_size) * head_size * itemsize
 
 
-def weight_bytes(config: Config, folder: Path) -> int:
-    """Bytes of the checkpoint's files on one rank of the engine: an upper bound of its 16-bit weights."""
-    files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    return sum(file.stat().st_size for file in files) // config.engine.tensor_parallel_size
+def weight_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
+    """Of the checkpoint on one rank of the engine, in the engine's own type."""
+    if files := [*folder.glob("*.safetensors")]:
+        whole = sum(map(_numbers_in, files)) * dtype.itemsize
+    else:  # what these hold is known after reading them; no type in use is smaller than 16 bits
+        whole = sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin")) * dtype.itemsize // 2
+    return whole // config.engine.tensor_parallel_size
+
+
+def _numbers_in(file: Path) -> int:
+    with safe_open(file, framework="pt") as tensors:
+        return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118 (no dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, Qwen3Config
 
 from colocated_grpo.errors import RunError
@@ -77,12 +78,27 @@ def folder(tmp_path_factory):
     return make_small_model(tmp_path_factory.mktemp("kv") / "model", "qwen3")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
+def test_weights_count_in_the_engines_type_and_once_whatever_files_hold_them(tmp_path, folder, kept_as, dtype):
+    tensors = {name: t.to(kept_as) for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    assert weight_bytes(config_of(tmp_path), tmp_path, dtype) == numbers * dtype.itemsize
+    assert weight_bytes(config_of(tmp_path, engine={"tensor_parallel_size": 2}), tmp_path, dtype) == (
+        numbers * dtype.itemsize // 2
+    )
+    (tmp_path / "model.safetensors").unlink()
+    assert weight_bytes(config_of(tmp_path), tmp_path, dtype) >= numbers * dtype.itemsize
+
+
 @pytest.fixture
 def gpu(monkeypatch, folder):
     """A device with so many bytes to spare, beside the engine's weights and reserve, in twice as much memory."""
 
     def with_spare(spare: int) -> int:
-        free = weight_bytes(config_of(folder), folder) + ENGINE_RESERVE + spare
+        free = weight_bytes(config_of(folder), folder, torch.bfloat16) + ENGINE_RESERVE + spare
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
         return free
 

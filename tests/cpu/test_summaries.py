@@ -59,6 +59,18 @@ def test_too_many_failed_rewards_stop_the_run_with_the_first_error():
         check_reward_errors(groups(), RolloutConfig(max_reward_errors=0.2))
 
 
+def test_scores_of_an_opponent_are_not_among_those_that_may_fail():
+    failed = replace(rollout_of([1], [2]), score=Score(reward=None, error="KeyError: 'x'"))
+    fine = group_of(0, [rollout_of([1], [2])] * 4)
+
+    def by_opponent(group: Group) -> Group:
+        return replace(group, prompt=replace(group.prompt, by_opponent=True))
+
+    check_reward_errors([fine, by_opponent(group_of(1, [failed] * 4))], RolloutConfig(max_reward_errors=0.0))
+    with pytest.raises(RunError, match="4 of 4 failed"):
+        check_reward_errors([group_of(1, [failed] * 4), by_opponent(fine)], RolloutConfig(max_reward_errors=0.5))
+
+
 def test_a_rollout_that_sampled_nothing_has_no_staleness():
     silent = replace(rollout_of([1], []), policy_version=3)
     row = rollout_metrics([group_of(0, [rollout_of([1], [2]), silent])], policy_version=5)
