@@ -38,6 +38,8 @@ DEFAULT_MASTER_PORT = 29500
 PROBE_SECONDS = 10
 # torchrun kills ranks that are still saving this long after it was asked to stop.
 SHUTDOWN_SECONDS = 600
+# A socket's name has 107 characters at most, of which vLLM takes 37.
+LONGEST_SOCKET_FOLDER = 70
 
 
 class LaunchError(ValueError):
@@ -271,8 +273,10 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
         return USAGE_ERROR
     with tempfile.TemporaryDirectory(prefix="colocated-grpo-") as folder:
         verdict = Path(folder) / "verdict"
-        # torchrun would make a folder for its logs in each run and leave it behind.
+        # torchrun would make a folder for its logs in each run and leave it behind; tensor-parallel engines, sockets.
         inside = {"PET_LOG_DIR": folder, **environment, VERDICT_VARIABLE: str(verdict)}
+        if len(folder) <= LONGEST_SOCKET_FOLDER:
+            inside.setdefault("VLLM_RPC_BASE_PATH", folder)
         code = run_command(command, inside, redirect)
         if not (code and verdict.exists()):
             return code

@@ -7,6 +7,7 @@ import random
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from vllm.model_executor.layers import utils as linear_layers
 from colocated_grpo.distributed import World
 from colocated_grpo.rollout.engine import Part
 
+_INIT_CPU_SHM = _CPUSHMDistributed._init_cpu_shm
+
 
 def prepare_process(world: World) -> None:
     """Make vLLM fit for co-location. Call before each engine is built. Collective."""
@@ -33,6 +36,7 @@ def prepare_process(world: World) -> None:
         # The CPU backend repacks linear weights after loading, which leaves nothing to write new weights into.
         linear_layers.dispatch_cpu_unquantized_gemm = _plain_cpu_linear
         _name_shared_memory(world.from_main(lambda: secrets.token_hex(8)))
+        _CPUSHMDistributed._init_cpu_shm = _join_shared_memory
     else:
         # Triton exists beside CUDA only.
         from colocated_grpo.rollout import decode_attention, qkv_kernel, sampling_kernels
@@ -54,6 +58,13 @@ def _name_shared_memory(unique: str) -> None:
         return f"{unique}-{communicator.unique_name}-{ranks}"
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+
+def _join_shared_memory(group: _CPUSHMDistributed) -> int:
+    """vLLM's own, after which the memory's name goes: all have joined, and a process that is killed removes none."""
+    handle = _INIT_CPU_SHM(group)
+    Path(f"/dev/shm/{group.group_name}_{group.communicator.rank}").unlink(missing_ok=True)
+    return handle
 
 
 def _plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:

@@ -210,6 +210,24 @@ def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(con
     assert capfd.readouterr().out.startswith("Co-located GRPO\n")
 
 
+@pytest.mark.parametrize(("parent", "is_used"), [("t", True), ("t" * 80, False)])
+def test_sockets_of_engines_are_gone_with_the_run_where_their_names_are_short_enough(
+    config, eight_gpus, monkeypatch, tmp_path_factory, parent, is_used
+):
+    parent = tmp_path_factory.getbasetemp().parent / parent
+    parent.mkdir(exist_ok=True)
+    monkeypatch.setattr("tempfile.tempdir", str(parent))
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+
+    def run_command(_command, environment, _redirect):
+        assert (environment.get("VLLM_RPC_BASE_PATH") == environment["PET_LOG_DIR"]) == is_used
+        return 7
+
+    monkeypatch.setattr("colocated_grpo.processes.run_command", run_command)
+    assert main(["--config", config, "--gpus", "2"]) == 7
+    assert not list(parent.iterdir())
+
+
 def test_logs_of_torchrun_are_gone_with_the_run(config, eight_gpus, monkeypatch):
     folders = []
 

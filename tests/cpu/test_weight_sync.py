@@ -68,11 +68,15 @@ def test_the_engines_of_two_ranks_follow_the_policy(tensor_parallel, left_by_a_k
         assert_follows(facts)
         assert facts["path"] == "views"
         assert facts["buckets"] > 3
+        assert len(facts["shared memory"]) == (tensor_parallel if tensor_parallel > 1 else 0)
+        assert all(name.endswith("(deleted)") for name in facts["shared memory"])
 
 
 def synced_on_two_ranks(world: World, folder: Path, tensor_parallel: int) -> dict[str, Any]:
     """With buckets so small that most parameters of the model have one of their own."""
-    return synced_twice(world, folder, 1 << 14, engine={"tensor_parallel_size": tensor_parallel})
+    facts = synced_twice(world, folder, 1 << 14, engine={"tensor_parallel_size": tensor_parallel})
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return facts | {"shared memory": {line.partition("/dev/shm/")[2] for line in mapped if "-tp:0-0-1_" in line}}
 
 
 def filled_padding(world: World, folder: Path) -> dict[str, Any]:
