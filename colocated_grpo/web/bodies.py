@@ -12,6 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from colocated_grpo.web.packing import TooLarge, unpack
+
 BODY_SECONDS = 60.0
 """From head to end of a body. A half-sent one holds one of the places for requests, which would else be for ever."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -75,16 +77,12 @@ class RequestBodies:
         return whole
 
     def _unpack(self, packed: bytes) -> bytes:
-        unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
         try:
-            body = unpacker.decompress(packed, self._max_bytes + 1)
+            return unpack(packed, self._max_bytes)
         except zlib.error:
             raise BodyRefused(400, "Invalid gzip payload") from None
-        if len(body) > self._max_bytes:
-            raise self._too_large()
-        if not unpacker.eof:
-            raise BodyRefused(400, "Invalid gzip payload")
-        return body
+        except TooLarge:
+            raise self._too_large() from None
 
     def _too_large(self) -> BodyRefused:
         return BodyRefused(413, f"request body above the limit of {self._max_bytes} bytes")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import json
+import socket
+import threading
+from contextlib import suppress
 
 import pytest
 
@@ -26,11 +30,37 @@ GZIP = "Content-Encoding: gzip"
         response(PACKED[:12] + b"\xff\xff\xff" + PACKED[15:], GZIP),
         response(b"{}", status="503 Busy"),
         response(b"{}").replace(b"Content-Length: 2", b"Content-Length: 20"),
+        response(b"{}").replace(b"Content-Length: 2", b"Content-Length: 9000000000000000"),
+        response(b"{}").replace(b"Content-Length: 2", b"Content-Length: " + b"9" * 40),
     ],
 )
 def test_nonsense_is_no_answer_and_worth_another_try(raw):
     with answering(raw) as url, pytest.raises(Unavailable):
         JsonClient(url, timeout=5).get("/status")
+
+
+@pytest.mark.parametrize("headers", [(), (GZIP,)])
+def test_an_answer_that_is_too_large_is_not_taken_in(monkeypatch, headers):
+    monkeypatch.setattr("colocated_grpo.web.client.LARGEST_ANSWER", 1000)
+    body = json.dumps("a" * 2000).encode()
+    raw = response(gzip.compress(body) if headers else body, *headers)
+    with answering(raw) as url, pytest.raises(Unavailable, match="larger than 1000 bytes"):
+        JsonClient(url, timeout=5).get("/batch")
+
+
+def test_an_answer_without_end_is_not_waited_for():
+    def talk(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=talk, args=(listener,), daemon=True).start()
+        client = JsonClient(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2)
+        with pytest.raises(Unavailable, match=r"takes longer than 0\.2 s"):
+            client.get("/batch")
 
 
 def test_a_refusal_is_told_from_a_failure():
