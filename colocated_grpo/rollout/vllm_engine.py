@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from colocated_grpo.config.schema import Config
@@ -65,7 +67,8 @@ class VLLMEngine:
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             name = self._new_name()
-            self._requests.add(name, request.token_ids, _sampling_params(request))
+            with _refusals_as_value_errors():
+                self._requests.add(name, request.token_ids, _sampling_params(request))
             self._keys[name] = request.key
 
     def _new_name(self) -> str:
@@ -97,7 +100,8 @@ class VLLMEngine:
         return [next(iter(entry.values())) for entry in entries]
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k))
+        with _refusals_as_value_errors():
+            return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k))
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.transforms_weights:
@@ -170,6 +174,16 @@ def _engine_arguments(
         # For a seeded request whose prompt comes in parts vLLM winds the generator back, which only CUDA's can do.
         arguments["enable_chunked_prefill"] = False
     return {**arguments, **kv_cache_arguments(config, folder, dtype, world.device), **engine.args}
+
+
+@contextmanager
+def _refusals_as_value_errors() -> Iterator[None]:
+    """What vLLM raises for a request that it will not serve became a kind of its own, which nobody here waits for: one
+    client's odd wish would end the run."""
+    try:
+        yield
+    except VLLMValidationError as error:
+        raise ValueError(str(error)) from error
 
 
 def _scoring(k: int) -> SamplingParams:

@@ -72,6 +72,7 @@ def engine_facts(world: World, folder: Path, stop: list[str]) -> dict[str, Any]:
         seeds(pair)
         | streamed(pair, tuple(stop))
         | errors(pair)
+        | {"refused": refused(pair)}
         | ends(pair, tuple(stop))
         | aborted(pair)
         | stale_prefix(pair)
@@ -121,6 +122,24 @@ def errors(pair: Pair) -> dict[str, float]:
         "error at another temperature": pair.sampling_error(PROBE, sampled, 1.0),
         "greedy logprobs": greedy.sampling_logprobs,
     }
+
+
+def refused(pair: Pair) -> list[str]:
+    """What the engine says to requests that it does not serve, one after the other."""
+    longest = pair.config.max_sequence_tokens
+    wishes = [
+        lambda: pair.engine.submit([request_of(0, 1, temperature=3.0)]),
+        lambda: pair.engine.submit([request_of(0, 1, prompt=[5] * (longest + 1))]),
+        lambda: pair.engine.top_logprobs([5] * (longest + 1), 1),
+        lambda: pair.engine.top_logprobs([5] * 3, 10**6),
+    ]
+    said = []
+    for wish in wishes:
+        try:
+            wish()
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 def ends(pair: Pair, stop: tuple[str, ...]) -> dict[str, Any]:
@@ -197,6 +216,11 @@ def test_a_seed_repeats_its_completion_whatever_runs_beside_it(facts):
 def test_sampling_logprobs_are_the_policys_scores_at_the_same_temperature(facts):
     assert facts["error"] < 1e-4
     assert facts["error at another temperature"] > 0.05
+
+
+def test_a_request_that_vllm_refuses_is_a_value_error_and_the_engine_goes_on(facts):
+    assert len(facts["refused"]) == 4
+    assert "3.0" in facts["refused"][0]
 
 
 def test_streaming_changes_no_completion_and_its_pieces_lead_up_to_it(facts):
