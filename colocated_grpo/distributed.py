@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+
+from colocated_grpo.errors import in_one_line
 
 T = TypeVar("T")
 
@@ -61,14 +64,15 @@ class World:
     def from_main(self, make: Callable[[], T]) -> T:
         """`make()` runs on rank 0 only; its result, or its exception, reaches every rank."""
         outcome: tuple[T | None, Exception | None] | None = None
+        failure: Exception | None = None
         if self.is_main:
             try:
                 outcome = (make(), None)
             except Exception as error:  # raised again below, on all ranks, so that none waits for a broadcast for ever
-                outcome = (None, error)
+                failure, outcome = error, (None, _portable(error))
         value, error = self.broadcast_object(outcome)
         if error is not None:
-            raise error
+            raise error if failure is None else failure
         return value
 
     def barrier(self) -> None:
@@ -86,6 +90,16 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.control if tensor.device.type == "cpu" else None)
         return tensor
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself where other processes can build it, as they cannot with many of libraries: those need arguments
+    that pickle does not keep, or hold a lock."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(in_one_line(error))
+    return error
 
 
 def init_world() -> World:
