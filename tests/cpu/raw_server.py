@@ -6,17 +6,19 @@ import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, repeat
 
 
 @contextmanager
-def answering(raw: bytes) -> Iterator[str]:
-    """The url of a server that says these bytes to every request and hangs up."""
+def answering(*raw: bytes) -> Iterator[str]:
+    """The url of a server that says these bytes, the last of them to every further request, and hangs up."""
+    answers = chain(raw, repeat(raw[-1]))
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             while self.rfile.readline().strip():
                 pass
-            self.wfile.write(raw)
+            self.wfile.write(next(answers))
 
     with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 
@@ -150,7 +151,16 @@ def test_a_server_that_is_not_there_or_not_well_is_said_in_one_line():
         env(server)
 
 
-def test_a_server_that_answers_nonsense_during_a_run_is_said_in_one_line(server):
+def test_a_server_that_is_started_again_during_a_run_is_waited_for(monkeypatch, server):
+    monkeypatch.setattr(openenv, "PAUSE", 0.001)
+    first = json.dumps({"observation": {"text": "1 to 9"}, "reward": None, "done": False}).encode()
+    with answering(b"", response(b"{}", status="503 Busy"), response(first)) as url:
+        item = next(env(server).model_copy(update={"url": url}).prompts(0, "train"))
+    assert "1 to 9" in item["prompt"]
+
+
+def test_a_server_that_answers_nonsense_during_a_run_is_said_in_one_line(monkeypatch, server):
+    monkeypatch.setattr(openenv, "PATIENCE", 0.0)
     episode = env(server)
     for raw in (b"220 a mail server\r\n", response(b"[]"), response(b"{}", status="500 Crashed")):
         with answering(raw) as url:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -27,6 +28,8 @@ KEY = "environments 'openenv'"
 BUSY = 0.1
 """Seconds between two attempts at a server that has all its sessions in use."""
 HTTP_TIMEOUT = 30.0
+PATIENCE, PAUSE = 30.0, 0.5
+"""Seconds in all, and between two attempts, for a server that is started again while a run goes on."""
 LARGEST_MESSAGE = 16 << 20
 """Bytes of one observation."""
 JSON_OBJECT = TypeAdapter(dict[str, Any])
@@ -86,7 +89,7 @@ class OpenEnv(SeededEpisode):
     def _item(self, chance: Random, split: Split) -> dict[str, Any]:
         seed = draw_seed(chance, split)
         hint = "" if self._field else f"Reply with one JSON object of this schema: {json.dumps(self._schema)}"
-        said = self._words(self._ask("/reset", self._reset(seed)))
+        said = self._words(self._ask("/reset", self._reset(seed), patience=PATIENCE))
         return {"seed": seed, "said": said, "prompt": "\n\n".join(filter(None, [self.instruction, hint, said]))}
 
     async def run(self, item: dict[str, Any], model: Conversation) -> dict[str, float]:
@@ -147,16 +150,19 @@ class OpenEnv(SeededEpisode):
         seen = result["observation"]
         return json.dumps(seen) if self.observation is None else str(seen[self.observation])
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """GET, or POST of a body."""
-        http = JsonClient(self.url, timeout=HTTP_TIMEOUT)
-        try:
-            return JSON_OBJECT.validate_python(http.get(path) if body is None else http.post(path, body))
-        except (Unavailable, Refused, ValidationError) as error:
-            why = "not a JSON object" if isinstance(error, ValidationError) else error
-            raise EnvironmentSetupError(
-                f"{KEY}: args.url={self.url!r}: no OpenEnv server answers {path}: {why}"
-            ) from error
+    def _ask(self, path: str, body: dict[str, Any] | None = None, *, patience: float = 0.0) -> dict[str, Any]:
+        """GET, or POST of a body. patience: seconds for which a server that does not answer is asked again."""
+        http, deadline = JsonClient(self.url, timeout=HTTP_TIMEOUT), time.monotonic() + patience
+        while True:
+            try:
+                return JSON_OBJECT.validate_python(http.get(path) if body is None else http.post(path, body))
+            except (Unavailable, Refused, ValidationError) as error:
+                if not isinstance(error, Unavailable) or time.monotonic() >= deadline:
+                    why = "not a JSON object" if isinstance(error, ValidationError) else error
+                    raise EnvironmentSetupError(
+                        f"{KEY}: args.url={self.url!r}: no OpenEnv server answers {path}: {why}"
+                    ) from error
+                time.sleep(PAUSE)
 
 
 async def _ask_session(socket: Any, message: dict[str, Any]) -> dict[str, Any]:
