@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -77,9 +77,10 @@ class RewardFunction:
         # Iterated, a mapping would give its keys and a set its values in an order of its own.
         if not isinstance(result, Iterable) or isinstance(result, str | Mapping | Set):
             raise WrongNumberOfRewards(f"{result!r} for {count} completions, not a list of {count} numbers")
-        values = list(islice(result, count + 1))  # a generator may have no end
+        endless = not isinstance(result, Sized)  # as a generator may be
+        values = list(islice(result, count + 1) if endless else result)
         if len(values) != count:
-            number = f"more than {count}" if len(values) > count else len(values)
+            number = f"more than {count}" if endless and len(values) > count else len(values)
             raise WrongNumberOfRewards(f"{number} rewards for {count} completions")
         return [self._outcome(value, metrics) for value in values]
 

@@ -178,7 +178,7 @@ def test_an_async_function_that_raises_what_is_no_exception_ends_nothing_but_its
             [1.0, None],
             "reward: ValueError: a reward must be None or a number up to 1e+30 in size, got 'good'",
         ),
-        ([1.0, 2.0, 3.0], [None, None], "reward: WrongNumberOfRewards: more than 2 rewards for 2 completions"),
+        ([1.0, 2.0, 3.0], [None, None], "reward: WrongNumberOfRewards: 3 rewards for 2 completions"),
         (
             [0.0, -1e99],
             [0.0, None],
