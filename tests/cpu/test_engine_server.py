@@ -779,8 +779,9 @@ PROMPT = b'{"prompt": "a", "max_tokens": 2}'
         ("/generate", zlib.compress(PROMPT), {"Content-Encoding": "deflate"}, 400),
         ("/generate", iter([b"a" * 4096] * 100), {}, 413),
         ("/generate", iter([PROMPT[:9], PROMPT[9:]]), {}, 200),
-        ("/generate", PROMPT, {"Content-Length": "-5"}, 400),
-        ("/generate", PROMPT, {"Content-Length": "9" * 5000}, 400),
+        # Without a body: one that the server has not read when it hangs up may cost the client the answer.
+        ("/generate", b"", {"Content-Length": "-5"}, 400),
+        ("/generate", b"", {"Content-Length": "9" * 5000}, 400),
     ],
 )
 def test_odd_bodies_are_answered(shared, caplog, path, body, headers, status):

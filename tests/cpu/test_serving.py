@@ -60,21 +60,21 @@ def said(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("sent", [b"", b"GET", HEAD, GET + HEAD])
 def test_a_connection_whose_request_does_not_come_is_closed(monkeypatch, served, sent):
-    monkeypatch.setattr(serving, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(serving, "SILENCE_SECONDS", 0.3)  # the client's thread may have to wait for a core
     with served.connect() as connection:
         connection.sendall(sent)
         assert said(connection).count(OK) == sent.count(GET)
 
 
 def test_a_request_may_wait_for_its_answer_as_long_as_it_likes(monkeypatch, served):
-    monkeypatch.setattr(serving, "SILENCE_SECONDS", 0.01)
+    monkeypatch.setattr(serving, "SILENCE_SECONDS", 0.3)
     looks = []
     look = serving.Connection._look
     monkeypatch.setattr(serving.Connection, "_look", lambda self, last: (looks.append(last), look(self, last)))
     served.answer.clear()
     with served.connect() as connection:
         connection.sendall(GET)
-        until(lambda: len(looks) > 5)
+        until(lambda: len(looks) > 2)
         served.answer.set()
         assert said(connection).startswith(OK)
 
