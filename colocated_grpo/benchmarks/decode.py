@@ -14,7 +14,14 @@ from typing import Any
 
 from colocated_grpo.benchmarks.figures import ModelSize, model_size
 from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
-from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
+from colocated_grpo.benchmarks.ranks import (
+    config_of,
+    main_in_ranks,
+    model_folder,
+    model_name,
+    rank_parser,
+    wake_with_weights,
+)
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
 from colocated_grpo.distributed import World
 from colocated_grpo.policy.model import read_model_config
@@ -38,7 +45,6 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     from colocated_grpo.build import build_engine
-    from colocated_grpo.build_weights import build_sync
     from colocated_grpo.trainer import settle_garbage_collector
 
     roofline = measure_roofline(world.device)
@@ -52,10 +58,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engine = build_engine(config, policy, folder, world)
         size = model_size(folder, itemsize=policy.dtype.itemsize)
-    engine.wake("weights")
-    build_sync(policy, engine, world).sync()
-    engine.weights_changed(policy.version)
-    engine.wake("kv_cache")
+    wake_with_weights(engine, policy, world)
     settle_garbage_collector()
     decode(engine, options, max(options.sequences), tokens, world)  # whatever is made or compiled at first use
     measured = [decode(engine, options, sequences, tokens, world) for sequences in options.sequences]
@@ -110,7 +113,7 @@ def row_of(
     busy = busy_seconds(kernels) / options.steps
     cached = sequences * (options.prompt + options.sampled + options.steps / 2)
     return {
-        "shape": options.model.name if options.model else options.shape,
+        "shape": model_name(options),
         "sequences": sequences,
         "cached_tokens_each": cached / sequences,
         "step_ms": seconds * 1e3,

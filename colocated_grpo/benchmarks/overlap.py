@@ -19,7 +19,7 @@ import torch
 
 from colocated_grpo.batching import Batch, Minibatch
 from colocated_grpo.benchmarks import train
-from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
+from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser, wake_with_weights
 from colocated_grpo.benchmarks.roofline import measure_roofline
 from colocated_grpo.distributed import World
 from colocated_grpo.metrics import Metrics
@@ -41,7 +41,6 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     from colocated_grpo.build import build_engine
-    from colocated_grpo.build_weights import build_sync
 
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:
@@ -50,10 +49,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
         engine = build_engine(config, policy, folder, world)
     config = train.settle_memory(policy, config, world)
     batch = train.pack_all(train.make_groups(options, policy.model.lm.config.vocab_size), config, world)
-    engine.wake("weights")
-    build_sync(policy, engine, world).sync()
-    engine.weights_changed(policy.version)
-    engine.wake("kv_cache")
+    wake_with_weights(engine, policy, world)
     beside = Beside(policy, engine, batch, world.device)
     rows = [beside.row(tail, options.tokens, first) for tail in options.tails for first in ("neither", "decoding")]
     engine.close()

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,10 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.launcher import Launch, child_environment
 from colocated_grpo.processes import run_command
 from colocated_grpo.tools.make_model import SHAPES, make_model
+
+if TYPE_CHECKING:
+    from colocated_grpo.policy.policy import Policy
+    from colocated_grpo.rollout.vllm_engine import VLLMEngine
 
 Measure = Callable[[World, argparse.Namespace], dict[str, Any]]
 """Runs on every rank; what rank 0 returns is published."""
@@ -134,3 +138,18 @@ def config_of(model: Path, options: argparse.Namespace, **sections: Any) -> Conf
         yaml.safe_dump(content, file)
         file.flush()
         return load_config(file.name, options.settings)
+
+
+def model_name(options: argparse.Namespace) -> str:
+    """Of the model that `model_folder` gives."""
+    return options.model.name if options.model else options.shape
+
+
+def wake_with_weights(engine: VLLMEngine, policy: Policy, world: World) -> None:
+    """Wake an engine that sleeps, or has just been built, with the policy's weights. Collective."""
+    from colocated_grpo.build_weights import build_sync  # vLLM takes seconds to import, which --help need not wait for
+
+    engine.wake("weights")
+    build_sync(policy, engine, world).sync()
+    engine.weights_changed(policy.version)
+    engine.wake("kv_cache")

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
+from colocated_grpo.benchmarks.ranks import (
+    config_of,
+    main_in_ranks,
+    model_folder,
+    model_name,
+    rank_parser,
+    wake_with_weights,
+)
 from colocated_grpo.benchmarks.roofline import measure_roofline, meet, seconds_of
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS
 from colocated_grpo.config import Config
@@ -60,7 +67,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     asleep = driver_bytes(world) - before
     engine.close()
     row = {
-        "shape": options.model.name if options.model else options.shape,
+        "shape": model_name(options),
         "import_seconds": imports,
         **start,
         **medians(cycles),
@@ -87,17 +94,13 @@ def import_seconds() -> float:
 def first_token(config: Config, policy: Policy, folder: Path, world: World) -> tuple[VLLMEngine, dict[str, float]]:
     """An engine, awake, and the seconds until it was built and until it had sampled from the policy's weights."""
     from colocated_grpo.build import build_engine
-    from colocated_grpo.build_weights import build_sync
     from colocated_grpo.trainer import settle_garbage_collector
 
     meet(world.device)
     begin = time.perf_counter()
     engine = build_engine(config, policy, folder, world)
     built = time.perf_counter() - begin
-    engine.wake("weights")
-    build_sync(policy, engine, world).sync()
-    engine.weights_changed(policy.version)
-    engine.wake("kv_cache")
+    wake_with_weights(engine, policy, world)
     sample_one_token(engine)
     first = time.perf_counter() - begin
     settle_garbage_collector()

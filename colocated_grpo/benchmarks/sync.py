@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
+from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, model_name, rank_parser
 from colocated_grpo.benchmarks.roofline import (
     Roofline,
     copy_seconds,
@@ -63,7 +63,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     engine.sleep()
     engine.close()
     row = {
-        "shape": options.model.name if options.model else options.shape,
+        "shape": model_name(options),
         "path": planned.path,
         "seconds": seconds,
         **bare,

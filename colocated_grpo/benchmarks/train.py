@@ -19,7 +19,7 @@ import torch
 from colocated_grpo.advantages import group_advantages
 from colocated_grpo.batching import Batch, pack
 from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
-from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
+from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, model_name, rank_parser
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, meet, seconds_of
 from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_SHARE
 from colocated_grpo.config import Config
@@ -73,7 +73,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     peaks = peak_memory(world)
     kernels = kernel_rows(lambda: train(policy, batch), world.device)
     row = {
-        "shape": options.model.name if options.model else options.shape,
+        "shape": model_name(options),
         **speed(batch, policy.num_parameters(), statistics.median(slowest), roofline, world.size),
         **packing(batch, world),
         "checkpointed_blocks": num_checkpointed(policy.model),
