@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from colocated_grpo.build_weights import belongs_into_checkpoints, build_opponent, build_sync, read_opponent
 from colocated_grpo.checkpoint import Checkpoints
-from colocated_grpo.config.inputs import is_inline
+from colocated_grpo.config.inputs import is_inline, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.environments import Environments, build_environments
@@ -57,6 +57,8 @@ class Run:
     stop: StopRequest
     folder: Path
     model_folder: Path
+    model_shape: dict[str, Any]
+    """Goes into checkpoints: a run is resumed with a model of the same shape."""
     hf_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     policy: Policy
@@ -124,6 +126,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         stop=stop,
         folder=folder,
         model_folder=model_folder,
+        model_shape=shape_of(json.loads((model_folder / "config.json").read_text(encoding="utf-8"))),
         hf_config=hf_config,
         tokenizer=tokenizer,
         policy=policy,

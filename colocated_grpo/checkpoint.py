@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -22,16 +21,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from colocated_grpo.checkpoint_folders import FOLDER, STATE_FILE, complete_checkpoints, is_complete
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 
-FOLDER = "checkpoints"
-STATE_FILE = "trainer.json"
 UNFINISHED = ".partial"
-OWN_NAME = re.compile(r"step_(\d{6,})")
-"""Of a whole checkpoint. What a person makes beside it (step_best, step_000003 copy) is neither resumed nor deleted."""
 
 
 class Checkpoints:
@@ -59,7 +55,7 @@ class Checkpoints:
         """
         self.wait()
         final = self._folder / f"step_{step:06d}"
-        if self._world.from_main(lambda: _is_complete(final) and _replace_state(final, state)):
+        if self._world.from_main(lambda: is_complete(final) and _replace_state(final, state)):
             return
         partial = final.with_suffix(UNFINISHED)
         if self._world.is_main:
@@ -185,19 +181,6 @@ def _write_durably(file: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Oldest first."""
-    return sorted(filter(_is_complete, folder.glob("step_*")), key=_step)
-
-
-def _is_complete(folder: Path) -> bool:
-    return OWN_NAME.fullmatch(folder.name) is not None and (folder / STATE_FILE).exists()
-
-
-def _step(folder: Path) -> int:
-    return int(OWN_NAME.fullmatch(folder.name)[1])
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:

@@ -116,11 +116,14 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from colocated_grpo.config.inputs import check_inputs
     from colocated_grpo.config.loading import read_config
     from colocated_grpo.config.rules import check_world
+    from colocated_grpo.run_folder import check_resumed
 
+    name = Path(config_file(options)).stem
     try:
         loaded = read_config(config_file(options), overrides)
         check_world(loaded.config, int(os.environ["WORLD_SIZE"]))
         config, notes = check_inputs(loaded.config)
+        check_resumed(config, options.resume, name)
     except ConfigError as error:
         _say(*_error_lines(error), to=sys.stderr)
         return USAGE_ERROR
@@ -129,7 +132,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     # torchrun shows what `record` keeps of the first rank that failed, and shows it last
-    return record(_run)(config, options.resume, Path(config_file(options)).stem)
+    return record(_run)(config, options.resume, name)
 
 
 def _import_trainer() -> Callable[..., None]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.cli import (
-    AUTO,
     LOG_LEVEL_VARIABLE,
     USAGE_ERROR,
     VERDICT_VARIABLE,
@@ -181,16 +180,16 @@ def machine_problems(launch: Launch, config: Config) -> list[str]:
     """What this machine lacks for the run. A dry run shows it and goes on: it may plan for another machine."""
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.config.inputs import check_inputs
+    from colocated_grpo.run_folder import check_resumed
 
     problems = []
     if launch.gpus > (visible := visible_gpus(os.environ)):
         problems.append(f"--gpus={launch.gpus}: only {visible} visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)")
-    if launch.resume not in (None, AUTO) and not Path(launch.resume).is_dir():
-        problems.append(f"--resume={launch.resume!r}: no such run folder")
     if importlib.util.find_spec("torch") is None:
         problems.append(f"torchrun not found: {sys.executable} has no torch; use the Python that `make install` fills")
     try:
         check_inputs(config)
+        check_resumed(config, launch.resume, Path(launch.config).stem)
     except ConfigError as error:
         problems += str(error).splitlines()
     return problems

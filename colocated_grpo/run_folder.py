@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from colocated_grpo.checkpoint import FOLDER, complete_checkpoints
+from colocated_grpo.checkpoint_folders import FOLDER, complete_checkpoints, saved_shape
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.inputs import first_difference, read_model_config, shape_of
 from colocated_grpo.config.schema import Config
 
 AUTO = "auto"
@@ -39,6 +40,23 @@ def choose_run_folder(config: Config, resume: str | None, name: str) -> Path:
             f"run_name={config.run_name!r}: {folder} holds a run already; add --resume, or choose another name"
         )
     return folder
+
+
+def check_resumed(config: Config, resume: str | None, name: str) -> None:
+    """Raise ConfigError where the run cannot write into its folder, or continues one of another model.
+
+    The weights' shapes must be those of the checkpoint. The model's name may be another: folders are moved, and what a
+    run has begun with is in its checkpoint.
+    """
+    checkpoints = complete_checkpoints(choose_run_folder(config, resume, name) / FOLDER)
+    if not checkpoints:
+        return
+    ours, theirs = shape_of(read_model_config(config.model)), saved_shape(checkpoints[-1])
+    if (key := first_difference(ours, theirs)) is not None:
+        raise ConfigError(
+            f"model.name={config.model.name!r}: its {key} is {ours[key]}, that of the checkpoint {checkpoints[-1]} is "
+            f"{theirs[key]}; a run is resumed with a model of the same shape"
+        )
 
 
 def claim(folder: Path) -> Path:
@@ -90,6 +108,8 @@ def _newest(output: Path, run_name: str | None, name: str) -> Path | None:
 
 
 def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(f"--resume={str(folder)!r}: no such run folder")
     if not complete_checkpoints(folder / FOLDER):
-        raise ConfigError(f"--resume {folder}: no complete checkpoint in {folder / FOLDER}")
+        raise ConfigError(f"--resume={str(folder)!r}: no complete checkpoint in {folder / FOLDER}")
     return folder

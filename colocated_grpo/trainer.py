@@ -13,6 +13,7 @@ from torch import Tensor
 from colocated_grpo.advantages import group_advantages, is_constant
 from colocated_grpo.batching import Batch, MicroBatch, pack
 from colocated_grpo.build import GOAL_REACHED, Run, build_run, describe
+from colocated_grpo.checkpoint_folders import MODEL_SHAPE
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
 from colocated_grpo.environments.base import Settled
@@ -225,7 +226,8 @@ def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
 
 
 def save(run: Run, step: int, *, goal_reached: bool = False) -> None:
-    run.checkpoints.save(step, run.policy, {"source": run.supply.state_dict(), GOAL_REACHED: goal_reached})
+    state = {"source": run.supply.state_dict(), GOAL_REACHED: goal_reached, MODEL_SHAPE: run.model_shape}
+    run.checkpoints.save(step, run.policy, state)
 
 
 def maybe_export(run: Run, step: int) -> None:

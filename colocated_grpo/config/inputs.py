@@ -64,13 +64,23 @@ def _check_opponent(section: str, config: Config, policy: Mapping[str, Any]) -> 
     opponent = config.opponent_model
     if opponent == config.model:
         return
-    theirs = read_model_config(opponent, section)
-    for key in _SHAPE_KEYS:
-        if theirs.get(key) != policy.get(key):
-            raise ConfigError(
-                f"{section}.name={opponent.name!r}: its {key} is {theirs.get(key)}, that of {config.model.name} is "
-                f"{policy.get(key)}; both must fit into one engine"
-            )
+    ours, theirs = shape_of(policy), shape_of(read_model_config(opponent, section))
+    if (key := first_difference(ours, theirs)) is not None:
+        raise ConfigError(
+            f"{section}.name={opponent.name!r}: its {key} is {theirs[key]}, that of {config.model.name} is "
+            f"{ours[key]}; both must fit into one engine"
+        )
+
+
+def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a config.json, what decides the shapes of the weights; without what it leaves to its family's defaults."""
+    text = model.get("text_config") or model
+    return {key: text[key] for key in _SHAPE_KEYS if text.get(key) is not None}
+
+
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first key that two shapes both have, with different values. One that only one has may be the default."""
+    return next((key for key in one if key in other and one[key] != other[key]), None)
 
 
 def read_model_config(model: ModelConfig, section: str = "model") -> dict[str, Any]:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 LAYERS = [
-    {"errors", "types", "config", "stop_signals", "descriptors"},
+    {"errors", "types", "config", "stop_signals", "descriptors", "checkpoint_folders"},
     {"metrics", "web"},
     {"advantages", "losses", "distributed"},
     {"batching", "summaries", "profiling"},

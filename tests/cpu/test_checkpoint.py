@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from colocated_grpo.checkpoint import FOLDER, STATE_FILE, Checkpoints, complete_checkpoints
+from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.checkpoint_folders import FOLDER, STATE_FILE, complete_checkpoints
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError

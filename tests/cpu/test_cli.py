@@ -127,6 +127,12 @@ def test_a_rank_prepares_its_libraries_and_starts_the_trainer(config):
     assert result.returncode == 0
 
 
+def test_a_run_that_is_not_there_to_be_resumed_ends_a_rank_before_it_trains(config, tmp_path):
+    result = trained(config, "print('trains')", "--resume", str(tmp_path / "gone"))
+    line = f"error: --resume='{tmp_path / 'gone'}': no such run folder\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+
+
 def test_a_rank_may_have_more_files_open_than_a_shell_gives_it(config):
     before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))

@@ -153,6 +153,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
         ("--dryrun", "--dryrun: unknown flag; did you mean --dry-run?"),
         ("--config nope.yaml", "config='nope.yaml': no such file"),
         ("--resume nope", "--resume='nope': no such run folder"),
+        ("--resume model", "--resume='model': no complete checkpoint in model/checkpoints"),
         ("--policy.lr -1", "policy.lr=-1: must be greater than 0 (command line)"),
         ("--polcy.lr 1", "polcy: unknown key; did you mean policy?"),
         ("--policy.lr", "--policy.lr: needs a value, for example --policy.lr VALUE or --policy.lr=VALUE"),

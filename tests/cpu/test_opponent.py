@@ -87,7 +87,7 @@ def test_frozen_seats_need_a_model_that_plays_them():
     ("change", "line"),
     [
         ({"hidden_size": 128}, "its hidden_size is 128, that of"),
-        ({"vocab_size": None}, "its vocab_size is None, that of"),
+        ({"vocab_size": 7}, "its vocab_size is 7, that of"),
         (None, "no such folder"),
     ],
 )

@@ -9,7 +9,17 @@ import signal
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
 
-from training_runs import STEPS, TrainingRun, deterministic, train, uninterrupted, wall_clock_free, weights_of
+from training_runs import (
+    STEPS,
+    TrainingRun,
+    deterministic,
+    settings,
+    tiny_model,
+    train,
+    uninterrupted,
+    wall_clock_free,
+    weights_of,
+)
 
 SECONDS_TO_END = 30
 
@@ -88,3 +98,14 @@ def test_an_unfinished_checkpoint_is_never_read_and_a_finished_run_can_be_contin
     assert starts(more) == [0, 3]
     assert (exported / "config.json").is_file()
     assert [row["step"] for row in more.rows(files.TRAIN)] == [0, 1, 2, 3, 4]
+
+
+def test_a_model_of_another_shape_is_refused_before_any_rank_starts(tmp_path):
+    trained, other = uninterrupted(2).folder, tiny_model("qwen2")
+    with TrainingRun(tmp_path, settings(other), "--resume", str(trained), ranks=2) as run:
+        assert run.wait() == 2
+        assert run.stdout == ""
+        assert run.stderr == (
+            f"error: model.name='{other}': its model_type is qwen2, that of the checkpoint "
+            f"{trained}/checkpoints/step_{STEPS:06d} is qwen3; a run is resumed with a model of the same shape\n"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.checkpoint import FOLDER, STATE_FILE
+from colocated_grpo.checkpoint_folders import FOLDER, MODEL_SHAPE, STATE_FILE
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.run_folder import LOCK_FILE, choose_run_folder, claim, removed_if_unused
+from colocated_grpo.run_folder import LOCK_FILE, check_resumed, choose_run_folder, claim, removed_if_unused
 
 from small_policy import config_of
 
@@ -71,11 +72,52 @@ def test_a_named_folder_is_continued_wherever_it_is(tmp_path):
     assert choose_run_folder(config_in(tmp_path / "runs"), str(elsewhere), "sorting") == elsewhere
 
 
-@pytest.mark.parametrize("made", [False, True], ids=["missing", "without a complete checkpoint"])
-def test_a_named_folder_that_holds_nothing_to_continue_is_refused(tmp_path, made):
+@pytest.mark.parametrize(("made", "problem"), [(False, "no such run folder"), (True, "no complete checkpoint in .*")])
+def test_a_named_folder_that_holds_nothing_to_continue_is_refused(tmp_path, made, problem):
     folder = past_run(tmp_path / "dead", complete=False) if made else tmp_path / "dead"
-    with pytest.raises(ConfigError, match=r"--resume .*dead: no complete checkpoint"):
+    with pytest.raises(ConfigError, match=f"^--resume='{folder}': {problem}$"):
         choose_run_folder(config_in(tmp_path), str(folder), "sorting")
+
+
+def model_of(folder: Path, **settings: object) -> Path:
+    """A model folder with the given config.json."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def run_of_a_model(folder: Path, **shape: object) -> str:
+    """A past run whose checkpoint is of a model of this shape; its folder."""
+    state = {"step": 3, "state": {MODEL_SHAPE: shape}}
+    (past_run(folder) / FOLDER / "step_000003" / STATE_FILE).write_text(json.dumps(state))
+    return str(folder)
+
+
+@pytest.mark.parametrize("resume", ["auto", None], ids=["auto", "by name"])
+def test_a_run_is_not_resumed_with_a_model_of_another_shape(tmp_path, resume):
+    run = run_of_a_model(tmp_path / "sorting-20250101-000000", model_type="qwen3", hidden_size=128)
+    model = model_of(tmp_path / "larger", model_type="qwen3", hidden_size=256)
+    with pytest.raises(ConfigError) as caught:
+        check_resumed(config_of(model, output_dir=str(tmp_path)), resume or run, "sorting")
+    assert str(caught.value) == (
+        f"model.name={str(model)!r}: its hidden_size is 256, that of the checkpoint {run}/checkpoints/step_000003 is "
+        "128; a run is resumed with a model of the same shape"
+    )
+
+
+def test_a_run_is_resumed_with_its_model_wherever_that_has_moved_and_by_whomever_it_was_saved(tmp_path):
+    """Who saves a model again leaves out of its config.json what is its family's default, or writes it in."""
+    run = run_of_a_model(tmp_path / "run", model_type="qwen3", hidden_size=128, tie_word_embeddings=True)
+    model = model_of(tmp_path / "moved/here", model_type="qwen3", hidden_size=128, head_dim=64, bos_token_id=1)
+    check_resumed(config_of(model), run, "sorting")
+
+
+@pytest.mark.parametrize("record", ["{", "[]", "{}", '{"state": {}}', '{"state": {"model_shape": null}}'])
+def test_a_checkpoint_that_says_no_shape_is_left_to_whoever_restores_it(tmp_path, record):
+    run = past_run(tmp_path / "run")
+    (run / FOLDER / "step_000003" / STATE_FILE).write_text(record)
+    check_resumed(config_of(model_of(tmp_path / "model", hidden_size=128)), str(run), "sorting")
 
 
 CLAIM = """
