@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
+from colocated_grpo.config.code_names import check_code_name
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import Config, ModelConfig
 from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig
@@ -19,8 +18,6 @@ from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-ADAPTED = ("gymnasium", "openenv", "reasoning_gym", "textarena", "verifiers")
-"""Libraries whose environments are named 'library:environment'."""
 _SHAPE_KEYS = (
     "model_type",
     "hidden_size",
@@ -203,7 +200,7 @@ def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
             yield f"{key}.server.api_key_variable={variable!r}: this environment variable is not set"
         return
     if not isinstance(source, DatasetSourceConfig):
-        yield from _check_module(f"{key}.name", source.name)
+        yield from check_code_name(f"{key}.name", source.name)
         return
     there = Path(source.name).is_file()
     if source.name.endswith(DATA_SUFFIXES) and not there:
@@ -219,18 +216,4 @@ def _check_reward(key: str, name: str) -> Iterator[str]:
     if dot and ":" not in name:  # as Python imports it; no built-in reward has a dot
         rule = "name its function too, file.py:function" if function == "py" else f"write {module}:{function}"
         yield f"{key}={name!r}: {rule}"
-    yield from _check_module(key, name)
-
-
-def _check_module(key: str, name: str) -> Iterator[str]:
-    """Look for the code of a 'module:object' name without importing it: user code runs on the ranks only."""
-    if name.partition(":")[0] in ADAPTED:
-        return  # what stands behind the colon may have one too, as URLs do; and the rank names the package to install
-    location, colon, _ = name.rpartition(":")
-    if location.endswith(".py"):
-        if not Path(location).expanduser().is_file():
-            yield f"{key}={name!r}: no such file"
-        return
-    package = location.split(".")[0]
-    if colon and PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
-        yield f"{key}={name!r}: no module named {package!r}, neither here nor installed"
+    yield from check_code_name(key, name)

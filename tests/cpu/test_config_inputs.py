@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import ADAPTED, check_inputs, longest_sequence
+from colocated_grpo.config.inputs import check_inputs, longest_sequence
 from colocated_grpo.config.schema import Config
-from colocated_grpo.environments.adapters import ADAPTERS
 
 from config_text import load
 
@@ -165,14 +164,6 @@ def test_a_leading_tilde_is_the_users_home_wherever_a_file_is_named(model, tmp_p
     assert config.environments[0].name == str(tmp_path / "rows.jsonl")
 
 
-@pytest.mark.parametrize("name", ["no_such_module_here:task", "no_such_package.part:task"])
-def test_a_module_that_does_not_exist_is_told_in_one_line(name):
-    top = name.split(":")[0].split(".")[0]
-    assert input_complaint(load("", "--environments.0.name", name)) == (
-        f"environments.0.name={name!r}: no module named {top!r}, neither here nor installed"
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -187,20 +178,25 @@ def test_a_reward_without_a_colon_is_told_how_it_is_written(tmp_path, name, rule
     assert complaint == f"environments.0.rewards.0={name!r}: {rule}"
 
 
+@pytest.mark.parametrize(
+    ("entry", "key"),
+    [
+        ("{type: task, name: 'mine.py:Gone'}", "environments.0.name"),
+        ("{type: episode, name: 'mine.py:Gone'}", "environments.0.name"),
+        ("{type: turns, name: 'mine.py:Gone'}", "environments.0.name"),
+        ("{type: dataset, name: rows.jsonl, rewards: [gsm8k, 'mine.py:Gone']}", "environments.0.rewards.1"),
+    ],
+)
+def test_a_name_that_the_users_file_lacks_is_told_with_its_key(tmp_path, monkeypatch, entry, key):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "mine.py").write_text("Here = 1")
+    complaint = input_complaint(load(f"model: a\nenvironments: [{entry}]", alone=True))
+    assert complaint == f"{key}='mine.py:Gone': mine.py defines no 'Gone'; it defines: Here"
+
+
 @pytest.mark.parametrize("name", ["openenv:http://localhost:8000", "openenv:http://127.0.0.1", "verifiers:my-taskset"])
 def test_what_names_an_environment_of_a_library_is_no_module_of_the_users(model, name):
     line = f"environments: [{{type: episode, name: '{name}'}}]\nmodel: {{name: {model()}}}"
     config, _ = check_inputs(load(line, alone=True))
     assert config.environments[0].name == name
-
-
-def test_the_launcher_knows_every_library_that_is_adapted():
-    assert {*ADAPTERS, "reasoning_gym"} == set(ADAPTED)
-
-
-def test_a_module_in_the_working_folder_is_found_and_not_imported(model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_task_for_this_test.py").write_text("raise SystemExit('imported')")
-    names = ["--environments.0.name", "my_task_for_this_test:task", "--model.name", str(model())]
-    config, _ = check_inputs(load("", *names))
-    assert config.environments[0].name == "my_task_for_this_test:task"

@@ -1,0 +1,168 @@
+"""Names of the user's own code: what the launcher can tell of them without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from colocated_grpo.config.code_names import ADAPTED, check_code_name
+from colocated_grpo.environments.adapters import ADAPTERS
+
+REWARDS = """\
+import heavy_library_that_is_not_here
+from elsewhere import imported as renamed
+
+raise SystemExit("the launcher ran this file")
+
+def short(completions): return [0.0]
+class Judge:
+    def method(self): inside = 1
+judge = Judge()
+one, [two] = judge, judge
+if judge:
+    for looped in judge: pass
+    with judge as opened: assigned: object = judge
+def make():
+    global made
+    made = judge
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """The working folder, with rewards.py, and modules of a package beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_package/part").mkdir(parents=True)
+    for file in ("rewards.py", "own_package/__init__.py", "own_package/rewards.py", "own_package/part/rewards.py"):
+        (tmp_path / file).write_text(REWARDS)
+    return tmp_path
+
+
+def complaint(name: str) -> str | None:
+    """About `name`, which stands under the key `k`."""
+    lines = list(check_code_name("k", name))
+    assert len(lines) < 2
+    return lines[0].removeprefix(f"k={name!r}: ") if lines else None
+
+
+NAMES = ["short", "Judge", "judge", "renamed", "one", "two", "looped", "opened", "assigned", "made"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_a_file_defines_or_imports_may_be_named_and_it_is_not_run(name):
+    assert complaint(f"rewards.py:{name}") is None
+
+
+@pytest.mark.parametrize("module", ["rewards.py", "own_package", "own_package.rewards", "own_package.part.rewards"])
+def test_an_object_that_a_file_lacks_is_told_with_the_one_that_was_meant(module):
+    assert complaint(f"{module}:short") is None
+    assert complaint(f"{module}:shrot") == f"{module} defines no 'shrot'; did you mean 'short'?"
+
+
+@pytest.mark.parametrize("name", ["inside", "method"])
+def test_what_is_inside_a_function_or_a_class_cannot_be_named(name):
+    own = "short, Judge, judge, one, two, looped, opened, assigned, make"
+    assert complaint(f"rewards.py:{name}") == f"rewards.py defines no {name!r}; it defines: {own}"
+
+
+def test_a_file_that_defines_nothing_says_so(folder):
+    (folder / "empty.py").touch()
+    assert complaint("empty.py:short") == "empty.py defines no 'short'; it defines: nothing"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from elsewhere import *",
+        "def __getattr__(name): return short",
+        "globals()['sh' + 'rot'] = 1",
+        "import sys; sys.modules[__name__] = object()",
+        "exec('shrot = 1')",
+    ],
+)
+def test_what_only_running_a_file_shows_is_left_to_the_ranks(folder, line):
+    (folder / "rewards.py").write_text(line)
+    assert complaint("rewards.py:shrot") is None
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (b"def short(:\n", "SyntaxError: invalid syntax (rewards.py, line 1)"),
+        (b"x = 1\n\n  y = 2\n", "IndentationError: unexpected indent (rewards.py, line 3)"),
+        ("# coding: latin-1\ndef short(): return '\xfc'\n".encode("latin-1"), None),
+    ],
+)
+def test_a_file_that_is_no_python_is_told_with_its_line(folder, source, problem):
+    (folder / "rewards.py").write_bytes(source)
+    assert complaint("rewards.py:short") == (problem and f"cannot be imported: {problem}")
+
+
+@pytest.mark.filterwarnings("error")
+def test_warnings_about_a_file_are_left_to_the_ranks(folder):
+    (folder / "rewards.py").write_text(r"short = '\d'")
+    assert complaint("rewards.py:short") is None
+
+
+def test_a_file_that_does_not_exist_is_told():
+    assert complaint("gone.py:short") == "no such file"
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        (":task", ""),
+        ("no_such_module_here:task", "no_such_module_here"),
+        ("no_such_package.part:task", "no_such_package"),
+        ("own_package.gone.rewards:task", "own_package.gone"),
+        ("own_package.part.gone:task", "own_package.part.gone"),
+    ],
+)
+def test_a_module_that_does_not_exist_is_told(name, missing):
+    assert complaint(name) == f"no module named {missing!r}, neither here nor installed"
+
+
+@pytest.mark.parametrize(
+    "name", ["os.path:join", "math:sqrt", "trl.rewards:accuracy_reward", "colocated_grpo.types:Group"]
+)
+def test_installed_modules_are_found_however_they_come_to_be(name):
+    assert complaint(name) is None
+
+
+def test_a_package_that_puts_modules_beneath_itself_is_left_to_the_ranks(folder):
+    (folder / "own_package/__init__.py").write_text("import sys; sys.modules['own_package.made'] = sys")
+    assert complaint("own_package.made:short") is None
+
+
+def test_what_is_in_an_archive_is_left_to_the_ranks(folder, monkeypatch):
+    with ZipFile(folder / "archive.zip", "w") as archive:
+        for file in ("zipped/__init__.py", "zipped/rewards.py"):
+            archive.writestr(file, REWARDS)
+    monkeypatch.syspath_prepend(folder / "archive.zip")
+    assert complaint("zipped:short") is None
+    assert complaint("zipped.rewards:short") is None
+
+
+def test_a_package_with_a_finder_of_its_own_is_found(folder, monkeypatch):
+    """As pip leaves one that is installed to be edited."""
+    from importlib.machinery import PathFinder
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return PathFinder.find_spec("own_package", [str(folder)]) if name == "edited" else None
+
+    monkeypatch.setattr("sys.meta_path", [Finder])
+    assert complaint("edited.rewards:short") is None
+    assert complaint("edited.gone:short") == "no module named 'edited.gone', neither here nor installed"
+
+
+@pytest.mark.parametrize("name", ["sorting", "openenv:http://127.0.0.1", "textarena:TicTacToe-v0"])
+def test_names_of_built_in_and_adapted_environments_are_no_code_of_the_users(name):
+    assert complaint(name) is None
+
+
+def test_the_launcher_knows_every_library_that_is_adapted():
+    assert {*ADAPTERS, "reasoning_gym"} == set(ADAPTED)
