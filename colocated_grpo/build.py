@@ -94,7 +94,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     if config.atropos is not None:
         serving = build_serving(config, folder, inbox, tokenizer, hf_config, stop_tokens, world, tracker.note)
     source = LongestFirst(environments.open_source()) if world.is_main and environments.entries else None
-    held_out = world.from_main(lambda: environments.held_out(config.evaluation.prompts))
+    held_out = world.from_main(lambda: hold_out(config, environments, tracker))
 
     policy = Policy(config, hf_config, model_folder, world)
     reference = None
@@ -143,6 +143,14 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         start=start,
         goal_reached=state.get(GOAL_REACHED, False),
     )
+
+
+def hold_out(config: Config, environments: Environments, tracker: Tracker) -> list[Prompt]:
+    """Prompts that are evaluated and never trained on. Rank 0 only."""
+    if config.evaluation.every:
+        for line in environments.remarks():
+            tracker.note(line)
+    return environments.held_out(config.evaluation.prompts)
 
 
 def build_serving(

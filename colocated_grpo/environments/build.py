@@ -122,6 +122,11 @@ class Environments:
             prompts += self._held_out_of(entry, shares.counts[entry.name], first_index=len(prompts))
         return prompts
 
+    def remarks(self) -> list[str]:
+        """What deserves a word about the prompts that are held out. Rank 0 only: reads data."""
+        rows = [entry.rows for entry in self.entries if isinstance(entry, DatasetEnvironment)]
+        return [part.remark for part in rows if part.remark is not None]
+
     def _held_out_of(self, entry: Environment, share: int, first_index: int) -> list[Prompt]:
         prompts: list[Prompt] = []
         dropped = 0

@@ -43,6 +43,14 @@ class DatasetRows:
         else:
             self.train, self.held_out = rows, self._load(config.eval_split)
 
+    @property
+    def remark(self) -> str | None:
+        """Where nobody has said how many rows to hold out, and a tenth of them is none."""
+        if self.config.held_out is not None or len(self.held_out):
+            return None
+        rule = "set held_out or eval_split"
+        return f"environments {self.name!r}: of {len(self.train)} rows none is held out for evaluation; {rule}"
+
     def item(self, rows: Rows, index: int) -> dict[str, Any]:
         """Columns renamed, the prompt column under "prompt", the system message in front."""
         item = self._checked_item(rows[index], f"{self.name} row {index}")

@@ -6,11 +6,14 @@ import csv
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset, DatasetDict
 
+from colocated_grpo.build import hold_out
 from colocated_grpo.config import Config
+from colocated_grpo.config.schema import EvaluationConfig
 from colocated_grpo.environments import EnvironmentSetupError, build_environments, dataset
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 
@@ -67,6 +70,25 @@ def test_a_tenth_of_the_rows_is_held_out_where_the_config_names_no_number(tmp_pa
     path.write_text("".join(json.dumps({"question": f"{i}?", "answer": "1"}) + "\n" for i in range(rows)))
     made = environments(path, held_out=None)
     assert len(made.held_out(1000)) == held_out
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "every", "told"),
+    [
+        (9, {}, 10, True),
+        (10, {}, 10, False),
+        (9, {"held_out": 1}, 10, False),
+        (9, {"held_out": 0}, 10, False),
+        (9, {}, 0, False),
+    ],
+)
+def test_a_run_whose_rows_are_too_few_to_evaluate_on_any_says_so(tmp_path, rows, fields, every, told):
+    path = write(tmp_path / "rows.jsonl", ROWS[:rows])
+    lines = []
+    evaluated = SimpleNamespace(evaluation=EvaluationConfig(every=every))
+    hold_out(evaluated, environments(path, **{"held_out": None} | fields), SimpleNamespace(note=lines.append))
+    line = f"environments '{path}': of 9 rows none is held out for evaluation; set held_out or eval_split"
+    assert lines == [line] * told
 
 
 def test_local_files_need_neither_datasets_nor_torch(file):
