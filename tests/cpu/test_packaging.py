@@ -175,6 +175,11 @@ def test_every_file_that_a_target_runs_exists(target):
     assert files or modules or target == "lint"
 
 
+def test_make_lint_checks_the_rules_and_the_format_and_changes_nothing():
+    plan = make(ROOT, "--dry-run", "lint", "VENV=elsewhere", "PLATFORM=cpu").stdout
+    assert re.findall(r"^elsewhere/bin/python -m ruff (.+)$", plan, re.MULTILINE) == ["check .", "format --check ."]
+
+
 def test_what_the_first_pytest_of_make_test_leaves_out_has_one_of_its_own():
     plan = make(ROOT, "--dry-run", "test", "VENV=elsewhere", "PLATFORM=cpu").stdout
     left_out = re.findall(r"--ignore (\S+)", plan)
