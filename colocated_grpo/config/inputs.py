@@ -18,6 +18,7 @@ from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Of dataset files. Who reads them is above this module."""
 _SHAPE_KEYS = (
     "model_type",
     "hidden_size",
@@ -202,10 +203,10 @@ def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     if not isinstance(source, DatasetSourceConfig):
         yield from check_code_name(f"{key}.name", source.name)
         return
-    there = Path(source.name).is_file()
-    if source.name.endswith(DATA_SUFFIXES) and not there:
+    there, readable = Path(source.name).is_file(), source.name.lower().endswith(DATA_SUFFIXES)
+    if readable and not there:
         yield f"{key}.name={source.name!r}: no such file (in {os.getcwd()})"
-    if there and not source.name.lower().endswith(DATA_SUFFIXES):
+    if there and not readable:
         yield f"{key}.name={source.name!r}: no format that is read; there are {', '.join(DATA_SUFFIXES)}"
     for number, reward in enumerate(source.rewards):
         yield from _check_reward(f"{key}.rewards.{number}", reward.name)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import check_inputs, longest_sequence
+from colocated_grpo.config.inputs import DATA_SUFFIXES, check_inputs, longest_sequence
 from colocated_grpo.config.schema import Config
+from colocated_grpo.environments.dataset import READERS
 
 from config_text import load
 
@@ -136,9 +137,14 @@ def test_the_longest_sequence_includes_rope_scaling(settings, positions):
     assert longest_sequence(settings) == positions
 
 
-def test_a_data_file_that_does_not_exist_is_told_in_one_line():
-    text = "model: {name: a}\nenvironments: [{type: dataset, name: nope.jsonl, rewards: [gsm8k]}]"
-    assert input_complaint(load(text, alone=True)).startswith("environments.0.name='nope.jsonl': no such file (in ")
+@pytest.mark.parametrize("name", ["nope.jsonl", "NOPE.CSV"])
+def test_a_data_file_that_does_not_exist_is_told_in_one_line(name):
+    text = f"model: {{name: a}}\nenvironments: [{{type: dataset, name: {name}, rewards: [gsm8k]}}]"
+    assert input_complaint(load(text, alone=True)).startswith(f"environments.0.name={name!r}: no such file (in ")
+
+
+def test_the_launcher_knows_every_format_that_is_read():
+    assert set(DATA_SUFFIXES) == set(READERS)
 
 
 def test_a_data_file_of_an_unknown_format_is_not_looked_for_on_the_hub(tmp_path):
