@@ -177,9 +177,13 @@ def read_settings(launch: Launch) -> tuple[Config, list[str]]:
 
 
 def machine_problems(launch: Launch, config: Config) -> list[str]:
-    """What this machine lacks for the run. A dry run shows it and goes on: it may plan for another machine."""
+    """What the run needs and does not find here: devices, files, code, a run to resume, each in one line.
+
+    A dry run shows it and goes on: it may plan for another machine.
+    """
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.config.inputs import check_inputs
+    from colocated_grpo.environments.names import check_names
     from colocated_grpo.run_folder import check_resumed
 
     problems = []
@@ -189,6 +193,7 @@ def machine_problems(launch: Launch, config: Config) -> list[str]:
         problems.append(f"torchrun not found: {sys.executable} has no torch; use the Python that `make install` fills")
     try:
         check_inputs(config)
+        check_names(config)
         check_resumed(config, launch.resume, Path(launch.config).stem)
     except ConfigError as error:
         problems += str(error).splitlines()

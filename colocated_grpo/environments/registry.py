@@ -28,14 +28,19 @@ def find_environment(
 
 def find_object(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]], *forms: str) -> Any:
     """What `name` stands for. kind and forms (further ways to write a name) are for the error message."""
+    check_name(kind, name, built_in, *forms)
     key = f"environments {name!r}"
     if name in built_in:
         return built_in[name]
     if name in installed():
         return _load(installed()[name], key)
-    if ":" not in name:
-        raise unknown_name("environments", kind, name, [*built_in, *installed(), *forms, *OWN_CODE])
     return load_object(name, key)
+
+
+def check_name(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]], *forms: str) -> None:
+    """Raise one line where `name` is neither built in nor installed, nor written as the user's own code is."""
+    if ":" not in name and name not in built_in and name not in installed():
+        raise unknown_name("environments", kind, name, [*built_in, *installed(), *forms, *OWN_CODE])
 
 
 @cache

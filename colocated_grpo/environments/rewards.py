@@ -157,13 +157,15 @@ def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunct
     return functions
 
 
+def check_reward_name(name: str, key: str) -> None:
+    """Raise one line where `name` is neither built in nor written as the user's own code is."""
+    if name not in REWARDS and ":" not in name:
+        raise unknown_name(key, "reward", name, [*REWARDS, "module:function", "path/to/file.py:function"])
+
+
 def _load(config: RewardConfig, key: str) -> Callable[..., Any]:
-    if config.name in REWARDS:
-        found = REWARDS[config.name]
-    elif ":" in config.name:
-        found = load_object(config.name, key)
-    else:
-        raise unknown_name(key, "reward", config.name, [*REWARDS, "module:function", "path/to/file.py:function"])
+    check_reward_name(config.name, key)
+    found = REWARDS[config.name] if config.name in REWARDS else load_object(config.name, key)
     if config.args is not None or isinstance(found, type):
         found = construct(found, config.args or {}, f"{key}: {config.name}")
     if not callable(found):

@@ -160,6 +160,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
         ("extra", "'extra': expected --section.key VALUE"),
         ("other.yaml", "'other.yaml': a file of settings follows --config"),
         ("--model.name ./nope", "model.name='./nope': no such folder"),
+        ("--environments.0.name gone.py:Task", "environments.0.name='gone.py:Task': no such file"),
         (
             "--gpus 3 --engine.tensor_parallel_size 2",
             "engine.tensor_parallel_size=2 does not divide the 3 ranks: each engine spans so many",
@@ -184,6 +185,42 @@ def test_what_cannot_run_is_told_in_one_line_before_anything_starts(
         code = usage.code
     assert code == 2
     assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [
+        ("{type: task, name: sortin}", "environments: unknown task 'sortin'; did you mean 'sorting'?"),
+        ("{type: episode, name: tool_us}", "environments: unknown episode 'tool_us'; did you mean 'tool_use'?"),
+        ("{type: turns, name: twon}", "environments: unknown turn environment 'twon'; did you mean 'town'?"),
+        (
+            "{type: dataset, name: rows.jsonl, rewards: [gsm8k, math_verfy]}",
+            "environments 'rows.jsonl': rewards: unknown reward 'math_verfy'; did you mean 'math_verify'?",
+        ),
+    ],
+)
+def test_a_name_that_nothing_has_is_told_with_the_one_that_was_meant(config, eight_gpus, tmp_path, capsys, entry, line):
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "x.yaml").write_text(f"model: {{name: ./model}}\nenvironments: [{entry}, {entry}]\n")
+    assert main(["--config", config]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second
+    assert first.startswith(f"error: {line} valid: ")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "{type: task, name: 'reasoning_gym:leg_counting'}",
+        "{type: episode, name: textarena, args: {game: TicTacToe-v0}}",
+        "{type: turns, name: 'textarena:TicTacToe-v0'}",
+        "{type: atropos, url: 'http://localhost:8000'}",
+    ],
+)
+def test_names_of_libraries_are_known(config, eight_gpus, tmp_path, capsys, entry):
+    (tmp_path / "x.yaml").write_text(f"model: {{name: ./model}}\nenvironments: [{entry}]\n")
+    assert main(["--config", config, "--dry-run"]) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_the_default_config_is_looked_for_in_the_working_folder(tmp_path, eight_gpus, monkeypatch, capsys):

@@ -25,12 +25,13 @@ TASKS = {
     "town_lessons": TownLessons,
 }
 GYM = "reasoning_gym:"
+FORM = f"{GYM}<dataset>"
 
 
 def build_task(name: str, args: dict[str, Any]) -> Task:
     """A built-in task, 'reasoning_gym:<dataset>', an installed one, or the user's 'module:object'."""
     if name.startswith(GYM):
         return construct(partial(ReasoningGym, name.removeprefix(GYM)), args, f"environments {name!r}")
-    task = find_environment("task", name, args, TASKS, "reasoning_gym:<dataset>")
+    task = find_environment("task", name, args, TASKS, FORM)
     check_methods(task, "a task", ("prompts", "score"), name)
     return task

@@ -1,0 +1,39 @@
+"""Names in the config that nothing has: what a launcher can tell of them. What is behind a name, building it shows."""
+
+from __future__ import annotations
+
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.schema import Config
+from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig, EpisodeSourceConfig, TaskSourceConfig
+from colocated_grpo.config.turns import TurnsSourceConfig
+from colocated_grpo.environments.adapters import FORMS, TURN_FORMS, is_adapted
+from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.episodes import EPISODES
+from colocated_grpo.environments.registry import check_name
+from colocated_grpo.environments.rewards import check_reward_name
+from colocated_grpo.environments.tasks import FORM, TASKS
+from colocated_grpo.environments.turn_environments import TURN_ENVIRONMENTS
+
+
+def check_names(config: Config) -> None:
+    """Raise ConfigError where a name is neither built in nor installed, nor written as the user's own code is."""
+    lines = []
+    for entry in config.environments:
+        try:
+            _check(entry)
+        except EnvironmentSetupError as error:
+            lines.append(str(error))
+    if lines:
+        raise ConfigError(*lines)
+
+
+def _check(entry: EnvironmentConfig) -> None:
+    if isinstance(entry, DatasetSourceConfig):
+        for reward in entry.rewards:
+            check_reward_name(reward.name, f"environments {entry.name!r}: rewards")
+    elif isinstance(entry, TaskSourceConfig):
+        check_name("task", entry.name, TASKS, FORM)
+    elif isinstance(entry, EpisodeSourceConfig) and not is_adapted(entry.name):
+        check_name("episode", entry.name, EPISODES, *FORMS)
+    elif isinstance(entry, TurnsSourceConfig) and not is_adapted(entry.name):
+        check_name("turn environment", entry.name, TURN_ENVIRONMENTS, *TURN_FORMS)
