@@ -13,7 +13,7 @@ from typing import TextIO
 
 from colocated_grpo.checkpoint_folders import FOLDER, complete_checkpoints, saved_shape
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import first_difference, read_model_config, shape_of
+from colocated_grpo.config.inputs import first_difference, read_config_json, shape_of
 from colocated_grpo.config.schema import Config
 
 AUTO = "auto"
@@ -51,7 +51,7 @@ def check_resumed(config: Config, resume: str | None, name: str) -> None:
     checkpoints = complete_checkpoints(choose_run_folder(config, resume, name) / FOLDER)
     if not checkpoints:
         return
-    ours, theirs = shape_of(read_model_config(config.model)), saved_shape(checkpoints[-1])
+    ours, theirs = shape_of(read_config_json(config.model)), saved_shape(checkpoints[-1])
     if (key := first_difference(ours, theirs)) is not None:
         raise ConfigError(
             f"model.name={config.model.name!r}: its {key} is {ours[key]}, that of the checkpoint {checkpoints[-1]} is "

@@ -40,7 +40,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     missing += _check_chat_template(config.model.chat_template)
     if missing:
         raise ConfigError(*missing)
-    model = read_model_config(config.model)
+    model = read_config_json(config.model)
     for index, source in enumerate(config.environments):
         if isinstance(source, TurnsSourceConfig) and source.opponent is not None:
             _check_opponent(f"environments.{index}.opponent", config, model)
@@ -62,7 +62,7 @@ def _check_opponent(section: str, config: Config, policy: Mapping[str, Any]) -> 
     opponent = config.opponent_model
     if opponent == config.model:
         return
-    ours, theirs = shape_of(policy), shape_of(read_model_config(opponent, section))
+    ours, theirs = shape_of(policy), shape_of(read_config_json(opponent, section))
     if (key := first_difference(ours, theirs)) is not None:
         raise ConfigError(
             f"{section}.name={opponent.name!r}: its {key} is {theirs[key]}, that of {config.model.name} is "
@@ -81,7 +81,7 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | 
     return next((key for key in one if key in other and one[key] != other[key]), None)
 
 
-def read_model_config(model: ModelConfig, section: str = "model") -> dict[str, Any]:
+def read_config_json(model: ModelConfig, section: str = "model") -> dict[str, Any]:
     """The model's config.json: from its folder, the local cache or the Hub. `section` names it in errors."""
     path = _local_config(model, section) or _hub_config(model, section)
     try:

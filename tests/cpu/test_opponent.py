@@ -12,7 +12,7 @@ import pytest
 
 from colocated_grpo.config import inputs, rules
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import check_inputs, read_model_config
+from colocated_grpo.config.inputs import check_inputs, read_config_json
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
 
@@ -115,7 +115,7 @@ def test_another_model_of_the_same_shape_is_accepted(tmp_path):
 @pytest.mark.parametrize("name", ["initial", "itself"])
 def test_the_runs_own_model_is_read_once_for_both(name, monkeypatch):
     read = []
-    monkeypatch.setattr(inputs, "read_model_config", lambda *of: read.append(of) or read_model_config(*of))
+    monkeypatch.setattr(inputs, "read_config_json", lambda *of: read.append(of) or read_config_json(*of))
     name = str(tiny_model()) if name == "itself" else name
     config = Config.model_validate(settings(tiny_model(), environments=[entry(name=name)]))
     assert check_inputs(config) == (config, [])
