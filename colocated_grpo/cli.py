@@ -29,10 +29,10 @@ DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
 AUTO = "auto"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
-RUN_ERROR = 1
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
 """File into which a rank that knows what went wrong writes its exit code and its lines."""
-USAGE_ERROR = 2
+RUN_ERROR, USAGE_ERROR = 1, 2
+"""Exit codes: the run could not go on; what was asked for cannot run."""
 DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """The last three: a file system that became read-only, a disk that broke, a network share that went away."""
 BRIEF_SPINS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
