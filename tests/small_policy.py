@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.batching import Batch, TrainSequence, pack
+from colocated_grpo.batching import Batch, MicroBatch, TrainSequence, pack
 from colocated_grpo.config import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.metrics import Metrics
@@ -153,6 +154,20 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], *, rtol:
     assert list(actual) == list(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def rows_of(micro_batch: MicroBatch) -> list[Tensor]:
+    """The rows of each sequence's tokens, in order; those of a shared beginning belong to several."""
+    shared = micro_batch.shared_keys
+    if shared is None:
+        return [torch.arange(start, end) for start, end in pairwise(micro_batch.cu_seqlens.tolist())]
+    runs = [shared.rows_E[start:end] for start, end in pairwise(shared.cu_seqlens.tolist())]
+    return runs[-micro_batch.num_sequences :]
+
+
+def positions_of(rows: Tensor, chosen: Tensor) -> Tensor:
+    """Positions in a sequence with these rows of some of its rows."""
+    return torch.stack([(rows == row).nonzero()[0, 0] for row in chosen]) if len(chosen) else chosen
 
 
 def sequence_of(length: int) -> TrainSequence:

@@ -1,7 +1,8 @@
 """From the seconds and tokens of steps to the figures that are compared: throughput, MFU, medians, lower bounds.
 
-Tokens are prompt and completion tokens of real rollouts. FLOP are 6 x parameters x tokens: recomputed activations and
-attention are not counted, so neither checkpointing nor longer sequences raise a figure.
+Tokens are prompt and completion tokens of real rollouts; trained ones count a prompt that siblings share as often as it
+runs. FLOP are 6 x parameters x trained tokens: recomputed activations and attention are not counted, so neither sharing
+nor checkpointing nor longer sequences raise a figure.
 """
 
 from __future__ import annotations

@@ -176,7 +176,8 @@ def counted(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """A metrics row with the tokens that it speaks of in means and rates."""
     completions = options.prompts * options.group_size
     tokens = completions * (row["prompt_tokens"] + row["completion_tokens"])
-    return {**row, "tokens": tokens, "trained_tokens": row["tokens_per_second/train"] * row["seconds/train"]}
+    trained = row["tokens_per_second/train"] * row["seconds/train"] * (1 - row["shared"])
+    return {**row, "tokens": tokens, "trained_tokens": trained}
 
 
 def run_peer(spec: PeerSpec, scratch: Path) -> dict[str, Any] | None:

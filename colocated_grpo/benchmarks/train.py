@@ -161,8 +161,8 @@ def train(policy: Policy, batch: Batch) -> None:
 
 
 def speed(batch: Batch, parameters: int, seconds: float, roofline: Roofline, ranks: int) -> dict[str, float]:
-    """MFU counts 6 FLOP for each parameter and token; what is computed twice is not counted."""
-    flops = 6 * parameters * batch.num_tokens / ranks
+    """MFU counts 6 FLOP for each parameter and token that runs; what is computed twice is not counted."""
+    flops = 6 * parameters * batch.computed_tokens / ranks
     return {
         "seconds": seconds,
         "tokens_per_second_per_gpu": batch.num_tokens / seconds / ranks,
@@ -176,11 +176,12 @@ def packing(batch: Batch, world: World) -> dict[str, float]:
     """Tokens that run, against those that would if each micro-batch were padded to its longest sequence."""
     micro_batches = [micro_batch for minibatch in batch.minibatches for micro_batch in minibatch.micro_batches]
     run = sum(world.gather_objects(sum(m.num_tokens for m in micro_batches)))
-    padded = sum(world.gather_objects(sum(m.num_sequences * m.max_seqlen for m in micro_batches)))
+    padded = sum(world.gather_objects(sum(m.num_sequences * m.longest for m in micro_batches)))
     return {
         "tokens": batch.num_tokens,
         "micro_batches": len(micro_batches),
-        "padding": run / batch.num_tokens - 1,
+        "shared": 1 - batch.computed_tokens / batch.num_tokens,
+        "padding": run / batch.computed_tokens - 1,
         "padded_tokens": padded,
         "padding_saved": 1 - run / padded,
         "imbalance": batch.imbalance,

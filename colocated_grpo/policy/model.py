@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from colocated_grpo.batching import SharedKeys
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.distributed import local_part
@@ -32,9 +33,14 @@ Head = Callable[..., tuple[Tensor, ...]]
 """`linear_logprobs`, or anything else called like it."""
 
 
+COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
+"""Inductor would choose how norms reduce by the number of tokens and compile once for few and once for many: the second
+time in a run's first step, for the rehearsals before it are small."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedTokens:
-    """Input of one forward pass. T packed tokens, N scored ones: the model predicts targets_N at positions source_N."""
+    """Input of one forward pass, as in a micro-batch: the model predicts targets_N at rows source_N."""
 
     input_ids_T: Tensor
     position_ids_T: Tensor
@@ -43,6 +49,7 @@ class PackedTokens:
     source_N: Tensor
     targets_N: Tensor
     temperature_N: Tensor
+    shared_keys: SharedKeys | None
 
 
 class PackedLM(nn.Module):
@@ -67,6 +74,7 @@ class PackedLM(nn.Module):
             cu_seq_lens_k=tokens.cu_seqlens,
             max_length_q=tokens.max_seqlen,
             max_length_k=tokens.max_seqlen,
+            shared_keys=tokens.shared_keys,
         ).last_hidden_state
         return head(
             hidden_1TH[0, tokens.source_N],
@@ -123,7 +131,7 @@ def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> No
     for index, module in enumerate(blocks):
         blocks[index] = Block(module, checkpointed=checkpointed)
         if compiled:
-            blocks[index].compile(dynamic=True)
+            blocks[index].compile(dynamic=True, options=COMPILE_OPTIONS)
 
 
 def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from colocated_grpo.batching import Batch, MicroBatch, Minibatch
+from colocated_grpo.batching import Batch, MicroBatch, Minibatch, SharedKeys
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World, whole
 from colocated_grpo.errors import RunError
@@ -188,6 +188,9 @@ class Policy:
 
 
 def _to(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    tensors = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
-    moved = {name: t.to(device, non_blocking=True) for name, t in tensors.items() if isinstance(t, Tensor)}
-    return replace(micro_batch, **moved)
+    """The same on the device."""
+    move = lambda value: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value  # noqa: E731
+    moved = {field.name: move(getattr(micro_batch, field.name)) for field in fields(micro_batch)}
+    if micro_batch.shared_keys is not None:
+        moved["shared_keys"] = SharedKeys(*map(move, micro_batch.shared_keys))
+    return MicroBatch(**moved)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, Outline, build_micro_batch, pack, plan
+from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, build_micro_batch, pack
+from colocated_grpo.batching.plan import Outline, computed_tokens, plan
 from colocated_grpo.config.schema import BatchConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.types import Group, Rollout
 
-from small_policy import group_of, random_groups, rollout_of, sequence_of
+from small_policy import group_of, positions_of, random_groups, rollout_of, rows_of, sequence_of
 
 BUDGET = 32
 LONGEST = 24
 
 
+# No token of a stand-in: a truncated completion without loss may look like one otherwise.
+prompts = st.lists(st.integers(1, 99), min_size=1, max_size=8)
+
+
 @st.composite
-def rollouts(draw) -> Rollout:
-    # No token of a stand-in: a truncated completion without loss may look like one otherwise.
-    prompt = draw(st.lists(st.integers(1, 99), min_size=1, max_size=8))
+def rollouts(draw, prompt: list[int]) -> Rollout:
     completion = draw(st.lists(st.integers(1, 99), min_size=1, max_size=LONGEST - 8))
     rollout = rollout_of(
         prompt,
@@ -38,8 +43,15 @@ def rollouts(draw) -> Rollout:
     return replace(rollout, advantages=draw(st.sampled_from([None, own])))
 
 
-groups_of_rollouts = st.lists(st.lists(rollouts(), min_size=2, max_size=4), min_size=1, max_size=8).map(
-    lambda siblings: [group_of(index, members) for index, members in enumerate(siblings)]
+@st.composite
+def siblings(draw) -> list[Rollout]:
+    """All of one prompt, or each of its own: turns of a game may differ and still begin alike."""
+    prompt, apart = draw(prompts), draw(st.booleans())
+    return [draw(rollouts(draw(prompts) if apart else prompt)) for _ in range(draw(st.integers(2, 4)))]
+
+
+groups_of_rollouts = st.lists(siblings(), min_size=1, max_size=8).map(
+    lambda groups: [group_of(index, members) for index, members in enumerate(groups)]
 )
 world_sizes = st.integers(1, 4)
 
@@ -71,12 +83,11 @@ def is_stand_in(micro_batch: MicroBatch) -> bool:
 
 def unpack(micro_batch: MicroBatch) -> list[tuple]:
     """What training sees of each sequence: tokens, then (position, target, temperature, advantage, ...) as scored."""
-    cu = micro_batch.cu_seqlens.tolist()
     sequences = []
-    for index, (start, end) in enumerate(pairwise(cu)):
+    for index, rows in enumerate(rows_of(micro_batch)):
         own = (micro_batch.sequence_N == index).nonzero()[:, 0]
         scored = zip(
-            (micro_batch.source_N[own] + 1 - start).tolist(),
+            (positions_of(rows, micro_batch.source_N[own]) + 1).tolist(),
             micro_batch.targets_N[own].tolist(),
             micro_batch.temperature_N[own].tolist(),
             micro_batch.advantages_N[own].tolist(),
@@ -84,7 +95,7 @@ def unpack(micro_batch: MicroBatch) -> list[tuple]:
             micro_batch.loss_mask_N[own].tolist(),
             strict=True,
         )
-        sequences.append((tuple(micro_batch.input_ids_T[start:end].tolist()), tuple(scored)))
+        sequences.append((tuple(micro_batch.input_ids_T[rows].tolist()), tuple(scored)))
     return sequences
 
 
@@ -113,13 +124,14 @@ def test_every_sequence_is_packed_exactly_once_and_survives_the_round_trip(group
     )
     assert Counter(sequence for part in parts for sequence in unpack(part)) == expected
     for part in parts:
-        lengths = part.cu_seqlens.diff().tolist()
-        assert part.num_tokens == sum(lengths) == part.cu_seqlens[-1], "no padding"
-        assert part.position_ids_T.tolist() == [position for length in lengths for position in range(length)]
-        assert part.max_seqlen == max(lengths)
-        assert part.num_sequences == len(lengths)
+        rows = rows_of(part)
+        assert part.cu_seqlens[-1] == part.num_tokens == len(torch.cat(rows).unique()), "no padding"
+        assert all(part.position_ids_T[own].tolist() == list(range(len(own))) for own in rows)
+        assert part.max_seqlen == part.cu_seqlens.diff().max()
+        assert part.num_sequences == len(rows)
     tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
     assert all(batch.num_tokens == tokens for batch in batches)
+    assert all(batch.computed_tokens == sum(part.num_tokens for part in parts) for batch in batches)
 
 
 @given(groups_of_rollouts, world_sizes, st.integers(1, 3), st.lists(st.booleans(), min_size=8, max_size=8))
@@ -296,3 +308,65 @@ def test_a_rollout_that_sampled_nothing_is_not_packed_and_still_counts():
     assert [micro_batch.input_ids_T.tolist() for micro_batch in packed] == [[1, 2, 3, 4]]
     assert batches[0].minibatches[0].counts.sequences == 4
     assert batches[0].minibatches[0].counts.tokens == 2
+
+
+def siblings_of(prompt: list[int], *completions: int, group: int = 0) -> Group:
+    """Completions of so many tokens."""
+    return group_of(group, [rollout_of(prompt, [50 + index] * length) for index, length in enumerate(completions)])
+
+
+def test_a_beginning_that_siblings_share_is_there_once_and_seen_by_each():
+    (batch,) = pack_everywhere([siblings_of([1, 2], 3, 1)], BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
+    (micro_batch,) = batch.minibatches[0].micro_batches
+    assert micro_batch.input_ids_T.tolist() == [1, 2, 50, 50, 50, 51]
+    assert micro_batch.position_ids_T.tolist() == [0, 1, 2, 3, 4, 2]
+    assert micro_batch.cu_seqlens.tolist() == [0, 2, 5, 6]
+    assert micro_batch.source_N.tolist() == [1, 2, 3, 1], "both first tokens follow the last one of the prompt"
+    shared = micro_batch.shared_keys
+    assert shared.rows_E.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5]
+    assert shared.cu_seqlens.tolist() == [0, 2, 7, 10]
+    assert shared.keys_of_T.tolist() == [0, 1, 4, 5, 6, 9]
+    assert shared.copies_UR.tolist() == [[2, 7], [3, 8]]
+    assert (batch.num_tokens, batch.computed_tokens) == (8, 6)
+
+
+def test_siblings_share_no_more_than_all_of_them_have_and_no_sampled_token():
+    longer = rollout_of([1, 2, 9], [7, 7, 7, 7])
+    groups = [group_of(0, [rollout_of([1, 2, 3], [7, 7, 7]), rollout_of([1, 2], [3, 7, 7]), longer])]
+    (batch,) = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
+    (micro_batch,) = batch.minibatches[0].micro_batches
+    assert micro_batch.input_ids_T.tolist() == [1, 2, 3, 7, 7, 7, 3, 7, 7, 9, 7, 7, 7, 7]
+
+
+def family_outlines(groups: int, siblings: int, shared: int, own: Callable[[], int]) -> list[Outline]:
+    return [
+        Outline(group=g, sibling=s, length=shared + own(), scored=1, trained=True, shared=shared)
+        for g in range(groups)
+        for s in range(siblings)
+    ]
+
+
+def test_work_with_shared_prompts_is_even_over_ranks_and_nearly_as_small_as_it_can_be():
+    lengths = random.Random(0)
+    outlines = family_outlines(32, 16, shared=80, own=lambda: lengths.randint(1, 900))
+    least = computed_tokens(outlines)
+    for world_size in (1, 2, 4, 8):
+        shares = plan(outlines, 16_384, world_size)
+        loads = [sum(map(computed_tokens, share)) for share in shares]
+        assert sum(loads) <= 1.01 * least
+        assert max(loads) <= 1.03 * sum(loads) / world_size
+        assert len(shares[0]) <= 1.1 * least / 16_384 / world_size + 1
+        assert sorted(o for share in shares for bin in share for o in bin) == outlines
+
+
+def test_siblings_stay_apart_where_their_beginning_is_not_worth_it():
+    outlines = family_outlines(8, 4, shared=2, own=lambda: 400)
+    shares = plan(outlines, 1024, 2)
+    assert all(outline.shared == 0 for share in shares for bin in share for outline in bin)
+
+
+def test_copies_of_a_long_beginning_s_keys_count_as_a_part_of_the_budget():
+    outlines = family_outlines(1, 64, shared=1000, own=lambda: 10)
+    shares = plan(outlines, 4000, 1)
+    sizes = sorted(len(bin) for bin in shares[0])
+    assert sizes == [10, 10, 11, 11, 11, 11], "in five one would hold 13, too many for 1010 + 12 * (10 + 1000 / 4)"

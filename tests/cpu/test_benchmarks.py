@@ -67,7 +67,7 @@ def test_logprob_measures_each_operator_at_each_size(measured):
 
 
 def test_both_ranks_of_train_share_the_work_of_one_batch(measured):
-    work = ["--prompts", "4", "--group-size", "4", "--max-completion", "64", "--mean-completion", "16"]
+    work = ["--prompts", "8", "--group-size", "4", "--max-completion", "64", "--mean-completion", "16"]
     few = ["--shape", "tiny", "--steps", "2", "--warmup", "1"]
     result = measured(train, "--gpus", "0", "--nproc", "2", *few, *work, "--batch.max_tokens_per_micro_batch", "512")
 
@@ -217,22 +217,21 @@ def test_completions_have_the_long_tail_of_random_stops():
     assert min(lengths) >= 1
 
 
-def test_mfu_counts_six_flop_for_each_parameter_and_token_of_a_rank():
-    batch = Batch(minibatches=[], num_tokens=40, imbalance=0.0, padding=0.0)
+def test_mfu_counts_six_flop_for_each_parameter_and_token_that_a_rank_runs():
+    batch = Batch(minibatches=[], num_tokens=60, computed_tokens=40, imbalance=0.0, padding=0.0)
     row = train.speed(batch, parameters=10, seconds=2.0, roofline=RATES, ranks=2)
 
     assert row["mfu"] == pytest.approx(6 * 10 * 20 / 2.0 / 2000)
     assert row["mfu_of_measured_matmul"] == pytest.approx(6 * 10 * 20 / 2.0 / 1000)
     assert row["floor_seconds"] == pytest.approx(6 * 10 * 20 / 1000)
-    assert row["tokens_per_second_per_gpu"] == 10
+    assert row["tokens_per_second_per_gpu"] == 15, "of the rollouts, however often their prompts ran"
 
 
 def test_saved_padding_is_counted_by_micro_batch(world):
     micro_batches = [build_micro_batch([sequence_of(5), sequence_of(3)]), build_micro_batch([sequence_of(4)] * 2)]
     counts = Counts(tokens=16, sequences=4, batch_tokens=16, minibatches=1)
-    batch = Batch(
-        minibatches=[Minibatch(micro_batches=micro_batches, counts=counts)], num_tokens=16, imbalance=0.0, padding=0.0
-    )
+    minibatches = [Minibatch(micro_batches=micro_batches, counts=counts)]
+    batch = Batch(minibatches=minibatches, num_tokens=16, computed_tokens=16, imbalance=0.0, padding=0.0)
 
     row = train.packing(batch, world)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,17 @@ from colocated_grpo.policy.export import export
 from colocated_grpo.policy.model import read_model_config
 
 from ranks import run_on_ranks
-from small_policy import assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of
+from small_policy import (
+    assert_same,
+    config_of,
+    pack_for,
+    policy_of,
+    positions_of,
+    random_groups,
+    rows_of,
+    train,
+    weights_of,
+)
 
 
 def train_and_export(
@@ -42,10 +51,12 @@ def train_and_export(
 
 def logprobs_from(folder: Path, micro_batch) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    cu = micro_batch.cu_seqlens.tolist()
-    with torch.no_grad():
-        logits = torch.cat([model(micro_batch.input_ids_T[None, a:b]).logits[0] for a, b in pairwise(cu)])
-    log_probs = torch.log_softmax(logits[micro_batch.source_N].float() / micro_batch.temperature_N[:, None], -1)
+    logits = []
+    for index, rows in enumerate(rows_of(micro_batch)):
+        sources = positions_of(rows, micro_batch.source_N[micro_batch.sequence_N == index])
+        with torch.no_grad():
+            logits.append(model(micro_batch.input_ids_T[None, rows]).logits[0, sources])
+    log_probs = torch.log_softmax(torch.cat(logits).float() / micro_batch.temperature_N[:, None], -1)
     return log_probs.gather(1, micro_batch.targets_N[:, None])[:, 0]
 
 

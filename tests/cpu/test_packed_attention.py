@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from colocated_grpo.batching import MicroBatch, build_micro_batch
 from colocated_grpo.policy.attention import packed_attention
+
+from small_policy import rows_of, sequence_of
 
 LENGTHS = [5, 1, 9, 2]
 HEAD_DIM = 8
@@ -53,6 +58,46 @@ def test_packed_attention_equals_attention_of_each_sequence_alone(kv_heads, wind
     for attend in (attend_packed, attend_alone):
         out = attend(query, key, value, LENGTHS, scaling=0.3, sliding_window=window)
         results.append([out, *torch.autograd.grad(out.square().sum(), [query, key, value])])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+PROMPTS, COMPLETIONS = [4, 3], [[5, 1, 2], [6, 2]]
+"""Lengths: two prompts, the first of which three completions follow."""
+
+
+def shared_micro_batch() -> MicroBatch:
+    """One sequence of its own, then siblings of each prompt."""
+    sequences = [sequence_of(3)]
+    for group, (prompt, completions) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True), start=1):
+        siblings = [replace(sequence_of(prompt + own), scored=np.array([prompt])) for own in completions]
+        sequences += [replace(sibling, group=group, shared=prompt) for sibling in siblings]
+    return build_micro_batch(sequences)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 64])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_attention_to_a_shared_beginning_equals_attention_to_one_of_its_own(kv_heads, window):
+    micro_batch = shared_micro_batch()
+    rows = rows_of(micro_batch)
+    lengths = [3, 9, 5, 6, 9, 5]
+    assert [len(own) for own in rows] == lengths
+    assert micro_batch.num_tokens == sum(lengths) - 2 * 4 - 3, "each beginning is there once"
+    tensors = [heads(count, seed, (micro_batch.num_tokens,)) for seed, count in enumerate((4, kv_heads, kv_heads))]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    shared = packed_attention(
+        nn.Module(),
+        *tensors,
+        None,
+        cu_seq_lens_q=micro_batch.cu_seqlens,
+        max_length_q=micro_batch.max_seqlen,
+        shared_keys=micro_batch.shared_keys,
+        scaling=0.3,
+        sliding_window=window,
+    )[0][:, torch.cat(rows)]
+    alone = attend_alone(*(t[:, :, torch.cat(rows)] for t in tensors), lengths, scaling=0.3, sliding_window=window)
+    results = [[out, *torch.autograd.grad(out.square().sum(), tensors)] for out in (shared, alone)]
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 

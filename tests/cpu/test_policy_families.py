@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,9 @@ from small_policy import (
     config_of,
     pack_for,
     policy_of,
+    positions_of,
     random_groups,
+    rows_of,
     weights_of,
     whole,
 )
@@ -67,11 +68,10 @@ def packed_forward(world: World, folder: Path, micro_batch: MicroBatch, **policy
 def one_by_one_forward(folder: Path, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict]:
     """The same from transformers' eager model, which knows nothing of packing."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    cu = micro_batch.cu_seqlens.tolist()
     logprobs = []
-    for index, (start, end) in enumerate(pairwise(cu)):
+    for index, rows in enumerate(rows_of(micro_batch)):
         own = micro_batch.sequence_N == index
-        logits = model(micro_batch.input_ids_T[None, start:end]).logits[0, micro_batch.source_N[own] - start]
+        logits = model(micro_batch.input_ids_T[None, rows]).logits[0, positions_of(rows, micro_batch.source_N[own])]
         log_probs = torch.log_softmax(logits.float() / micro_batch.temperature_N[own, None], dim=-1)
         logprobs.append(log_probs.gather(1, micro_batch.targets_N[own, None])[:, 0])
     logprobs = torch.cat(logprobs)
