@@ -23,9 +23,23 @@ from colocated_grpo.types import Group
 class Minibatch:
     """What one optimizer step consumes on this rank."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: Sequence[MicroBatch]
     counts: Counts
     """Over all ranks; rollouts that were dropped before packing are counted."""
+
+
+class OnDemand(Sequence[MicroBatch]):
+    """Micro-batches that are built as they are asked for: the host builds the next while the device runs the last."""
+
+    def __init__(self, bins: Sequence[Sequence[Outline]], build: Callable[[Sequence[Outline]], MicroBatch]) -> None:
+        self._bins = bins
+        self._build = build
+
+    def __len__(self) -> int:
+        return len(self._bins)
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        return self._build(self._bins[index])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +83,7 @@ def pack(
         random.Random(shuffle_seed).shuffle(order)
     outlines = [_outlines(index, group, config) for index, group in enumerate(groups)]
     batch_tokens = sum(outline.loss_tokens for siblings in outlines for outline in siblings)
+    build = lambda bin: build_micro_batch([_sequence(outline, groups, advantages) for outline in bin])  # noqa: E731
     minibatches, loads, num_tokens, stand_ins = [], [0] * world_size, 0, 0
     count = min(config.minibatches, len(groups))  # groups may be held back, all of them too
     for part in range(count):
@@ -87,8 +102,7 @@ def pack(
             batch_tokens=batch_tokens,
             minibatches=count,
         )
-        own = [build_micro_batch([_sequence(o, groups, advantages) for o in bin]) for bin in shares[rank]]
-        minibatches.append(Minibatch(micro_batches=own, counts=counts))
+        minibatches.append(Minibatch(micro_batches=OnDemand(shares[rank], build), counts=counts))
     total = sum(loads)
     return Batch(
         minibatches=minibatches,

@@ -110,7 +110,9 @@ def _together(outlines: Sequence[Outline], budget: int, world_size: int) -> Shar
     per_rank = _least_per_rank(computed_tokens(outlines), budget, world_size)
     while (bins := _cut(side_by_side, budget, per_rank * world_size)) is None:
         per_rank += 1
-    return [bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(world_size)]
+    of_ranks = (bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(world_size))
+    # Fullest first, as above: what it took from the allocator serves the others too.
+    return [sorted(share, key=computed_tokens, reverse=True) for share in of_ranks]
 
 
 def _cut(side_by_side: Sequence[Outline], budget: int, count: int) -> list[list[Outline]] | None:

@@ -93,7 +93,7 @@ class Beside:
 
     def train_one(self) -> None:
         minibatch = self.batch.minibatches[0]
-        one = Minibatch(micro_batches=minibatch.micro_batches[:1], counts=minibatch.counts)
+        one = Minibatch(micro_batches=[minibatch.micro_batches[0]], counts=minibatch.counts)
         self.policy.forward_backward(one, Metrics(self.device))
 
     def together(self, tail: int, tokens: int, first: str) -> tuple[float, int]:

@@ -188,9 +188,16 @@ class Policy:
 
 
 def _to(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The same on the device."""
-    move = lambda value: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value  # noqa: E731
-    moved = {field.name: move(getattr(micro_batch, field.name)) for field in fields(micro_batch)}
+    """The same on the device, where it arrives when the device gets to it."""
+    moved = {field.name: _moved(getattr(micro_batch, field.name), device) for field in fields(micro_batch)}
     if micro_batch.shared_keys is not None:
-        moved["shared_keys"] = SharedKeys(*map(move, micro_batch.shared_keys))
+        moved["shared_keys"] = SharedKeys(*(_moved(value, device) for value in micro_batch.shared_keys))
     return MicroBatch(**moved)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()  # of other memory a copy would wait for all that the device still has to do
+    return value.to(device, non_blocking=True)

@@ -370,3 +370,13 @@ def test_copies_of_a_long_beginning_s_keys_count_as_a_part_of_the_budget():
     shares = plan(outlines, 4000, 1)
     sizes = sorted(len(bin) for bin in shares[0])
     assert sizes == [10, 10, 11, 11, 11, 11], "in five one would hold 13, too many for 1010 + 12 * (10 + 1000 / 4)"
+
+
+def test_micro_batches_are_built_when_they_are_asked_for_and_every_time_alike():
+    groups = random_groups(4, 3)
+    (batch,) = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
+    micro_batches = batch.minibatches[0].micro_batches
+    first, again = (list(micro_batches) for _ in range(2))
+    assert len(first) == len(micro_batches) > 1
+    assert [unpack(m) for m in first] == [unpack(m) for m in again]
+    assert not any(a is b for a, b in zip(first, again, strict=True))
