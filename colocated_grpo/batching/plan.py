@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from colocated_grpo.errors import RunError
@@ -106,32 +109,61 @@ def _deal(bins: list[list[Outline]], world_size: int) -> Shares:
 
 def _together(outlines: Sequence[Outline], budget: int, world_size: int) -> Shares:
     """Siblings side by side, cut where a micro-batch has its share of the work: ranks differ by less than a rollout."""
-    side_by_side = sorted(outlines, key=lambda outline: (outline.group, outline.sibling))
+    longest_first = sorted(outlines, key=lambda outline: (outline.group, -outline.length, outline.sibling))
+    families = [list(siblings) for _, siblings in groupby(longest_first, key=lambda outline: outline.group)]
     per_rank = _least_per_rank(computed_tokens(outlines), budget, world_size)
-    while (bins := _cut(side_by_side, budget, per_rank * world_size)) is None:
+    while (bins := _cut(families, budget, per_rank * world_size)) is None:
         per_rank += 1
     of_ranks = (bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(world_size))
     # Fullest first, as above: what it took from the allocator serves the others too.
     return [sorted(share, key=computed_tokens, reverse=True) for share in of_ranks]
 
 
-def _cut(side_by_side: Sequence[Outline], budget: int, count: int) -> list[list[Outline]] | None:
-    """Micro-batches of consecutive rollouts, each with an even part of the work that is left; None: too few of them."""
-    bins: list[list[Outline]] = [[] for _ in range(count)]
-    # Most cuts are between siblings, whose beginning then runs once more.
-    again = sum(outline.shared for outline in side_by_side) / max(1, len(side_by_side))
-    left, at = computed_tokens(side_by_side) + again * (count - 1), 0
-    for index, bin in enumerate(bins):
-        fair, load, held = left / (count - index), 0, 0.0
-        while at < len(side_by_side):
-            outline = side_by_side[at]
-            known = bin and bin[-1].group == outline.group
-            more = outline.length - (outline.shared if known else 0)
-            copied = KEY_SHARE * (outline.length - more)
-            if bin and (load + more / 2 > fair or held + more + copied > budget):
-                break
-            bin.append(outline)
-            load, held, at = load + more, held + more + copied, at + 1
-        siblings_follow = bin and at < len(side_by_side) and side_by_side[at].group == bin[-1].group
-        left += (bin[-1].shared if siblings_follow else 0) - again - load
-    return bins if at == len(side_by_side) else None
+def _cut(families: Sequence[list[Outline]], budget: int, count: int) -> list[list[Outline]] | None:
+    """Families one after the other into micro-batches, each with an even part of the work left; None: too few of them.
+
+    What no longer fits of the family at a border, where shorter siblings may, goes on in the next one.
+    """
+    queue = deque(families)
+    bins: list[list[Outline]] = []
+    # Most borders are between siblings, whose beginning then runs once more.
+    again = sum(family[0].shared for family in families) / max(1, len(families))
+    left = sum(map(computed_tokens, families)) + again * (count - 1)
+    for remaining in range(count, 0, -1):
+        bin = _Bin(fair=left / remaining if remaining > 1 else math.inf, budget=budget)
+        rest: list[Outline] = []
+        while queue and not rest:
+            family = queue.popleft()
+            rest = [outline for outline in family if not bin.takes(outline)]
+        if rest:
+            queue.appendleft(rest)
+        begun_again = rest[0].shared if rest and bin.holds_siblings_of(rest[0]) else 0
+        left += begun_again - again - bin.load
+        bins.append(bin.outlines)
+    return None if queue else bins
+
+
+class _Bin:
+    """A micro-batch while it is filled."""
+
+    def __init__(self, fair: float, budget: int) -> None:
+        self.outlines: list[Outline] = []
+        self.load = 0
+        """Tokens that it computes."""
+        self._held = 0.0
+        """Those, and the part of a token that copies of keys are worth."""
+        self._fair = fair
+        self._budget = budget
+
+    def holds_siblings_of(self, outline: Outline) -> bool:
+        return bool(self.outlines) and self.outlines[-1].group == outline.group
+
+    def takes(self, outline: Outline) -> bool:
+        """Take it if there is room, or nothing yet."""
+        known = outline.shared if self.holds_siblings_of(outline) else 0
+        load, held = self.load + outline.length - known, self._held + outline.length - known + KEY_SHARE * known
+        if self.outlines and (load > self._fair or held > self._budget):
+            return False
+        self.outlines.append(outline)
+        self.load, self._held = load, held
+        return True

@@ -335,7 +335,7 @@ def test_siblings_share_no_more_than_all_of_them_have_and_no_sampled_token():
     groups = [group_of(0, [rollout_of([1, 2, 3], [7, 7, 7]), rollout_of([1, 2], [3, 7, 7]), longer])]
     (batch,) = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
     (micro_batch,) = batch.minibatches[0].micro_batches
-    assert micro_batch.input_ids_T.tolist() == [1, 2, 3, 7, 7, 7, 3, 7, 7, 9, 7, 7, 7, 7]
+    assert micro_batch.input_ids_T.tolist() == [1, 2, 9, 7, 7, 7, 7, 3, 7, 7, 7, 3, 7, 7]
 
 
 def family_outlines(groups: int, siblings: int, shared: int, own: Callable[[], int]) -> list[Outline]:
@@ -354,7 +354,7 @@ def test_work_with_shared_prompts_is_even_over_ranks_and_nearly_as_small_as_it_c
         shares = plan(outlines, 16_384, world_size)
         loads = [sum(map(computed_tokens, share)) for share in shares]
         assert sum(loads) <= 1.01 * least
-        assert max(loads) <= 1.03 * sum(loads) / world_size
+        assert max(loads) <= 1.01 * sum(loads) / world_size
         assert len(shares[0]) <= 1.1 * least / 16_384 / world_size + 1
         assert sorted(o for share in shares for bin in share for o in bin) == outlines
 
@@ -369,7 +369,8 @@ def test_copies_of_a_long_beginning_s_keys_count_as_a_part_of_the_budget():
     outlines = family_outlines(1, 64, shared=1000, own=lambda: 10)
     shares = plan(outlines, 4000, 1)
     sizes = sorted(len(bin) for bin in shares[0])
-    assert sizes == [10, 10, 11, 11, 11, 11], "in five one would hold 13, too many for 1010 + 12 * (10 + 1000 / 4)"
+    assert len(sizes) == 6, "in five one would hold 13, too many for 1010 + 12 * (10 + 1000 / 4)"
+    assert sizes[-1] - sizes[0] <= 3, "and evenly"
 
 
 def test_micro_batches_are_built_when_they_are_asked_for_and_every_time_alike():
