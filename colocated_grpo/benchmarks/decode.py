@@ -27,6 +27,7 @@ from colocated_grpo.distributed import World
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
+from colocated_grpo.rollout.kv_budget import BLOCK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,15 +50,14 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
 
     roofline = measure_roofline(world.device)
     tokens = options.sampled + 2 * options.steps + 2
-    sections = {
-        "rollout": {"max_prompt_tokens": options.prompt, "max_completion_tokens": tokens},
-        "engine": {"max_num_seqs": max(options.sequences)},
-    }
     with model_folder(options, world) as folder:
-        config = config_of(folder, options, **sections)
+        config = config_of(folder, options, **sections(options, tokens))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        engine = build_engine(config, policy, folder, world)
         size = model_size(folder, itemsize=policy.dtype.itemsize)
+        # For all of them at full length, which a run's cache is not made for: some would wait and not be measured.
+        room = max(options.sequences) * (options.prompt + tokens + BLOCK) * size.kv_bytes_per_token
+        engine_settings = config.engine.model_copy(update={"kv_cache_memory_bytes": room})
+        engine = build_engine(config.model_copy(update={"engine": engine_settings}), policy, folder, world)
     wake_with_weights(engine, policy, world)
     settle_garbage_collector()
     decode(engine, options, max(options.sequences), tokens, world)  # whatever is made or compiled at first use
@@ -70,6 +70,13 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     ]
     engine.close()
     return {"roofline": roofline.as_dict(), "rows": rows, "kernels": kernels}
+
+
+def sections(options: argparse.Namespace, tokens: int) -> dict[str, dict[str, Any]]:
+    return {
+        "rollout": {"max_prompt_tokens": options.prompt, "max_completion_tokens": tokens},
+        "engine": {"max_num_seqs": max(options.sequences)},
+    }
 
 
 def decode(
