@@ -27,7 +27,12 @@ TIMEOUT = 90.0
 
 # Ranks are forked from a server that has imported the slow modules once and holds no threads and no process group.
 _context = multiprocessing.get_context("forkserver")
-_slow = ["colocated_grpo.policy.export", "colocated_grpo.checkpoint", "colocated_grpo.rollout.vllm_engine"]
+_slow = [
+    "colocated_grpo.policy.export",
+    "colocated_grpo.checkpoint",
+    "colocated_grpo.rollout.vllm_engine",
+    "colocated_grpo.trainer",
+]
 # An engine that is imported beside a GPU may wake the driver, which does not survive a fork.
 _context.set_forkserver_preload(_slow[:2] if torch.cuda.is_available() else _slow)
 
@@ -53,16 +58,24 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: f
     The first rank that fails ends all of them and is shown. No process outlives this call.
     """
     try:
-        with Ranks(fn, world_size, *args) as ranks:
+        with Ranks(in_a_world, world_size, fn, *args) as ranks:
             return ranks.results(timeout)
     except RankKilled as error:  # by the machine: that says nothing of `fn`, unless it happens again
         warnings.warn(f"{error}; starting again", stacklevel=2)
-    with Ranks(fn, world_size, *args) as ranks:
+    with Ranks(in_a_world, world_size, fn, *args) as ranks:
         return ranks.results(timeout)
 
 
+def in_a_world(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(world, *args)` in a process group that no rank leaves before all have ended."""
+    world = init_world()
+    result = fn(world, *args)
+    world.barrier()
+    return result
+
+
 class Ranks:
-    """Ranks under way, for tests that interfere with them. Leaving the context kills what is left."""
+    """`fn(*args)` under way on every rank, for tests that interfere. Leaving the context kills what is left."""
 
     context = _context
     """Makes events and locks that may be passed to the ranks."""
@@ -87,6 +100,9 @@ class Ranks:
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -126,12 +142,11 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         with torchrun_environment(rank, world_size, port):
-            world = init_world()
             payload = io.BytesIO()
-            torch.save(fn(world, *args), payload)
-            world.barrier()
+            torch.save(fn(*args), payload)
         pipe.send((True, payload.getvalue()))
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except BaseException:  # whatever it is, the test that waits must hear of it
         pipe.send((False, traceback.format_exc()))
         # A peer may be blocked in a collective with this rank: leave at once, without the handlers of a normal exit.
@@ -145,6 +160,7 @@ def torchrun_environment(rank: int, world_size: int, port: int) -> AbstractConte
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -20,7 +20,7 @@ import openai
 from colocated_grpo.tracking import files
 
 from servers import EMBEDDED, ROOT, UPSTREAM, ApiProcess, free_port, needs_atropos
-from training_runs import Settings, TrainingRun, settings, tiny_model
+from training_runs import ForkedRun, LaunchedRun, Settings, settings, tiny_model
 
 pytestmark = needs_atropos
 
@@ -88,7 +88,7 @@ def test_an_environment_and_a_task_are_trained_together_by_ranks_of_two_nodes(tm
             tracking={"rollouts_per_step": 4 * GROUP},
         )
         nodes = [
-            stack.enter_context(TrainingRun(tmp_path, config, *place, "--node-rank", str(node), name=f"node{node}"))
+            stack.enter_context(LaunchedRun(tmp_path, config, *place, "--node-rank", str(node), name=f"node{node}"))
             for node in range(2)
         ]
         stack.enter_context(environment(tmp_path, api.url, port))
@@ -130,7 +130,7 @@ def test_an_api_server_and_an_environment_that_die_and_groups_without_logprobs_a
         api = stack.enter_context(ApiProcess(EMBEDDED))
         entry = {"missing_logprobs": "recompute", "keep_last_batch": True}
         config = atropos_settings(api.url, port, entry=entry, training_steps=5)
-        run = stack.enter_context(TrainingRun(tmp_path, config))
+        run = stack.enter_context(ForkedRun(tmp_path, config))
         half_silent = {"--env.wandb_name": "half-silent"}
         with environment(tmp_path, api.url, port, **half_silent):
             run.wait_for_step(1)
@@ -151,13 +151,13 @@ def test_a_run_that_waits_for_a_batch_stops_when_asked_and_trains_in_the_end_eve
         api = stack.enter_context(ApiProcess(EMBEDDED))
         config = atropos_settings(api.url, free_port(), training_steps=2)
         post_batch(api)
-        run = stack.enter_context(TrainingRun(tmp_path, config, ranks=2))
+        run = stack.enter_context(LaunchedRun(tmp_path, config, ranks=2))
         run.wait_until(lambda: _registered(api))
         run.launcher.terminate()
         assert run.wait(60) == 143
         assert files.read_summary(run.folder)["outcome"] == "stopped"
         post_batch(api)
-        resumed = stack.enter_context(TrainingRun(tmp_path, config, "--resume", "auto", ranks=2))
+        resumed = stack.enter_context(ForkedRun(tmp_path, config, "--resume", "auto", ranks=2))
         resumed.finish()
     assert [row["step"] for row in resumed.rows(files.TRAIN)] == [0, 1]
 

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from training_runs import Settings, TrainingRun, deterministic, settings, tiny_model, train, uninterrupted
+from training_runs import (
+    ForkedRun,
+    LaunchedRun,
+    Settings,
+    TrainingRun,
+    deterministic,
+    launch,
+    settings,
+    tiny_model,
+    uninterrupted,
+)
 
 SECONDS_TO_END = 30
 
@@ -34,9 +44,9 @@ def faulty(tmp_path: Path, fault: str, **changes: object) -> Settings:
     )
 
 
-def failed(tmp_path: Path, config: Settings, *, ranks: int = 2) -> TrainingRun:
+def failed(run: TrainingRun) -> TrainingRun:
     """A run that ends by itself with an error and leaves no process."""
-    with TrainingRun(tmp_path, config, ranks=ranks) as run:
+    with run:
         assert run.wait() != 0, run.tail()
         assert run.processes() == []
         return run
@@ -54,7 +64,7 @@ trainer.update = broken
 
 
 def test_a_rank_that_raises_takes_all_down_and_its_own_traceback_is_shown_last(tmp_path):
-    with TrainingRun(tmp_path, faulty(tmp_path, BREAKS_ON_RANK_1), ranks=2) as run:
+    with LaunchedRun(tmp_path, faulty(tmp_path, BREAKS_ON_RANK_1), ranks=2) as run:
         run.wait_until(lambda: "the defect of rank 1" in run.stderr)
         since = time.monotonic()
         assert run.wait(SECONDS_TO_END) != 0
@@ -68,7 +78,7 @@ def test_a_rank_that_raises_takes_all_down_and_its_own_traceback_is_shown_last(t
 
 def test_a_rank_that_cannot_be_built_does_not_leave_the_others_waiting(tmp_path):
     config = faulty(tmp_path, "if RANK == '1':\n    raise ImportError('not on this rank')")
-    run = failed(tmp_path, config)
+    run = failed(LaunchedRun(tmp_path, config, ranks=2))
     [line] = run.stderr.splitlines()
     assert "ImportError: not on this rank" in line
 
@@ -85,7 +95,7 @@ ColocatedSync.sync = corrupted
 
 
 def test_an_engine_that_holds_other_weights_on_one_rank_ends_the_run_with_both_numbers(tmp_path):
-    run = failed(tmp_path, faulty(tmp_path, CORRUPTS_RANK_1))
+    run = failed(ForkedRun(tmp_path, faulty(tmp_path, CORRUPTS_RANK_1), ranks=2))
     [line] = run.stderr.splitlines()
     assert line.startswith("error: freshness: after the weight sync engine and policy disagree by ")
     assert "limit freshness.max_mean_diff=0.001; worst token: engine -" in line
@@ -94,7 +104,7 @@ def test_an_engine_that_holds_other_weights_on_one_rank_ends_the_run_with_both_n
 
 
 def test_reward_errors_above_the_share_end_the_run_with_one_line(tmp_path):
-    run = failed(tmp_path, faulty(tmp_path, "judge = lambda: 1 / 0"))
+    run = failed(ForkedRun(tmp_path, faulty(tmp_path, "judge = lambda: 1 / 0"), ranks=2))
     [line] = run.stderr.splitlines()
     assert line.startswith(
         "error: rewards: 16 of 16 failed, above rollout.max_reward_errors=0.2; the first: "
@@ -106,7 +116,7 @@ def test_a_reward_that_never_returns_costs_its_prompt_and_does_not_keep_the_proc
     fault = "judge = threading.Event().wait"
     rollout = {"reward_timeout": 0.2, "reward_workers": 2, "max_reward_errors": 1.0}
     config = faulty(tmp_path, fault, training_steps=2, rollout=rollout)
-    run = train(tmp_path, config)
+    run = launch(tmp_path, config)
     assert [row["reward_errors"] for row in run.rows("train")] == [16.0, 16.0]
     assert (run.folder / "final_model/model.safetensors").exists()
 
@@ -120,7 +130,7 @@ def test_a_reward_that_never_returns_costs_its_prompt_and_does_not_keep_the_proc
     ],
 )
 def test_a_config_that_cannot_run_is_one_line_and_exit_code_2_before_anything_starts(tmp_path, changes, line):
-    with TrainingRun(tmp_path, settings(tiny_model()) | changes) as run:
+    with LaunchedRun(tmp_path, settings(tiny_model()) | changes) as run:
         assert run.wait() == 2
     [shown] = run.stderr.splitlines()
     assert shown.startswith("error: ")
@@ -132,8 +142,7 @@ def test_a_config_that_cannot_run_is_one_line_and_exit_code_2_before_anything_st
 def test_a_finished_run_is_not_mixed_with_a_new_one_of_the_same_name():
     finished = uninterrupted(1)
     before = finished.rows("train")
-    with TrainingRun(finished.folder.parent, deterministic(), name="again") as run:
-        assert run.wait() != 0
+    run = failed(ForkedRun(finished.folder.parent, deterministic(), name="again"))
     [line] = run.stderr.splitlines()
     assert "holds a run already; add --resume, or choose another name" in line
     assert finished.rows("train") == before

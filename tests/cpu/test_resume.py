@@ -11,8 +11,10 @@ from colocated_grpo.tracking import files
 
 from training_runs import (
     STEPS,
+    LaunchedRun,
     TrainingRun,
     deterministic,
+    launch,
     settings,
     tiny_model,
     train,
@@ -49,12 +51,12 @@ def assert_equals_the_uninterrupted(run: TrainingRun, ranks: int) -> None:
 
 
 def test_killing_one_rank_ends_the_others_and_the_run_resumes_and_ends_the_same(tmp_path):
-    with TrainingRun(tmp_path, deterministic(), ranks=2) as run:
+    with LaunchedRun(tmp_path, deterministic(), ranks=2) as run:
         run.wait_for_step(7)
         run.ranks()[1].kill()
         assert run.wait(SECONDS_TO_END) != 0
         assert run.processes() == []
-    resumed = train(tmp_path, deterministic(), "--resume", "auto", ranks=2)
+    resumed = launch(tmp_path, deterministic(), "--resume", "auto", ranks=2)
     assert starts(resumed) == [0, newest_step_before(resumed)]
     assert_equals_the_uninterrupted(resumed, ranks=2)
 
@@ -66,7 +68,7 @@ def newest_step_before(run: TrainingRun) -> int:
 
 
 def test_a_signal_saves_the_very_step_and_the_run_resumes_from_it_and_ends_the_same(tmp_path):
-    with TrainingRun(tmp_path, deterministic(checkpoint={"every": 0}), ranks=2) as run:
+    with LaunchedRun(tmp_path, deterministic(checkpoint={"every": 0}), ranks=2) as run:
         run.wait_for_step(5)
         run.launcher.send_signal(signal.SIGINT)
         assert run.wait(SECONDS_TO_END) == 130, run.tail()
@@ -102,7 +104,7 @@ def test_an_unfinished_checkpoint_is_never_read_and_a_finished_run_can_be_contin
 
 def test_a_model_of_another_shape_is_refused_before_any_rank_starts(tmp_path):
     trained, other = uninterrupted(2).folder, tiny_model("qwen2")
-    with TrainingRun(tmp_path, settings(other), "--resume", str(trained), ranks=2) as run:
+    with LaunchedRun(tmp_path, settings(other), "--resume", str(trained), ranks=2) as run:
         assert run.wait() == 2
         assert run.stdout == ""
         assert run.stderr == (

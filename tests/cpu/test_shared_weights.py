@@ -16,7 +16,7 @@ from colocated_grpo.tracking import files
 
 from engines import PROBE, Pair, request_of
 from ranks import run_on_ranks
-from training_runs import Settings, TrainingRun, deterministic, settings, tiny_model, train, weights_of
+from training_runs import ForkedRun, Settings, TrainingRun, deterministic, settings, tiny_model, train, weights_of
 
 TIMEOUT = 300.0
 CLOSE = 2e-5
@@ -64,7 +64,7 @@ def test_what_the_optimizer_writes_is_what_the_engine_computes_with(architecture
 
 
 def test_an_engine_that_lays_its_weights_out_otherwise_is_refused_in_one_line(tmp_path):
-    with TrainingRun(tmp_path, settings(tiny_model("gpt2"), weights="shared")) as run:
+    with ForkedRun(tmp_path, settings(tiny_model("gpt2"), weights="shared")) as run:
         assert run.wait() != 0
         assert "weights=shared: the engine does not hold this model's weights" in run.stderr.splitlines()[-1]
 
@@ -131,7 +131,7 @@ def test_a_run_with_one_copy_is_the_run_with_two(copied, tmp_path):
 
 
 def test_a_run_with_one_copy_that_is_killed_goes_on_as_if_nothing_had_happened(copied, tmp_path):
-    with TrainingRun(tmp_path, everything("shared")) as run:
+    with ForkedRun(tmp_path, everything("shared")) as run:
         run.wait_for_step(2)
         run.kill()
     resumed = train(tmp_path, everything("shared"), "--resume", "auto")

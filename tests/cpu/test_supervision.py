@@ -14,7 +14,7 @@ import torch.distributed as dist
 from colocated_grpo.distributed import World
 from colocated_grpo.supervision import StopRequest, Watchdog, own_process, visible_from
 
-from ranks import Ranks, run_on_ranks
+from ranks import Ranks, in_a_world, run_on_ranks
 
 SECONDS_TO_NOTICE = 5.0
 STARTED = 60.0
@@ -54,7 +54,7 @@ def end_of(process) -> float:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_waits_for_a_killed_one_ends_within_seconds(way_to_wait, victim):
     waiting = [Ranks.context.Event() for _ in range(2)]
-    with Ranks(block_on_all_ranks_but_one, 2, waiting, way_to_wait, victim) as ranks:
+    with Ranks(in_a_world, 2, block_on_all_ranks_but_one, waiting, way_to_wait, victim) as ranks:
         assert all(event.wait(STARTED) for event in waiting)
         survivor = ranks.processes[1 - victim]
         assert survivor.is_alive()
@@ -88,7 +88,7 @@ def fail_on_rank_one(world: World, waiting) -> None:
 
 def test_a_rank_that_reports_its_failure_ends_the_others_while_it_still_lives():
     waiting = [Ranks.context.Event() for _ in range(2)]
-    with Ranks(fail_on_rank_one, 2, waiting) as ranks:
+    with Ranks(in_a_world, 2, fail_on_rank_one, waiting) as ranks:
         assert all(event.wait(STARTED) for event in waiting)
         assert end_of(ranks.processes[0]) < SECONDS_TO_NOTICE
         assert ranks.processes[0].exitcode == 1
@@ -112,7 +112,7 @@ def stop_when_asked(world: World, ready) -> tuple[bool, bool]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_one_rank_is_seen_by_all(number):
     ready = [Ranks.context.Event() for _ in range(2)]
-    with Ranks(stop_when_asked, 2, ready) as ranks:
+    with Ranks(in_a_world, 2, stop_when_asked, ready) as ranks:
         assert all(event.wait(STARTED) for event in ready)
         os.kill(ranks.processes[1].pid, number)
         assert ranks.results() == [(False, True), (False, True)]
@@ -164,7 +164,7 @@ def leave_one_after_the_other(world: World, first_has_left) -> int:
 
 def test_ranks_that_end_in_good_order_are_not_taken_for_dead():
     first_has_left = Ranks.context.Event()
-    with Ranks(leave_one_after_the_other, 2, first_has_left) as ranks:
+    with Ranks(in_a_world, 2, leave_one_after_the_other, first_has_left) as ranks:
         first_has_left.set()
         assert ranks.results() == [0, 0]
         for process in ranks.processes:

@@ -13,7 +13,7 @@ from colocated_grpo.tools import show_rollouts
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.games import EVENTS_TABLE, read_games
 
-from training_runs import TrainingRun, settings, tiny_model, train, wall_clock_free, weights_of
+from training_runs import ForkedRun, settings, tiny_model, train, wall_clock_free, weights_of
 
 STEPS = 12
 TOWN = {
@@ -106,7 +106,7 @@ def test_a_checkpoint_holds_the_opponent_which_is_the_policy_of_the_latest_refre
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(run, tmp_path):
-    with TrainingRun(tmp_path, town_run(), ranks=2) as killed:
+    with ForkedRun(tmp_path, town_run(), ranks=2) as killed:
         killed.wait_for_step(7)
         killed.kill()
     resumed = train(tmp_path, town_run(), "--resume", "auto", ranks=2)

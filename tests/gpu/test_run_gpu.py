@@ -8,7 +8,7 @@ import pytest
 
 from colocated_grpo.tracking import files
 
-from training_runs import Settings, TrainingRun, settings, tiny_model, train
+from training_runs import LaunchedRun, Settings, TrainingRun, launch, settings, tiny_model
 
 STEPS = 12
 
@@ -47,33 +47,33 @@ def check_finished(run: TrainingRun) -> None:
 @pytest.mark.parametrize("weights", ["copied", "shared"])
 def test_a_run_on_one_device_stops_when_asked_and_goes_on_from_there(tmp_path, weights):
     config = gpu_settings(weights=weights, checkpoint={"every": 0})
-    with TrainingRun(tmp_path, config, gpus=1) as run:
+    with LaunchedRun(tmp_path, config, gpus=1) as run:
         run.wait_for_step(3)
         run.launcher.send_signal(signal.SIGTERM)
         assert run.wait() == 143, run.tail()
         assert run.processes() == []
     done = len(run.rows(files.TRAIN))
     assert 3 < done < STEPS
-    resumed = train(tmp_path, config, "--resume", "auto", gpus=1)
+    resumed = launch(tmp_path, config, "--resume", "auto", gpus=1)
     assert [start["first_step"] for start in files.read_environment(resumed.folder)] == [0, done]
     check_finished(resumed)
 
 
 @pytest.mark.gpu
 def test_a_run_keeps_its_engines_weights_between_syncs(tmp_path):
-    run = train(tmp_path, gpu_settings(sync_frequency=3, evaluation={"every": 0}), gpus=1)
+    run = launch(tmp_path, gpu_settings(sync_frequency=3, evaluation={"every": 0}), gpus=1)
     assert [row["staleness"] for row in run.rows(files.TRAIN)] == [0, 1, 2] * (STEPS // 3)
 
 
 @pytest.mark.multigpu(2)
 def test_a_run_on_two_devices_that_is_killed_goes_on(tmp_path):
     config = gpu_settings(checkpoint={"every": 2})
-    with TrainingRun(tmp_path, config, gpus=2) as run:
+    with LaunchedRun(tmp_path, config, gpus=2) as run:
         run.wait_for_step(5)
         run.ranks()[1].kill()
         assert run.wait() != 0
         assert run.processes() == []
-    check_finished(train(tmp_path, config, "--resume", "auto", gpus=2))
+    check_finished(launch(tmp_path, config, "--resume", "auto", gpus=2))
 
 
 @pytest.mark.multigpu(2)
@@ -85,6 +85,6 @@ def test_devices_whose_episodes_take_eight_turns_and_one_sleep_and_wake_together
         deterministic=True,  # every other prompt to the other device
         evaluation={"every": 0},
     )
-    run = train(tmp_path, config, gpus=2)
+    run = launch(tmp_path, config, gpus=2)
     check_finished(run)
     assert all(row["reward/turns"] == 4.5 for row in run.rows(files.TRAIN))
