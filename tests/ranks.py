@@ -6,7 +6,9 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import runpy
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -15,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ import torch.distributed as dist
 
 from colocated_grpo.cli import library_environment
 from colocated_grpo.distributed import World, init_world
+from colocated_grpo.launcher import Launch, child_environment
 
 TIMEOUT = 90.0
 
@@ -32,6 +36,7 @@ _slow = [
     "colocated_grpo.checkpoint",
     "colocated_grpo.rollout.vllm_engine",
     "colocated_grpo.trainer",
+    "engine_modules",
 ]
 # An engine that is imported beside a GPU may wake the driver, which does not survive a fork.
 _context.set_forkserver_preload(_slow[:2] if torch.cuda.is_available() else _slow)
@@ -121,6 +126,13 @@ class Ranks:
                 results[rank] = self._receive(pipe, rank)
         return [results[rank] for rank in range(len(self.processes))]
 
+    def exit_codes(self, timeout: float) -> list[int | None]:
+        """In rank order, for functions that end their process; None of a rank that has not ended by then."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
     def _receive(self, pipe: Connection, rank: int) -> Any:
         try:
             succeeded, payload = pipe.recv()
@@ -151,6 +163,36 @@ def _run_rank(
         pipe.send((False, traceback.format_exc()))
         # A peer may be blocked in a collective with this rank: leave at once, without the handlers of a normal exit.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_module(module: str, arguments: Sequence[str], ranks: int, stdout: Path, stderr: Path) -> Ranks:
+    """`python -m module` on every rank of a CPU run, in the environment that the launcher gives."""
+    for file in (stdout, stderr):
+        file.write_text("")
+    return Ranks(_run_module, ranks, module, list(arguments), ranks, stdout, stderr)
+
+
+def _run_module(module: str, arguments: list[str], ranks: int, stdout: Path, stderr: Path) -> None:
+    launch = Launch(
+        gpus=0,
+        ranks=ranks,
+        nodes=1,
+        node_rank=0,
+        master_addr="localhost",
+        master_port=None,
+        config="",
+        resume=None,
+        log_level="INFO",
+        overrides=(),
+    )
+    os.environ.update(child_environment(launch, os.environ))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read its variable long ago
+    for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
+        with file.open("a") as target:
+            os.dup2(target.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__")
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> AbstractContextManager[None]:

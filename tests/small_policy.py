@@ -21,7 +21,8 @@ from colocated_grpo.distributed import World
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.model import free_gathered, read_model_config
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.tools.make_model import TINY, make_model
+from colocated_grpo.tools.make_model import make_model
+from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 
 # An odd vocabulary and odd layer sizes: the rows of most parameters do not divide evenly over two ranks.

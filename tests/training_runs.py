@@ -7,7 +7,6 @@ imported already: seconds instead of a quarter of a minute, for what neither the
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
 import time
@@ -22,15 +21,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import psutil
-import torch
 import yaml
 
-from colocated_grpo.launcher import Launch, child_environment
-from colocated_grpo.tools.make_model import TINY, make_model
+from colocated_grpo.tools.make_model import make_model
+from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
 
-from ranks import Ranks
+from ranks import start_module
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 180.0
@@ -196,19 +194,14 @@ class ForkedRun(TrainingRun):
 
     def __init__(self, output_dir: Path, config: Settings, *flags: str, ranks: int = 1, name: str = "run") -> None:
         super().__init__(output_dir, config, name)
-        for file in (self._stdout, self._stderr):
-            file.write_text("")
-        self._ranks = Ranks(
-            _rank, ranks, ranks, ["--config", str(self.config_file), *flags], self._stdout, self._stderr
-        )
+        arguments = ["--config", str(self.config_file), *flags]
+        self._ranks = start_module("colocated_grpo", arguments, ranks, self._stdout, self._stderr)
 
     def wait(self, timeout: float = TIMEOUT) -> int:
         """The first exit code that is not 0. Fails with the run's own words when it takes too long."""
-        deadline = time.monotonic() + timeout
-        for rank in self._ranks.processes:
-            rank.join(max(0.0, deadline - time.monotonic()))
-            assert rank.exitcode is not None, f"the run did not end within {timeout:g} s\n{self.tail()}"
-        return next((rank.exitcode for rank in self._ranks.processes if rank.exitcode), 0)
+        codes = self._ranks.exit_codes(timeout)
+        assert None not in codes, f"the run did not end within {timeout:g} s\n{self.tail()}"
+        return next(filter(None, codes), 0)
 
     def processes(self) -> list[psutil.Process]:
         """The ranks that are alive and every process below them."""
@@ -226,30 +219,6 @@ class ForkedRun(TrainingRun):
 
     def _ended_within(self, seconds: float) -> bool:
         return bool(connection.wait([rank.sentinel for rank in self._ranks.processes], seconds))
-
-
-def _rank(ranks: int, arguments: list[str], stdout: Path, stderr: Path) -> None:
-    """`python -m colocated_grpo` in the environment that the launcher gives to `ranks` ranks."""
-    launch = Launch(
-        gpus=0,
-        ranks=ranks,
-        nodes=1,
-        node_rank=0,
-        master_addr="localhost",
-        master_port=None,
-        config="",
-        resume=None,
-        log_level="INFO",
-        overrides=(),
-    )
-    os.environ.update(child_environment(launch, os.environ))
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read its variable long ago
-    for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
-        with file.open("a") as target:
-            os.dup2(target.fileno(), stream.fileno())
-        stream.reconfigure(line_buffering=True)
-    sys.argv[1:] = arguments
-    runpy.run_module("colocated_grpo", run_name="__main__")
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import yaml
-from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.benchmarks.results import describe, publish
 from colocated_grpo.benchmarks.workload import TASK
@@ -31,7 +30,7 @@ from colocated_grpo.distributed import World, init_world
 from colocated_grpo.errors import RunError
 from colocated_grpo.launcher import Launch, child_environment
 from colocated_grpo.processes import run_command
-from colocated_grpo.tools.make_model import SHAPES, make_model
+from colocated_grpo.tools.shapes import SHAPES
 
 if TYPE_CHECKING:
     from colocated_grpo.policy.policy import Policy
@@ -62,7 +61,6 @@ def main_in_ranks(
     options, options.settings = parser.parse_known_args(arguments)
     if "RANK" not in os.environ:
         return _start_ranks(benchmark, arguments, options)
-    disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)
     try:
         world = init_world()
@@ -113,6 +111,12 @@ def _start_ranks(benchmark: str, arguments: Sequence[str], options: argparse.Nam
 @contextmanager
 def model_folder(options: argparse.Namespace, world: World) -> Iterator[Path]:
     """The model that --model or --shape names; one made for this run alone is deleted on exit. Collective."""
+    # transformers takes seconds to import, which neither --help nor a process that only starts the ranks need wait for.
+    from transformers.utils.logging import disable_progress_bar
+
+    from colocated_grpo.tools.make_model import make_model
+
+    disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="benchmark-model-") as scratch:
         folder = options.model or world.broadcast_object(Path(scratch)) / options.shape
 

@@ -30,14 +30,14 @@ from colocated_grpo.benchmarks.figures import (
     training_bound,
     with_rates,
 )
-from colocated_grpo.benchmarks.peer_trl import PeerSpec, peer_command, peer_environment
+from colocated_grpo.benchmarks.peer import PeerSpec, peer_command, peer_environment
 from colocated_grpo.benchmarks.rates import measured_rates
 from colocated_grpo.benchmarks.results import describe, publish
 from colocated_grpo.benchmarks.roofline import Roofline
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK, add_stop_tokens
 from colocated_grpo.cli import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.config.schema import Config
-from colocated_grpo.tools.make_model import SHAPES
+from colocated_grpo.tools.shapes import SHAPES
 from colocated_grpo.tracking.files import CONFIG_FILE, METRICS_FILE, TRAIN, read_rollouts, read_rows
 
 SEED = Config.model_fields["seed"].default

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,38 +26,8 @@ from colocated_grpo.environments.episodes import EPISODES, build_episode
 from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tools.episode_lessons import EpisodeLessons
+from colocated_grpo.tools.shapes import SHAPES, TINY, Shape
 from colocated_grpo.tools.warm_start import PROBES, Lessons, TaskLessons, WarmStart, warm_start
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """Sizes of a decoder, in the words of the llama family; gpt2 has no kv_heads and no head_dim of its own."""
-
-    hidden: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    intermediate: int = 512
-    vocab: int | None = None
-    """None: exactly the tokenizer's alphabet. Larger: the tokenizer is filled up to it."""
-    tied: bool = True
-    """The output head is the embedding matrix."""
-    max_positions: int = 2048
-
-
-SMALL = Shape()
-TINY = Shape(hidden=64, layers=2, intermediate=128)
-
-_QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "max_positions": 40960}
-SHAPES = {
-    "tiny": TINY,
-    "small": SMALL,
-    "qwen3-0.6b": Shape(hidden=1024, layers=28, heads=16, intermediate=3072, **_QWEN3),
-    "qwen3-1.7b": Shape(hidden=2048, layers=28, heads=16, intermediate=6144, **_QWEN3),
-    "qwen3-4b": Shape(hidden=2560, layers=36, heads=32, intermediate=9728, **_QWEN3),
-    "qwen3-8b": Shape(hidden=4096, layers=36, heads=32, intermediate=12288, tied=False, **_QWEN3),
-}
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
 DEFAULT_LESSON = WarmStart()

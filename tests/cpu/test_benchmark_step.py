@@ -22,19 +22,15 @@ from colocated_grpo.benchmarks.figures import (
     training_bound,
     with_rates,
 )
-from colocated_grpo.benchmarks.peer_trl import (
-    PeerSpec,
-    chats,
-    merge,
-    own_seconds,
-    peer_command,
-    peer_environment,
-    trainer_arguments,
-)
+from colocated_grpo.benchmarks.peer import PeerSpec, peer_command, peer_environment
+from colocated_grpo.benchmarks.peer_trl import chats, merge, own_seconds, trainer_arguments
 from colocated_grpo.benchmarks.roofline import Roofline
 from colocated_grpo.benchmarks.workload import RandomWork, add_stop_tokens
 from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.tools.make_model import TINY, make_model
+from colocated_grpo.tools.make_model import make_model
+from colocated_grpo.tools.shapes import TINY
+
+from ranks import TIMEOUT, start_module
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = Roofline(
@@ -64,15 +60,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_model(tmp_path_factory.mktemp("benchmark") / "tiny", shape=TINY)
     add_stop_tokens(folder)
     return folder
-
-
-def run(module: str, *arguments: str) -> str:
-    """The output of a benchmark that ended well."""
-    command = [sys.executable, "-m", f"colocated_grpo.benchmarks.{module}", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def test_mfu_and_throughput_follow_their_definitions():
@@ -241,11 +228,15 @@ def test_growth_is_told_from_the_smallest_size():
 def test_our_steps_and_the_peers_stand_side_by_side(model: Path, tmp_path: Path):
     file = tmp_path / "step.json"
 
-    printed = run(
-        "step", "--model", str(model), "--gpus", "0", "--prompts", "2", "--group-size", "4", "--max-completion", "8",
+    command = [
+        sys.executable, "-m", "colocated_grpo.benchmarks.step", "--model", str(model), "--gpus", "0",
+        "--prompts", "2", "--group-size", "4", "--max-completion", "8",
         "--steps", "2", "--warmup", "0", "--json", str(file), "--peer", "trl", "--peer-batch", "4",
         "--peer-gpu-memory", "0.05", "--peer-until", "0", "--policy.compile", "off",
-    )  # fmt: skip
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
     result = json.loads(file.read_text())
     ours, peer = result["ours"]["median"], result["peer"]["median"]
@@ -257,17 +248,18 @@ def test_our_steps_and_the_peers_stand_side_by_side(model: Path, tmp_path: Path)
         assert side["mfu"] > 0
     assert result["speedup"]["seconds/step"] == pytest.approx(peer["seconds/step"] / ours["seconds/step"])
     assert result["commit"]
-    assert "tokens_per_second_per_gpu" in printed
+    assert "tokens_per_second_per_gpu" in done.stdout
 
 
 def test_one_run_is_trained_at_every_size(model: Path, tmp_path: Path):
-    file = tmp_path / "growth.json"
-
-    run(
-        "growth", "--model", str(model), "--gpus", "0", "--axis", "length", "--sizes", "8", "64",
+    file, stderr = tmp_path / "growth.json", tmp_path / "stderr"
+    arguments = [
+        "--model", str(model), "--gpus", "0", "--axis", "length", "--sizes", "8", "64",
         "--completions", "8", "--group-size", "4",
         "--steps", "1", "--warmup", "0", "--json", str(file), "--policy.compile", "off",
-    )  # fmt: skip
+    ]  # fmt: skip
+    with start_module(growth.__name__, arguments, 1, tmp_path / "stdout", stderr) as rank:
+        assert rank.exit_codes(TIMEOUT) == [0], stderr.read_text()
 
     short, long = json.loads(file.read_text())["rows"]
     assert (short["longest"], long["longest"]) == (8, 64)

@@ -27,6 +27,7 @@ from colocated_grpo.distributed import World
 from colocated_grpo.losses import Counts
 from colocated_grpo.types import Group, Rollout
 
+from ranks import TIMEOUT, start_module
 from small_policy import config_of, policy_of, sequence_of
 from training_runs import tiny_model
 
@@ -42,11 +43,18 @@ RATES = Roofline(
 
 @pytest.fixture
 def measured(tmp_path) -> Callable[..., dict[str, Any]]:
-    """Runs a benchmark as its command does and gives the JSON that it wrote."""
+    """Runs a benchmark and gives the JSON that it wrote."""
 
-    def run(benchmark: ModuleType, *arguments: str) -> dict[str, Any]:
+    def run(benchmark: ModuleType, *arguments: str, forked: bool = False) -> dict[str, Any]:
+        """As its command does, or in a forked rank, which saves the imports."""
         file = tmp_path / "results" / "result.json"
-        assert benchmark.main([*arguments, "--json", str(file)]) == 0
+        arguments += ("--json", str(file))
+        if forked:
+            stderr = tmp_path / "stderr"
+            with start_module(benchmark.__name__, arguments, 1, tmp_path / "stdout", stderr) as rank:
+                assert rank.exit_codes(TIMEOUT) == [0], stderr.read_text()
+        else:
+            assert benchmark.main(arguments) == 0
         result = json.loads(file.read_text())
         assert set(result) >= ORIGIN
         assert result["packages"]["torch"] == torch.__version__
@@ -84,7 +92,7 @@ def test_both_ranks_of_train_share_the_work_of_one_batch(measured):
 
 
 def test_the_planned_sync_is_no_slower_than_the_loader_of_the_engine(measured):
-    [row] = measured(sync, "--gpus", "0", "--shape", "tiny")["rows"]
+    [row] = measured(sync, "--gpus", "0", "--shape", "tiny", forked=True)["rows"]
 
     assert row["path"] == "views"
     assert row["seconds"] <= row["load_weights_seconds"]  # a seventh of it on an idle machine
@@ -105,7 +113,7 @@ def test_sleep_tells_the_life_of_an_engine(measured):
 
 def test_decode_tells_where_the_time_of_a_step_goes(measured):
     work = ["--sequences", "4", "2", "--group-size", "2", "--prompt", "20", "--sampled", "8", "--steps", "4"]
-    result = measured(decode, "--gpus", "0", "--shape", "tiny", *work)
+    result = measured(decode, "--gpus", "0", "--shape", "tiny", *work, forked=True)
 
     assert [(row["sequences"], row["cached_tokens_each"]) for row in result["rows"]] == [(4, 30), (2, 30)]
     for row in result["rows"]:
@@ -118,7 +126,8 @@ def test_decode_tells_where_the_time_of_a_step_goes(measured):
 
 def test_overlap_counts_what_is_trained_while_a_tail_decodes(measured):
     work = ["--prompts", "2", "--group-size", "2", "--max-completion", "16", "--mean-completion", "8"]
-    rows = measured(overlap, "--gpus", "0", "--shape", "tiny", *work, "--tails", "2", "--tokens", "12")["rows"]
+    tail = ["--tails", "2", "--tokens", "12"]
+    rows = measured(overlap, "--gpus", "0", "--shape", "tiny", *work, *tail, forked=True)["rows"]
 
     assert [row["preferred"] for row in rows] == ["neither", "decoding"]
     for row in rows:

@@ -16,7 +16,8 @@ from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.tasks.town_lessons import TownLessons
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tools.episode_lessons import EpisodeLessons
-from colocated_grpo.tools.make_model import TINY, build_model, save_model
+from colocated_grpo.tools.make_model import build_model, save_model
+from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tools.warm_start import Lesson, Lessons, TaskLessons, WarmStart, warm_start
 from colocated_grpo.tracking import files
 

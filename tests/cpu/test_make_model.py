@@ -15,14 +15,12 @@ from colocated_grpo.tools.char_tokenizer import CHARACTERS, END, build_char_toke
 from colocated_grpo.tools.episode_lessons import EpisodeLessons
 from colocated_grpo.tools.make_model import (
     ARCHITECTURES,
-    SHAPES,
-    SMALL,
-    TINY,
     build_model,
     main,
     make_model,
     model_config,
 )
+from colocated_grpo.tools.shapes import SHAPES, SMALL, TINY
 from colocated_grpo.tools.warm_start import (
     CHECK_EVERY,
     IGNORED,

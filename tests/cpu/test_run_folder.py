@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from colocated_grpo.checkpoint_folders import FOLDER, MODEL_SHAPE, STATE_FILE
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.run_folder import LOCK_FILE, check_resumed, choose_run_folder, claim, removed_if_unused
 
+from ranks import Ranks
 from small_policy import config_of
 
 
@@ -120,21 +119,18 @@ def test_a_checkpoint_that_says_no_shape_is_left_to_whoever_restores_it(tmp_path
     check_resumed(config_of(model_of(tmp_path / "model", hidden_size=128)), str(run), "sorting")
 
 
-CLAIM = """
-import sys, pathlib
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.run_folder import claim
-try:
-    print(claim(pathlib.Path(sys.argv[1])))
-except ConfigError as error:
-    print(error)
-"""
+def told(folder: Path) -> str:
+    """What one is told that claims `folder`."""
+    try:
+        return str(claim(folder))
+    except ConfigError as error:
+        return str(error)
 
 
 def claimed_elsewhere(folder: Path) -> str:
-    """What another process is told that claims `folder`."""
-    run = subprocess.run([sys.executable, "-c", CLAIM, folder], capture_output=True, text=True, check=True)
-    return run.stdout.strip()
+    """What another process is told that claims `folder`, and ends."""
+    with Ranks(told, 1, folder) as process:
+        return process.results()[0]
 
 
 def test_two_runs_never_write_into_one_folder_and_a_lock_ends_with_its_process(tmp_path):
