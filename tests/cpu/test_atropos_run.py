@@ -151,10 +151,11 @@ def test_a_run_that_waits_for_a_batch_stops_when_asked_and_trains_in_the_end_eve
         api = stack.enter_context(ApiProcess(EMBEDDED))
         config = atropos_settings(api.url, free_port(), training_steps=2)
         post_batch(api)
-        run = stack.enter_context(LaunchedRun(tmp_path, config, ranks=2))
+        run = stack.enter_context(ForkedRun(tmp_path, config, ranks=2))
         run.wait_until(lambda: _registered(api))
-        run.launcher.terminate()
-        assert run.wait(60) == 143
+        for process in run.processes():  # as the launcher does that is asked to stop
+            process.terminate()
+        assert run.wait(60) == 0
         assert files.read_summary(run.folder)["outcome"] == "stopped"
         post_batch(api)
         resumed = stack.enter_context(ForkedRun(tmp_path, config, "--resume", "auto", ranks=2))
