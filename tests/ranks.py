@@ -192,7 +192,11 @@ def _run_module(module: str, arguments: list[str], ranks: int, stdout: Path, std
             os.dup2(target.fileno(), stream.fileno())
         stream.reconfigure(line_buffering=True)
     sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__")
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except BaseException:  # as an interpreter would say that ends by it
+        traceback.print_exc()
+        raise
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> AbstractContextManager[None]:
