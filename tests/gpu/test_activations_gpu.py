@@ -14,7 +14,8 @@ from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.activations import fit_micro_batches, made_up_micro_batch, measure, rehearse
 from colocated_grpo.policy.blocks import num_checkpointed, set_checkpointed
-from colocated_grpo.tools.make_model import Shape, make_model
+from colocated_grpo.tools.make_model import make_model
+from colocated_grpo.tools.shapes import Shape
 
 from small_policy import config_of, policy_of
 

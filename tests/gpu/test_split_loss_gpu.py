@@ -10,7 +10,8 @@ from colocated_grpo.losses import make_loss, make_split_loss
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.objective import packed_tokens, split_objective, whole_objective
 from colocated_grpo.policy.policy import _to
-from colocated_grpo.tools.make_model import TINY, make_model
+from colocated_grpo.tools.make_model import make_model
+from colocated_grpo.tools.shapes import TINY
 
 from small_policy import SHAPE, config_of, gradients_of, pack_for, policy_of, random_groups
 
