@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from colocated_grpo.batching import Batch, Minibatch, build_micro_batch
+from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
 from colocated_grpo.benchmarks import decode, logprob, overlap, sleep, sync, train
 from colocated_grpo.benchmarks.ranks import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
@@ -28,7 +28,7 @@ from colocated_grpo.losses import Counts
 from colocated_grpo.types import Group, Rollout
 
 from ranks import TIMEOUT, start_module
-from small_policy import config_of, policy_of, sequence_of
+from small_policy import config_of, group_of, policy_of, rollout_of, sequence_of
 from training_runs import tiny_model
 
 CPU = torch.device("cpu")
@@ -158,6 +158,22 @@ def test_a_packed_long_tail_trains_faster_than_one_padded_to_its_longest(world):
     assert padded.num_tokens >= 2 * packed.num_tokens
     ratios = [once(partial(train.train, policy, padded)) / once(partial(train.train, policy, packed)) for _ in range(3)]
     assert statistics.median(ratios) >= 1.5
+
+
+def test_siblings_of_a_long_prompt_train_faster_together_than_apart(world, monkeypatch):
+    limits = {"max_completion_tokens": 32, "max_prompt_tokens": 256}
+    config = config_of(tiny_model(), rollout=limits, batch={"max_tokens_per_micro_batch": 2048})
+    policy = policy_of(config, world)
+    siblings = [rollout_of([8] * 256, [9] * (16 + sibling), reward=float(sibling % 2)) for sibling in range(8)]
+    groups = [group_of(index, siblings) for index in range(2)]
+    together = train.pack_all(groups, config, world)
+    monkeypatch.setattr(plan, "WORTH_SHARING", 0.0)
+    apart = train.pack_all(groups, config, world)
+
+    assert apart.computed_tokens == apart.num_tokens == together.num_tokens > 4 * together.computed_tokens
+    slow, fast = (partial(train.train, policy, batch) for batch in (apart, together))
+    ratios = [once(slow) / once(fast) for _ in range(3)]
+    assert statistics.median(ratios) >= 1.15  # attention on CPU pads completions to the length of the prompt
 
 
 def once(work: Callable[[], object]) -> float:
