@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -191,13 +192,13 @@ def machine_problems(launch: Launch, config: Config) -> list[str]:
         problems.append(f"--gpus={launch.gpus}: only {visible} visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)")
     if importlib.util.find_spec("torch") is None:
         problems.append(f"torchrun not found: {sys.executable} has no torch; use the Python that `make install` fills")
-    try:
-        check_inputs(config)
-        check_names(config)
-        check_resumed(config, launch.resume, Path(launch.config).stem)
-    except ConfigError as error:
-        problems += str(error).splitlines()
-    return problems
+    resumed = partial(check_resumed, resume=launch.resume, name=Path(launch.config).stem)
+    for check in (check_names, check_inputs, resumed):
+        try:
+            check(config)
+        except ConfigError as error:
+            problems += str(error).splitlines()
+    return list(dict.fromkeys(problems))  # two of them read the model, and may say the same of it
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:

@@ -203,9 +203,20 @@ def test_a_name_that_nothing_has_is_told_with_the_one_that_was_meant(config, eig
     (tmp_path / "rows.jsonl").touch()
     (tmp_path / "x.yaml").write_text(f"model: {{name: ./model}}\nenvironments: [{entry}, {entry}]\n")
     assert main(["--config", config]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == second
-    assert first.startswith(f"error: {line} valid: ")
+    (once,) = capsys.readouterr().err.splitlines()
+    assert once.startswith(f"error: {line} valid: ")
+
+
+def test_all_that_is_missing_is_told_at_once(config, eight_gpus, capsys):
+    flags = ["--model.name", "./nope", "--environments", "[{type: task, name: sortin}]", "--resume", "none"]
+    assert main(["--config", config, "--gpus", "16", *flags]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("error: ").partition("=")[0].partition(":")[0] for line in lines] == [
+        "--gpus",
+        "environments",
+        "model.name",
+        "--resume",
+    ]
 
 
 @pytest.mark.parametrize(
