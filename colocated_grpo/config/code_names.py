@@ -12,13 +12,17 @@ import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import accumulate
 from pathlib import Path
 from symtable import SymbolTable, symtable
 
 ADAPTED = ("gymnasium", "openenv", "reasoning_gym", "textarena", "verifiers")
 """Libraries whose environments are named 'library:environment'."""
-_UNSEEN = re.compile(rb"import\s*\*|__getattr__|__dict__|sys\.modules|\b(globals|locals|vars|exec|setattr)\b")
-"""Where one of these is in a file, only running it shows what it defines."""
+_UNSEEN = re.compile(
+    rb"import[\s\\]*\*|__getattr__|__dict__|__path__|sys\.modules"
+    rb"|\b(globals|locals|vars|exec|setattr|declare_namespace)\b"
+)
+"""Where one of these is in a file, only running it shows what it defines, or which modules are beneath it."""
 
 
 def check_code_name(key: str, name: str) -> Iterator[str]:
@@ -42,21 +46,25 @@ def check_code_name(key: str, name: str) -> Iterator[str]:
 
 def _find_module(name: str) -> tuple[Path | None, str | None]:
     """The module's file where it has one, and the first part of the dotted name that is nowhere."""
-    top, *parts = name.split(".")
-    spec, found = _find_top(top) if top else None, top
-    for part in parts:
-        if spec is None or not _is_plain_package(spec):
-            break
-        spec, found = PathFinder.find_spec(part, list(spec.submodule_search_locations)), f"{found}.{part}"
-    if spec is None:
-        return None, found
-    return (_file_of(spec) if found == name else None), None
-
-
-def _find_top(name: str) -> ModuleSpec | None:
     folders = [os.getcwd(), *sys.path]
-    # not the path alone: packages that are installed to be edited have a finder of their own
-    return next(filter(None, (finder.find_spec(name, folders) for finder in sys.meta_path)), None)
+    for dotted in accumulate(name.split("."), "{}.{}".format):
+        spec = _find_spec(dotted, folders)
+        if spec is None:
+            return None, dotted
+        if not _is_plain_package(spec):
+            break
+        folders = list(spec.submodule_search_locations)
+    return (_file_of(spec) if dotted == name else None), None
+
+
+def _find_spec(name: str, folders: list[str]) -> ModuleSpec | None:
+    """Asks every finder, as an import does: packages that are installed to be edited have one of their own."""
+    last = name.rpartition(".")[2]
+    if not last:
+        return None
+    # with the whole name, the finder of folders wants the package above it imported
+    asked = ((finder, last if finder is PathFinder else name) for finder in sys.meta_path)
+    return next(filter(None, (finder.find_spec(wanted, folders) for finder, wanted in asked)), None)
 
 
 def _file_of(spec: ModuleSpec) -> Path | None:

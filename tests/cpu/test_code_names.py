@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import PathFinder
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -76,6 +77,7 @@ def test_a_file_that_defines_nothing_says_so(folder):
     "line",
     [
         "from elsewhere import *",
+        "from elsewhere import \\\n *",
         "def __getattr__(name): return short",
         "globals()['sh' + 'rot'] = 1",
         "import sys; sys.modules[__name__] = object()",
@@ -131,8 +133,16 @@ def test_installed_modules_are_found_however_they_come_to_be(name):
     assert complaint(name) is None
 
 
-def test_a_package_that_puts_modules_beneath_itself_is_left_to_the_ranks(folder):
-    (folder / "own_package/__init__.py").write_text("import sys; sys.modules['own_package.made'] = sys")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import sys; sys.modules['own_package.made'] = sys",
+        "__path__ = __import__('pkgutil').extend_path(__path__, __name__)",
+        "__import__('pkg_resources').declare_namespace(__name__)",
+    ],
+)
+def test_a_package_that_puts_modules_beneath_itself_is_left_to_the_ranks(folder, line):
+    (folder / "own_package/__init__.py").write_text(line)
     assert complaint("own_package.made:short") is None
 
 
@@ -145,18 +155,19 @@ def test_what_is_in_an_archive_is_left_to_the_ranks(folder, monkeypatch):
     assert complaint("zipped.rewards:short") is None
 
 
-def test_a_package_with_a_finder_of_its_own_is_found(folder, monkeypatch):
-    """As pip leaves one that is installed to be edited."""
-    from importlib.machinery import PathFinder
+@pytest.mark.parametrize("name", ["edited", "own_package.edited"])
+def test_a_package_with_a_finder_of_its_own_is_found(folder, monkeypatch, name):
+    """As pip leaves one that is installed to be edited, beneath a package of several owners too."""
 
     class Finder:
         @staticmethod
-        def find_spec(name, path=None, target=None):
-            return PathFinder.find_spec("own_package", [str(folder)]) if name == "edited" else None
+        def find_spec(wanted, path=None, target=None):
+            return PathFinder.find_spec("part", [str(folder / "own_package")]) if wanted == name else None
 
-    monkeypatch.setattr("sys.meta_path", [Finder])
-    assert complaint("edited.rewards:short") is None
-    assert complaint("edited.gone:short") == "no module named 'edited.gone', neither here nor installed"
+    monkeypatch.setattr("sys.meta_path", [Finder, PathFinder])
+    (folder / "own_package/__init__.py").unlink()
+    assert complaint(f"{name}.rewards:short") is None
+    assert complaint(f"{name}.gone:short") == f"no module named '{name}.gone', neither here nor installed"
 
 
 @pytest.mark.parametrize("name", ["sorting", "openenv:http://127.0.0.1", "textarena:TicTacToe-v0"])
