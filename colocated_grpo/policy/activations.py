@@ -36,7 +36,7 @@ USABLE = 0.92
 SAMPLE_TOKENS = 256, 2048
 """A rehearsal's smallest and largest size."""
 LEAST_SHARED = 2
-"""Tokens: a size of one would be compiled for itself."""
+"""Tokens that the sequences of a rehearsal begin with in common: a size of one would be compiled for itself."""
 SAMPLE_SHARE = 8
 """A rehearsal takes this part of a micro-batch. With nothing recomputed it then needs about what a whole micro-batch
 needs with everything recomputed, so that it fits wherever training can be made to fit."""
@@ -210,14 +210,13 @@ def rehearse(policy: Policy, config: Config, tokens: int) -> None:
 def made_up_micro_batch(config: Config, tokens: int) -> MicroBatch:
     """`tokens` in two sequences or more, none longer than real ones may be, all scored."""
     # Siblings, as real ones are, share their beginning: sequences that share nothing run other kernels.
-    shared = LEAST_SHARED if config.rollout.group_size > 1 else 0
-    longest = max(1, min(tokens // 2, config.max_sequence_tokens) - shared)
-    count, rest = divmod(tokens - shared, longest)
-    lengths = [shared + longest] * count + [shared + rest] * (rest > 1)
+    longest = max(1, min(tokens // 2, config.max_sequence_tokens) - LEAST_SHARED)
+    count, rest = divmod(tokens - LEAST_SHARED, longest)
+    lengths = [LEAST_SHARED + own for own in [*[longest] * count, rest] if own]
     # Scored beside the sequences' own, so that samples of any size fill a chunk of logits as a real one does.
     extra = min(config.policy.logprob_chunk_tokens, candidate_sizes(config)[0])
-    scored = [np.arange(max(1, shared), length) for length in lengths]
-    scored[0] = np.concatenate([np.full(extra, scored[0][0]), scored[0]])
+    scored = [np.arange(LEAST_SHARED, length) for length in lengths]
+    scored[0] = np.concatenate([np.full(extra, LEAST_SHARED), scored[0]])
     sequences = [
         TrainSequence(
             token_ids=np.zeros(length, np.int64),
@@ -226,7 +225,7 @@ def made_up_micro_batch(config: Config, tokens: int) -> MicroBatch:
             advantages=np.ones(len(positions), np.float32),
             temperature=1.0,
             trained=True,
-            shared=shared,
+            shared=LEAST_SHARED,
         )
         for length, positions in zip(lengths, scored, strict=True)
     ]

@@ -88,7 +88,8 @@ def test_a_rehearsal_is_an_eighth_of_a_micro_batch_and_fills_a_chunk_of_logits_a
     for size in sample_sizes(config(8192)):
         micro_batch = made_up_micro_batch(config(8192), size)
         assert micro_batch.num_tokens == size
-        assert micro_batch.max_seqlen <= config(8192).max_sequence_tokens
+        assert micro_batch.longest <= config(8192).max_sequence_tokens
+        assert micro_batch.shared_keys is not None
         assert size + 2048 >= len(micro_batch.targets_N) > 2048
 
 
