@@ -131,16 +131,9 @@ def _outlines(group: int, siblings: Group, config: BatchConfig) -> list[Outline]
 
 def _shared_tokens(siblings: Group) -> int:
     """Tokens before the first sampled one that all rollouts begin with."""
-    first, *others = (rollout.token_ids[: rollout.prompt_length] for rollout in siblings.rollouts)
-    if all(other == first for other in others):
-        return len(first)
-    return min(_common(first, other) for other in others)
-
-
-def _common(first: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two sequences begin with."""
-    length = min(len(first), len(other))
-    return next((i for i in range(length) if first[i] != other[i]), length)
+    beginnings = [rollout.token_ids[: rollout.prompt_length] for rollout in siblings.rollouts]
+    first, last = min(beginnings), max(beginnings)  # in their order: what these two have in common all have
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
 def _sequence(outline: Outline, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> TrainSequence:
