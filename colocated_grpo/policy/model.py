@@ -33,6 +33,8 @@ Head = Callable[..., tuple[Tensor, ...]]
 """`linear_logprobs`, or anything else called like it."""
 
 
+STATEFUL = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""transformers' names for layers in which a token gets more of the tokens before it than their keys and values."""
 COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """Inductor would choose how norms reduce by the number of tokens and compile once for few and once for many: the second
 time in a run's first step, for the rehearsals before it are small."""
@@ -107,6 +109,12 @@ def build_empty(hf_config: PretrainedConfig, chunk_tokens: int, *, trust_remote_
     with init_empty_weights(include_buffers=False), no_init_weights():
         lm = AutoModelForCausalLM.from_config(
             hf_config, attn_implementation=IMPLEMENTATION, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    if lm._is_stateful or STATEFUL.intersection(getattr(hf_config, "layer_types", None) or ()):
+        # Packed sequences would run into one another, and what follows a shared beginning would not know its state.
+        raise ConfigError(
+            f"model type {hf_config.model_type!r}: layers that carry a state from token to token (linear attention, "
+            "Mamba, convolutions) are not supported"
         )
     lm.tie_weights()  # creating parameters empty gave each its own tensor
     head = lm.get_output_embeddings()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.config.errors import ConfigError
@@ -214,6 +214,15 @@ def test_attention_with_soft_capped_scores_is_refused(world, model_folder):
     folder = model_folder("gemma2")
     with pytest.raises(ConfigError, match="gemma2"):
         policy_of(config_of(folder), world).score(micro_batch_of(world, folder))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "minimax", "jamba"])
+def test_models_whose_tokens_get_more_than_keys_and_values_of_those_before_are_refused(family):
+    """Packed sequences would run into one another, and the freshness check, which scores one alone, would pass."""
+    layers = {"lfm2": {"layer_types": ["conv", "full_attention"]}}.get(family, {})
+    with pytest.raises(ConfigError, match=f"model type '{family}': layers that carry a state") as caught:
+        build_empty(AutoConfig.for_model(family, num_hidden_layers=2, **layers), 64, trust_remote_code=False)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_model_that_is_not_loaded_yet_holds_no_storage_but_has_its_rotary_frequencies(model_folder):
