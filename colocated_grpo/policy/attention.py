@@ -50,6 +50,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """query: [1, H, T, D], key and value: [1, K, T, D], cu_seq_lens_q: [N + 1] int32. Returns [1, T, H, D].
@@ -58,6 +59,8 @@ def packed_attention(
     """
     if softcap is not None:
         raise ConfigError("attention logit soft-capping (gemma2) is not supported by packed attention")
+    if s_aux is not None:
+        raise ConfigError("attention sinks (gpt_oss) are not supported by packed attention")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if shared_keys is None:
         runs = Runs(cu_seq_lens_q, max_length_q, cu_seq_lens_q, max_length_q)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from colocated_grpo.batching import MicroBatch, build_micro_batch
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.policy.attention import packed_attention
 
 from small_policy import rows_of, sequence_of
@@ -119,6 +120,9 @@ def test_a_change_in_one_sequence_leaves_every_other_one_bit_for_bit_as_it_was()
     assert not changed[15:].any()
 
 
-def test_a_soft_cap_inside_attention_is_refused():
-    with pytest.raises(ValueError, match="soft-capping"):
-        attend_packed(heads(2, 0), heads(2, 1), heads(2, 2), LENGTHS, softcap=50.0)
+@pytest.mark.parametrize(
+    ("setting", "name"), [({"softcap": 50.0}, "soft-capping"), ({"s_aux": torch.zeros(2)}, "sinks")]
+)
+def test_a_soft_cap_inside_attention_and_sinks_are_refused(setting, name):
+    with pytest.raises(ConfigError, match=name):
+        attend_packed(heads(2, 0), heads(2, 1), heads(2, 2), LENGTHS, **setting)
