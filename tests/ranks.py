@@ -165,14 +165,23 @@ def _run_rank(
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start_module(module: str, arguments: Sequence[str], ranks: int, stdout: Path, stderr: Path) -> Ranks:
-    """`python -m module` on every rank of a CPU run, in the environment that the launcher gives."""
+def start_module(
+    module: str,
+    arguments: Sequence[str],
+    ranks: int,
+    stdout: Path,
+    stderr: Path,
+    environment: Mapping[str, str] | None = None,
+) -> Ranks:
+    """`python -m module` on every rank of a CPU run, in the environment that the launcher gives and `environment`."""
     for file in (stdout, stderr):
         file.write_text("")
-    return Ranks(_run_module, ranks, module, list(arguments), ranks, stdout, stderr)
+    return Ranks(_run_module, ranks, module, list(arguments), ranks, stdout, stderr, dict(environment or {}))
 
 
-def _run_module(module: str, arguments: list[str], ranks: int, stdout: Path, stderr: Path) -> None:
+def _run_module(
+    module: str, arguments: list[str], ranks: int, stdout: Path, stderr: Path, environment: dict[str, str]
+) -> None:
     launch = Launch(
         gpus=0,
         ranks=ranks,
@@ -185,7 +194,7 @@ def _run_module(module: str, arguments: list[str], ranks: int, stdout: Path, std
         log_level="INFO",
         overrides=(),
     )
-    os.environ.update(child_environment(launch, os.environ))
+    os.environ.update(child_environment(launch, os.environ) | environment)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read its variable long ago
     for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
         with file.open("a") as target:

@@ -84,6 +84,8 @@ class TrainingRun(ABC):
         self.config_file = output_dir / f"{name}.yaml"
         self.config_file.write_text(yaml.safe_dump({**config, "output_dir": str(output_dir)}))
         self._stdout, self._stderr = output_dir / f"{name}.out", output_dir / f"{name}.err"
+        self._tag = f"{os.getpid()}-{id(self)}-{time.monotonic_ns()}"
+        """In the environment of every program that the run starts."""
 
     def __enter__(self) -> Self:
         return self
@@ -95,9 +97,9 @@ class TrainingRun(ABC):
     def wait(self, timeout: float = TIMEOUT) -> int:
         """The exit code. Fails with the run's own words when it takes too long."""
 
-    @abstractmethod
     def processes(self) -> list[psutil.Process]:
-        """Every process of the run that is alive."""
+        """Every process of the run that is alive, wherever it was reparented to."""
+        return [process for process in psutil.process_iter() if _environment(process).get(TAG) == self._tag]
 
     @abstractmethod
     def _ended_within(self, seconds: float) -> bool: ...
@@ -152,7 +154,6 @@ class LaunchedRun(TrainingRun):
         self, output_dir: Path, config: Settings, *flags: str, ranks: int = 1, gpus: int = 0, name: str = "run"
     ) -> None:
         super().__init__(output_dir, config, name)
-        self._tag = f"{os.getpid()}-{id(self)}-{time.monotonic_ns()}"
         devices = ["--gpus", str(gpus)] if gpus else ["--gpus", "0", "--nproc", str(ranks)]
         command = [sys.executable, str(ROOT / "run_colocated_grpo.py"), *devices]
         with self._stdout.open("w") as out, self._stderr.open("w") as err:
@@ -168,10 +169,6 @@ class LaunchedRun(TrainingRun):
         """The launcher's exit code. Fails with the run's own words when it takes too long."""
         assert self._ended_within(timeout), f"the run did not end within {timeout:g} s\n{self.tail()}"
         return self.launcher.returncode
-
-    def processes(self) -> list[psutil.Process]:
-        """Every process of the run that is alive, wherever it was reparented to."""
-        return [process for process in psutil.process_iter() if _environment(process).get(TAG) == self._tag]
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes, by rank. Helpers that they start inherit RANK and are left out."""
@@ -195,7 +192,8 @@ class ForkedRun(TrainingRun):
     def __init__(self, output_dir: Path, config: Settings, *flags: str, ranks: int = 1, name: str = "run") -> None:
         super().__init__(output_dir, config, name)
         arguments = ["--config", str(self.config_file), *flags]
-        self._ranks = start_module("colocated_grpo", arguments, ranks, self._stdout, self._stderr)
+        tag = {TAG: self._tag}
+        self._ranks = start_module("colocated_grpo", arguments, ranks, self._stdout, self._stderr, tag)
 
     def wait(self, timeout: float = TIMEOUT) -> int:
         """The first exit code that is not 0. Fails with the run's own words when it takes too long."""
@@ -204,14 +202,14 @@ class ForkedRun(TrainingRun):
         return next(filter(None, codes), 0)
 
     def processes(self) -> list[psutil.Process]:
-        """The ranks that are alive and every process below them."""
-        found: list[psutil.Process] = []
+        """The ranks that are alive, what they forked, and every program that they started."""
+        found = {process.pid: process for process in super().processes()}
         for rank in self._ranks.processes:
             if rank.is_alive():
                 with suppress(psutil.NoSuchProcess):
                     process = psutil.Process(rank.pid)
-                    found += [process, *process.children(recursive=True)]
-        return found
+                    found |= {each.pid: each for each in (process, *process.children(recursive=True))}
+        return list(found.values())
 
     def kill(self) -> None:
         super().kill()

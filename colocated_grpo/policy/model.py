@@ -110,12 +110,15 @@ def build_empty(hf_config: PretrainedConfig, chunk_tokens: int, *, trust_remote_
         lm = AutoModelForCausalLM.from_config(
             hf_config, attn_implementation=IMPLEMENTATION, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
-    if lm._is_stateful or STATEFUL.intersection(getattr(hf_config, "layer_types", None) or ()):
+    kinds = set(getattr(lm.config, "layer_types", None) or ())
+    if lm._is_stateful or STATEFUL & kinds:
         # Packed sequences would run into one another, and what follows a shared beginning would not know its state.
         raise ConfigError(
             f"model type {hf_config.model_type!r}: layers that carry a state from token to token (linear attention, "
             "Mamba, convolutions) are not supported"
         )
+    if "chunked_attention" in kinds:
+        raise ConfigError(f"model type {hf_config.model_type!r}: attention within chunks is not supported")
     lm.tie_weights()  # creating parameters empty gave each its own tensor
     head = lm.get_output_embeddings()
     if getattr(head, "bias", None) is not None:

@@ -225,6 +225,12 @@ def test_models_whose_tokens_get_more_than_keys_and_values_of_those_before_are_r
     assert "\n" not in str(caught.value)
 
 
+def test_attention_within_chunks_is_refused():
+    """It looks like any other to packed attention: its chunks are in the mask that packed models do without."""
+    with pytest.raises(ConfigError, match="model type 'llama4_text': attention within chunks"):
+        build_empty(AutoConfig.for_model("llama4_text", num_hidden_layers=2), 64, trust_remote_code=False)
+
+
 def test_a_model_that_is_not_loaded_yet_holds_no_storage_but_has_its_rotary_frequencies(model_folder):
     folder = model_folder()
     model = build_empty(read_model_config(config_of(folder).model, folder), 64, trust_remote_code=False)
