@@ -90,10 +90,9 @@ class CopiedKeys(torch.autograd.Function):
         keys_of_T, copies_UR = ctx.saved_tensors
         own_TKD, shared = grad_EKD[keys_of_T], len(copies_UR)
         exact = torch.promote_types(grad_EKD.dtype, torch.float32)
-        copies_URKD = grad_EKD[copies_UR.clamp(min=0)].to(exact)
-        copies_UKD = torch.where((copies_UR >= 0)[:, :, None, None], copies_URKD, 0.0).sum(1)
-        shared_UKD = (own_TKD[:shared].to(exact) + copies_UKD).to(grad_EKD.dtype)
-        return torch.cat([shared_UKD, own_TKD[shared:]]), None, None, None
+        copies_URKD = torch.where((copies_UR >= 0)[:, :, None, None], grad_EKD[copies_UR.clamp(min=0)], 0)
+        shared_UKD = own_TKD[:shared].to(exact) + copies_URKD.sum(1, dtype=exact)
+        return torch.cat([shared_UKD.to(own_TKD.dtype), own_TKD[shared:]]), None, None, None
 
 
 def _attend_varlen(
