@@ -7,6 +7,7 @@ imported already: seconds instead of a quarter of a minute, for what neither the
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -140,11 +141,13 @@ class TrainingRun(ABC):
     def kill(self) -> None:
         """SIGKILL to everything at once, as a machine that goes down: nobody can say goodbye to anybody."""
         while alive := self.processes():
-            for process in alive:
-                process.suspend()  # else a parent could still act on the death of its child
-            for process in alive:
-                process.kill()
+            _send(signal.SIGSTOP, alive)  # else a parent could still act on the death of its child
+            _send(signal.SIGKILL, alive)
             psutil.wait_procs(alive, timeout=TIMEOUT)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to everything, as the launcher does that is asked to stop."""
+        _send(signal.SIGTERM, self.processes())
 
 
 class LaunchedRun(TrainingRun):
@@ -217,6 +220,13 @@ class ForkedRun(TrainingRun):
 
     def _ended_within(self, seconds: float) -> bool:
         return bool(connection.wait([rank.sentinel for rank in self._ranks.processes], seconds))
+
+
+def _send(number: signal.Signals, processes: list[psutil.Process]) -> None:
+    """What has ended since it was found needs no signal."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:

@@ -153,8 +153,7 @@ def test_a_run_that_waits_for_a_batch_stops_when_asked_and_trains_in_the_end_eve
         post_batch(api)
         run = stack.enter_context(ForkedRun(tmp_path, config, ranks=2))
         run.wait_until(lambda: _registered(api))
-        for process in run.processes():  # as the launcher does that is asked to stop
-            process.terminate()
+        run.ask_to_stop()
         assert run.wait(60) == 0
         assert files.read_summary(run.folder)["outcome"] == "stopped"
         post_batch(api)
