@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text, *(f"note: {note}" for note in notes), *(f"warning: {line}" for line in problems), sep="\n")
         print("Dry run mode - command not executed")
         return 0
-    return _run(command, child_environment(launch, os.environ), text, options.redirect_output)
+    environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
+    return _run(command, environment, text, options.redirect_output)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -235,16 +236,16 @@ def torchrun_command(launch: Launch) -> list[str]:
     return [*command, *launch.overrides]
 
 
-def child_environment(launch: Launch, environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` with what the ranks need; of the libraries' variables, those the user has set stay."""
+def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log_level: str) -> dict[str, str]:
+    """`environment` with what a node's ranks need; of the libraries' variables, those the user has set stay."""
     package_root = str(Path(__file__).resolve().parents[1])
     paths = [package_root, *filter(None, [environment.get("PYTHONPATH")])]
-    child = library_environment(launch.log_level) | dict(environment)
-    child |= {"PYTHONUNBUFFERED": "1", LOG_LEVEL_VARIABLE: launch.log_level, "PYTHONPATH": os.pathsep.join(paths)}
+    child = library_environment(log_level) | dict(environment)
+    child |= {"PYTHONUNBUFFERED": "1", LOG_LEVEL_VARIABLE: log_level, "PYTHONPATH": os.pathsep.join(paths)}
     child.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    if launch.gpus == 0:
+    if gpus == 0:
         child["CUDA_VISIBLE_DEVICES"] = ""
-        child.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // launch.ranks)))
+        child.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     return child
 
 

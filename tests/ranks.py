@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from colocated_grpo.cli import library_environment
 from colocated_grpo.distributed import World, init_world
-from colocated_grpo.launcher import Launch, child_environment
+from colocated_grpo.launcher import child_environment
 
 TIMEOUT = 90.0
 
@@ -182,19 +182,7 @@ def start_module(
 def _run_module(
     module: str, arguments: list[str], ranks: int, stdout: Path, stderr: Path, environment: dict[str, str]
 ) -> None:
-    launch = Launch(
-        gpus=0,
-        ranks=ranks,
-        nodes=1,
-        node_rank=0,
-        master_addr="localhost",
-        master_port=None,
-        config="",
-        resume=None,
-        log_level="INFO",
-        overrides=(),
-    )
-    os.environ.update(child_environment(launch, os.environ) | environment)
+    os.environ.update(child_environment(os.environ, 0, ranks, "INFO") | environment)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read its variable long ago
     for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
         with file.open("a") as target:

@@ -28,7 +28,7 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.loading import load_config
 from colocated_grpo.distributed import World, init_world
 from colocated_grpo.errors import RunError
-from colocated_grpo.launcher import Launch, child_environment
+from colocated_grpo.launcher import child_environment
 from colocated_grpo.processes import run_command
 from colocated_grpo.tools.shapes import SHAPES
 
@@ -85,19 +85,7 @@ def main_in_ranks(
 
 def _start_ranks(benchmark: str, arguments: Sequence[str], options: argparse.Namespace) -> int:
     ranks = options.gpus or options.nproc
-    launch = Launch(
-        gpus=options.gpus,
-        ranks=ranks,
-        nodes=1,
-        node_rank=0,
-        master_addr="localhost",
-        master_port=None,
-        config="",
-        resume=None,
-        log_level="INFO",
-        overrides=(),
-    )
-    environment = child_environment(launch, os.environ)
+    environment = child_environment(os.environ, options.gpus, ranks, "INFO")
     command = [sys.executable, "-m"]
     if ranks == 1:
         environment |= rank_environment(environment)
