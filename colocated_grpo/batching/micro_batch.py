@@ -137,7 +137,7 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         advantages_N=_joined([seq.advantages for seq in sequences]),
         sampling_logprobs_N=_joined([seq.sampling_logprobs for seq in sequences]),
         ref_logprobs_N=_given_ref_logprobs(sequences),
-        shared_keys=_shared_keys(rows, [*map(len, prompts.values())], int(lengths.sum())) if prompts else None,
+        shared_keys=_shared_keys(rows, [*map(len, prompts.values())]) if prompts else None,
     )
 
 
@@ -154,15 +154,13 @@ def _place(sequences: Sequence[TrainSequence]) -> list[_Rows]:
     return rows
 
 
-def _shared_keys(rows: Sequence[_Rows], prompts: Sequence[int], tokens: int) -> SharedKeys:
+def _shared_keys(rows: Sequence[_Rows], prompts: Sequence[int]) -> SharedKeys:
     """prompts: lengths of the shared beginnings, in the order of their rows."""
     lengths = [*prompts, *(r.length for r in rows)]
     begins = np.cumsum([0, *lengths])
     shared = sum(prompts)
     key_rows = np.concatenate([np.arange(shared), *(r.of(np.arange(r.length)) for r in rows)])
-    keys_of = np.empty(tokens, np.int64)
-    # Backwards, so that the first one stays: a shared token's own key is the one before all copies.
-    keys_of[key_rows[::-1]] = np.arange(len(key_rows))[::-1]
+    _, keys_of = np.unique(key_rows, return_index=True)  # the first of each row: copies come after it
     readers: dict[int, list[int]] = {}
     for r, begin in zip(rows, begins[len(prompts) :].tolist(), strict=False):
         if r.shared:
