@@ -56,7 +56,8 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
         size = model_size(folder, itemsize=policy.dtype.itemsize)
         # For all of them at full length, which a run's cache is not made for: some would wait and not be measured.
         room = max(options.sequences) * (options.prompt + tokens + BLOCK) * size.kv_bytes_per_token
-        engine_settings = config.engine.model_copy(update={"kv_cache_memory_bytes": room})
+        size_set = config.engine.kv_cache_memory_bytes
+        engine_settings = config.engine.model_copy(update={"kv_cache_memory_bytes": size_set or room})
         engine = build_engine(config.model_copy(update={"engine": engine_settings}), policy, folder, world)
     wake_with_weights(engine, policy, world)
     settle_garbage_collector()
