@@ -1,40 +1,34 @@
 """Attention over packed sequences: token t sees only the tokens before it in its own sequence.
 
-Registered with transformers as attention implementation "packed"; models built with it need no mask.
-Shapes: T packed tokens, E keys that they see (T where no beginning is shared), U tokens of shared beginnings, R readers
-of the most read one, N runs of consecutive queries, L longest run, M most keys of a run, H query heads, K key-value
-heads, D head size.
+Registered with transformers as attention implementations, one for each set of kernels; models built with them need no
+mask. Shapes: T packed tokens, E keys that they see (T where no beginning is shared), U tokens of shared beginnings, R
+readers of the most read one, N runs of consecutive queries, H query heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from colocated_grpo.batching import SharedKeys
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.policy.attention_kernels import Attend, Runs, attend_fa4, attend_padded, attend_varlen, has_fa4
 
-IMPLEMENTATION = "packed"
-
-# torch 2.11 broadcasts key-value heads unasked and has no such argument; later releases refuse without it.
-_takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-_varlen = partial(varlen_attn, enable_gqa=True) if _takes_gqa else varlen_attn
+PACKED = "packed"
+PACKED_FA4 = "packed_fa4"
 
 
-class Runs(NamedTuple):
-    """Where runs of consecutive queries begin and end, and the keys that each of them sees."""
-
-    cu_q: Tensor
-    longest_q: int
-    cu_k: Tensor
-    longest_k: int
+def implementation_for(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """The name under which transformers knows the fastest one that this device has for such a model."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or (heads and text.hidden_size // heads)
+    known = isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(size, int)
+    return PACKED_FA4 if known and has_fa4(heads, kv_heads, size, dtype, device) else PACKED
 
 
 def packed_attention(
@@ -51,6 +45,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    on_cuda: Attend = attend_varlen,
     **_: object,
 ) -> tuple[Tensor, None]:
     """query: [1, H, T, D], key and value: [1, K, T, D], cu_seq_lens_q: [N + 1] int32. Returns [1, T, H, D].
@@ -67,7 +62,7 @@ def packed_attention(
     else:
         key, value = (copied(tensor, shared_keys) for tensor in (key, value))
         runs = Runs(cu_seq_lens_q, max_length_q, shared_keys.cu_seqlens, shared_keys.max_seqlen)
-    attend = _attend_varlen if query.is_cuda else _attend_padded
+    attend = on_cuda if query.is_cuda else attend_padded
     return attend(query, key, value, runs, scaling, sliding_window)[None], None
 
 
@@ -95,37 +90,5 @@ class CopiedKeys(torch.autograd.Function):
         return torch.cat([shared_UKD.to(own_TKD.dtype), own_TKD[shared:]]), None, None, None
 
 
-def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
-) -> Tensor:
-    # Causal is (-1, 0); a window of w tokens includes the token itself, the kernel counts those to its left.
-    left = -1 if window is None else window - 1
-    borders = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
-    return _varlen(query, key, value, *borders, scale=scaling, window_size=(left, 0))
-
-
-def _attend_padded(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
-) -> Tensor:
-    """Exact on any device. Padding on the right: it comes after every real key, so a causal mask already hides it."""
-    query, valid_NL = _padded(query, runs.cu_q, runs.longest_q)
-    (key, valid_NM), (value, _) = (_padded(tensor, runs.cu_k, runs.longest_k) for tensor in (key, value))
-    if window is None and runs.cu_k is runs.cu_q:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    else:
-        steps_L, steps_M = (torch.arange(longest, device=key.device) for longest in (runs.longest_q, runs.longest_k))
-        before_N1 = (valid_NM.sum(1) - valid_NL.sum(1))[:, None]
-        distance_NLM = (before_N1 + steps_L)[:, :, None] - steps_M
-        mask = ((distance_NLM >= 0) & (distance_NLM < (window or runs.longest_k + 1)))[:, None]
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2)[valid_NL]
-
-
-def _padded(packed: Tensor, cu: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """[N, heads, longest, D] of the runs of [rows, heads, D], and which of their tokens are real."""
-    steps_L = torch.arange(longest, device=cu.device)
-    rows_NL = (cu[:-1, None] + steps_L).clamp(max=len(packed) - 1)
-    return packed[rows_NL].transpose(1, 2), steps_L < (cu[1:] - cu[:-1])[:, None]
-
-
-AttentionInterface.register(IMPLEMENTATION, packed_attention)
+AttentionInterface.register(PACKED, packed_attention)
+AttentionInterface.register(PACKED_FA4, partial(packed_attention, on_cuda=attend_fa4))

@@ -24,7 +24,7 @@ from colocated_grpo.batching import SharedKeys
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.distributed import local_part
-from colocated_grpo.policy.attention import IMPLEMENTATION
+from colocated_grpo.policy.attention import PACKED
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.logprobs import linear_logprobs
@@ -104,11 +104,16 @@ def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
     return hf_config
 
 
-def build_empty(hf_config: PretrainedConfig, chunk_tokens: int, *, trust_remote_code: bool) -> PackedLM:
-    """The module tree with parameters on the meta device and real buffers (rotary frequencies)."""
+def build_empty(
+    hf_config: PretrainedConfig, chunk_tokens: int, *, trust_remote_code: bool, attention: str = PACKED
+) -> PackedLM:
+    """The module tree with parameters on the meta device and real buffers (rotary frequencies).
+
+    attention: an implementation's name.
+    """
     with init_empty_weights(include_buffers=False), no_init_weights():
         lm = AutoModelForCausalLM.from_config(
-            hf_config, attn_implementation=IMPLEMENTATION, dtype=torch.float32, trust_remote_code=trust_remote_code
+            hf_config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
     kinds = set(getattr(lm.config, "layer_types", None) or ())
     if lm._is_stateful or STATEFUL & kinds:

@@ -17,6 +17,7 @@ from colocated_grpo.distributed import World, whole
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import make_denominator
 from colocated_grpo.metrics import Metrics, Stat
+from colocated_grpo.policy.attention import implementation_for
 from colocated_grpo.policy.masters import ShardedWeights, Weights, WholeWeights
 from colocated_grpo.policy.model import PackedLM, build_empty, load_shards, prepare_blocks, shard
 from colocated_grpo.policy.objective import make_objective, packed_tokens
@@ -55,6 +56,7 @@ def _build_empty(config: Config, hf_config: PretrainedConfig, world: World) -> P
         hf_config,
         config.policy.logprob_chunk_tokens,
         trust_remote_code=config.model.trust_remote_code,
+        attention=implementation_for(hf_config, compute_dtype(config, world.device), world.device),
     )
     compiled = world.device.type == "cuda" if config.policy.compile == "auto" else config.policy.compile
     prepare_blocks(model, checkpointed=config.policy.gradient_checkpointing is True, compiled=compiled)

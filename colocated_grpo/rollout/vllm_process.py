@@ -19,6 +19,7 @@ import vllm.v1.sample.sampler as sampler
 from torch import Tensor, nn
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.layers import utils as linear_layers
+from vllm.model_executor.warmup import kernel_warmup
 
 from colocated_grpo.distributed import World
 from colocated_grpo.rollout.engine import Part
@@ -41,6 +42,8 @@ def prepare_process(world: World) -> None:
         # Triton exists beside CUDA only.
         from colocated_grpo.rollout import decode_attention, qkv_kernel, sampling_kernels
 
+        # On Hopper vLLM before 0.32 compiles the routers of a few large models at each start, whatever it holds.
+        kernel_warmup._LL_BF16_WARMUP_MODEL_SHAPES = ()
         decode_attention.install()
         qkv_kernel.install()
         sampling_kernels.install()

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
-from colocated_grpo.benchmarks import decode, logprob, overlap, sleep, sync, train
+from colocated_grpo.benchmarks import attention, decode, logprob, overlap, sleep, sync, train
 from colocated_grpo.benchmarks.ranks import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
@@ -62,6 +62,17 @@ def measured(tmp_path) -> Callable[..., dict[str, Any]]:
         return result
 
     return run
+
+
+def test_attention_measures_each_kernel_at_each_length(measured):
+    sizes = ["--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head-size", "8", "--repeats", "2"]
+    result = measured(attention, *sizes, "--lengths", "8", "64")
+
+    assert [(row["length"], row["kernel"]) for row in result["rows"]] == [(8, "padded"), (64, "padded")]
+    short, long = result["rows"]
+    assert long["forward_floor_seconds"] == pytest.approx(short["forward_floor_seconds"] * 65 / 9)
+    assert all(row["backward_floor_seconds"] == 2.5 * row["forward_floor_seconds"] for row in result["rows"])
+    assert all(row["forward_seconds"] > 0 < row["backward_seconds"] for row in result["rows"])
 
 
 def test_logprob_measures_each_operator_at_each_size(measured):

@@ -1,4 +1,4 @@
-"""The varlen kernel that CUDA devices run, against the padded path that the CPU tests have proved exact."""
+"""The kernels that CUDA devices run, against the padded path that the CPU tests have proved exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from colocated_grpo.batching import build_micro_batch
-from colocated_grpo.policy.attention import Runs, _attend_padded, _attend_varlen, copied
+from colocated_grpo.policy.attention import copied
+from colocated_grpo.policy.attention_kernels import Runs, attend_padded, attend_varlen, has_fa4, whole_fa4
 
 from small_policy import sequence_of
 
@@ -19,46 +20,42 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [37, 1, 300, 128, 5]
 SIBLINGS = {40: [37, 1, 300], 150: [128, 5, 70, 2]}
 """Own tokens of each sibling, by the length of what they share."""
-HEADS, HEAD_DIM = 8, 64
+HEADS = 8
 ROUNDINGS = 2**-7
 """Two of bfloat16's, relative: the kernel rounds a key's gradient for each query head and again for their sum."""
 
 
-def heads(count: int, tokens: int, seed: int) -> torch.Tensor:
+def heads(count: int, tokens: int, seed: int, size: int = 64) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(tokens, count, HEAD_DIM, device="cuda", dtype=torch.bfloat16, generator=generator)
+    return torch.randn(tokens, count, size, device="cuda", dtype=torch.bfloat16, generator=generator)
 
 
 def attention_of(attend, keys_of, runs: Runs, tensors, dtype: torch.dtype, scaling, window) -> list[torch.Tensor]:
     """Output, and gradients of query, key and value."""
     query, key, value = (tensor.to(dtype).detach().requires_grad_() for tensor in tensors)
     out = attend(query, keys_of(key), keys_of(value), runs, scaling, window)
-    upstream = heads(HEADS, len(query), seed=9).float()
+    upstream = heads(HEADS, len(query), seed=9, size=query.shape[-1]).float()
     return [out.detach(), *torch.autograd.grad((out.float() * upstream).sum(), (query, key, value))]
 
 
-def assert_as_exact_as_padded(keys_of, runs: Runs, tensors, scaling, window) -> None:
+def assert_as_exact_as_padded(kernel, keys_of, runs: Runs, tensors, scaling, window) -> None:
     run = partial(attention_of, keys_of=keys_of, runs=runs, tensors=tensors, scaling=scaling, window=window)
-    exact = run(_attend_padded, dtype=torch.float64)
-    padded, varlen = run(_attend_padded, dtype=torch.bfloat16), run(_attend_varlen, dtype=torch.bfloat16)
-    for name, a, b, c in zip(("output", "query", "key", "value"), varlen, padded, exact, strict=True):
+    exact = run(attend_padded, dtype=torch.float64)
+    padded, tested = run(attend_padded, dtype=torch.bfloat16), run(kernel, dtype=torch.bfloat16)
+    for name, a, b, c in zip(("output", "query", "key", "value"), tested, padded, exact, strict=True):
         error, usual = ((tensor.double() - c).norm() / c.norm() for tensor in (a, b))
         assert error < max(2 * usual, ROUNDINGS), f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
 
 
-@pytest.mark.parametrize("window", [None, 2, 16])
-@pytest.mark.parametrize("scaling", [None, 0.2])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_the_varlen_kernel_equals_padded_attention_in_value_and_gradients(kv_heads, scaling, window):
+def own_keys(count_kv: int, size: int) -> tuple[Runs, list[torch.Tensor]]:
+    """Runs that see their own tokens, and their query, key and value."""
     cu = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32, device="cuda")
-    tensors = [heads(count, sum(LENGTHS), seed) for seed, count in enumerate((HEADS, kv_heads, kv_heads))]
-    runs = Runs(cu, max(LENGTHS), cu, max(LENGTHS))
-    assert_as_exact_as_padded(lambda keys: keys, runs, tensors, scaling, window)
+    tensors = [heads(count, sum(LENGTHS), seed, size) for seed, count in enumerate((HEADS, count_kv, count_kv))]
+    return Runs(cu, max(LENGTHS), cu, max(LENGTHS)), tensors
 
 
-@pytest.mark.parametrize("window", [None, 2, 100])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_so_it_does_where_siblings_share_their_beginning(kv_heads, window):
+def shared_keys(count_kv: int, size: int) -> tuple[partial, Runs, list[torch.Tensor]]:
+    """What copies the keys of siblings, their runs, and query, key and value."""
     sequences = [
         replace(sequence_of(shared + own), scored=np.array([shared]), group=shared, shared=shared)
         for shared, siblings in SIBLINGS.items()
@@ -68,5 +65,74 @@ def test_so_it_does_where_siblings_share_their_beginning(kv_heads, window):
     shared = micro_batch.shared_keys
     shared = shared._replace(**{n: t.cuda() for n, t in shared._asdict().items() if isinstance(t, torch.Tensor)})
     runs = Runs(micro_batch.cu_seqlens.cuda(), micro_batch.max_seqlen, shared.cu_seqlens, shared.max_seqlen)
-    tensors = [heads(count, micro_batch.num_tokens, seed) for seed, count in enumerate((HEADS, kv_heads, kv_heads))]
-    assert_as_exact_as_padded(partial(copied, shared=shared), runs, tensors, None, window)
+    counts = HEADS, count_kv, count_kv
+    tensors = [heads(count, micro_batch.num_tokens, seed, size) for seed, count in enumerate(counts)]
+    return partial(copied, shared=shared), runs, tensors
+
+
+def as_they_are(keys: torch.Tensor) -> torch.Tensor:
+    return keys
+
+
+def fa4_or_skip(kv_heads: int, size: int):
+    if not has_fa4(HEADS, kv_heads, size, torch.bfloat16, torch.device("cuda", 0)):
+        pytest.skip("this device, or this vLLM, has no FlashAttention 4")
+    return whole_fa4
+
+
+@pytest.mark.parametrize("window", [None, 2, 16])
+@pytest.mark.parametrize("scaling", [None, 0.2])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_the_varlen_kernel_equals_padded_attention_in_value_and_gradients(kv_heads, scaling, window):
+    runs, tensors = own_keys(kv_heads, 64)
+    assert_as_exact_as_padded(attend_varlen, as_they_are, runs, tensors, scaling, window)
+
+
+@pytest.mark.parametrize("window", [None, 2, 100])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_so_it_does_where_siblings_share_their_beginning(kv_heads, window):
+    keys_of, runs, tensors = shared_keys(kv_heads, 64)
+    assert_as_exact_as_padded(attend_varlen, keys_of, runs, tensors, None, window)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.2])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_flash_attention_4_equals_padded_attention_in_value_and_gradients(kv_heads, size, scaling):
+    runs, tensors = own_keys(kv_heads, size)
+    assert_as_exact_as_padded(fa4_or_skip(kv_heads, size), as_they_are, runs, tensors, scaling, None)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_so_does_flash_attention_4_where_siblings_share_their_beginning(kv_heads, size):
+    keys_of, runs, tensors = shared_keys(kv_heads, size)
+    assert_as_exact_as_padded(fa4_or_skip(kv_heads, size), keys_of, runs, tensors, None, None)
+
+
+def test_compiled_flash_attention_4_has_the_same_gradients_and_no_break_in_its_graph():
+    runs, tensors = own_keys(2, 128)
+    kernel = fa4_or_skip(2, 128)
+
+    def attend(query, key, value, runs, scaling, window):
+        # As projections give them: heads first, so that tokens do not lie side by side.
+        query, key, value = (tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (query, key, value))
+        return kernel(query * 2, key, value, runs, scaling) * 3
+
+    plain, compiled = (
+        attention_of(form, as_they_are, runs, tensors, torch.bfloat16, None, None)
+        for form in (attend, torch.compile(attend, fullgraph=True, dynamic=True))
+    )
+    for name, a, b in zip(("output", "query", "key", "value"), plain, compiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_flash_attention_4_repeats_its_gradients_where_torch_is_told_to_be_deterministic():
+    runs, tensors = own_keys(2, 128)
+    kernel = fa4_or_skip(2, 128)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = [attention_of(kernel, as_they_are, runs, tensors, torch.bfloat16, None, None) for _ in range(8)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for later in results[1:] for a, b in zip(results[0], later, strict=True))

@@ -1,0 +1,122 @@
+"""Attention of packed sequences, forward and backward: `python -m colocated_grpo.benchmarks.attention`.
+
+Each kernel that this device has, for sequences of each length, beside the FLOP of the scores that causal attention
+needs over the measured matmul rate. Seconds are the device's: training queues its work far ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
+from colocated_grpo.benchmarks.results import describe, publish
+from colocated_grpo.benchmarks.roofline import measure_roofline
+from colocated_grpo.policy.attention_kernels import Attend, Runs, attend_padded, attend_varlen, has_fa4, whole_fa4
+
+
+class Problem(NamedTuple):
+    """Sequences that see themselves: T tokens, H query heads, K key-value heads, D head size."""
+
+    query_THD: Tensor
+    key_TKD: Tensor
+    value_TKD: Tensor
+    grad_THD: Tensor
+    runs: Runs
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query_THD, self.key_TKD, self.value_TKD
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(arguments)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    roofline = measure_roofline(device)
+    rows = []
+    for length in options.lengths:
+        problem = make_problem(options, length, device)
+        floors = [roofline.seconds_for_flops(products * product_flops(problem)) for products in (2, 5)]
+        floor = dict(zip(("forward_floor_seconds", "backward_floor_seconds"), floors, strict=True))
+        rows += [
+            {"length": length, "kernel": name, **measure(problem, attend, options.repeats), **floor}
+            for name, attend in kernels_for(problem).items()
+        ]
+    result = describe("attention", arguments, ranks=1)
+    sizes = {name: getattr(options, name) for name in ("tokens", "heads", "kv_heads", "head_size")}
+    publish({**result, **sizes, "roofline": roofline.as_dict(), "rows": rows}, options.json)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=24576, help="of a micro-batch")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 64, 96, 128, 192, 256, 512, 2048, 8192])
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="file to write")
+    return parser
+
+
+def make_problem(options: argparse.Namespace, length: int, device: torch.device) -> Problem:
+    """Sequences of one length, in the types of training: bf16 on CUDA, fp32 on CPU."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    count = options.tokens // length
+    torch.manual_seed(0)
+    heads = [options.heads, options.kv_heads, options.kv_heads, options.heads]
+    query, key, value, grad = (
+        torch.randn(count * length, number, options.head_size, device=device, dtype=dtype) for number in heads
+    )
+    cu = torch.arange(count + 1, dtype=torch.int32, device=device) * length
+    for tensor in (query, key, value):
+        tensor.requires_grad_()
+    return Problem(query, key, value, grad, Runs(cu, length, cu, length))
+
+
+def kernels_for(problem: Problem) -> dict[str, Attend]:
+    query = problem.query_THD
+    if not query.is_cuda:
+        return {"padded": attend_padded}
+    usable = has_fa4(query.shape[1], problem.key_TKD.shape[1], query.shape[2], query.dtype, query.device)
+    return {"varlen": attend_varlen} | ({"fa4": whole_fa4} if usable else {})
+
+
+def product_flops(problem: Problem) -> float:
+    """FLOP of one product of scores' size, below the diagonal alone: attention is two of them, its gradient five."""
+    tokens, heads, size = problem.query_THD.shape
+    return 2 * tokens * heads * size * (problem.runs.longest_q + 1) / 2
+
+
+def measure(problem: Problem, attend: Attend, repeats: int) -> dict[str, Any]:
+    forward = partial(attend, *problem.inputs, problem.runs, None, None)
+    backward = partial(torch.autograd.grad, forward(), problem.inputs, problem.grad_THD, retain_graph=True)
+    device = problem.query_THD.device
+    return {
+        "forward_seconds": device_seconds(forward, device, repeats),
+        "backward_seconds": device_seconds(backward, device, repeats),
+    }
+
+
+def device_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Of one call, gaps between its kernels left out."""
+
+    def all_repeats() -> None:
+        for _ in range(repeats):
+            work()
+
+    work()
+    return busy_seconds(kernel_rows(all_repeats, device)) / repeats
+
+
+if __name__ == "__main__":
+    sys.exit(main())
