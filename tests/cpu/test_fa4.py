@@ -10,9 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from colocated_grpo.policy import attention_kernels, fa4
+from colocated_grpo.batching import build_micro_batch
+from colocated_grpo.policy import attention_kernels, fa4, policy
 from colocated_grpo.policy.attention import PACKED, PACKED_FA4, implementation_for
 from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_padded, has_fa4, whole_fa4
+
+from small_policy import config_of, policy_of, sequence_of
 
 GPU = torch.device("cuda", 0)
 QWEN = AutoConfig.for_model("qwen3", num_attention_heads=16, num_key_value_heads=8, head_dim=128)
@@ -79,6 +82,15 @@ def test_where_it_does_not_compile_or_disagrees_a_run_trains_without_it_and_says
         assert implementation_for(QWEN, torch.bfloat16, GPU) == PACKED
         assert implementation_for(QWEN, torch.bfloat16, GPU) == PACKED
     assert caplog.messages == [f"training without FlashAttention 4, which would be faster: {reason}"]
+
+
+def test_a_policy_that_is_built_for_it_scores_like_any_other(world, model_folder, monkeypatch):
+    config, tokens = config_of(model_folder()), build_micro_batch([sequence_of(5), sequence_of(9)])
+    usual = policy_of(config, world).score(tokens)
+    monkeypatch.setattr(policy, "implementation_for", lambda *_: PACKED_FA4)
+    built = policy_of(config, world)
+    assert built.model.lm.config._attn_implementation == PACKED_FA4
+    assert torch.equal(built.score(tokens), usual)
 
 
 @pytest.mark.parametrize(
