@@ -56,8 +56,9 @@ def attend_varlen(
 def attend_fa4(
     query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Where `has_fa4` says so. The kernel gets what it is the faster one for."""
-    if window is not None or len(query) < FEWEST_FOR_FA4 * (len(runs.cu_q) - 1):
+    """Where `has_fa4` says so for most of a model's heads. The kernel gets what it is proven and faster for."""
+    proven = window is None and query.shape[-1] == value.shape[-1] and query.shape[-1] in fa4.HEAD_SIZES
+    if not proven or len(query) < FEWEST_FOR_FA4 * (len(runs.cu_q) - 1):
         return attend_varlen(query, key, value, runs, scaling, window)
     return whole_fa4(query, key, value, runs, scaling)
 

@@ -94,14 +94,21 @@ def test_a_policy_that_is_built_for_it_scores_like_any_other(world, model_folder
 
 
 @pytest.mark.parametrize(
-    ("length", "window", "taken"), [(192, None, "fa4"), (191, None, "varlen"), (1000, 64, "varlen")]
+    ("length", "window", "sizes", "taken"),
+    [
+        (192, None, (64, 64), "fa4"),
+        (191, None, (64, 64), "varlen"),
+        (1000, 64, (64, 64), "varlen"),
+        (1000, None, (96, 96), "varlen"),
+        (1000, None, (128, 64), "varlen"),
+    ],
 )
-def test_short_runs_and_windows_are_left_to_torchs_kernels(monkeypatch, length, window, taken):
+def test_short_runs_windows_and_other_heads_are_left_to_torchs_kernels(monkeypatch, length, window, sizes, taken):
     monkeypatch.setattr(attention_kernels, "attend_varlen", lambda *_: "varlen")
     monkeypatch.setattr(attention_kernels, "whole_fa4", lambda *_: "fa4")
     cu = torch.tensor([0, length, 2 * length])
-    tensors = [torch.zeros(2 * length, 1, 8)] * 3
-    assert attend_fa4(*tensors, Runs(cu, length, cu, length), None, window) == taken
+    query, value = (torch.zeros(2 * length, 1, size) for size in sizes)
+    assert attend_fa4(query, query, value, Runs(cu, length, cu, length), None, window) == taken
 
 
 def attention_by_hand(query, key, value, grad, cu_seqlens_q, cu_seqlens_k, softmax_scale):
