@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 def make_problem(options: argparse.Namespace, length: int, device: torch.device) -> Problem:
     """Sequences of one length, in the types of training: bf16 on CUDA, fp32 on CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    count = options.tokens // length
+    count = max(1, options.tokens // length)
     torch.manual_seed(0)
     heads = [options.heads, options.kv_heads, options.kv_heads, options.heads]
     query, key, value, grad = (
