@@ -15,14 +15,27 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from colocated_grpo.batching import SharedKeys
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.policy.attention_kernels import Attend, Runs, attend_fa4, attend_padded, attend_varlen, has_fa4
+from colocated_grpo.policy.attention_kernels import (
+    FEWEST_FOR_FA4,
+    Attend,
+    Runs,
+    attend_fa4,
+    attend_padded,
+    attend_varlen,
+    has_fa4,
+)
 
 PACKED = "packed"
 PACKED_FA4 = "packed_fa4"
 
 
-def implementation_for(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """The name under which transformers knows the fastest one that this device has for such a model."""
+def implementation_for(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, longest: int) -> str:
+    """The name under which transformers knows the fastest one that this device has for such a model.
+
+    longest: tokens of a sequence; FlashAttention 4 is not compiled where all are too short for it.
+    """
+    if longest < FEWEST_FOR_FA4:
+        return PACKED
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads

@@ -52,11 +52,12 @@ def build_model(
 
 def _build_empty(config: Config, hf_config: PretrainedConfig, world: World) -> PackedLM:
     """Without storage; its blocks recompute and compile as settings say."""
+    dtype, longest = compute_dtype(config, world.device), config.max_sequence_tokens
     model = build_empty(
         hf_config,
         config.policy.logprob_chunk_tokens,
         trust_remote_code=config.model.trust_remote_code,
-        attention=implementation_for(hf_config, compute_dtype(config, world.device), world.device),
+        attention=implementation_for(hf_config, dtype, world.device, longest=longest),
     )
     compiled = world.device.type == "cuda" if config.policy.compile == "auto" else config.policy.compile
     prepare_blocks(model, checkpointed=config.policy.gradient_checkpointing is True, compiled=compiled)

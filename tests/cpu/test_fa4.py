@@ -43,11 +43,18 @@ def hopper(monkeypatch):
 
 
 def test_models_attend_with_flash_attention_4_on_hopper_and_with_torchs_kernels_elsewhere(hopper, monkeypatch):
-    assert implementation_for(QWEN, torch.bfloat16, GPU) == PACKED_FA4
-    assert implementation_for(QWEN, torch.bfloat16, torch.device("cpu")) == PACKED
+    assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED_FA4
+    assert implementation_for(QWEN, torch.bfloat16, torch.device("cpu"), longest=1024) == PACKED
     has_fa4.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert implementation_for(QWEN, torch.bfloat16, GPU) == PACKED
+    assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
+
+
+def test_it_is_not_compiled_for_sequences_that_are_all_too_short_for_it(hopper):
+    implementation_for(QWEN, torch.bfloat16, GPU, longest=191)
+    assert has_fa4.cache_info().currsize == 0
+    implementation_for(QWEN, torch.bfloat16, GPU, longest=192)
+    assert has_fa4.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize(
@@ -60,11 +67,11 @@ def test_models_attend_with_flash_attention_4_on_hopper_and_with_torchs_kernels_
 )
 def test_it_is_for_16_bits_and_the_head_sizes_that_were_compared(hopper, settings, dtype):
     config = AutoConfig.for_model("llama", num_attention_heads=16, **settings)
-    assert implementation_for(config, dtype, GPU) == PACKED
+    assert implementation_for(config, dtype, GPU, longest=1024) == PACKED
 
 
 def test_a_model_that_calls_its_heads_something_else_gets_torchs_kernels(hopper):
-    assert implementation_for(PretrainedConfig(attention_width=2048), torch.bfloat16, GPU) == PACKED
+    assert implementation_for(PretrainedConfig(attention_width=2048), torch.bfloat16, GPU, longest=1024) == PACKED
 
 
 @pytest.mark.parametrize(
@@ -79,15 +86,15 @@ def test_a_model_that_calls_its_heads_something_else_gets_torchs_kernels(hopper)
 def test_where_it_does_not_compile_or_disagrees_a_run_trains_without_it_and_says_why(hopper, caplog, outcome, reason):
     hopper(outcome)
     with caplog.at_level(logging.WARNING):
-        assert implementation_for(QWEN, torch.bfloat16, GPU) == PACKED
-        assert implementation_for(QWEN, torch.bfloat16, GPU) == PACKED
+        assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
+        assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
     assert caplog.messages == [f"training without FlashAttention 4, which would be faster: {reason}"]
 
 
 def test_a_policy_that_is_built_for_it_scores_like_any_other(world, model_folder, monkeypatch):
     config, tokens = config_of(model_folder()), build_micro_batch([sequence_of(5), sequence_of(9)])
     usual = policy_of(config, world).score(tokens)
-    monkeypatch.setattr(policy, "implementation_for", lambda *_: PACKED_FA4)
+    monkeypatch.setattr(policy, "implementation_for", lambda *_, longest: PACKED_FA4)
     built = policy_of(config, world)
     assert built.model.lm.config._attn_implementation == PACKED_FA4
     assert torch.equal(built.score(tokens), usual)
