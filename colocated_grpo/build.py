@@ -168,7 +168,13 @@ def build_serving(
     from colocated_grpo.rollout.server.build import Serving
     from colocated_grpo.rollout.server.sampler import Limits
 
-    limits = Limits(config.max_sequence_tokens, hf_config.get_text_config().vocab_size, stop_tokens, config.seed)
+    limits = Limits(
+        max_tokens=config.max_sequence_tokens,
+        longest_token=max(map(len, tokenizer.get_vocab())),
+        vocab_size=hf_config.get_text_config().vocab_size,
+        stop_token_ids=stop_tokens,
+        seed=config.seed,
+    )
     keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
     return Serving(config, folder, inbox, tokenizer, limits, world, note, keep)
 

@@ -40,6 +40,7 @@ from servers import until
 
 JSON_TYPE = {"Content-Type": "application/json"}
 LONGEST = 24
+LIMITS = Limits(max_tokens=LONGEST, longest_token=2, vocab_size=VOCABULARY, stop_token_ids=(9,), seed=0)
 MODEL = "tiny"
 MAX_BODY = 50_000
 
@@ -76,7 +77,7 @@ class Served:
             lambda tokens, k: self.inboxes[0].call(lambda engine: engine.top_logprobs(tokens, k)),
             Letters(),
             self.origins,
-            Limits(LONGEST, VOCABULARY, (9,), 0),
+            LIMITS,
             self.notes.append,
         )
         guards = {"api_key": None, "max_body_bytes": MAX_BODY, "max_requests": 64, **guards}
@@ -431,7 +432,7 @@ def test_alternatives_are_scored_before_the_engine_may_sleep():
         lambda tokens, k: inbox.call(lambda engine: engine.top_logprobs(tokens, k)),
         Letters(),
         Origins(10),
-        Limits(LONGEST, VOCABULARY, (9,), 0),
+        LIMITS,
         lambda line: None,
     )
 
@@ -456,7 +457,7 @@ def test_a_run_that_ends_while_alternatives_are_scored_says_so_within_the_stream
         lambda tokens, k: scored.pop(),
         Letters(),
         Origins(10),
-        Limits(LONGEST, VOCABULARY, (9,), 0),
+        LIMITS,
         lambda line: None,
     )
     given_up, answered = scored
@@ -584,6 +585,8 @@ def test_a_port_in_use_is_named(served):
         ({"prompt": {"prompt_token_ids": [VOCABULARY]}}, "token 10 is not in the vocabulary of 10"),
         ({"prompt": {"prompt_token_ids": [-1]}}, "greater than or equal to 0"),
         ({"prompt": {"prompt_token_ids": [1] * LONGEST}}, "the prompt has 24 tokens"),
+        ({"prompt": "a" * 48}, "the prompt has 48 tokens"),
+        ({"prompt": "a" * 49}, "a prompt of 49 characters cannot fit into 24 tokens (rollout.max_prompt_tokens + "),
         ({"stop_token_ids": [1, VOCABULARY]}, "stop_token_ids: token 10 is not in the vocabulary of 10"),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
         ({"temperature": -1}, "temperature"),
@@ -602,6 +605,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(shared, changes, message):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text content is served"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "the chat template refuses these messages: roles are"),
+        ({"messages": [{"role": "user", "content": "a" * 60}]}, "characters cannot fit into 24 tokens"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "cannot be set"),
         ({"logit_bias": {"5": 10}}, "logit_bias"),
     ],

@@ -73,6 +73,8 @@ class Limits:
 
     max_tokens: int
     """Longest prompt and completion together."""
+    longest_token: int
+    """Characters that one token stands for at most."""
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     seed: int
@@ -258,8 +260,14 @@ class Sampler:
             return derive_seed(self._limits.seed, "http", number, index)
         return derive_seed("http", wish.seed, index)
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises BadWish for a text that cannot fit, which would take seconds in which nobody else is served."""
+        if len(text) > self._limits.max_tokens * self._limits.longest_token:
+            raise BadWish(
+                f"a prompt of {len(text)} characters cannot fit into {self._limits.max_tokens} tokens "
+                "(rollout.max_prompt_tokens + rollout.max_completion_tokens)"
+            )
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, messages: list[dict[str, Any]], settings: dict[str, Any]) -> list[int]:
         """Through the model's chat template. Raises BadWish where it has none or does not like the messages."""
@@ -271,7 +279,7 @@ class Sampler:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, **settings)
         except Exception as error:  # a template is a program that came with the model, run on what a stranger sent
             raise BadWish(f"the chat template refuses these messages: {error}") from None
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False)
 
     def spell(self, token_ids: Sequence[int]) -> str:
         """Special tokens too: as a name for tokens."""
