@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from colocated_grpo.summaries import (
 )
 from colocated_grpo.supervision import StopRequest, Watchdog
 from colocated_grpo.types import Group
+from colocated_grpo.waiting import SlowCodeTeller
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
@@ -45,6 +47,7 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
     world = init_world()
     stop = StopRequest(world.store)
     watchdog = Watchdog(world, stop)
+    slow_code = SlowCodeTeller(logging.getLogger(__name__).warning)
     try:
         seed_everything(derive_seed(config.seed, "build"))
         folder = world.from_main(lambda: claim(choose_run_folder(config, resume, name)))
@@ -67,6 +70,7 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
             raise
         # The same error as the first rank's, or a connection that broke when that rank left: showing it would mislead.
         raise ReportedElsewhere from error
+    slow_code.close()
     watchdog.close()
     world.barrier()
     dist.destroy_process_group()

@@ -19,7 +19,7 @@ LAYERS = [
     {"batching", "summaries", "profiling"},
     {"policy", "rollout", "environments", "weights", "tracking"},
     {"freshness", "checkpoint", "supervision"},
-    {"phases", "run_folder"},
+    {"phases", "run_folder", "waiting"},
     {"build_weights"},
     {"build"},
     {"trainer"},
