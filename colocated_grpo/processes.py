@@ -23,6 +23,7 @@ SAME_REQUEST_SECONDS = 1.0
 # Linux <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+STOPPING = b"\nstopping: the run ends where nothing is lost; Ctrl-C again, or SIGTERM, kills it at once\n"
 
 
 def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path | None = None) -> int:
@@ -100,6 +101,8 @@ def kill_descendants(spare: set[int]) -> None:
 
 
 def _stop_politely(process: subprocess.Popen[bytes]) -> None:
+    with suppress(OSError):  # a terminal that has gone
+        os.write(2, STOPPING)  # not print: the signal may have come inside another one
     with suppress(psutil.NoSuchProcess):
         command = psutil.Process(process.pid)
         for target in command.children() or [command]:

@@ -88,12 +88,13 @@ def test_redirected_output_reaches_the_file_and_not_the_console(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_first_signal_lets_the_ranks_save_and_spares_torchrun(number):
+def test_the_first_signal_says_so_lets_the_ranks_save_and_spares_torchrun(number):
     process = start("-c", TORCHRUN, POLITE_RANK)
     ranks = ready_ranks(process)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=TIMEOUT)
+    output, said = process.communicate(timeout=TIMEOUT)
     assert output == "saved\nsaved\n"
+    assert said == "\nstopping: the run ends where nothing is lost; Ctrl-C again, or SIGTERM, kills it at once\n"
     assert process.returncode == 128 + number
     assert not any(map(psutil.pid_exists, ranks))
 
