@@ -14,6 +14,8 @@ KeyPath = tuple[str | int, ...]
 """Where a setting stands: ("environments", 0, "args")."""
 
 SIMILAR = 0.6  # below this likeness a suggestion confuses more than it helps
+MISSPELLED = 0.8
+"""The same for an old name: what is suggested is the new one, which may look like nothing that was written."""
 LONGEST_VALUE = 80
 
 
@@ -133,15 +135,25 @@ def suggestion(path: KeyPath, tree: Mapping[str, Any], model: type[BaseModel], a
     owners = [owner for other, owner in setting_names(model) if other == generic]
     if owners:
         return f"it belongs to type {', '.join(tag for owner in owners for tag in _tags(owner))}"
+    if "." in key and any(other == path_of(key) for other, _ in setting_names(model)):
+        return f"in a file write {_nested(path_of(key))}, in one section with what else is set there"
     candidates = {dotted(other): (str(other[-1]), other[:-1] == generic[:-1]) for other, _ in setting_names(model)}
     scored = [(_likeness(key, leaf) + 0.1 * same, name) for name, (leaf, same) in candidates.items()]
-    scored += [(_likeness(dotted(path), old), new) for old, new in aliases.items()]
-    score, best = max(scored)
+    misspelled = [(max(_likeness(dotted(path), old), _likeness(key, old)), new) for old, new in aliases.items()]
+    score, best = max(scored + [(likeness, new) for likeness, new in misspelled if likeness >= MISSPELLED])
     if score >= SIMILAR:
         return f"did you mean {best}?"
     valid = [leaf for leaf, same in candidates.values() if same]
     where = f"in {dotted(section)}" if section else "at the top"
     return f"valid {where}: {', '.join(valid)}" if valid else f"{dotted(section)} is no section"
+
+
+def _nested(path: KeyPath) -> str:
+    """("environments", 0, "name") -> 'environments: [{name: ...}]'."""
+    text = "..."
+    for step in reversed(path):
+        text = f"[{text}]" if isinstance(step, int) else f"{{{step}: {text}}}"
+    return text[1:-1]
 
 
 def setting_names(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, type[BaseModel]]]:

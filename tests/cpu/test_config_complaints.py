@@ -78,6 +78,16 @@ from config_text import complaint, load, notes
             "gradient_acumulation_steps: 4",
             "gradient_acumulation_steps: unknown key; did you mean gradient_accumulation_steps? (line 3 of x.yaml)",
         ),
+        (
+            "environments.0.name: reversal",
+            "environments.0.name: unknown key; in a file write environments: [{name: ...}], in one section with what "
+            "else is set there (line 3 of x.yaml)",
+        ),
+        (
+            "policy.lr: 1",
+            "policy.lr: unknown key; in a file write policy: {lr: ...}, in one section with what else is set there "
+            "(line 3 of x.yaml)",
+        ),
         ("use_vlm: true", "use_vlm: unknown key; did you mean use_vllm? (line 3 of x.yaml)"),
         (
             "reward_weights: [1.0, 0.5]",
@@ -303,3 +313,7 @@ def test_prompts_need_not_divide_evenly_when_ranks_share_a_counter(text):
 
 def test_renormalised_sampling_is_allowed_and_told():
     assert notes("rollout: {top_p: 0.9, top_k: 5}")[0].startswith("rollout.top_p=0.9, rollout.top_k=5: the engine's")
+
+
+def test_a_key_that_looks_a_little_like_an_old_name_does_not_bring_up_the_new_one():
+    assert complaint("dataset_num_proc: 4").startswith("dataset_num_proc: unknown key; valid at the top: model, ")
