@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from colocated_grpo.config.alias_kinds import (
@@ -31,12 +32,21 @@ def _sampler_correction(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
     return {"loss.correction.level": level} | ({} if off else {"loss.correction.mode": mode})
 
 
-def _report_to(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
-    trackers = {"wandb": {"tracking.wandb": "online"}, "tensorboard": {"tracking.tensorboard": True}, "none": {}}
+def _report_to(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
+    trackers = {"wandb": _wandb(look), "tensorboard": {"tracking.tensorboard": True}, "none": {}}
     names = value if isinstance(value, list) else [value or "none"]
     if any(name not in trackers for name in names):
         raise ValueError(f"must be among {', '.join(trackers)}")
     return {path: setting for name in names for path, setting in trackers[name].items()}
+
+
+def _wandb(look: Lookup) -> dict[str, Any]:
+    """As W&B's own variables say, which is how it is set up there. A project in the settings goes before theirs."""
+    mode, project = os.environ.get("WANDB_MODE", "online"), os.environ.get("WANDB_PROJECT")
+    in_settings = look("tracking.wandb_project") or look("wandb_project")
+    named = {"tracking.wandb_project": project} if project and not in_settings else {}
+    known = {"offline": "offline", "dryrun": "offline", "disabled": "off"}
+    return {"tracking.wandb": known.get(mode, "online"), **named}
 
 
 def _kept_checkpoints(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:

@@ -335,6 +335,20 @@ def test_every_setting_that_trls_trainer_adds_is_understood_or_answered():
     assert added - set(ALIASES) == set()
 
 
+def test_what_trl_sends_to_wandb_goes_where_its_variables_say(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "sorting")
+    tracking = load("report_to: wandb").tracking
+    assert (tracking.wandb, tracking.wandb_project) == ("offline", "sorting")
+    assert load("report_to: wandb\nwandb_project: mine").tracking.wandb_project == "mine"
+    assert load("report_to: wandb\ntracking: {wandb_project: mine}").tracking.wandb_project == "mine"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert load("report_to: wandb").tracking.wandb == "off"
+    assert load("report_to: none").tracking == load().tracking
+    monkeypatch.delenv("WANDB_MODE")
+    assert load("report_to: wandb").tracking.wandb == "online"
+
+
 def test_old_names_are_told_in_a_note():
     assert notes("learning_rate: 1e-5\nmax_iterations: 3") == [
         "old names read as new ones: max_iterations -> training_steps, learning_rate -> policy.lr"
