@@ -224,6 +224,78 @@ TRL: dict[str, Alias] = {
     "save_safetensors": one_of("exports are safetensors", {True: None}),
     "ddp_find_unused_parameters": not_needed("weights are sharded by FSDP2"),
     **{f"do_{what}": not_needed("a run trains, and evaluates by evaluation.every") for what in ("train", "eval")},
+    "full_determinism": renamed("deterministic"),
+    "data_seed": no_equivalent("seed is the root of every random number"),
+    "use_cpu": one_of("start with --gpus 0", {False: None}),
+    "log_level": no_equivalent("start with --log-level"),
+    "project": no_equivalent("set tracking.wandb_project"),
+    "logging_dir": not_needed("with tracking.tensorboard the events are in the run folder"),
+    "save_only_model": one_of("checkpoints hold the optimizer; final_model/ is the model alone", {False: None}),
+    "ignore_data_skip": one_of("a resumed run goes on in the data where it was", {False: None}),
+    "auto_find_batch_size": not_needed("micro-batches are as large as the measured memory allows"),
+    "group_by_length": not_needed("sequences are packed without padding"),
+    "average_tokens_across_devices": one_of("the loss counts the tokens of all ranks", {True: None}),
+    "lr_scheduler_kwargs": no_equivalent("policy.min_lr is the rate at the end of a schedule"),
+    "optim_args": no_equivalent("see policy.optimizer"),
+    "optim_target_modules": no_equivalent("every weight is trained"),
+    "neftune_noise_alpha": no_equivalent("embeddings get no noise"),
+    "label_smoothing_factor": one_of("there are no labels", {0: None}),
+    "accelerator_config": no_equivalent("accelerate does not start the ranks"),
+    "parallelism_config": no_equivalent("weights are sharded by FSDP2; see engine.tensor_parallel_size"),
+    "eval_delay": one_of("the start is evaluated too", {0: None}),
+    "save_on_each_node": one_of("all nodes write into one folder", {False: None}),
+    "restore_callback_states_from_checkpoint": one_of("there are no callbacks", {False: None}),
+    "dataset_streaming": one_of("rows are drawn by number", {False: None}),
+    **{
+        name: not_needed("of load_best_model_at_end; final_model/ is the last one")
+        for name in ("metric_for_best_model", "greater_is_better")
+    },
+    **{
+        f"hub_{name}": not_needed("of push_to_hub; upload final_model/ after the run")
+        for name in ("token", "private_repo", "strategy", "always_push", "revision")
+    },
+    **{
+        f"trackio_{name}": not_needed("report_to knows wandb and tensorboard")
+        for name in ("space_id", "bucket_id", "static_space_id")
+    },
+    **{
+        f"dataloader_{name}": not_needed("no worker processes; only whole batches are trained")
+        for name in ("drop_last", "persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order")
+    },
+    **{
+        f"ddp_{name}": not_needed("weights are sharded by FSDP2")
+        for name in ("bucket_cap_mb", "broadcast_buffers", "static_graph", "backend", "timeout")
+    },
+    **{
+        name: not_needed("of transformers' own loop")
+        for name in (
+            "bf16_full_eval",
+            "fp16_full_eval",
+            "batch_eval_metrics",
+            "debug",
+            "do_predict",
+            "enable_jit_checkpoint",
+            "eval_accumulation_steps",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "ignore_bias_buffers",
+            "include_for_metrics",
+            "include_num_input_tokens_seen",
+            "label_names",
+            "length_column_name",
+            "liger_kernel_config",
+            "local_rank",
+            "log_level_replica",
+            "logging_nan_inf_filter",
+            "prediction_loss_only",
+            "skip_memory_metrics",
+            "torch_compile_backend",
+            "torch_compile_mode",
+            "torch_empty_cache_steps",
+            "train_sampling_strategy",
+            "use_cache",
+        )
+    },
     # TRL's ScriptArguments and ModelConfig
     "dataset_name": Alias(_dataset_name, "environments.0.name"),
     "dataset_config": renamed("environments.0.subset"),
