@@ -101,6 +101,9 @@ def new_names() -> dict[str, str]:
 
 def translate_aliases(tree: dict[str, Any], origins: dict[KeyPath, Origin]) -> list[str]:
     """Replace old names in `tree` by new ones, in place. Returns notes. A new name on the command line wins."""
+    for name in (*_RENAMED_SECTIONS, *_SECTIONS):
+        if not tree.get(name, True):  # null, "" or []: how others write that there is nothing in it
+            del tree[name]
     for old, new in _RENAMED_SECTIONS.items():
         _rename_section(tree, origins, old, new)
     problems = [

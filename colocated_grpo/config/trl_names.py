@@ -55,6 +55,30 @@ def _kept_checkpoints(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
     return {"checkpoint.keep_last": value}
 
 
+_EPOCHS = "set training_steps: rows * epochs / rollout.prompts_per_step"
+
+
+@unless_null
+def _max_steps(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
+    if value == -1:
+        raise ValueError(f"num_train_epochs decides there; {_EPOCHS}")
+    return {"training_steps": value}
+
+
+@unless_null
+def _epochs(_key: str, _value: Any, look: Lookup) -> dict[str, Any]:
+    if look("max_steps") is None and look("training_steps") is None:
+        raise ValueError(f"no equivalent here; {_EPOCHS}")
+    return {}
+
+
+@unless_null
+def _bias_correction_of_kl(_key: str, value: Any, look: Lookup) -> dict[str, Any]:
+    if value is not False and (look("beta") or look("loss.kl.coef")):
+        raise ValueError("no equivalent here; known are false (the k3 estimate is differentiated as it stands)")
+    return {}
+
+
 def _dataset_name(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
     return {"environments.0.type": "dataset", "environments.0.name": value}
 
@@ -109,7 +133,9 @@ TRL: dict[str, Alias] = {
     "importance_sampling_level": one_of("loss.type gspo for sequence", {"token": None}),
     "mask_truncated_completions": renamed("batch.mask_truncated"),
     "shuffle_dataset": renamed("environments.0.shuffle"),
-    "max_steps": renamed("training_steps", "counts batches; each is batch.minibatches * batch.epochs updates"),
+    "max_steps": Alias(
+        _max_steps, "training_steps", "counts batches; each is batch.minibatches * batch.epochs updates"
+    ),
     "warmup_steps": renamed("policy.warmup_steps"),
     "lr_scheduler_type": one_of(
         "policy.schedule",
@@ -156,7 +182,7 @@ TRL: dict[str, Alias] = {
     "per_device_train_batch_size": no_equivalent(_GEOMETRY),
     "gradient_accumulation_steps": no_equivalent(_GEOMETRY),
     "steps_per_generation": no_equivalent(_GEOMETRY),
-    "num_train_epochs": no_equivalent("set training_steps: rows * epochs / rollout.prompts_per_step"),
+    "num_train_epochs": Alias(_epochs, remark="the number of steps is given, and goes before it"),
     "cast_lm_head_to_fp32": one_of("logits are made fp32 after the matrix product", {False: None}),
     "num_generations_eval": renamed("evaluation.samples_per_prompt"),
     "pad_to_multiple_of": not_needed("sequences are packed without padding"),
@@ -177,7 +203,7 @@ TRL: dict[str, Alias] = {
     "entropy_coef": one_of("no entropy bonus", {0.0: None}),
     "use_adaptive_entropy": one_of("no entropy bonus", {False: None}),
     "off_policy_mask_threshold": no_equivalent("loss.correction bounds what is off-policy"),
-    "use_bias_correction_kl": one_of("the k3 estimate is differentiated as it stands", {False: None}),
+    "use_bias_correction_kl": Alias(_bias_correction_of_kl),
     "max_tool_calling_iterations": no_equivalent("turns are bounded by the episode: docs/guides/episodes.md"),
     "log_completions": not_needed(_ROLLOUTS),
     "num_completions_to_print": not_needed(_ROLLOUTS),
@@ -227,8 +253,8 @@ TRL: dict[str, Alias] = {
     "full_determinism": renamed("deterministic"),
     "data_seed": no_equivalent("seed is the root of every random number"),
     "use_cpu": one_of("start with --gpus 0", {False: None}),
-    "log_level": no_equivalent("start with --log-level"),
-    "project": no_equivalent("set tracking.wandb_project"),
+    "log_level": one_of("start with --log-level", {"passive": None}),
+    "project": one_of("set tracking.wandb_project", {"huggingface": None}),
     "logging_dir": not_needed("with tracking.tensorboard the events are in the run folder"),
     "save_only_model": one_of("checkpoints hold the optimizer; final_model/ is the model alone", {False: None}),
     "ignore_data_skip": one_of("a resumed run goes on in the data where it was", {False: None}),
@@ -240,7 +266,7 @@ TRL: dict[str, Alias] = {
     "optim_target_modules": no_equivalent("every weight is trained"),
     "neftune_noise_alpha": no_equivalent("embeddings get no noise"),
     "label_smoothing_factor": one_of("there are no labels", {0: None}),
-    "accelerator_config": no_equivalent("accelerate does not start the ranks"),
+    "accelerator_config": not_needed("accelerate does not start the ranks"),
     "parallelism_config": no_equivalent("weights are sharded by FSDP2; see engine.tensor_parallel_size"),
     "eval_delay": one_of("the start is evaluated too", {0: None}),
     "save_on_each_node": one_of("all nodes write into one folder", {False: None}),
@@ -298,6 +324,7 @@ TRL: dict[str, Alias] = {
     },
     # TRL's ScriptArguments and ModelConfig
     "dataset_name": Alias(_dataset_name, "environments.0.name"),
+    "datasets": no_equivalent("write each as {type: dataset, name: ..., rewards: [...]} in environments"),
     "dataset_config": renamed("environments.0.subset"),
     "dataset_train_split": renamed("environments.0.split"),
     "dataset_test_split": renamed("environments.0.eval_split"),

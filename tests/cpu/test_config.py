@@ -337,6 +337,17 @@ def test_every_setting_of_trls_trainer_is_understood_or_answered():
     assert theirs - set(ALIASES) - set(Config.model_fields) - sections == set()
 
 
+def test_a_config_that_trl_wrote_itself_needs_only_its_batch_size_in_completions(tmp_path):
+    trl = pytest.importorskip("trl")
+    arguments = {"max_steps": 9, "num_train_epochs": 3, "use_vllm": True, "bf16": False, "save_total_limit": 3}
+    written = trl.GRPOConfig(output_dir=str(tmp_path), report_to="none", **arguments).to_dict()
+    written |= yaml.safe_load(TRL_SCRIPT)
+    geometry = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
+    text = yaml.safe_dump({key: value for key, value in written.items() if key not in geometry})
+    config = load(text, alone=True)
+    assert (config.training_steps, config.checkpoint.every, config.policy.schedule) == (9, 500, "linear")
+
+
 def test_what_trl_sends_to_wandb_goes_where_its_variables_say(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "sorting")

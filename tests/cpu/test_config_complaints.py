@@ -79,6 +79,21 @@ from config_text import complaint, load, notes
             "gradient_acumulation_steps: unknown key; did you mean gradient_accumulation_steps? (line 3 of x.yaml)",
         ),
         (
+            "num_train_epochs: 3\nmax_steps: -1",
+            "max_steps=-1: num_train_epochs decides there; set training_steps: rows * epochs / "
+            "rollout.prompts_per_step (line 4 of x.yaml)",
+        ),
+        (
+            "beta: 0.1\nuse_bias_correction_kl: true",
+            "use_bias_correction_kl=true: no equivalent here; known are false (the k3 estimate is differentiated as it "
+            "stands) (line 4 of x.yaml)",
+        ),
+        (
+            "num_train_epochs: 3",
+            "num_train_epochs=3: no equivalent here; set training_steps: rows * epochs / rollout.prompts_per_step "
+            "(line 3 of x.yaml)",
+        ),
+        (
             "environments.0.name: reversal",
             "environments.0.name: unknown key; in a file write environments: [{name: ...}], in one section with what "
             "else is set there (line 3 of x.yaml)",
