@@ -12,12 +12,19 @@ from colocated_grpo.config.losses import GSPOConfig
 
 from config_text import complaint, load
 
-GUIDE = (Path(__file__).resolve().parents[2] / "docs/guides/from_trl.md").read_text()
+GUIDE_FOLDER = Path(__file__).resolve().parents[2] / "docs/guides"
+GUIDE = (GUIDE_FOLDER / "from_trl.md").read_text()
 
 
 def test_the_yaml_of_the_guide_means_what_its_script_means():
-    [text] = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
+    text, more = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
     config = load(text, alone=True)
+    [beside] = load(text + more, alone=True).environments
+    assert (beside.name, beside.prompt_column, beside.columns) == (
+        "questions.jsonl",
+        "question",
+        {"answer": "solution"},
+    )
     [source] = config.environments
     assert [(reward.name, reward.weight) for reward in source.rewards] == [
         ("my_rewards.py:right", 1.0),
@@ -63,3 +70,13 @@ def test_what_the_guide_says_is_not_there_is_refused():
     for loss in ("sapo", "vespo", "luspo"):
         assert f"`{loss}`" in GUIDE
         assert loss in complaint(f"loss_type: {loss}")
+
+
+def test_the_metrics_that_the_guide_names_are_those_that_are_explained():
+    table = GUIDE.split("## Where the metrics are")[1].split("## ")[0]
+    explained = (GUIDE_FOLDER / "metrics.md").read_text()
+    names = re.findall(r"^\| .* \| (.*) \|$", table, re.MULTILINE)[1:]
+    same = re.findall(r"`([^`]+)`", table.rpartition("|")[2])
+    assert len(names) == 7 and len(same) == 6
+    for name in [*re.findall(r"`([^`]+)`", " ".join(names)), *same]:
+        assert f"`{name}`" in explained or name == "seconds/step", name
