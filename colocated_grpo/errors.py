@@ -10,7 +10,11 @@ class RunError(RuntimeError):
 
 def in_one_line(error: BaseException) -> str:
     """Type and message without newlines."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        message = str(error)
+    except Exception as another:  # user code may raise what cannot be shown
+        message = f"(its message cannot be shown: {type(another).__name__})"
+    return " ".join(f"{type(error).__name__}: {message}".split())
 
 
 def write_failed(what: str, folder: Path, cause: str) -> RunError:

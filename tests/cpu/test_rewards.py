@@ -233,6 +233,19 @@ def test_an_exception_that_would_end_the_process_costs_its_rewards_only(error):
     assert scores[1].error.startswith(f"reward: {type(error).__name__}:")
 
 
+def test_an_exception_that_cannot_be_shown_costs_its_rewards_only():
+    class Mute(Exception):
+        def __str__(self):
+            return self.missing
+
+    def reward(**kwargs):
+        raise Mute
+
+    scores = score(scorer_of(reward), ["a", "b"])
+    assert [one.reward for one in scores] == [None, None]
+    assert scores[1].error.startswith("reward: Mute: (its message cannot be shown: AttributeError) (test_rewards.py,")
+
+
 def test_an_error_names_the_innermost_line_of_the_users_code(tmp_path):
     (tmp_path / "parts.py").write_text("import json\n\ndef number(text):\n    return json.loads(text)\n")
     file = tmp_path / "mine.py"
