@@ -15,6 +15,7 @@ except BaseException:  # torch's CheckpointException is no Exception
 # Not sys.exit: a reward that never returns has a thread that Python would wait for, and the process group of a rank
 # that gives up would abort while it is torn down and hide the exit code.
 for stream in (sys.stdout, sys.stderr):
-    with suppress(OSError, AttributeError):  # its terminal is gone, or there never was one
+    # Its terminal is gone, there never was one, or user code has closed it.
+    with suppress(OSError, AttributeError, ValueError):
         stream.flush()
 os._exit(code)

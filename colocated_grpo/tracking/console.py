@@ -82,8 +82,9 @@ class StandardOutput(Console):
 class UntilItFails:
     """Shows on another display until its terminal or pipe is gone: the run does not end with who looks at it."""
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: Display, console: Console) -> None:
         self._display: Display | None = display
+        self._console = console
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
         self._show(lambda display: display.open(facts, first_step))
@@ -102,6 +103,10 @@ class UntilItFails:
             try:
                 show(self._display)
             except OSError:
+                self._display = None
+            except ValueError:
+                if not self._console.file.closed:  # as user code may do with standard output
+                    raise
                 self._display = None
 
 
@@ -216,7 +221,8 @@ class LiveDisplay:
 def make_display(mode: str, console: Console, total_steps: int) -> Display:
     """`mode` is tracking.console; auto is live on a terminal that can move its cursor."""
     live = mode == "live" or (mode == "auto" and console.is_terminal and not console.is_dumb_terminal)
-    return UntilItFails(LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps))
+    display = LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps)
+    return UntilItFails(display, console)
 
 
 def _title(first_step: int) -> str:

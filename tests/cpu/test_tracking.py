@@ -194,6 +194,16 @@ def test_a_run_outlives_the_terminal_or_pipe_that_it_shows_itself_on(
     assert files.read_summary(tmp_path)["outcome"] == "finished"
 
 
+def test_a_run_outlives_standard_output_that_user_code_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TrackedRun(tmp_path)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    run.tracker = make_tracker(config_of(), tmp_path, is_main=True)
+    run.train(last_step=2)
+    sys.stdout.close()
+    run.train(first_step=3).finish()
+    assert files.read_summary(tmp_path)["outcome"] == "finished"
+
+
 def test_what_user_code_does_with_standard_output_hides_no_step(tmp_path: Path, capsys) -> None:
     run = TrackedRun(tmp_path)
     run.tracker = make_tracker(config_of(), tmp_path, is_main=True)
