@@ -17,6 +17,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -31,6 +32,8 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
 """File into which a rank that knows what went wrong writes its exit code and its lines."""
+GOOD_END = ".end"
+"""Of the file beside it that a rank makes when its run is over: an exit code of 0 may be that of user code."""
 RUN_ERROR, USAGE_ERROR = 1, 2
 """Exit codes: the run could not go on; what was asked for cannot run."""
 DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
@@ -168,6 +171,9 @@ def _run(config: Config, resume: str | None, name: str) -> int:
     except ReportedElsewhere:
         logging.getLogger(__name__).debug("another rank failed first; what this one met:", exc_info=True)
         return RUN_ERROR
+    if VERDICT_VARIABLE in os.environ:
+        with suppress(OSError):
+            Path(os.environ[VERDICT_VARIABLE]).with_suffix(GOOD_END).touch()
     return 0
 
 

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.cli import (
+    GOOD_END,
     LOG_LEVEL_VARIABLE,
+    RUN_ERROR,
     USAGE_ERROR,
     VERDICT_VARIABLE,
     OneLineParser,
@@ -38,6 +40,10 @@ DEFAULT_MASTER_PORT = 29500
 PROBE_SECONDS = 10
 # torchrun kills ranks that are still saving this long after it was asked to stop.
 SHUTDOWN_SECONDS = 600
+ENDED_FROM_INSIDE = (
+    "the run ended with exit code 0 before its end, as os._exit() in a reward or an environment does it; --resume auto "
+    "continues from its last checkpoint"
+)
 # A socket's name has 107 characters at most, of which vLLM takes 37.
 LONGEST_SOCKET_FOLDER = 70
 
@@ -284,9 +290,12 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
         if len(folder) <= LONGEST_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", folder)
         code = run_command(command, inside, redirect)
-        if not (code and verdict.exists()):
+        if code == 0 and verdict.parent.is_dir() and not verdict.with_suffix(GOOD_END).exists():
+            known, lines = str(RUN_ERROR), f"error: {ENDED_FROM_INSIDE}"
+        elif code and verdict.exists():
+            known, _, lines = verdict.read_text(encoding="utf-8").partition("\n")
+        else:
             return code
-        known, _, lines = verdict.read_text(encoding="utf-8").partition("\n")
     with suppress(OSError):
         _show(lines, redirect, sys.stderr)
     return int(known)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.cli import VERDICT_VARIABLE, _run
+from colocated_grpo.config.loading import load_config
 from colocated_grpo.launcher import Launch, child_environment, main, torchrun_command, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,11 +286,27 @@ def test_logs_of_torchrun_are_gone_with_the_run(config, eight_gpus, monkeypatch)
         folder = Path(environment["PET_LOG_DIR"])
         assert folder.is_dir()
         folders.append(folder)
-        return 0
+        return 7
 
     monkeypatch.setattr("colocated_grpo.processes.run_command", run_command)
-    assert main(["--config", config, "--gpus", "2"]) == 0
+    assert main(["--config", config, "--gpus", "2"]) == 7
     assert not folders[0].exists()
+
+
+@pytest.mark.parametrize(("comes_to_its_end", "code"), [(True, 0), (False, 1)])
+def test_an_exit_code_of_0_counts_only_where_a_rank_came_to_its_end(
+    config, eight_gpus, monkeypatch, capsys, comes_to_its_end, code
+):
+    def run_command(_command, environment, _redirect):
+        if comes_to_its_end:
+            monkeypatch.setenv(VERDICT_VARIABLE, environment[VERDICT_VARIABLE])
+            monkeypatch.setattr("colocated_grpo.cli._import_trainer", lambda: lambda *_, **__: None)
+            return _run(load_config(config), None, "any")
+        return 0  # as os._exit(0) in a reward does it
+
+    monkeypatch.setattr("colocated_grpo.processes.run_command", run_command)
+    assert main(["--config", config, "--gpus", "2"]) == code
+    assert ("error: the run ended with exit code 0 before its end" in capsys.readouterr().err) == bool(code)
 
 
 def test_a_run_starts_although_nothing_can_be_shown_on_the_console(config, eight_gpus, monkeypatch):
@@ -302,9 +320,9 @@ def test_a_run_starts_although_nothing_can_be_shown_on_the_console(config, eight
 
 
 def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr("colocated_grpo.processes.run_command", lambda *_: 0)
+    monkeypatch.setattr("colocated_grpo.processes.run_command", lambda *_: 7)
     (tmp_path / "x.log").write_text("earlier run\n")
-    assert main(["--config", config, "--gpus", "2", "--redirect-output", "x.log"]) == 0
+    assert main(["--config", config, "--gpus", "2", "--redirect-output", "x.log"]) == 7
     assert capfd.readouterr() == ("", "")
     assert (tmp_path / "x.log").read_text().startswith("earlier run\nCo-located GRPO\n")
 
