@@ -38,10 +38,12 @@ def _raise_on(lines: list[str]) -> None:
 def _run_folder_has_a_possible_name(config: Config) -> Lines:
     for key, value in (("output_dir", config.output_dir), ("run_name", config.run_name or "")):
         longest = max(value.split("/"), key=len)
-        if len(longest.encode(errors="surrogatepass")) > LONGEST_NAME or "\0" in value:
+        # Surrogates stand for bytes that are no UTF-8: a model is exported by libraries that do not know them.
+        impossible = any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in value)
+        if impossible or len(longest.encode()) > LONGEST_NAME:
             yield (
                 f"{key}={value[:40]!r}{'...' * (len(value) > 40)}: a folder's name has at most {LONGEST_NAME} bytes "
-                "and no NUL"
+                "of UTF-8 and no NUL"
             )
 
 

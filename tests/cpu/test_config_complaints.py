@@ -225,9 +225,10 @@ def test_a_yaml_document_that_explodes_when_expanded_is_read_in_no_time():
         ),
         (
             "run_name: sweep/" + 256 * "x",
-            f"run_name='sweep/{34 * 'x'}'...: a folder's name has at most 255 bytes and no NUL",
+            f"run_name='sweep/{34 * 'x'}'...: a folder's name has at most 255 bytes of UTF-8 and no NUL",
         ),
-        ('output_dir: "a\\0b"', "output_dir='a\\x00b': a folder's name has at most 255 bytes and no NUL"),
+        ('output_dir: "a\\0b"', "output_dir='a\\x00b': a folder's name has at most 255 bytes of UTF-8 and no NUL"),
+        ('run_name: "\\udcff"', "run_name='\\udcff': a folder's name has at most 255 bytes of UTF-8 and no NUL"),
         (
             "engine: {max_model_len: 1000}",
             "engine.max_model_len=1000 is smaller than rollout.max_prompt_tokens + "
