@@ -20,7 +20,7 @@ from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.rewards import RewardScorer, build_rewards
 from colocated_grpo.environments.scoring import TaskScorer
 from colocated_grpo.environments.source import Mixture, PromptSource
-from colocated_grpo.environments.streams import RowStream, Stream, TaskStream
+from colocated_grpo.environments.streams import RowStream, Stream, TaskStream, prompts_of
 from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.environments.turn_environments import turn_games
 from colocated_grpo.types import Prompt
@@ -53,7 +53,7 @@ class TaskEnvironment:
         return TaskStream(self.name, self.task, seed)
 
     def held_out(self, seed: int) -> Iterator[dict[str, Any]]:
-        return iter(self.task.prompts(seed, "held_out"))
+        return prompts_of(self.name, self.task, seed, "held_out")
 
 
 class EpisodeEnvironment:
@@ -67,7 +67,7 @@ class EpisodeEnvironment:
         return TaskStream(self.name, self.episode, seed)
 
     def held_out(self, seed: int) -> Iterator[dict[str, Any]]:
-        return iter(self.episode.prompts(seed, "held_out"))
+        return prompts_of(self.name, self.episode, seed, "held_out")
 
 
 class DatasetEnvironment:

@@ -85,7 +85,22 @@ def checked_prompt(item: Any, source: str) -> str | list[dict[str, Any]]:
     if isinstance(prompt, str) or (
         isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
     ):
+        texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
+        for text in texts:
+            _check_letters(text, source)
         return prompt
     raise EnvironmentSetupError(
         f"environments {source!r}: a prompt must be text or a list of messages with a role, got {repr(prompt)[:80]}"
     )
+
+
+def _check_letters(text: Any, source: str) -> None:
+    """No tokenizer takes halves of surrogate pairs, which JSON may hold where a text was cut within an emoji."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+    except UnicodeEncodeError as error:
+        part = text[max(0, error.start - 20) : error.start + 20]
+        raise EnvironmentSetupError(
+            f"environments {source!r}: a prompt holds half of a surrogate pair, which is no text: {part!r}"
+        ) from None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import islice
 from random import Random
 from typing import Any, Protocol
 
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Seekable, Settled, Task
+from colocated_grpo.environments.user_code import one_line
 from colocated_grpo.types import Group
 
 DIGESTED = 64
@@ -77,18 +79,34 @@ class TaskStream(Unmoved):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.taken = state["taken"]
         if isinstance(self.task, Seekable):
-            self.items = self.task.prompts_from(self.seed, "train", self.taken)
+            enter = partial(self.task.prompts_from, self.seed, "train", self.taken)
+            self.items = asked(self.name, "prompts_from(seed, 'train', start)", enter)
         else:
             self.items = islice(self._endless(), self.taken, None)
 
     def _endless(self) -> Iterator[dict[str, Any]]:
         while True:
             empty = True
-            for item in self.task.prompts(self.seed, "train"):
+            for item in prompts_of(self.name, self.task, self.seed, "train"):
                 empty = False
                 yield item
             if empty:
                 raise EnvironmentSetupError(f"environments {self.name!r}: prompts(seed, 'train') gave nothing")
+
+
+def prompts_of(name: str, task: Task | Episode, seed: int, split: str) -> Iterator[dict[str, Any]]:
+    """What the task of the environment `name` asks in a split. Raises one line for whatever it raises."""
+    return asked(name, f"prompts(seed, {split!r})", partial(task.prompts, seed, split))
+
+
+def asked(name: str, what: str, ask: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The items of ask(), which is the user's; `what` it is in words."""
+    try:
+        yield from ask()
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise EnvironmentSetupError(f"environments {name!r}: {what}: {one_line(error)}") from error
 
 
 class RowStream(Unmoved):

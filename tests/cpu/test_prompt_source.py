@@ -193,12 +193,24 @@ def test_a_long_run_is_resumed_without_making_its_prompts_again(tmp_path):
         ("        yield 'text'\n", "an item must be a dict with 'prompt', got a str"),
         ("        yield {'question': 'x'}\n", "an item must be a dict with 'prompt', got the keys question"),
         ("        yield {'prompt': []}\n", r"a prompt must be text or a list of messages with a role, got \[\]"),
+        ("        yield {'prompt': 'cut \\ud83d'}\n", r"half of a surrogate pair, which is no text: 'cut \\ud83d'"),
+        ("        return None\n", r"prompts\(seed, 'train'\): TypeError: 'NoneType' object is not iterable"),
+        (
+            "        raise ValueError('of two\\nlines')\n",
+            r"prompts\(seed, 'train'\): ValueError: of two lines \(.*, line ",
+        ),
         ("        yield {'prompt': 'long' * 300}\n", "1000 prompts in a row are empty or longer than"),
     ],
 )
 def test_a_task_that_gives_nothing_usable_is_said_in_one_line(tmp_path, body, message):
     with pytest.raises(EnvironmentSetupError, match=message):
         environments(user_task(tmp_path, body)).open_source().next(1)
+
+
+def test_a_task_that_fails_at_its_held_out_prompts_is_said_in_one_line(tmp_path):
+    made = environments(user_task(tmp_path, "        yield {'prompt': split}\n        seed[0]\n"))
+    with pytest.raises(EnvironmentSetupError, match=r"prompts\(seed, 'held_out'\): TypeError: 'int' object .*, line "):
+        made.held_out(2)
 
 
 def test_a_limit_below_every_prompt_is_named_for_training_and_for_held_out_prompts():
