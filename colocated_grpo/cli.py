@@ -99,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_run_arguments(parser)
     options, overrides = parser.parse_known_args(arguments)
     os.environ.update(rank_environment(os.environ))
+    if problem := environment_problem(os.environ):
+        parser.error(problem)
     for name, value in library_environment(options.log_level).items():
         os.environ.setdefault(name, value)
     allow_descriptors()
@@ -194,9 +196,10 @@ def _report(code: int, lines: Sequence[str]) -> None:
     """Show the lines; where a launcher waits, let it show them when torchrun has ended, and return the code."""
     if VERDICT_VARIABLE in os.environ:
         text = "\n".join([str(code), *lines])
-        Path(os.environ[VERDICT_VARIABLE]).write_text(text, encoding="utf-8", errors="backslashreplace")
-    else:
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        with suppress(OSError):  # what tidies up temporary folders may have taken this one from a long run
+            Path(os.environ[VERDICT_VARIABLE]).write_text(text, encoding="utf-8", errors="backslashreplace")
+            return
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _error_lines(error: Exception) -> list[str]:
@@ -243,6 +246,18 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def environment_problem(environment: Mapping[str, str]) -> str | None:
+    """What is wrong with torchrun's variables, in one line: others may have set some of them, or left them behind."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in environment:
+            return f"RANK={environment['RANK']!r} is set and {name} is not: unset RANK, or start with torchrun"
+        if name != "MASTER_ADDR" and not environment[name].isdecimal():
+            return f"{name}={environment[name]!r}: must be a whole number"
+    if int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
+        return f"RANK={environment['RANK']}: must be less than WORLD_SIZE={environment['WORLD_SIZE']}"
+    return None
 
 
 def _slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.cli import fault_of_the_machine, first_host, rank_environment
+from colocated_grpo.cli import (
+    VERDICT_VARIABLE,
+    _report,
+    environment_problem,
+    fault_of_the_machine,
+    first_host,
+    rank_environment,
+)
 from colocated_grpo.descriptors import DESCRIPTORS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,12 +91,13 @@ def rank(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "gpu03", "MASTER_PORT": "29500"}
 START = "import sys; from colocated_grpo.cli import main; sys.exit(main(sys.argv[1:] or ARGUMENTS))"
 
 
 @pytest.mark.parametrize(("number", "message"), [("0", "error: config='nope.yaml': no such file\n"), ("1", "")])
 def test_settings_that_do_not_load_end_every_rank_and_rank_0_says_why(number, message):
-    result = rank(START.replace("ARGUMENTS", "['--config', 'nope.yaml']"), RANK=number, WORLD_SIZE="2")
+    result = rank(START.replace("ARGUMENTS", "['--config', 'nope.yaml']"), **TORCHRUN | {"RANK": number})
     assert (result.returncode, result.stderr) == (2, message)
 
 
@@ -203,3 +211,24 @@ def test_a_terminal_without_the_letters_of_a_path_shows_their_numbers(config, co
     body = f"print('Z\\xfcrich'); raise {code}('\\xfc=1: too small')"
     result = trained(config, body, PYTHONIOENCODING="ascii")
     assert (result.stdout, result.stderr) == ("Z\\xfcrich\n", "error: \\xfc=1: too small\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": None}, "RANK='0' is set and WORLD_SIZE is not: unset RANK, or start with torchrun"),
+        ({"MASTER_PORT": None}, "RANK='0' is set and MASTER_PORT is not: unset RANK, or start with torchrun"),
+        ({"RANK": "x"}, "RANK='x': must be a whole number"),
+        ({"RANK": "2"}, "RANK=2: must be less than WORLD_SIZE=2"),
+    ],
+)
+def test_variables_of_torchrun_that_are_half_set_are_said_in_one_line(changes, problem):
+    merged = {**TORCHRUN, **changes}
+    assert environment_problem({name: value for name, value in merged.items() if value is not None}) == problem
+
+
+def test_what_went_wrong_is_said_although_the_launchers_folder_is_gone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "gone/verdict"))
+    _report(1, ["error: what went wrong"])
+    assert capsys.readouterr().err == "error: what went wrong\n"
