@@ -19,6 +19,7 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import World
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.environments.prompts import longest_token
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import Choreography, Clock, WeightSync
 from colocated_grpo.policy.activations import settle_micro_batches
@@ -170,7 +171,7 @@ def build_serving(
 
     limits = Limits(
         max_tokens=config.max_sequence_tokens,
-        longest_token=max(map(len, tokenizer.get_vocab())),
+        longest_token=longest_token(tokenizer),
         vocab_size=hf_config.get_text_config().vocab_size,
         stop_token_ids=stop_tokens,
         seed=config.seed,

@@ -11,9 +11,10 @@ from colocated_grpo.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PATTERN = "reply_pattern"
-"""Key of an item under which a turn with structured output has the regular expression of its replies."""
-BY_OPPONENT = "by_opponent"
+PATTERN = "colocated_grpo:reply_pattern"
+"""Key of an item under which a turn with structured output has the regular expression of its replies. No dataset has a
+column of this name."""
+BY_OPPONENT = "colocated_grpo:by_opponent"
 """Key of an item that is true where the frozen opponent answers."""
 
 
@@ -29,10 +30,14 @@ class PromptEncoder:
         self.max_prompt_tokens = max_prompt_tokens
         # Some tokenizers pad with an exclamation mark.
         self._marks = [token for token in tokenizer.all_special_tokens if token[0] in "<[" and len(token) > 2]
+        self._most_letters = max_prompt_tokens * longest_token(tokenizer)
 
     def encode(self, item: dict[str, Any], *, index: int, source: str) -> Prompt | None:
         """None: longer than max_prompt_tokens, or empty."""
-        text, token_ids = self._render(item, source)
+        prompt = checked_prompt(item, source)
+        if letters_of(prompt) > self._most_letters:
+            return None  # megabytes would take seconds to tokenize, each time one is met
+        text, token_ids = self._render(prompt, source)
         if not 1 <= len(token_ids) <= self.max_prompt_tokens:
             return None
         return Prompt(
@@ -51,8 +56,7 @@ class PromptEncoder:
             f"rollout.max_prompt_tokens={self.max_prompt_tokens}; nothing is left to train on"
         )
 
-    def _render(self, item: dict[str, Any], source: str) -> tuple[str, list[int]]:
-        prompt = checked_prompt(item, source)
+    def _render(self, prompt: str | list[dict[str, Any]], source: str) -> tuple[str, list[int]]:
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
                 return prompt, list(self.tokenizer.encode(prompt))
@@ -74,6 +78,16 @@ class PromptEncoder:
                 f"{repr(prompt[-1])[:80]}: {one_line(error)}"
             ) from error
         return text, list(token_ids)
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters that one token stands for at most."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def letters_of(prompt: str | list[dict[str, Any]]) -> int:
+    texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def checked_prompt(item: Any, source: str) -> str | list[dict[str, Any]]:

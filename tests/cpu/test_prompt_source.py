@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 
 TOKENIZER = build_char_tokenizer()
@@ -236,3 +237,25 @@ def test_each_step_counts_the_prompts_that_were_left_out_for_it(mixed):
         dropped.append(source.record([]).metrics["prompts_dropped"])
     assert sum(dropped) == source.dropped - 100 > 0
     assert 0 in dropped
+
+
+@pytest.mark.parametrize("prompt", ["a" * 20_000, [{"role": "user", "content": "a" * 20_000}]])
+def test_a_text_that_no_tokens_could_hold_is_left_out_without_tokenizing_it(monkeypatch, prompt):
+    encoder = PromptEncoder(TOKENIZER, 1024)
+    monkeypatch.setattr(encoder, "_render", None)
+    assert encoder.encode({"prompt": prompt}, index=0, source="mine") is None
+
+
+def test_a_text_of_the_longest_tokens_is_tokenized():
+    token = max(TOKENIZER.get_vocab(), key=len)
+    encoder = PromptEncoder(TOKENIZER, 100)
+    prompt = encoder.encode({"prompt": token * 50}, index=0, source="mine")
+    assert prompt.token_ids.count(TOKENIZER.get_vocab()[token]) == 50
+
+
+def test_columns_of_a_dataset_are_only_columns_whatever_they_are_called(tmp_path):
+    row = {"prompt": "abc", "reply_pattern": 7, "by_opponent": True, "turn": 3, "index": 9, "source": "there"}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    dataset = {"type": "dataset", "name": str(tmp_path / "rows.jsonl"), "rewards": ["format_think"], "held_out": 1}
+    [prompt] = environments(dataset).open_source().next(1)
+    assert (prompt.pattern, prompt.by_opponent, prompt.index, prompt.item["reply_pattern"]) == (None, False, 0, 7)
