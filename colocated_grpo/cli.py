@@ -79,10 +79,18 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--log-level",
-        choices=LOG_LEVELS,
+        type=_log_level,
+        metavar="{" + ",".join(LOG_LEVELS) + "}",
         default=os.environ.get(LOG_LEVEL_VARIABLE, "INFO"),
         help="DEBUG also lets NCCL and torch.distributed talk (default: %(default)s)",
     )
+
+
+def _log_level(name: str) -> str:
+    """A `type` and no `choices`, which are not asked about the default."""
+    if name not in LOG_LEVELS:
+        raise argparse.ArgumentTypeError(f"{name!r}: must be one of {', '.join(LOG_LEVELS)} ({LOG_LEVEL_VARIABLE} too)")
+    return name
 
 
 def config_file(options: argparse.Namespace) -> str:

@@ -66,6 +66,7 @@ class RunWriter:
 
     def __init__(self, run_dir: Path, first_step: int, rollouts_per_step: int) -> None:
         self.rollouts_per_step = rollouts_per_step
+        self._run_dir = run_dir
         self._metrics = _reopen(run_dir / METRICS_FILE, first_step)
         self._rollouts = _reopen(run_dir / ROLLOUTS_FILE, first_step)
 
@@ -84,6 +85,9 @@ class RunWriter:
         self._rollouts.close()
 
     def _write(self, kind: str, step: int, metrics: dict[str, float], samples: list[tuple[Group, int]]) -> None:
+        if not (self._run_dir / METRICS_FILE).exists():
+            # What is written into a file without a name is lost, and all else of the run with it.
+            raise RunError(f"{self._run_dir}: the run folder, or its {METRICS_FILE}, was removed while the run went on")
         # Rollouts first: a kill between the two writes then leaves no metrics row that lacks its rollouts.
         lines = [json_line(_rollout_row(kind, step, group, sample)) for group, sample in samples]
         self._rollouts.write("".join(lines))

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.cli import (
+    LOG_LEVEL_VARIABLE,
     VERDICT_VARIABLE,
+    OneLineParser,
     _report,
+    add_run_arguments,
     environment_problem,
     fault_of_the_machine,
     first_host,
@@ -232,3 +235,16 @@ def test_what_went_wrong_is_said_although_the_launchers_folder_is_gone(tmp_path,
     monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "gone/verdict"))
     _report(1, ["error: what went wrong"])
     assert capsys.readouterr().err == "error: what went wrong\n"
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_log_level_that_there_is_not_is_one_line(monkeypatch, capsys, by_variable):
+    parser = OneLineParser()
+    if by_variable:
+        monkeypatch.setenv(LOG_LEVEL_VARIABLE, "loud")
+    add_run_arguments(parser)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([] if by_variable else ["--log-level", "loud"])
+    assert capsys.readouterr().err == (
+        "error: --log-level: 'loud': must be one of DEBUG, INFO, WARNING, ERROR (COLOCATED_GRPO_LOG_LEVEL too)\n"
+    )

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -58,6 +59,13 @@ def test_what_is_not_a_number_becomes_null_and_the_file_stays_strict_json(tmp_pa
 
     row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert row == {"kind": "train", "step": 0, "reward": None, "grad_norm": None, "loss": 1.0}
+
+
+def test_a_run_whose_folder_is_removed_ends_instead_of_writing_into_nothing(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path / "run").train(last_step=2)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunError, match="removed while the run went on"):
+        run.tracker.flush(2, row_of(2), groups_of(2))
 
 
 def test_a_killed_and_resumed_run_ends_with_the_same_files(tmp_path: Path) -> None:
