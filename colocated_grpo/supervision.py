@@ -19,6 +19,8 @@ from colocated_grpo.stop_signals import stop_signals
 
 POLL_SECONDS = 1.0
 FAILED, STOP = "failed", "stop"
+END_OF_A_PROCESS = 1.0
+"""Seconds from the moment its connections break until a process is gone."""
 BEHIND_THE_FIRST = 1.5
 """Seconds that other ranks outlive the first failure: torchrun blames the earliest and stamps in whole seconds."""
 
@@ -103,8 +105,10 @@ class Watchdog:
                 failed = True  # the store lives in rank 0's process tree: unreachable means that it is gone
             if self._done.is_set():
                 return
-            if failed or _any_dead(self._siblings):
-                self._report_failure()
+            gone = self._dead_ranks()
+            if failed or gone:
+                if self._report_failure() and gone:
+                    print(f"error: {left_without_a_word(gone)}", file=sys.stderr)
                 sys.stderr.flush()
                 time.sleep(BEHIND_THE_FIRST)
                 os._exit(1)
@@ -124,6 +128,16 @@ class Watchdog:
             time.sleep(BEHIND_THE_FIRST)
         return first
 
+    def gone(self) -> list[int]:
+        """Ranks of this node whose processes have ended, or are about to: a broken connection is seen before that."""
+        deadline = time.monotonic() + END_OF_A_PROCESS
+        while not (gone := self._dead_ranks()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 20)
+        return gone
+
+    def _dead_ranks(self) -> list[int]:
+        return [rank for pid, rank in self._siblings.items() if _is_dead(pid)]
+
     def close(self) -> None:
         """Stop watching. Call on every rank, then a barrier, before any process ends in good order."""
         self._done.set()
@@ -138,13 +152,18 @@ def own_process() -> Process:
     return Process(table=(os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")), pid=os.getpid())
 
 
-def visible_from(own: Process, processes: Sequence[Process]) -> list[int]:
-    """Ids of the others that mean the same process here as there."""
-    return [other.pid for other in processes if other.table == own.table and other.pid != own.pid]
+def visible_from(own: Process, processes: Sequence[Process]) -> dict[int, int]:
+    """Ranks by id of those others whose ids mean the same process here as there."""
+    same = [(rank, other.pid) for rank, other in enumerate(processes) if other.table == own.table]
+    return {pid: rank for rank, pid in same if pid != own.pid}
 
 
-def _any_dead(pids: Sequence[int]) -> bool:
-    return any(_is_dead(pid) for pid in pids)
+def left_without_a_word(ranks: Sequence[int]) -> str:
+    whose = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return (
+        f"the process of {whose} is gone: killed, for example when memory ran out, or ended by user code; "
+        "--resume auto continues from the last checkpoint"
+    )
 
 
 def _is_dead(pid: int) -> bool:

@@ -18,7 +18,7 @@ from colocated_grpo.checkpoint_folders import MODEL_SHAPE
 from colocated_grpo.config.schema import Config
 from colocated_grpo.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
 from colocated_grpo.environments.base import Settled
-from colocated_grpo.errors import ReportedElsewhere
+from colocated_grpo.errors import ReportedElsewhere, RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
 from colocated_grpo.policy.policy import dtype_of, known_or, score
@@ -33,7 +33,7 @@ from colocated_grpo.summaries import (
     lack_of_signal,
     rollout_metrics,
 )
-from colocated_grpo.supervision import StopRequest, Watchdog
+from colocated_grpo.supervision import StopRequest, Watchdog, left_without_a_word
 from colocated_grpo.types import Group
 from colocated_grpo.waiting import SlowCodeTeller
 
@@ -67,6 +67,9 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
         run.close()
     except BaseException as error:
         if watchdog.failed():
+            # A collective that broke says nothing of why; any other error of this rank is its own.
+            if isinstance(error, RuntimeError) and not isinstance(error, RunError) and (gone := watchdog.gone()):
+                raise RunError(left_without_a_word(gone)) from error
             raise
         # The same error as the first rank's, or a connection that broke when that rank left: showing it would mislead.
         raise ReportedElsewhere from error

@@ -74,7 +74,28 @@ def test_a_rank_of_another_machine_or_container_is_not_looked_for_among_the_proc
         foreign = own_process()._replace(pid=1 << 22)
     own = own_process()
     sibling = own._replace(pid=own.pid + 1)
-    assert visible_from(own, [foreign, own, sibling]) == [sibling.pid]
+    assert visible_from(own, [foreign, own, sibling]) == {sibling.pid: 2}
+
+
+def say_who_is_gone(world: World, waiting, killed, right) -> None:
+    _, watchdog = watched(world)
+    watchdog.close()
+    waiting[world.rank].set()
+    if world.rank != 0:
+        signal.pause()
+    assert killed.wait(STARTED)
+    if watchdog.gone() == [1]:
+        right.set()
+
+
+def test_a_rank_can_tell_which_other_was_killed():
+    waiting = [Ranks.context.Event() for _ in range(3)]
+    killed, right = Ranks.context.Event(), Ranks.context.Event()
+    with Ranks(in_a_world, 3, say_who_is_gone, waiting, killed, right) as ranks:
+        assert all(event.wait(STARTED) for event in waiting)
+        ranks.processes[1].kill()
+        killed.set()
+        assert right.wait(2 * SECONDS_TO_NOTICE)
 
 
 def fail_on_rank_one(world: World, waiting) -> None:
