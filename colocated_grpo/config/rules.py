@@ -45,6 +45,10 @@ def _run_folder_has_a_possible_name(config: Config) -> Lines:
                 f"{key}={value[:40]!r}{'...' * (len(value) > 40)}: a folder's name has at most {LONGEST_NAME} bytes "
                 "of UTF-8 and no NUL"
             )
+    name = config.run_name or ""
+    if name.startswith("/") or ".." in name.split("/"):
+        below = f"names a folder below output_dir={config.output_dir!r}"
+        yield f"run_name={name!r}: {below}, so no '/' at its start and no '..'"
 
 
 def _completion_fits_micro_batch(config: Config) -> Lines:

@@ -227,6 +227,14 @@ def test_a_yaml_document_that_explodes_when_expanded_is_read_in_no_time():
             "run_name: sweep/" + 256 * "x",
             f"run_name='sweep/{34 * 'x'}'...: a folder's name has at most 255 bytes of UTF-8 and no NUL",
         ),
+        (
+            "run_name: a/../../b",
+            "run_name='a/../../b': names a folder below output_dir='runs', so no '/' at its start and no '..'",
+        ),
+        (
+            "run_name: /b",
+            "run_name='/b': names a folder below output_dir='runs', so no '/' at its start and no '..'",
+        ),
         ('output_dir: "a\\0b"', "output_dir='a\\x00b': a folder's name has at most 255 bytes of UTF-8 and no NUL"),
         ('run_name: "\\udcff"', "run_name='\\udcff': a folder's name has at most 255 bytes of UTF-8 and no NUL"),
         (
