@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from colocated_grpo.benchmarks.alone import main_alone
 from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
-from colocated_grpo.benchmarks.results import describe, publish
-from colocated_grpo.benchmarks.roofline import measure_roofline
+from colocated_grpo.benchmarks.roofline import Roofline
 from colocated_grpo.policy.attention_kernels import Attend, Runs, attend_padded, attend_varlen, has_fa4, whole_fa4
 
 
@@ -37,10 +37,10 @@ class Problem(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(arguments)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    roofline = measure_roofline(device)
+    return main_alone("attention", arguments, parser(), measure_lengths)
+
+
+def measure_lengths(options: argparse.Namespace, device: torch.device, roofline: Roofline) -> dict[str, Any]:
     rows = []
     for length in options.lengths:
         problem = make_problem(options, length, device)
@@ -50,10 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {"length": length, "kernel": name, **measure(problem, attend, options.repeats), **floor}
             for name, attend in kernels_for(problem).items()
         ]
-    result = describe("attention", arguments, ranks=1)
     sizes = {name: getattr(options, name) for name in ("tokens", "heads", "kv_heads", "head_size")}
-    publish({**result, **sizes, "roofline": roofline.as_dict(), "rows": rows}, options.json)
-    return 0
+    return {**sizes, "rows": rows}
 
 
 def parser() -> argparse.ArgumentParser:

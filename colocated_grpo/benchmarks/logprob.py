@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from colocated_grpo.benchmarks.results import describe, publish
-from colocated_grpo.benchmarks.roofline import measure_roofline, median_seconds
+from colocated_grpo.benchmarks.alone import main_alone
+from colocated_grpo.benchmarks.roofline import Roofline, median_seconds
 from colocated_grpo.config.schema import PolicyConfig
 from colocated_grpo.policy.logprobs import linear_logprobs, linear_loss
 
@@ -40,10 +40,10 @@ Operator = Callable[[Problem], Tensor]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(arguments)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    roofline = measure_roofline(device)
+    return main_alone("logprob", arguments, parser(), measure_sizes)
+
+
+def measure_sizes(options: argparse.Namespace, device: torch.device, roofline: Roofline) -> dict[str, Any]:
     rows = []
     for hidden in options.hidden:
         problem = make_problem(options.tokens, options.vocab, hidden, device)
@@ -52,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(
                 {"tokens": options.tokens, "vocab": options.vocab, "hidden": hidden, **row, "floor_seconds": floor}
             )
-    result = describe("logprob", arguments, ranks=1)
-    publish({**result, "chunk_tokens": options.chunk, "roofline": roofline.as_dict(), "rows": rows}, options.json)
-    return 0
+    return {"chunk_tokens": options.chunk, "rows": rows}
 
 
 def parser() -> argparse.ArgumentParser:
