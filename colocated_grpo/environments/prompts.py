@@ -35,7 +35,7 @@ class PromptEncoder:
     def encode(self, item: dict[str, Any], *, index: int, source: str) -> Prompt | None:
         """None: longer than max_prompt_tokens, or empty."""
         prompt = checked_prompt(item, source)
-        if letters_of(prompt) > self._most_letters:
+        if sum(map(len, texts_of(prompt))) > self._most_letters:
             return None  # megabytes would take seconds to tokenize, each time one is met
         text, token_ids = self._render(prompt, source)
         if not 1 <= len(token_ids) <= self.max_prompt_tokens:
@@ -85,9 +85,10 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
-def letters_of(prompt: str | list[dict[str, Any]]) -> int:
+def texts_of(prompt: str | list[dict[str, Any]]) -> list[str]:
+    """The prompt itself, or what its messages say."""
     texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    return sum(len(text) for text in texts if isinstance(text, str))
+    return [text for text in texts if isinstance(text, str)]
 
 
 def checked_prompt(item: Any, source: str) -> str | list[dict[str, Any]]:
@@ -99,8 +100,7 @@ def checked_prompt(item: Any, source: str) -> str | list[dict[str, Any]]:
     if isinstance(prompt, str) or (
         isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
     ):
-        texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
-        for text in texts:
+        for text in texts_of(prompt):
             _check_letters(text, source)
         return prompt
     raise EnvironmentSetupError(
@@ -108,11 +108,10 @@ def checked_prompt(item: Any, source: str) -> str | list[dict[str, Any]]:
     )
 
 
-def _check_letters(text: Any, source: str) -> None:
+def _check_letters(text: str, source: str) -> None:
     """No tokenizer takes halves of surrogate pairs, which JSON may hold where a text was cut within an emoji."""
     try:
-        if isinstance(text, str):
-            text.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         part = text[max(0, error.start - 20) : error.start + 20]
         raise EnvironmentSetupError(
