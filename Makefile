@@ -23,7 +23,7 @@ ATROPOSLIB := atroposlib==0.4.0
 # verifiers wants older mcp and openai than all else runs with. Its tests have an environment of their own on top of VENV:
 # the .pth file lends it every package there, so pip puts only what verifiers adds or exchanges into it.
 VERIFIERS := $(VENV)/verifiers
-VERIFIERS_TESTS := tests/cpu/test_verifiers.py
+VERIFIERS_TESTS := tests/cpu/environments/adapters/test_verifiers.py
 DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
 QUICKSTART_MODEL := runs/quickstart-model

@@ -3,7 +3,7 @@
 
 import sys
 
-from colocated_grpo.launcher import main
+from colocated_grpo.launch.launcher import main
 
 if __name__ == "__main__":
     sys.exit(main())

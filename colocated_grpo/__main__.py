@@ -3,7 +3,7 @@ import sys
 import traceback
 from contextlib import suppress
 
-from colocated_grpo.cli import RUN_ERROR, main
+from colocated_grpo.launch.cli import RUN_ERROR, main
 
 try:
     code = main()

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.checkpoint_folders import FOLDER, STATE_FILE, complete_checkpoints, is_complete
 from colocated_grpo.config.schema import CheckpointConfig
-from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime.checkpoint_folders import FOLDER, STATE_FILE, complete_checkpoints, is_complete
+from colocated_grpo.runtime.distributed import World
 
 UNFINISHED = ".partial"
 

@@ -13,19 +13,21 @@ from torch import Tensor
 
 from colocated_grpo.advantages import group_advantages, is_constant
 from colocated_grpo.batching import Batch, MicroBatch, pack
-from colocated_grpo.build import GOAL_REACHED, Run, build_run, describe
-from colocated_grpo.checkpoint_folders import MODEL_SHAPE
+from colocated_grpo.build.run import GOAL_REACHED, Run, build_run, describe
 from colocated_grpo.config.schema import Config
-from colocated_grpo.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
 from colocated_grpo.environments.base import Settled
 from colocated_grpo.errors import ReportedElsewhere, RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
 from colocated_grpo.policy.policy import dtype_of, known_or, score
-from colocated_grpo.profiling import profiled
 from colocated_grpo.rollout.collect import Stopped
-from colocated_grpo.rollout.sharing import Job
-from colocated_grpo.run_folder import choose_run_folder, claim, removed_if_unused
+from colocated_grpo.rollout.prompt_queue import Job
+from colocated_grpo.runtime.checkpoint_folders import MODEL_SHAPE
+from colocated_grpo.runtime.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
+from colocated_grpo.runtime.profiling import profiled
+from colocated_grpo.runtime.run_folder import choose_run_folder, claim, removed_if_unused
+from colocated_grpo.runtime.supervision import StopRequest, Watchdog, left_without_a_word
+from colocated_grpo.runtime.waiting import SlowCodeTeller
 from colocated_grpo.summaries import (
     check_reward_errors,
     group_rewards,
@@ -33,9 +35,7 @@ from colocated_grpo.summaries import (
     lack_of_signal,
     rollout_metrics,
 )
-from colocated_grpo.supervision import StopRequest, Watchdog, left_without_a_word
 from colocated_grpo.types import Group
-from colocated_grpo.waiting import SlowCodeTeller
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 

@@ -7,18 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
-from colocated_grpo.cli import BRIEF_SPINS
+from colocated_grpo.launch.cli import BRIEF_SPINS
 
 os.environ.update({**BRIEF_SPINS, **os.environ})  # before torch is imported
 
 import pytest
 from hypothesis import settings
 
-from colocated_grpo.distributed import World
-
-from ranks import only_rank
-from servers import APIS, ApiProcess
-from small_policy import make_small_model
+from colocated_grpo.runtime.distributed import World
+from tests.support.ranks import only_rank
+from tests.support.servers import APIS, ApiProcess
+from tests.support.small_policy import make_small_model
 
 # A busy machine makes a single example slow now and then, which says nothing about the code.
 settings.register_profile("unhurried", deadline=None)

@@ -23,11 +23,11 @@ from colocated_grpo.benchmarks.ranks import (
     wake_with_weights,
 )
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
-from colocated_grpo.distributed import World
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
-from colocated_grpo.rollout.kv_budget import BLOCK
+from colocated_grpo.rollout.vllm.kv_budget import BLOCK
+from colocated_grpo.runtime.distributed import World
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    from colocated_grpo.build import build_engine
+    from colocated_grpo.build.run import build_engine
     from colocated_grpo.trainer import settle_garbage_collector
 
     roofline = measure_roofline(world.device)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from colocated_grpo.benchmarks.roofline import Roofline
-from colocated_grpo.rollout.kv_budget import kv_bytes_per_token
+from colocated_grpo.rollout.vllm.kv_budget import kv_bytes_per_token
 
 Row = Mapping[str, float]
 """One step. `tokens`, `trained_tokens`, `seconds/step` and `seconds/train` are in every row."""

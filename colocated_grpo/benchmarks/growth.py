@@ -21,13 +21,13 @@ from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_fold
 from colocated_grpo.benchmarks.results import describe, publish
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, STOP_SHARE, stop_tokens, vocabulary_of
 from colocated_grpo.config.schema import Config
-from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError
-from colocated_grpo.supervision import StopRequest
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.tracking.files import METRICS_FILE, TRAIN, read_rows
 
 if TYPE_CHECKING:
-    from colocated_grpo.build import Run
+    from colocated_grpo.build.run import Run
 
 STANDARD_LENGTH = 1024
 DEFAULT_SIZES = {"completions": [64, 256, 1024, 4096], "length": [256, 1024, 4096, 8192], "gpus": [256]}
@@ -90,8 +90,8 @@ def growth_parser() -> argparse.ArgumentParser:
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Train the steps of every size. Collective; the figures are rank 0's."""
     # They import vLLM, which neither --help nor the process that starts the ranks need wait for.
-    from colocated_grpo.build import build_run
-    from colocated_grpo.build import describe as facts_of
+    from colocated_grpo.build.run import build_run
+    from colocated_grpo.build.run import describe as facts_of
     from colocated_grpo.trainer import STOPPED, settle_garbage_collector, train
 
     sizes = sizes_of(options, world.size)

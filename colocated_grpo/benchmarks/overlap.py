@@ -21,11 +21,11 @@ from colocated_grpo.batching import Batch, Minibatch
 from colocated_grpo.benchmarks import train
 from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser, wake_with_weights
 from colocated_grpo.benchmarks.roofline import measure_roofline
-from colocated_grpo.distributed import World
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
+from colocated_grpo.runtime.distributed import World
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    from colocated_grpo.build import build_engine
+    from colocated_grpo.build.run import build_engine
 
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.cli import library_environment
+from colocated_grpo.launch.cli import library_environment
 
 MODULE = "colocated_grpo.benchmarks.peer_trl"
 CPU_CACHE_GIB = "1"

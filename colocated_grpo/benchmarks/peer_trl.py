@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, TrainerCallback, TrainerControl, Trainer
 
 from colocated_grpo.benchmarks.peer import PeerSpec
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, RandomWork
-from colocated_grpo.build import stop_token_ids
+from colocated_grpo.build.run import stop_token_ids
 from colocated_grpo.phases import Clock
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def prepare_cpu() -> None:
     """Let TRL run on vLLM's CPU build: weights that can be written in place, and no minute of compilation."""
     import trl.generation.vllm_generation as generation
 
-    from colocated_grpo.rollout import vllm_process
+    from colocated_grpo.rollout.vllm import process as vllm_process
 
     vllm_process.linear_layers.dispatch_cpu_unquantized_gemm = vllm_process._plain_cpu_linear
     generation.LLM = partial(generation.LLM, enforce_eager=True)

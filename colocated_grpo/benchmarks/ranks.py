@@ -22,19 +22,19 @@ import yaml
 
 from colocated_grpo.benchmarks.results import describe, publish
 from colocated_grpo.benchmarks.workload import TASK
-from colocated_grpo.cli import RUN_ERROR, USAGE_ERROR, rank_environment
 from colocated_grpo.config import Config
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.loading import load_config
-from colocated_grpo.distributed import World, init_world
 from colocated_grpo.errors import RunError
-from colocated_grpo.launcher import child_environment
-from colocated_grpo.processes import run_command
+from colocated_grpo.launch.cli import RUN_ERROR, USAGE_ERROR, rank_environment
+from colocated_grpo.launch.launcher import child_environment
+from colocated_grpo.launch.processes import run_command
+from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.tools.shapes import SHAPES
 
 if TYPE_CHECKING:
     from colocated_grpo.policy.policy import Policy
-    from colocated_grpo.rollout.vllm_engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.engine import VLLMEngine
 
 Measure = Callable[[World, argparse.Namespace], dict[str, Any]]
 """Runs on every rank; what rank 0 returns is published."""
@@ -139,7 +139,7 @@ def model_name(options: argparse.Namespace) -> str:
 
 def wake_with_weights(engine: VLLMEngine, policy: Policy, world: World) -> None:
     """Wake an engine that sleeps, or has just been built, with the policy's weights. Collective."""
-    from colocated_grpo.build_weights import build_sync  # vLLM takes seconds to import, which --help need not wait for
+    from colocated_grpo.build.weights import build_sync  # vLLM takes seconds to import, which --help need not wait for
 
     engine.wake("weights")
     build_sync(policy, engine, world).sync()

@@ -12,7 +12,7 @@ from typing import Any
 
 from colocated_grpo.benchmarks.ranks import main_in_ranks, rank_parser
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline
-from colocated_grpo.distributed import World
+from colocated_grpo.runtime.distributed import World
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

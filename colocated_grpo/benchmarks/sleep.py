@@ -28,13 +28,13 @@ from colocated_grpo.benchmarks.ranks import (
 from colocated_grpo.benchmarks.roofline import measure_roofline, meet, seconds_of
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS
 from colocated_grpo.config import Config
-from colocated_grpo.distributed import World
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
+from colocated_grpo.runtime.distributed import World
 
 if TYPE_CHECKING:
-    from colocated_grpo.rollout.vllm_engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.engine import VLLMEngine
 
 GIB = 1 << 30
 PROBE = [1, 2, 3, 4]
@@ -93,7 +93,7 @@ def import_seconds() -> float:
 
 def first_token(config: Config, policy: Policy, folder: Path, world: World) -> tuple[VLLMEngine, dict[str, float]]:
     """An engine, awake, and the seconds until it was built and until it had sampled from the policy's weights."""
-    from colocated_grpo.build import build_engine
+    from colocated_grpo.build.run import build_engine
     from colocated_grpo.trainer import settle_garbage_collector
 
     meet(world.device)

@@ -35,8 +35,8 @@ from colocated_grpo.benchmarks.rates import measured_rates
 from colocated_grpo.benchmarks.results import describe, publish
 from colocated_grpo.benchmarks.roofline import Roofline
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK, add_stop_tokens
-from colocated_grpo.cli import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.config.schema import Config
+from colocated_grpo.launch.cli import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.tools.shapes import SHAPES
 from colocated_grpo.tracking.files import CONFIG_FILE, METRICS_FILE, TRAIN, read_rollouts, read_rows
 
@@ -157,7 +157,7 @@ def run_ours(options: argparse.Namespace, overrides: Sequence[str], model: Path,
     config.write_text(yaml.safe_dump(settings(options, model, scratch / "runs")))
     devices = ["--gpus", str(options.gpus)] if options.gpus else ["--gpus", "0", "--nproc", str(options.nproc)]
     launched = time.time()
-    launcher = [sys.executable, "-m", "colocated_grpo.launcher", *devices]
+    launcher = [sys.executable, "-m", "colocated_grpo.launch.launcher", *devices]
     subprocess.run([*launcher, "--config", str(config), *overrides], check=True)
     (run,) = (scratch / "runs").iterdir()
     if options.json and (run / KERNELS).exists():

@@ -23,9 +23,9 @@ from colocated_grpo.benchmarks.roofline import (
     meet,
     seconds_of,
 )
-from colocated_grpo.distributed import World
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime.distributed import World
 
 MAX_NUM_SEQS = 16
 """Enough for an engine that only receives weights: its start is not measured here."""
@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     # vLLM takes seconds to import, which --help need not wait for.
-    from colocated_grpo.build import build_engine
-    from colocated_grpo.build_weights import copy_into
+    from colocated_grpo.build.run import build_engine
+    from colocated_grpo.build.weights import copy_into
 
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:

@@ -23,12 +23,12 @@ from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_fold
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, meet, seconds_of
 from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_SHARE
 from colocated_grpo.config import Config
-from colocated_grpo.distributed import World
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.activations import settle_micro_batches
 from colocated_grpo.policy.blocks import num_checkpointed
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.summaries import group_rewards
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 

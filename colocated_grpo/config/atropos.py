@@ -33,7 +33,7 @@ class AtroposSourceConfig(Section):
     name: str = "atropos"
     """What its groups are called in logs."""
     url: str = "http://localhost:8000"
-    """Atropos' API server (run-api, or python -m colocated_grpo.environments.atropos.api)."""
+    """Atropos' API server (run-api, or python -m colocated_grpo.atropos.api)."""
     reset: bool = False
     """Empty an API server that is registered with another batch size or length; its queue is lost."""
     missing_logprobs: Literal["refuse", "recompute"] = "refuse"

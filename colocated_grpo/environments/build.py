@@ -17,12 +17,12 @@ from colocated_grpo.environments.base import BatchSource, Episode, Scorer, Task
 from colocated_grpo.environments.dataset import DatasetRows
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.environments.rewards import RewardScorer, build_rewards
-from colocated_grpo.environments.scoring import TaskScorer
+from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards
+from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.source import Mixture, PromptSource
 from colocated_grpo.environments.streams import RowStream, Stream, TaskStream, prompts_of
 from colocated_grpo.environments.tasks import build_task
-from colocated_grpo.environments.turn_environments import turn_games
+from colocated_grpo.environments.turns.registry import turn_games
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:

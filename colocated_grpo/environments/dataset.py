@@ -11,7 +11,7 @@ from typing import Any
 from colocated_grpo.config.sources import DatasetSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.prompts import checked_prompt
-from colocated_grpo.environments.user_code import one_line
+from colocated_grpo.environments.user_code.loading import one_line
 
 Rows = Sequence[dict[str, Any]]
 MOST_HELD_OUT = 64

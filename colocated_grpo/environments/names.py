@@ -10,9 +10,9 @@ from colocated_grpo.environments.adapters import FORMS, TURN_FORMS, is_adapted
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.episodes import EPISODES
 from colocated_grpo.environments.registry import check_name
-from colocated_grpo.environments.rewards import check_reward_name
+from colocated_grpo.environments.rewards.functions import check_reward_name
 from colocated_grpo.environments.tasks import FORM, TASKS
-from colocated_grpo.environments.turn_environments import TURN_ENVIRONMENTS
+from colocated_grpo.environments.turns.registry import TURN_ENVIRONMENTS
 
 
 def check_names(config: Config) -> None:

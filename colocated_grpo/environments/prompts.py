@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.user_code import one_line
+from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:

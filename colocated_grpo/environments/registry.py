@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.user_code import construct, load_object, one_line, unknown_name
+from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
 
 ENTRY_POINTS = "colocated_grpo.environments"
 OWN_CODE = ("module:object", "path/to/file.py:object")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Seekable, Settled, Task
-from colocated_grpo.environments.user_code import one_line
+from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import Group
 
 DIGESTED = 64

@@ -16,12 +16,12 @@ import torch
 
 from colocated_grpo.batching import MicroBatch, Minibatch, TrainSequence, build_micro_batch
 from colocated_grpo.config.schema import Config
-from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.blocks import blocks_of, set_checkpointed
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime.distributed import World
 
 GIB = 1 << 30
 AUTO_TOKENS = 24_576, 16_384, 8_192, 4_096, 2_048

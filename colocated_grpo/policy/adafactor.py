@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.distributed import local_part
+from colocated_grpo.runtime.distributed import local_part
 
 DECAY_POWER = 0.8
 EPS = 1e-30

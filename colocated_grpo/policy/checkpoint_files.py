@@ -14,8 +14,8 @@ from torch import Tensor
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
-from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError
+from colocated_grpo.runtime.distributed import World
 
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from colocated_grpo.distributed import World, whole
 from colocated_grpo.errors import in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime.distributed import World, whole
 
 FILE_BYTES = 4 << 30
 

@@ -23,11 +23,11 @@ from transformers.initialization import no_init_weights
 from colocated_grpo.batching import SharedKeys
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
-from colocated_grpo.distributed import local_part
 from colocated_grpo.policy.attention import PACKED
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.logprobs import linear_logprobs
+from colocated_grpo.runtime.distributed import local_part
 
 Head = Callable[..., tuple[Tensor, ...]]
 """`linear_logprobs`, or anything else called like it."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import OptimizerConfig, PolicyConfig
-from colocated_grpo.distributed import local_part
 from colocated_grpo.policy.adafactor import Adafactor
+from colocated_grpo.runtime.distributed import local_part
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:

@@ -13,7 +13,6 @@ from transformers import PretrainedConfig
 
 from colocated_grpo.batching import Batch, MicroBatch, Minibatch, SharedKeys
 from colocated_grpo.config.schema import Config
-from colocated_grpo.distributed import World, whole
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import make_denominator
 from colocated_grpo.metrics import Metrics, Stat
@@ -22,6 +21,7 @@ from colocated_grpo.policy.masters import ShardedWeights, Weights, WholeWeights
 from colocated_grpo.policy.model import PackedLM, build_empty, load_shards, prepare_blocks, shard
 from colocated_grpo.policy.objective import make_objective, packed_tokens
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
+from colocated_grpo.runtime.distributed import World, whole
 
 
 def dtype_of(setting: Literal["auto", "bfloat16", "float16", "float32"], *, auto: torch.dtype) -> torch.dtype:

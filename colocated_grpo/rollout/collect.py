@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from colocated_grpo.distributed import World, derive_seed
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver
+from colocated_grpo.rollout.prompt_queue import Job, Share, Sharing
 from colocated_grpo.rollout.reward_calls import Judged, RewardCall, RewardCalls
-from colocated_grpo.rollout.sharing import Job, Share, Sharing
+from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 
 LOOK_SECONDS = 0.5

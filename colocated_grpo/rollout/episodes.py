@@ -14,16 +14,16 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from colocated_grpo.distributed import derive_seed
 from colocated_grpo.environments.base import Episode
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
-from colocated_grpo.environments.scoring import as_score
-from colocated_grpo.environments.user_code import one_line
-from colocated_grpo.environments.user_loop import leave_loop, start_loop
+from colocated_grpo.environments.rewards.scoring import as_score
+from colocated_grpo.environments.user_code.event_loops import leave_loop, start_loop
+from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.inbox import Inbox
-from colocated_grpo.rollout.sharing import Job
+from colocated_grpo.rollout.prompt_queue import Job
+from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.types import Completion, Rollout, Score
 
 GRACE = 2.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Settled, joined
-from colocated_grpo.rollout.sharing import Job
+from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.supply import Order, PromptSupply, Supply
 from colocated_grpo.types import Group
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from colocated_grpo.environments.scoring import AWAITED
+from colocated_grpo.environments.rewards.scoring import AWAITED
 from colocated_grpo.types import Completion, Prompt, Score
 
 Judged = tuple[list[str], list[Score]]

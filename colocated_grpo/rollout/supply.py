@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from colocated_grpo.config.schema import RolloutConfig
-from colocated_grpo.distributed import World
 from colocated_grpo.environments.base import Settled
 from colocated_grpo.rollout.collect import Collector, Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.lengths import LongestFirst
-from colocated_grpo.rollout.sharing import Job
+from colocated_grpo.rollout.prompt_queue import Job
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Group, Prompt
 
 

@@ -1,5 +1,5 @@
 import os
 
-from colocated_grpo.cli import BRIEF_SPINS
+from colocated_grpo.launch.cli import BRIEF_SPINS
 
 os.environ.update({**BRIEF_SPINS, **os.environ})  # before torch is imported

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from colocated_grpo.environments.base import Episode, Split
 from colocated_grpo.environments.chat import ChatCodec, Message, plain_text
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
-from colocated_grpo.environments.scoring import as_score
+from colocated_grpo.environments.rewards.scoring import as_score
 from colocated_grpo.tools.warm_start import IGNORED, Lesson, WarmStart, encoded_prompts, probes, sample
 from colocated_grpo.types import Completion, Prompt, Score
 

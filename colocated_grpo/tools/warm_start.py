@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from colocated_grpo.environments.base import Episode, Split, Task
 from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.environments.scoring import score_text
+from colocated_grpo.environments.rewards.scoring import score_text
 from colocated_grpo.types import Prompt
 
 IGNORED = -100

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from colocated_grpo.descriptors import allow_descriptors, most_connections
+from colocated_grpo.runtime.descriptors import allow_descriptors, most_connections
 
 BACKLOG = 2048
 FAREWELL_SECONDS = 1

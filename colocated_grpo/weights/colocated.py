@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colocated_grpo.distributed import local_part, whole
+from colocated_grpo.runtime.distributed import local_part, whole
 from colocated_grpo.weights.plan import Plan, Target, build_plan
 
 BUCKET_BYTES = 512 << 20

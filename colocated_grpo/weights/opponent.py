@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from colocated_grpo.distributed import local_part
+from colocated_grpo.runtime.distributed import local_part
 from colocated_grpo.weights.colocated import ColocatedSync
 
 Parameters = Mapping[str, Tensor]

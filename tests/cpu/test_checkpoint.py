@@ -13,14 +13,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from colocated_grpo.checkpoint import Checkpoints
-from colocated_grpo.checkpoint_folders import FOLDER, STATE_FILE, complete_checkpoints
 from colocated_grpo.config.schema import CheckpointConfig
-from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError
+from colocated_grpo.runtime.checkpoint_folders import FOLDER, STATE_FILE, complete_checkpoints
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools.make_model import make_model
-
-from ranks import run_on_ranks
-from small_policy import SHAPE, assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of, whole
+from tests.support.ranks import run_on_ranks
+from tests.support.small_policy import (
+    SHAPE,
+    assert_same,
+    config_of,
+    pack_for,
+    policy_of,
+    random_groups,
+    train,
+    weights_of,
+    whole,
+)
 
 OPTIMIZERS = ["adamw", "adafactor", "adamw_8bit"]
 STATE = {"source": {"cursor": 17, "order": [3, 1, 2]}}

@@ -12,15 +12,14 @@ import torch
 from torch._dynamo.utils import counters
 
 from colocated_grpo.config.schema import FreshnessConfig
-from colocated_grpo.distributed import World
 from colocated_grpo.errors import RunError
 from colocated_grpo.freshness import FreshnessCheck
-
-from engines import PROBE, Pair
-from fakes import FakeEngine
-from ranks import run_on_ranks
-from small_policy import config_of, policy_of
-from training_runs import tiny_model
+from colocated_grpo.runtime.distributed import World
+from tests.support.engines import PROBE, Pair
+from tests.support.fakes import FakeEngine
+from tests.support.ranks import run_on_ranks
+from tests.support.small_policy import config_of, policy_of
+from tests.support.training_runs import tiny_model
 
 
 def one_changed_parameter(world: World, folder: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 DOCKERFILES = {"cuda": ROOT / "docker/Dockerfile.grpo", "cpu": ROOT / "docker/Dockerfile.cpu"}
@@ -184,7 +185,7 @@ def test_what_the_first_pytest_of_make_test_leaves_out_has_one_of_its_own():
     plan = make(ROOT, "--dry-run", "test", "VENV=elsewhere", "PLATFORM=cpu").stdout
     left_out = re.findall(r"--ignore (\S+)", plan)
     assert left_out == re.findall(r"^elsewhere/verifiers/bin/python -m pytest (\S+)$", plan, re.MULTILINE)
-    assert left_out == ["tests/cpu/test_verifiers.py"]
+    assert left_out == ["tests/cpu/environments/adapters/test_verifiers.py"]
 
 
 def test_continuous_integration_runs_the_command_of_the_readme():

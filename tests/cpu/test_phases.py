@@ -16,8 +16,7 @@ from colocated_grpo.metrics import Stat
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.summaries import rollout_metrics
 from colocated_grpo.types import Group, Prompt, Rollout, Score
-
-from fakes import FakeEngine
+from tests.support.fakes import FakeEngine
 
 PROBE = [3, 1, 2]
 

@@ -10,8 +10,7 @@ from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.summaries import check_reward_errors, held_out_metrics, lack_of_signal, rollout_metrics
 from colocated_grpo.types import Group, Score
-
-from small_policy import group_of, rollout_of
+from tests.support.small_policy import group_of, rollout_of
 
 
 def groups() -> list[Group]:

@@ -16,8 +16,7 @@ from colocated_grpo.policy.activations import fit_micro_batches, made_up_micro_b
 from colocated_grpo.policy.blocks import num_checkpointed, set_checkpointed
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import Shape
-
-from small_policy import config_of, policy_of
+from tests.support.small_policy import config_of, policy_of
 
 pytestmark = pytest.mark.gpu
 

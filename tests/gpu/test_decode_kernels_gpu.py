@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (16, 8), (8, 1)])
 @pytest.mark.parametrize("sequences", [40, 96, 200])
 def test_one_token_attention_over_the_paged_cache_equals_softmax(sequences, heads, kv_heads, head_size):
-    from decode_kernels import assert_attention_is_softmax
+    from tests.support.decode_kernels import assert_attention_is_softmax
 
     assert_attention_is_softmax("cuda", sequences, heads, kv_heads, head_size)
 
@@ -20,26 +20,26 @@ def test_one_token_attention_over_the_paged_cache_equals_softmax(sequences, head
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 20011), (33, 20011), (3, 50), (600, 4097)])
 def test_sampling_also_gives_logsumexp_and_never_a_forbidden_token(rows, vocabulary, dtype):
-    from decode_kernels import assert_samples_are_sound
+    from tests.support.decode_kernels import assert_samples_are_sound
 
     assert_samples_are_sound("cuda", rows, vocabulary, dtype)
 
 
 def test_without_temperature_the_likeliest_token_is_taken():
-    from decode_kernels import assert_greedy_takes_the_likeliest
+    from tests.support.decode_kernels import assert_greedy_takes_the_likeliest
 
     assert_greedy_takes_the_likeliest("cuda")
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 8, 128), (4, 1, 64), (32, 8, 128)])
 def test_queries_keys_and_values_are_prepared_as_by_separate_layers(heads, kv_heads, size):
-    from decode_kernels import assert_prepared_as_by_separate_layers
+    from tests.support.decode_kernels import assert_prepared_as_by_separate_layers
 
     assert_prepared_as_by_separate_layers("cuda", heads, kv_heads, size)
 
 
 def test_tokens_are_drawn_as_often_as_softmax_says_in_every_part_of_the_vocabulary():
-    from decode_kernels import chi_squared_of_draws
+    from tests.support.decode_kernels import chi_squared_of_draws
 
     likely = [0, 1, 1023, 1024, 2047, 2048, 3071, 3072, 4095, 4096, 8191, 8192, 8999]
     for rows in (4000, 50):  # one part and many
@@ -48,9 +48,8 @@ def test_tokens_are_drawn_as_often_as_softmax_says_in_every_part_of_the_vocabula
 
 
 def test_a_draw_follows_from_seed_and_position_and_not_from_its_company():
-    from colocated_grpo.rollout.sampling_kernels import sample
-
-    from decode_kernels import rows_of
+    from colocated_grpo.rollout.vllm.sampling_kernels import sample
+    from tests.support.decode_kernels import rows_of
 
     logits = torch.randn(1, 151_936, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     row = [part * 0 + value for part, value in zip(rows_of("cuda", 1), (0, 1, 5, 9), strict=True)]
@@ -64,9 +63,8 @@ def test_a_draw_follows_from_seed_and_position_and_not_from_its_company():
 
 
 def test_the_sampler_gets_log_probabilities_of_what_it_has_just_drawn():
-    from colocated_grpo.rollout import sampling_kernels
-
-    from decode_kernels import rows_of
+    from colocated_grpo.rollout.vllm import sampling_kernels
+    from tests.support.decode_kernels import rows_of
 
     sampling_kernels.install()
     logits = torch.randn(4, 5000, device="cuda", generator=torch.Generator("cuda").manual_seed(0))

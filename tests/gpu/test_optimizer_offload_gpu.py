@@ -9,8 +9,16 @@ import torch
 
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
-
-from small_policy import SHAPE, assert_same, config_of, pack_for, policy_of, random_groups, train, weights_of
+from tests.support.small_policy import (
+    SHAPE,
+    assert_same,
+    config_of,
+    pack_for,
+    policy_of,
+    random_groups,
+    train,
+    weights_of,
+)
 
 pytestmark = pytest.mark.gpu
 

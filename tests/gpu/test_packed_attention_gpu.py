@@ -12,8 +12,7 @@ import torch
 from colocated_grpo.batching import build_micro_batch
 from colocated_grpo.policy.attention import copied
 from colocated_grpo.policy.attention_kernels import Runs, attend_padded, attend_varlen, has_fa4, whole_fa4
-
-from small_policy import sequence_of
+from tests.support.small_policy import sequence_of
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,7 @@ import signal
 import pytest
 
 from colocated_grpo.tracking import files
-
-from training_runs import LaunchedRun, Settings, TrainingRun, launch, settings, tiny_model
+from tests.support.training_runs import LaunchedRun, Settings, TrainingRun, launch, settings, tiny_model
 
 STEPS = 12
 

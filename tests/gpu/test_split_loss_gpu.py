@@ -12,8 +12,7 @@ from colocated_grpo.policy.objective import packed_tokens, split_objective, whol
 from colocated_grpo.policy.policy import _to
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
-
-from small_policy import SHAPE, config_of, gradients_of, pack_for, policy_of, random_groups
+from tests.support.small_policy import SHAPE, config_of, gradients_of, pack_for, policy_of, random_groups
 
 pytestmark = pytest.mark.gpu
 

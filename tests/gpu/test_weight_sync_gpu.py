@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from colocated_grpo.distributed import World, local_part
-
-from engines import PROBE, Pair, request_of
-from ranks import run_on_ranks
-from training_runs import tiny_model
+from colocated_grpo.runtime.distributed import World, local_part
+from tests.support.engines import PROBE, Pair, request_of
+from tests.support.ranks import run_on_ranks
+from tests.support.training_runs import tiny_model
 
 TIMEOUT = 300.0
 ENGINE = {"enforce_eager": False, "max_num_seqs": 8}

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from colocated_grpo.distributed import World
 from colocated_grpo.metrics import Metrics
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
-
-from small_policy import SHAPE, config_of, gradients_of, pack_for, policy_of, random_groups
+from tests.support.small_policy import SHAPE, config_of, gradients_of, pack_for, policy_of, random_groups
 
 pytestmark = pytest.mark.gpu
 

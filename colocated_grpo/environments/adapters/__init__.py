@@ -11,8 +11,8 @@ from colocated_grpo.environments.adapters.textarena import TextArena
 from colocated_grpo.environments.adapters.textarena_turns import TextArenaTurns
 from colocated_grpo.environments.adapters.verifiers import Verifiers
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
-from colocated_grpo.environments.turn_base import TurnEnvironment
-from colocated_grpo.environments.user_code import construct
+from colocated_grpo.environments.turns.base import TurnEnvironment
+from colocated_grpo.environments.user_code.loading import construct
 
 
 class Adapter(NamedTuple):

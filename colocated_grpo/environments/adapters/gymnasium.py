@@ -11,10 +11,10 @@ from pydantic import Field, PrivateAttr
 
 from colocated_grpo.environments.adapters.gymnasium_views import View, view_of
 from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
-from colocated_grpo.environments.answers import without_thoughts
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
-from colocated_grpo.environments.user_code import import_optional
+from colocated_grpo.environments.rewards.answers import without_thoughts
+from colocated_grpo.environments.user_code.loading import import_optional
 
 KEY = "environments 'gymnasium'"
 ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)

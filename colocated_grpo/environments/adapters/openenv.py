@@ -18,10 +18,10 @@ from typing import Any
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
 from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
-from colocated_grpo.environments.answers import without_thoughts
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
-from colocated_grpo.environments.user_code import import_optional
+from colocated_grpo.environments.rewards.answers import without_thoughts
+from colocated_grpo.environments.user_code.loading import import_optional
 from colocated_grpo.web.client import JsonClient, Refused, Unavailable
 
 KEY = "environments 'openenv'"

@@ -8,8 +8,8 @@ from copy import copy, deepcopy
 from random import Random
 from typing import Any
 
-from colocated_grpo.environments.isolation import isolated
-from colocated_grpo.environments.user_code import import_optional, load_object, unknown_name
+from colocated_grpo.environments.user_code.isolation import isolated
+from colocated_grpo.environments.user_code.loading import import_optional, load_object, unknown_name
 
 KEY = "environments 'textarena'"
 RANDOM = "random"

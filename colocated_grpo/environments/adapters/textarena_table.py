@@ -22,8 +22,8 @@ from colocated_grpo.environments.adapters.textarena_game import (
     spoken,
     words,
 )
-from colocated_grpo.environments.credit import OutcomeCredit
-from colocated_grpo.environments.user_code import one_line
+from colocated_grpo.environments.turns.credit import OutcomeCredit
+from colocated_grpo.environments.user_code.loading import one_line
 
 POLICY = "policy"
 """Label of the seats that the trained policy plays."""

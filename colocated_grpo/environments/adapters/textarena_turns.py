@@ -32,8 +32,8 @@ from colocated_grpo.environments.adapters.textarena_table import (
     TableSettings,
 )
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.credit import shares_won
-from colocated_grpo.environments.user_code import construct, with_named
+from colocated_grpo.environments.turns.credit import shares_won
+from colocated_grpo.environments.user_code.loading import construct, with_named
 
 LATEST_GAMES = 100
 """Games over which win rates look back."""

@@ -16,7 +16,7 @@ from colocated_grpo.config.base import Section
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
 from colocated_grpo.environments.conversation import Conversation
 from colocated_grpo.environments.tasks.procedural import in_split
-from colocated_grpo.environments.user_code import import_optional
+from colocated_grpo.environments.user_code.loading import import_optional
 
 KEY = "environments 'verifiers'"
 OWN_TURNS = ("setup", "finalize")

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from colocated_grpo.environments.answers import last_number, without_thoughts
 from colocated_grpo.environments.conversation import Conversation, OutOfRoom
 from colocated_grpo.environments.episodes.toolbox import ToolError, calculate, search
+from colocated_grpo.environments.rewards.answers import last_number, without_thoughts
 from colocated_grpo.environments.tasks.arithmetic import normal_integer
 from colocated_grpo.environments.tasks.procedural import Procedural, Template
 

@@ -14,7 +14,7 @@ from colocated_grpo.environments.tasks.reversal import Reversal
 from colocated_grpo.environments.tasks.sorting import Sorting
 from colocated_grpo.environments.tasks.tool_call import ToolCall
 from colocated_grpo.environments.tasks.town_lessons import TownLessons
-from colocated_grpo.environments.user_code import construct
+from colocated_grpo.environments.user_code.loading import construct
 
 TASKS = {
     "arithmetic": Arithmetic,

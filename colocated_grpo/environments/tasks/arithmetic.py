@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from colocated_grpo.environments.answers import final_answer
+from colocated_grpo.environments.rewards.answers import final_answer
 from colocated_grpo.environments.tasks.procedural import Procedural, Template
 
 

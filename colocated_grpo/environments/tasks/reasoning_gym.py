@@ -7,10 +7,10 @@ from hashlib import sha256
 from itertools import count
 from typing import Any
 
-from colocated_grpo.environments.answers import final_answer
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
+from colocated_grpo.environments.rewards.answers import final_answer
 from colocated_grpo.environments.tasks.procedural import split_items
-from colocated_grpo.environments.user_code import import_optional, unknown_name
+from colocated_grpo.environments.user_code.loading import import_optional, unknown_name
 
 CHUNK = 500
 """Questions of one reasoning-gym dataset object; some generators prepare or hold all of them at once."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from colocated_grpo.environments.answers import final_answer
+from colocated_grpo.environments.rewards.answers import final_answer
 from colocated_grpo.environments.tasks.procedural import Procedural, Template, positional_reward
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import Field
 
+from colocated_grpo.environments.rewards.tool_calls import credit, is_exact, read_calls, render_calls
 from colocated_grpo.environments.tasks.procedural import Procedural, Template
-from colocated_grpo.environments.tool_calls import credit, is_exact, read_calls, render_calls
 
 CITIES = ("Rome", "Oslo", "Lima", "Cairo", "Delhi", "Quito", "Kyoto", "Accra")
 PEOPLE = ("Ann", "Bob", "Eve", "Gus", "Ivy", "Kim", "Leo", "Mia")

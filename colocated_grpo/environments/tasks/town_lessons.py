@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from colocated_grpo.environments.base import Split
-from colocated_grpo.environments.open_town import open_town
+from colocated_grpo.environments.town.from_config import open_town
 
 SPLITS = {"train": 0, "held_out": 1}
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from colocated_grpo.environments.credit import shares_won
 from colocated_grpo.environments.town.grammar import TOOLS
 from colocated_grpo.environments.town.verdicts import Status, Verdict
+from colocated_grpo.environments.turns.credit import shares_won
 
 LATEST_GAMES = 100
 """Games over which win rates look back."""

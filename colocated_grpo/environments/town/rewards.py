@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from colocated_grpo.environments.credit import OutcomeCredit
 from colocated_grpo.environments.town.endings import result
 from colocated_grpo.environments.town.roles import Faction
 from colocated_grpo.environments.town.state import Game, Phase, TurnRecord
 from colocated_grpo.environments.town.verdicts import Status, Verdict
+from colocated_grpo.environments.turns.credit import OutcomeCredit
 
 ATTACKS = frozenset({"kill", "shoot", "execute", "douse", "jail", "frame", "silence", "distract"})
 CARE = frozenset({"protect", "guard"})

@@ -1,0 +1,147 @@
+"""What serves environments in other processes. What can fail for outside reasons fails before the engine is made."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from colocated_grpo.atropos.client import AtroposClient, Trainer
+from colocated_grpo.atropos.rows import Reader
+from colocated_grpo.atropos.source import AtroposSource
+from colocated_grpo.atropos.supply import MainServing, Note, RankServing, Role, ServedSupply
+from colocated_grpo.config.atropos import ServerConfig
+from colocated_grpo.config.schema import Config
+from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.serving.app import create_app
+from colocated_grpo.serving.load_balancer import LeastBusy
+from colocated_grpo.serving.origins import Origins
+from colocated_grpo.serving.rank_links import link_ranks
+from colocated_grpo.serving.sampler import Limits, Sampler
+from colocated_grpo.web.serving import ServerThread
+
+REMEMBERED_COMPLETIONS = 1 << 17
+"""Several batches of the largest size."""
+PROBE_TOKENS = 64
+
+Keep = Callable[[list[Any]], None]
+"""Is given each batch as it came."""
+
+
+class Serving:
+    """Links between the inboxes of all ranks; on rank 0 open ports, whose requests wait, and a source of batches."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        inbox: Inbox,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: Limits,
+        world: World,
+        note: Note,
+        keep: Keep,
+    ) -> None:
+        """Collective. Raises EnvironmentSetupError with one line, on every rank."""
+        self._world = world
+        self._note = note
+        self._limits = limits
+        self._inbox = inbox
+        self._links, self._end = link_ranks(self._inbox, world)
+        self._engines = LeastBusy([self._inbox.put, *(link.put for link in self._links)])
+        self._servers: list[ServerThread] = []
+        self.source: AtroposSource | None = None
+        world.from_main(lambda: self._open(config, folder, tokenizer, keep))
+
+    def _open(self, config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, keep: Keep) -> None:
+        atropos, origins = config.atropos, Origins(REMEMBERED_COMPLETIONS)
+        client = AtroposClient(atropos.url, trainer_of(config, folder), may_reset=atropos.reset)
+        # Tokenizers are not made for several threads at once: one for batches, one for requests.
+        self.source = AtroposSource(
+            client,
+            make_reader(config, self._limits, origins, copy.deepcopy(tokenizer)),
+            connect_timeout=atropos.connect_timeout,
+            note=self._note,
+            keep=keep,
+        )
+        self.source.connect()
+        tokenizer = copy.deepcopy(tokenizer)
+        sampler = Sampler(self._engines, self._top_logprobs, tokenizer, origins, self._limits, self._note)
+        self._servers.append(listen(sampler, config, atropos.server, self._limits))
+        ports = ", ".join(map(str, self._servers[0].ports))
+        self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
+
+    def _top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
+        return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
+
+    def start(
+        self, driver: Driver, step: int, stop_asked: Callable[[], bool], policy_version: Callable[[], int]
+    ) -> ServedSupply:
+        """Register as the trainer, as of `step`, which lets environments begin. Collective. driver: of the inbox."""
+        if self._end is not None:
+            role: Role = RankServing(driver, self._end)
+        else:
+            role = MainServing(
+                self.source,
+                driver,
+                self._inbox,
+                self._links,
+                self._engines,
+                self._servers,
+                stop_asked,
+                policy_version,
+                self._note,
+            )
+        self._world.from_main(lambda: self.source.begin(step))
+        probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]
+        return ServedSupply(role, self._world, stop_asked, probe)
+
+
+def trainer_of(config: Config, folder: Path) -> Trainer:
+    return Trainer(
+        batch_size=round(config.atropos_share) * config.rollout.group_size,
+        # Environments drop what is as long as this or longer.
+        max_token_len=config.max_sequence_tokens + 1,
+        checkpoint_dir=str(folder),
+        save_checkpoint_interval=config.checkpoint.every or config.training_steps,
+        num_steps=config.training_steps,
+        wandb_group=config.tracking.wandb_group or "",
+        wandb_project=config.tracking.wandb_project,
+    )
+
+
+def make_reader(config: Config, limits: Limits, origins: Origins, tokenizer: PreTrainedTokenizerBase) -> Reader:
+    return Reader(
+        source=config.atropos.name,
+        vocab_size=limits.vocab_size,
+        max_tokens=limits.max_tokens,
+        recompute_logprobs=config.atropos.missing_logprobs == "recompute",
+        origins=origins,
+        decode=ChatCodec(tokenizer).turn_text,
+    )
+
+
+def listen(sampler: Sampler, config: Config, settings: ServerConfig, limits: Limits) -> ServerThread:
+    app = create_app(
+        sampler,
+        config.model.name,
+        limits.max_tokens,
+        api_key=os.environ[settings.api_key_variable] if settings.api_key_variable else None,
+        max_body_bytes=settings.max_body_bytes,
+        max_requests=settings.max_requests,
+    )
+    try:
+        return ServerThread(app, settings.host, [settings.port, *settings.more_ports])
+    except OSError as error:
+        raise EnvironmentSetupError(
+            f"environments: atropos: server: cannot listen on {error.strerror}; stop what does (lsof -i "
+            f":{settings.port}) or set another port"
+        ) from None

@@ -1,0 +1,87 @@
+"""Reward functions that come with the package, in TRL's signature; each takes text and chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any
+
+from colocated_grpo.environments.rewards.answers import final_answer, last_number
+from colocated_grpo.environments.rewards.math_judge import equal_math
+from colocated_grpo.environments.rewards.tool_calls import credit, expected_calls, is_exact, read_calls
+
+Completions = Sequence[str | list[dict[str, Any]]]
+
+
+def exact_match(completions: Completions, answer: Sequence[Any], **columns: Any) -> list[float]:
+    """1 if the final answer is the column `answer`, character by character."""
+    pairs = zip(_texts(completions), answer, strict=True)
+    return [float(final_answer(text) == str(wanted).strip()) for text, wanted in pairs]
+
+
+def gsm8k(completions: Completions, answer: Sequence[str], **columns: Any) -> list[float | None]:
+    """1 if the number after the last #### (else the last number at all) is the one after #### in the column `answer`.
+
+    None for a row whose answer holds no number.
+    """
+    return [_same_number(text, gold) for text, gold in zip(_texts(completions), answer, strict=True)]
+
+
+def math_verify(
+    completions: Completions,
+    answer: Sequence[str] | None = None,
+    solution: Sequence[str] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """1 if math-verify finds the result equal to the column `answer` or `solution`; None where it cannot read that."""
+    gold = answer if answer is not None else solution
+    if gold is None:
+        raise ValueError(f"needs a column 'answer' or 'solution'; there is: {', '.join(columns) or 'none'}")
+    verdicts = [equal_math(str(wanted), text) for text, wanted in zip(_texts(completions), gold, strict=True)]
+    return [None if verdict is None else float(verdict) for verdict in verdicts]
+
+
+def format_think(completions: Completions, **columns: Any) -> list[float]:
+    """1 if the completion is one <think>...</think> block and then an answer."""
+    return [float(_thinks_once(text.strip())) for text in _texts(completions)]
+
+
+def tool_call(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
+    """1 if the <tool_call> blocks are exactly the calls of the column `tool_calls`, in their order."""
+    pairs = zip(_texts(completions), tool_calls, strict=True)
+    return [float(is_exact(read_calls(text), expected_calls(wanted))) for text, wanted in pairs]
+
+
+def tool_call_partial(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
+    """As tool_call, with up to 1/2 for right names and arguments of calls that are not exact."""
+    pairs = zip(_texts(completions), tool_calls, strict=True)
+    return [credit(read_calls(text), expected_calls(wanted)) for text, wanted in pairs]
+
+
+def _texts(completions: Completions) -> list[str]:
+    return [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+
+
+def _thinks_once(text: str) -> bool:
+    # String searches: a pattern for this backtracks for minutes on a long run of spaces.
+    single = text.count("<think>") == 1 and text.count("</think>") == 1
+    return single and text.startswith("<think>") and not text.endswith("</think>")
+
+
+def _same_number(text: str, gold: str) -> float | None:
+    wanted = last_number(str(gold).rpartition("####")[2])
+    if wanted is None:
+        return None
+    given = last_number(text.rpartition("####")[2])
+    # Decimal: "72" equals "72.0", and a million digits cost a million steps, where int() would cost their square.
+    return float(given is not None and Decimal(given) == Decimal(wanted))
+
+
+REWARDS: dict[str, Callable[..., list[float | None]]] = {
+    "exact_match": exact_match,
+    "format_think": format_think,
+    "gsm8k": gsm8k,
+    "math_verify": math_verify,
+    "tool_call": tool_call,
+    "tool_call_partial": tool_call_partial,
+}

@@ -1,0 +1,142 @@
+"""From names in the config to objects of the user or of this package. Every failure is one line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from hashlib import sha256
+from inspect import signature
+from pathlib import Path
+from traceback import walk_tb
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError
+
+from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.errors import in_one_line
+
+MAX_ERROR_CHARACTERS = 200
+NOT_THE_USERS = (
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    f"{Path(__file__).resolve().parents[2]}{os.sep}",
+    "<",
+)
+"""How the file names of code begin that the user has not written."""
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message without newlines, cut to what a log line can bear, and the line of the user's code."""
+    line = in_one_line(error)
+    return (line if len(line) <= MAX_ERROR_CHARACTERS else line[: MAX_ERROR_CHARACTERS - 3] + "...") + _place(error)
+
+
+def _place(error: BaseException) -> str:
+    """' (my_rewards.py, line 7)': the innermost line that the user has written; nothing where none was running."""
+    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in places if not file.startswith(NOT_THE_USERS)]
+    return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
+
+
+def load_object(path: str, key: str) -> Any:
+    """The object at 'package.module:object' or 'folder/file.py:object'."""
+    location, separator, name = path.rpartition(":")
+    if not separator or not location or not name:
+        raise EnvironmentSetupError(f"{key}: {path!r} is not of the form module:object or path/to/file.py:object")
+    try:
+        module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
+    except (Exception, SystemExit) as error:
+        raise EnvironmentSetupError(f"{key}: cannot import {location!r}: {one_line(error)}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = [other for other in dir(module) if not other.startswith("_")]
+        raise unknown_name(key, f"object of {location!r}", name, public) from None
+
+
+def _load_module(name: str) -> ModuleType:
+    _make_importable(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file {path}")
+    # One module for each file, however often it is named: a task and a reward in it share their globals.
+    name = f"user_code_{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _make_importable(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def import_optional(module: str, package: str, key: str) -> ModuleType:
+    """A module of a package that few need. Where it is missing, the error is the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise EnvironmentSetupError(
+            f"{key}: cannot import {error.name!r}; install it with: pip install {package}"
+        ) from None
+
+
+def _make_importable(folder: str) -> None:
+    """Last on the path, so that a user's file never hides an installed package."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def construct(factory: Callable[..., Any], args: dict[str, Any], key: str) -> Any:
+    """factory(**args), with whatever it dislikes about the arguments said in one line."""
+    try:
+        return factory(**args)
+    except EnvironmentSetupError:
+        raise
+    except ValidationError as error:
+        raise EnvironmentSetupError(f"{key}: {_first_problem(error, factory, args)}") from None
+    except (Exception, SystemExit) as error:
+        raise EnvironmentSetupError(f"{key}: args={args}: {one_line(error)}") from error
+
+
+def _first_problem(error: ValidationError, factory: Callable[..., Any], args: dict[str, Any]) -> str:
+    problem = error.errors()[0]
+    name = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        return f"unknown argument {name!r}; {_nearest(name, signature(factory).parameters)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"args.{name}={problem['input']!r}: {message}" if name else f"args: {message}"
+
+
+def with_named(args: dict[str, Any], name: str, objects: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The arguments, with the object itself where args[name] is the name of one of `objects`."""
+    given = args.get(name)
+    if not isinstance(given, str):
+        return args
+    if given not in objects:
+        raise unknown_name(f"{key}: args.{name}", "mode", given, objects)
+    return {**args, name: objects[given]}
+
+
+def unknown_name(key: str, what: str, name: str, valid: Iterable[str]) -> EnvironmentSetupError:
+    """The error for a name that is not one of `valid`."""
+    return EnvironmentSetupError(f"{key}: unknown {what} {name!r}; {_nearest(name, valid)}")
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    valid = sorted(valid)
+    near = get_close_matches(name, valid, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"valid: {', '.join(valid) or 'none'}"

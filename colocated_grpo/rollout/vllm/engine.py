@@ -1,0 +1,219 @@
+"""vLLM inside this process, beside the trainer's process group. Version differences are met in `vllm_process`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from colocated_grpo.config.schema import Config
+from colocated_grpo.rollout.engine import Part, Piece, Request
+from colocated_grpo.rollout.vllm.kv_budget import kv_cache_arguments, with_seats
+from colocated_grpo.rollout.vllm.process import (
+    discard,
+    keep_trainer_state,
+    prepare_process,
+)
+from colocated_grpo.rollout.vllm.requests import CoreRequests, EitherRequests, Requests, Sampled, prompt_logprobs
+from colocated_grpo.runtime.distributed import World, derive_seed
+from colocated_grpo.types import Completion
+
+# Full decode graphs without inductor, for whose compilation every start would have to wait.
+CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+class VLLMEngine:
+    """`RolloutEngine` over `vllm.LLM`. Construction is collective over all ranks."""
+
+    def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
+        prepare_process(world)
+        config = with_seats(config, world.size)
+        self._on_gpu = world.device.type == "cuda"
+        self._sleeps = self._on_gpu and config.engine.sleep
+        # Weights that the policy computes with, or that no sync writes anew, must outlive the phase; others need not.
+        self._keep_weights = config.weights == "shared" or config.sync_frequency > 1
+        arguments = _engine_arguments(config, folder, dtype, world, sleeps=self._sleeps)
+        with keep_trainer_state():
+            self._llm = LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        self._worker = self._engine.model_executor.driver_worker.worker
+        self.max_num_seqs: int = config.engine.max_num_seqs
+        self.transforms_weights = bool(arguments.get("quantization"))
+        self._requests: Requests = (EitherRequests if needs_text(config) else CoreRequests)(self._engine)
+        self._keys: dict[str, Hashable] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._submitted = 0
+        self._policy_version = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that holds the engine's weights; for the sync plan."""
+        return self._worker.get_model()
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        return (
+            self._engine.vllm_config.parallel_config.rank
+            % self._engine.vllm_config.parallel_config.tensor_parallel_size
+        )
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            name = self._new_name()
+            with _refusals_as_value_errors():
+                self._requests.add(name, request.token_ids, _sampling_params(request))
+            self._keys[name] = request.key
+
+    def _new_name(self) -> str:
+        self._submitted += 1
+        return str(self._submitted)
+
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        return [(self._keys.pop(sampled.name), self._completion(sampled)) for sampled in self._requests.step()]
+
+    def pieces(self) -> list[tuple[Hashable, Piece]]:
+        return [(self._keys[name], piece) for name, piece in self._requests.pieces()]
+
+    def _completion(self, sampled: Sampled) -> Completion:
+        return Completion(
+            token_ids=sampled.token_ids,
+            sampling_logprobs=sampled.logprobs,
+            finish_reason=sampled.finish_reason,
+            policy_version=self._policy_version,
+        )
+
+    def abort(self, keys: Collection[Hashable] | None = None) -> None:
+        names = {name for name, key in self._keys.items() if keys is None or key in keys}
+        self._requests.abort(names)
+        for name in names:
+            del self._keys[name]
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        entries = prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(0))
+        return [next(iter(entry.values())) for entry in entries]
+
+    def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        with _refusals_as_value_errors():
+            return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k))
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        if self.transforms_weights:
+            # Quantised layers no longer have the checkpoint's shapes: vLLM rebuilds them one by one.
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        else:
+            self.model.load_weights(weights)
+
+    def weights_changed(self, policy_version: int) -> None:
+        self._policy_version = policy_version
+        # Cached prefixes were computed with the old weights and would be wrong without any sign of it.
+        self._llm.reset_prefix_cache()
+
+    def wake(self, part: Part) -> None:
+        if not self._sleeps or (part == "weights" and self._keep_weights):
+            return
+        # vLLM maps memory outside torch's allocator, which must first give back what it only caches.
+        torch.cuda.empty_cache()
+        self._worker.wake_up([part])
+        if part == "weights":
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self._buffers[name])
+
+    def sleep(self) -> None:
+        if not self._sleeps:
+            return
+        self._llm.reset_prefix_cache()
+        if self._keep_weights:
+            discard("kv_cache")
+        else:
+            # No sync writes buffers (rotary tables, scales), and nothing changes them.
+            self._buffers = self._buffers or {name: buffer.cpu() for name, buffer in self.model.named_buffers()}
+            discard("weights", "kv_cache")
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def needs_text(config: Config) -> bool:
+    """Whether requests may end at a string: always, where other processes send them."""
+    return bool(config.rollout.stop) or config.atropos is not None
+
+
+def _engine_arguments(
+    config: Config, folder: Path, dtype: torch.dtype, world: World, *, sleeps: bool
+) -> dict[str, Any]:
+    engine = config.engine
+    on_gpu = world.device.type == "cuda"
+    max_model_len = engine.max_model_len or config.max_sequence_tokens
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "trust_remote_code": config.model.trust_remote_code,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "load_format": "dummy",  # the first sync writes the weights: the checkpoint is read once, by the trainer
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "seed": derive_seed(config.seed, "engine", world.rank // engine.tensor_parallel_size),
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "skip_tokenizer_init": not (needs_text(config) or config.structured),
+        "enforce_eager": engine.enforce_eager or not on_gpu,
+    }
+    if on_gpu:
+        arguments["enable_sleep_mode"] = sleeps
+        if not engine.enforce_eager:
+            arguments["compilation_config"] = CUDA_COMPILATION
+    else:
+        # For a seeded request whose prompt comes in parts vLLM winds the generator back, which only CUDA's can do.
+        arguments["enable_chunked_prefill"] = False
+    return {**arguments, **kv_cache_arguments(config, folder, dtype, world.device), **engine.args}
+
+
+@contextmanager
+def _refusals_as_value_errors() -> Iterator[None]:
+    """What vLLM raises for a request that it will not serve became a kind of its own, which nobody here waits for: one
+    client's odd wish would end the run."""
+    try:
+        yield
+    except VLLMValidationError as error:
+        raise ValueError(str(error)) from error
+
+
+def _scoring(k: int) -> SamplingParams:
+    """Of each prompt token its own log-probability and the `k` largest."""
+    return SamplingParams(
+        temperature=1.0,
+        seed=0,
+        max_tokens=1,
+        prompt_logprobs=k,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _sampling_params(request: Request) -> SamplingParams:
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # every token that may end it is named above
+        seed=request.seed,
+        logprobs=0,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+        structured_outputs=None if request.pattern is None else StructuredOutputsParams(regex=request.pattern),
+        skip_clone=True,  # nobody else holds it, and there may be a few hundred stop tokens to copy
+    )

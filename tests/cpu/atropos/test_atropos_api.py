@@ -1,0 +1,339 @@
+"""Atropos' API server: one contract, kept by the embedded server and by atroposlib's own."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from colocated_grpo.atropos.api import create_app
+from colocated_grpo.web.serving import ServerThread
+
+KEYS = {
+    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
+    *("inference_logprobs", "overrides", "group_overrides", "images", "env_id", "distill_token_ids"),
+    "distill_logprobs",
+}
+
+
+class Client:
+    """Every call returns (status, parsed answer)."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def call(self, method: str, path: str, body: Any = None, *, packed: bool = False) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        if packed:
+            data, headers["Content-Encoding"] = gzip.compress(data), "gzip"
+        try:
+            with urlopen(Request(self.url + path, data, headers, method=method), timeout=10) as answer:
+                status, raw = answer.status, answer.read()
+        except HTTPError as error:
+            status, raw = error.code, error.read()
+        try:
+            return status, json.loads(raw)
+        except ValueError:
+            return status, raw.decode()
+
+    def get(self, path: str, body: Any = None) -> Any:
+        status, answer = self.call("GET", path, body)
+        assert status == 200, answer
+        return answer
+
+    def post(self, path: str, body: Any) -> Any:
+        status, answer = self.call("POST", path, body)
+        assert status == 200, answer
+        return answer
+
+    def register(self, **changes: Any) -> Any:
+        return self.post("/register", {**REGISTRATION, **changes})
+
+    def start(self, **changes: Any) -> None:
+        """As a trainer does: register and ask for a batch, which lets environments in."""
+        self.register(**changes)
+        assert self.get("/batch") == {"batch": None}
+
+    def add_env(self, group_size: int = 4, **changes: Any) -> int:
+        settings = {"max_token_length": 512, "desired_name": "toy", "weight": 1.0, "group_size": group_size}
+        return self.post("/register-env", {**settings, **changes})["env_id"]
+
+    def send(self, size: int, env_id: int | None = None, mark: int = 0) -> Any:
+        return self.post("/scored_data", group(size, env_id, mark))
+
+    def batch_marks(self) -> list[int] | None:
+        batch = self.get("/batch")["batch"]
+        return batch and [item["tokens"][0][0] for item in batch]
+
+
+REGISTRATION = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "batch_size": 8,
+    "max_token_len": 512,
+    "checkpoint_dir": "/tmp/checkpoints",
+    "save_checkpoint_interval": 3,
+    "starting_step": 0,
+    "num_steps": 20,
+}
+
+
+def group(size: int, env_id: int | None = None, mark: int = 0) -> dict[str, Any]:
+    rows = range(size)
+    return {
+        "tokens": [[mark, 7, 9] for _ in rows],
+        "masks": [[-100, 7, 9] for _ in rows],
+        "scores": [float(row) for row in rows],
+        "env_id": env_id,
+    }
+
+
+@pytest.fixture
+def api(server):
+    client = Client(server.url)
+    client.get("/reset_data")
+    return client
+
+
+def test_nobody_has_registered(api):
+    assert api.get("/info") == {"batch_size": -1, "max_token_len": -1}
+    assert api.get("/wandb_info") == {"group": None, "project": None}
+    assert api.get("/status") == {"current_step": 0, "queue_size": 0}
+    assert api.get("/") == {"message": "AtroposLib API"}
+
+
+def test_a_trainer_registers(api):
+    assert isinstance(api.register()["uuid"], int)
+    assert api.get("/info") == {"batch_size": 8, "max_token_len": 512}
+    assert api.get("/wandb_info") == {"group": "g", "project": "p"}
+
+
+def test_a_second_registration_changes_nothing(api):
+    api.register()
+    api.register(batch_size=6)
+    assert api.get("/info")["batch_size"] == 8
+
+
+def test_a_reset_forgets_everything(api):
+    api.start()
+    api.send(8)
+    assert api.get("/reset_data") == "Reset successful"
+    assert api.get("/info")["batch_size"] == -1
+    api.start(batch_size=4)
+    assert api.get("/info")["batch_size"] == 4
+
+
+@pytest.mark.parametrize("wrong", [{"wandb_group": None}, {"batch_size": "many"}, {"num_steps": None}])
+def test_a_malformed_registration_is_refused(api, wrong):
+    assert api.call("POST", "/register", {**REGISTRATION, **wrong})[0] == 422
+
+
+def test_environments_wait_for_the_first_request_for_a_batch(api):
+    settings = {"max_token_length": 512, "desired_name": "toy", "weight": 1.0, "group_size": 4}
+    assert api.post("/register-env", settings) == {"status": "wait for trainer to start"}
+    api.register(starting_step=5)
+    assert api.post("/register-env", settings) == {"status": "wait for trainer to start"}
+    api.get("/batch")
+    assert api.post("/register-env", settings) == {
+        "status": "success",
+        "env_id": 0,
+        "wandb_name": "toy_0",
+        "checkpoint_dir": "/tmp/checkpoints",
+        "starting_step": 5,
+        "checkpoint_interval": 3,
+        "num_steps": 20,
+    }
+    assert api.post("/register-env", settings)["wandb_name"] == "toy_1"
+    assert api.post("/register-env", {**settings, "desired_name": "other"})["wandb_name"] == "other_0"
+
+
+def test_the_status_of_an_environment_counts_its_groups(api):
+    api.start()
+    first, second = api.add_env(), api.add_env(weight=3.0)
+    assert api.get("/status-env", {"env_id": first}) == {
+        "current_step": 0,
+        "queue_size": 0,
+        "unallocated_fraction": 1.0,
+        "self_queue_size": 0,
+        "max_group_size": 1,
+        "env_weight": 0.25,
+    }
+    api.send(4, second)
+    status = api.get("/status-env", {"env_id": first})
+    assert (status["queue_size"], status["self_queue_size"], status["max_group_size"]) == (1, 0, 4)
+    assert api.get("/status-env", {"env_id": second})["self_queue_size"] == 1
+    assert api.call("GET", f"/status-env?env_id={first}")[0] == 422
+
+
+def test_what_is_owed_to_an_environment_is_kept_apart(api):
+    api.start(batch_size=16)
+    owed, other = api.add_env(min_batch_allocation=0.5), api.add_env()
+    for _ in range(3):
+        api.send(4, owed)
+    assert api.get("/status-env", {"env_id": other}) | {"env_weight": 0} == {
+        "current_step": 0,
+        "queue_size": 1,
+        "unallocated_fraction": 0.5,
+        "self_queue_size": 0,
+        "max_group_size": 4,
+        "env_weight": 0,
+    }
+
+
+def test_a_disconnected_environment_no_longer_takes_part(api):
+    api.start()
+    first, second = api.add_env(), api.add_env(weight=3.0)
+    assert api.post("/disconnect-env", {"env_id": second}) == {"status": "success"}
+    assert api.get("/status-env", {"env_id": first})["env_weight"] == 1.0
+    assert api.post("/disconnect-env", {"env_id": 9})["status"] == "failure"
+
+
+def test_a_batch_holds_every_key(api):
+    api.start()
+    for mark in (1, 2):
+        assert api.send(4, mark=mark) == {"status": "received"}
+    batch = api.get("/batch")["batch"]
+    assert [set(item) for item in batch] == [KEYS, KEYS]
+    assert batch[0]["tokens"] == [[1, 7, 9]] * 4
+    assert batch[0]["inference_logprobs"] is None
+    assert api.get("/batch") == {"batch": None}
+
+
+def test_batches_formed_at_once_come_newest_first_and_count_at_once(api):
+    api.start()
+    for mark in range(6):
+        api.send(4, mark=mark)
+    assert api.get("/status") == {"current_step": 0, "queue_size": 6}
+    assert api.batch_marks() == [4, 5]
+    assert api.get("/status") == {"current_step": 3, "queue_size": 0}
+    api.send(8, mark=9)
+    assert [api.batch_marks() for _ in range(4)] == [[2, 3], [0, 1], [9], None]
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(6, [4] * 6), (8, [3, 3, 3]), (8, [4, 3, 3])])
+def test_group_sizes_that_do_not_fit_are_never_served(api, batch_size, sizes):
+    api.start(batch_size=batch_size)
+    for size in sizes:
+        api.send(size)
+    assert api.batch_marks() is None
+
+
+def test_smaller_groups_are_packed_to_the_size_of_the_largest(api):
+    api.start()
+    for mark, size in enumerate([2, 4, 1, 2, 1, 1, 1, 4]):
+        api.send(size, mark=mark)
+    batches = [api.batch_marks() for _ in range(3)]
+    assert batches == [[2, 4, 5, 6, 7], [1, 0, 3], None]
+
+
+def test_a_batch_waits_for_an_environment_to_which_a_share_is_owed(api):
+    api.start()
+    owed, other = api.add_env(min_batch_allocation=0.5), api.add_env()
+    for mark in (1, 2):
+        api.send(4, other, mark)
+    assert api.batch_marks() is None
+    api.send(4, owed, 3)
+    assert api.batch_marks() == [3, 1]
+
+
+def test_a_share_owed_to_a_disconnected_environment_holds_nobody_up(api):
+    api.start()
+    owed, other = api.add_env(min_batch_allocation=0.5), api.add_env()
+    for mark in (1, 2):
+        api.send(4, other, mark)
+    api.post("/disconnect-env", {"env_id": owed})
+    assert api.batch_marks() == [1, 2]
+
+
+def test_shares_above_one_are_scaled_down(api):
+    api.start(batch_size=8)
+    envs = [api.add_env(min_batch_allocation=0.9), api.add_env(min_batch_allocation=0.9)]
+    for mark in range(4):
+        api.send(4, envs[mark % 2], mark)
+    assert api.batch_marks() == [2, 3]
+    assert api.batch_marks() == [0, 1]
+
+
+def test_parts_of_a_group_wait_for_each_other(api):
+    api.start()
+    env = api.add_env()
+    assert api.send(2, env, 1) == {"status": "buffered", "buffer_size": 2}
+    assert api.send(3, env, 2) == {"status": "buffered", "buffer_size": 5}
+    assert api.get("/status")["queue_size"] == 0
+    assert api.send(2, env, 3) == {"status": "buffered", "buffer_size": 3}
+    assert api.get("/status")["queue_size"] == 2
+    assert api.send(1, env, 4) == {"status": "buffered", "buffer_size": 0}
+    assert api.get("/status")["queue_size"] == 4
+
+
+def test_groups_come_in_lists(api):
+    api.start()
+    env = api.add_env()
+    answer = api.post("/scored_data_list", [group(4, env), group(3, env), group(4, env)])
+    assert answer == {"status": "received", "groups_processed": 3, "buffered": 1, "last_buffer_size": 3}
+    assert api.post("/scored_data_list", [group(4)]) == {"status": "received", "groups_processed": 1}
+    assert api.get("/status")["queue_size"] == 3
+
+
+def test_the_latest_example_is_the_last_group(api):
+    api.start()
+    api.send(4, mark=1)
+    api.send(4, mark=2)
+    assert api.get("/latest_example")["tokens"][0][0] == 2
+
+
+def test_lengths_are_nobody_s_business(api):
+    api.start()
+    uneven = {"tokens": [[1], [2]], "masks": [[1, 2, 3]], "scores": [0, 1, 2]}
+    assert api.post("/scored_data", uneven) == {"status": "received"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": "text"},
+        {"tokens": [["a"]]},
+        {"scores": None},
+        {"inference_logprobs": [0.5]},
+        {"messages": [[{"role": "user"}]]},
+        {"overrides": [1]},
+    ],
+)
+def test_malformed_groups_are_refused(api, wrong):
+    api.start()
+    assert api.call("POST", "/scored_data", {**group(4), **wrong})[0] == 422
+    assert api.get("/status")["queue_size"] == 0
+
+
+def test_bodies_may_be_packed(api):
+    api.start()
+    assert api.call("POST", "/scored_data", group(8), packed=True) == (200, {"status": "received"})
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    with pytest.raises(HTTPError) as refused:
+        urlopen(Request(api.url + "/scored_data", b"no gzip at all", headers), timeout=10)
+    assert refused.value.code == 400
+
+
+def test_long_answers_are_packed_for_who_asks(api):
+    api.start(batch_size=64)
+    api.send(64, mark=5)
+    with urlopen(Request(api.url + "/batch", headers={"Accept-Encoding": "gzip"}), timeout=10) as answer:
+        assert answer.headers["Content-Encoding"] == "gzip"
+        body = json.loads(gzip.decompress(answer.read()))
+    assert body["batch"][0]["tokens"][0] == [5, 7, 9]
+
+
+def test_text_that_cannot_be_written_is_refused_before_it_is_in_a_batch():
+    server = ServerThread(create_app(), "127.0.0.1", [0])
+    api = Client(f"http://127.0.0.1:{server.ports[0]}")
+    api.start(batch_size=4)
+    spoiled = {**group(4, mark=1), "messages": [[{"role": "user", "content": "\ud800"}]] * 4}
+    assert api.call("POST", "/scored_data", spoiled) == (400, {"detail": "request bodies are text in UTF-8"})
+    api.send(4, mark=2)
+    assert api.batch_marks() == [2]
+    server.close()

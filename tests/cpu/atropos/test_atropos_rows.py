@@ -1,0 +1,316 @@
+"""What an API server sends becomes groups, or is left out: never trained wrongly, never fatal."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as some
+
+from colocated_grpo.atropos.rows import MISSING_LOGPROBS, Reader
+from colocated_grpo.errors import RunError
+from colocated_grpo.serving.origins import Origin, Origins
+
+VOCAB, LONGEST = 100, 12
+VERSION = 7
+
+
+def reader(origins: Origins | None = None, *, recompute: bool = False) -> Reader:
+    return Reader(
+        source="atropos",
+        vocab_size=VOCAB,
+        max_tokens=LONGEST,
+        recompute_logprobs=recompute,
+        origins=origins or Origins(100),
+        decode=lambda tokens: " ".join(map(str, tokens)),
+    )
+
+
+def item(**changes: Any) -> dict[str, Any]:
+    """Two sequences of two prompt and three sampled tokens, as a managed server gives them."""
+    base = {
+        "tokens": [[5, 6, 10, 11, 12], [5, 6, 20, 21, 22]],
+        "masks": [[-100, -100, 10, 11, 12], [-100, -100, 20, 21, 22]],
+        "scores": [0.0, 1.0],
+        "inference_logprobs": [[1.0, 1.0, -0.1, -0.2, -0.3], [1.0, 1.0, -0.4, -0.5, -0.6]],
+    }
+    return base | changes
+
+
+def rollouts(**changes: Any) -> list[Any]:
+    (group,) = reader().read([item(**changes)], 0, VERSION).groups
+    return group.rollouts
+
+
+def dropped(**changes: Any) -> dict[str, int]:
+    return dict(reader().read([item(**changes)], 0, VERSION).dropped)
+
+
+def test_a_group_is_read_as_it_was_sampled():
+    reading = reader().read([item(env_id=3)], 40, VERSION)
+    (group,) = reading.groups
+    assert (group.prompt.index, group.prompt.token_ids, group.prompt.item["env_id"]) == (40, [5, 6], 3)
+    first, second = group.rollouts
+    assert first.token_ids == [5, 6, 10, 11, 12]
+    assert first.loss_mask == [False, False, True, True, True]
+    assert first.sampling_logprobs == pytest.approx([0, 0, -0.1, -0.2, -0.3])
+    assert first.prompt_length == 2
+    assert first.text == "10 11 12"
+    assert (first.score.reward, second.score.reward) == (0.0, 1.0)
+    assert (first.temperature, first.policy_version) == (1.0, VERSION)
+    assert first.advantages is None
+    assert first.ref_logprobs is None
+    assert (reading.unknown, reading.dropped) == (2, {})
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_absent_comes_as_null_or_as_an_empty_list(empty):
+    names = ["advantages", "ref_logprobs", "overrides", "images", "messages"]
+    (first, _) = rollouts(**dict.fromkeys(names, empty), group_overrides=empty and {}, generation_params=None)
+    assert (first.advantages, first.ref_logprobs, first.temperature) == (None, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [1.0, 1.0]),
+        ({"group_overrides": {"temperature": 0.5}}, [0.5, 0.5]),
+        ({"group_overrides": {"temperature": 0.5}, "generation_params": {"temperature": 0.7}}, [0.7, 0.7]),
+        ({"overrides": [{"temperature": 0.9}], "generation_params": {"temperature": 0.7}}, [0.9, 0.7]),
+        ({"overrides": [{}, {"temperature": None}], "generation_params": {"temperature": 0.7}}, [0.7, 0.7]),
+        ({"overrides": [{"temperature": 0}, {"temperature": -1}]}, [1.0, 1.0]),
+    ],
+)
+def test_the_temperature_is_the_one_said_closest_to_the_sequence(changes, expected):
+    assert [rollout.temperature for rollout in rollouts(**changes)] == expected
+
+
+def test_what_was_served_is_known_again():
+    origins = Origins(10)
+    origins.remember([5, 6], [10, 11, 12], Origin(0.8, 4, "length"))
+    reading = reader(origins).read([item()], 0, VERSION)
+    first, second = reading.groups[0].rollouts
+    assert (first.temperature, first.policy_version, first.finish_reason) == (0.8, 4, "length")
+    assert (second.temperature, second.policy_version) == (1.0, VERSION)
+    assert reading.unknown == 1
+
+
+def test_an_environment_that_tokenised_the_prompt_anew_is_known_by_the_completion():
+    origins = Origins(10)
+    origins.remember([9, 9, 9], [10, 11, 12], Origin(0.8, 4, "stop"))
+    assert reader(origins).read([item()], 0, VERSION).groups[0].rollouts[0].policy_version == 4
+
+
+def test_the_same_completion_of_another_prompt_does_not_stand_in():
+    origins = Origins(10)
+    origins.remember([5, 6], [10, 11, 12], Origin(0.8, 4, "stop"))
+    origins.remember([7, 7], [10, 11, 12], Origin(0.3, 6, "stop"))
+    assert reader(origins).read([item()], 0, VERSION).groups[0].rollouts[0].policy_version == 4
+
+
+def test_a_conversation_is_as_old_as_its_oldest_turn():
+    origins = Origins(10)
+    origins.remember([5], [6, 7], Origin(0.8, 2, "stop"))
+    origins.remember([5, 6, 7, 8], [9], Origin(0.8, 5, "length"))
+    turns = {
+        "tokens": [[5, 6, 7, 8, 9]],
+        "masks": [[-100, 6, 7, -100, 9]],
+        "scores": [1.0],
+        "inference_logprobs": [[1.0, -1.0, -1.0, 1.0, -2.0]],
+    }
+    (group,) = reader(origins).read([turns], 0, VERSION).groups
+    (rollout,) = group.rollouts
+    assert (rollout.policy_version, rollout.finish_reason, rollout.prompt_length) == (2, "length", 1)
+    assert rollout.loss_mask == [False, True, True, False, True]
+    assert rollout.sampling_logprobs == [0.0, -1.0, -1.0, 0.0, -2.0]
+
+
+def test_only_so_many_completions_are_remembered():
+    origins = Origins(2)
+    for token in range(3):
+        origins.remember([1], [token], Origin(1.0, token, "stop"))
+    assert origins.find([1], [0]) is None
+    assert [origins.find([1], [token]).policy_version for token in (1, 2)] == [1, 2]
+
+
+def test_origins_outlast_a_restart_and_the_oldest_are_still_the_first_to_go():
+    before = Origins(3)
+    for token in range(4):
+        before.remember([1], [token], Origin(0.5 + token % 2, token // 2, "stop"))
+    after = Origins(3)
+    after.remember([1], [9], Origin(1.0, 7, "stop"))
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    found = [after.find([1], [token]) for token in range(4)]
+    assert found == [None, None, Origin(0.5, 1, "stop"), Origin(1.5, 1, "stop")]
+    assert after.find([2], [9]) == Origin(1.0, 7, "stop")
+
+
+def test_advantages_of_the_environment_are_taken_per_sampled_token():
+    first, second = rollouts(advantages=[[9, 9, 0.1, 0.2, 0.3], [0, 0, -1, -1, -1]])
+    assert first.advantages == [0.1, 0.2, 0.3]
+    assert second.advantages == [-1, -1, -1]
+
+
+def test_an_override_takes_the_advantage_away():
+    first, second = rollouts(overrides=[{"set_advantage_to_zero": True}, {}], advantages=[[1.0] * 5] * 2)
+    assert first.advantages == [0.0, 0.0, 0.0]
+    assert second.advantages == [1.0, 1.0, 1.0]
+
+
+def test_a_sequence_without_siblings_has_its_score_for_an_advantage():
+    alone = {name: value[:1] for name, value in item(scores=[0.5, 0.0]).items()}
+    (group,) = reader().read([alone], 0, VERSION).groups
+    assert group.rollouts[0].advantages == [0.5, 0.5, 0.5]
+
+
+def test_a_sibling_left_alone_by_bad_rows_has_no_such_advantage():
+    (left,) = rollouts(scores=[1.0, "high"])
+    assert left.advantages is None
+
+
+def test_reference_logprobs_come_along():
+    first, _ = rollouts(ref_logprobs=[[1, 1, -1, -2, -3], [1, 1, -4, -5, -6]])
+    assert first.ref_logprobs == [0, 0, -1, -2, -3]
+
+
+def test_the_first_token_is_not_trained():
+    (first,) = rollouts(masks=[[5, -100, 10, 11, 12], "x"])
+    assert first.loss_mask == [False, False, True, True, True]
+
+
+BAD = [
+    ("tokens", {"tokens": [[5, 6, 10, 11, VOCAB], [5, 6, 20, 21, 22]]}),
+    ("tokens", {"tokens": [[5, 6, 10, 11, -1], [5, 6, 20, 21, 22]]}),
+    ("tokens", {"tokens": [[5, 6, 10, 11, 12.5], [5, 6, 20, 21, 22]]}),
+    ("tokens", {"tokens": [[5, 6, 10, 11, 10**30], [5, 6, 20, 21, 22]]}),
+    ("tokens", {"tokens": [[5, 6, [10], 11, 12], [5, 6, 20, 21, 22]]}),
+    ("tokens", {"tokens": [None, [5, 6, 20, 21, 22]]}),
+    ("tokens", {"tokens": [[], [5, 6, 20, 21, 22]]}),
+    ("length", {"tokens": [[5] * (LONGEST + 1), [5, 6, 20, 21, 22]]}),
+    ("length", {"tokens": [[5], [5, 6, 20, 21, 22]]}),
+    ("masks", {"masks": [[-100, -100, 10, 11], [-100, -100, 20, 21, 22]]}),
+    ("masks", {"masks": [[0, 0, 1, 1, 1], [-100, -100, 20, 21, 22]]}),
+    ("masks", {"masks": [None, [-100, -100, 20, 21, 22]]}),
+    ("nothing_trained", {"masks": [[-100] * 5, [-100, -100, 20, 21, 22]]}),
+    ("nothing_trained", {"masks": [[5, -100, -100, -100, -100], [-100, -100, 20, 21, 22]]}),
+    ("scores", {"scores": [math.nan, 1.0]}),
+    ("scores", {"scores": [True, 1.0]}),
+    ("scores", {"scores": [10**400, 1.0]}),
+    ("scores", {"scores": [None, 1.0]}),
+    ("scores", {"scores": [1e25, 1.0]}),
+    ("scores", {"scores": [-1e7, 1.0]}),
+    ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, -9999, -1], [1, 1, -0.4, -0.5, -0.6]]}),
+    ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, -88, -1], [1, 1, -0.4, -0.5, -0.6]]}),
+    ("advantages", {"advantages": [[0, 0, 1e30, 1, 1], [0, 0, 1, 1, 1]]}),
+    ("advantages", {"advantages": [[0, 0, -1e7, 1, 1], [0, 0, 1, 1, 1]]}),
+    ("ref_logprobs", {"ref_logprobs": [[1, 1, -9999, -1, -1], [0, 0, -1, -1, -1]]}),
+    ("ref_logprobs", {"ref_logprobs": [[1, 1, 200, -1, -1], [0, 0, -1, -1, -1]]}),
+    ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, -0.2], [1, 1, -0.4, -0.5, -0.6]]}),
+    ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, 0.5, -0.3], [1, 1, -0.4, -0.5, -0.6]]}),
+    ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, math.nan, -1], [1, 1, -0.4, -0.5, -0.6]]}),
+    ("inference_logprobs", {"inference_logprobs": [[1, 1, -0.1, -math.inf, -1], [1, 1, -0.4, -0.5, -0.6]]}),
+    ("inference_logprobs", {"inference_logprobs": [None, [1, 1, -0.4, -0.5, -0.6]]}),
+    ("advantages", {"advantages": [[1.0], [0, 0, 1, 1, 1]]}),
+    ("advantages", {"advantages": [[0, 0, math.inf, 1, 1], [0, 0, 1, 1, 1]]}),
+    ("ref_logprobs", {"ref_logprobs": [[1.0], [0, 0, -1, -1, -1]]}),
+    ("temperature", {"overrides": [{"temperature": "hot"}]}),
+    ("temperature", {"overrides": [{"temperature": math.nan}]}),
+    ("temperature", {"overrides": [{"temperature": 1e-30}]}),
+]
+
+
+@pytest.mark.parametrize(("reason", "changes"), BAD)
+def test_a_bad_sequence_is_left_out_and_its_sibling_stays(reason, changes):
+    assert dropped(**changes) == {reason: 1}
+    (left,) = rollouts(**changes)
+    assert left.token_ids == [5, 6, 20, 21, 22]
+
+
+def test_a_log_probability_just_above_zero_is_zero():
+    (first, _) = rollouts(inference_logprobs=[[1, 1, 1e-6, -0.2, -0.3], [1, 1, -0.4, -0.5, -0.6]])
+    assert first.sampling_logprobs == [0, 0, 0, -0.2, -0.3]
+
+
+@pytest.mark.parametrize("filler", [1.0, 0.0, -100, -9999, 1e30])
+def test_what_stands_where_nothing_is_trained_may_be_anything(filler):
+    (first, _) = rollouts(inference_logprobs=[[filler, filler, -86, -0.2, 0], [filler, filler, -0.4, -0.5, -0.6]])
+    assert first.sampling_logprobs == [0, 0, -86, -0.2, 0]
+
+
+def test_images_are_refused():
+    assert dropped(images=[None, "aGVsbG8="]) == {"images": 2}
+    assert dropped(images="aGVsbG8=") == {"images": 2}
+    assert dropped(images=[None, None]) == {}
+
+
+def test_the_placeholder_of_a_server_without_tokens_is_refused():
+    length = 10
+    dummy = {
+        "tokens": [list(range(length))] * 2,
+        "masks": [[-100, *range(1, length)]] * 2,
+        "scores": [0.0, 1.0],
+        "inference_logprobs": [[-0.5] * length] * 2,
+    }
+    assert reader().read([dummy], 0, VERSION).dropped == {"dummy_server": 2}
+
+
+@pytest.mark.parametrize("missing", [None, []])
+def test_missing_logprobs_end_the_run_in_the_words_of_the_seed(missing):
+    with pytest.raises(
+        RunError, match=r"^GRPO requires inference_logprobs for importance sampling! Environment 4 sent"
+    ):
+        reader().read([item(inference_logprobs=missing, env_id=4)], 0, VERSION)
+    assert MISSING_LOGPROBS == "GRPO requires inference_logprobs for importance sampling!"
+
+
+def test_missing_logprobs_may_be_left_to_the_trainer():
+    (group,) = reader(recompute=True).read([item(inference_logprobs=None)], 0, VERSION).groups
+    assert [rollout.sampling_logprobs for rollout in group.rollouts] == [None, None]
+
+
+@pytest.mark.parametrize("nonsense", [None, 7, "text", [], {}, {"tokens": None}, {"tokens": 3}])
+def test_what_is_no_group_is_left_out(nonsense):
+    reading = reader().read([nonsense, item()], 0, VERSION)
+    assert reading.dropped == {"malformed": 1}
+    assert len(reading.groups) == 1
+
+
+JSON = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=3),
+    lambda inner: some.lists(inner, max_size=6) | some.dictionaries(some.sampled_from(["temperature", "x"]), inner),
+    max_leaves=10,
+)
+KEYS = [*item(), "advantages", "ref_logprobs", "overrides", "group_overrides", "generation_params", "images", "env_id"]
+ROW = some.lists(some.integers(-101, VOCAB + 1) | some.floats(), max_size=LONGEST + 1)
+
+
+@given(changes=some.dictionaries(some.sampled_from(KEYS), JSON | some.lists(ROW | JSON, max_size=3)))
+@effort(max_examples=1000)
+def test_whatever_is_sent_only_sound_sequences_are_trained(changes):
+    sent = json.loads(json.dumps(item(**changes)))
+    try:
+        reading = reader(recompute=True).read([sent], 0, VERSION)
+    except RunError as error:
+        assert MISSING_LOGPROBS in str(error)
+        return
+    for rollout in (rollout for group in reading.groups for rollout in group.rollouts):
+        trained = sum(rollout.loss_mask)
+        assert 2 <= len(rollout.token_ids) <= LONGEST
+        assert all(type(token) is int and 0 <= token < VOCAB for token in rollout.token_ids)
+        assert len(rollout.loss_mask) == len(rollout.token_ids)
+        assert trained
+        assert not rollout.loss_mask[0]
+        assert rollout.loss_mask[rollout.prompt_length]
+        assert not any(rollout.loss_mask[: rollout.prompt_length])
+        assert 0.01 <= rollout.temperature <= 100
+        assert math.isfinite(rollout.score.reward)
+        assert rollout.advantages is None or len(rollout.advantages) == trained
+        for values in (rollout.sampling_logprobs, rollout.ref_logprobs):
+            assert values is None or len(values) == len(rollout.token_ids)
+        for values in (rollout.sampling_logprobs, rollout.ref_logprobs, rollout.advantages):
+            assert values is None or all(map(math.isfinite, values))
+        assert all(value <= 0 for value in rollout.sampling_logprobs or [])

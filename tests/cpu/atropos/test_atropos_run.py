@@ -1,0 +1,222 @@
+"""A whole run: an unmodified Atropos environment, an API server, two ranks with real vLLM."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import openai
+
+from colocated_grpo.tracking import files
+from tests.support.paths import ROOT
+from tests.support.servers import EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos
+from tests.support.training_runs import ForkedRun, LaunchedRun, Settings, settings, tiny_model
+
+pytestmark = needs_atropos
+
+GROUP = 4
+SORTING = {"type": "task", "name": "sorting", "args": {"min_digits": 2, "max_digits": 3}}
+
+
+@contextmanager
+def environment(folder: Path, api: str, server_port: int, **flags: str) -> Iterator[subprocess.Popen]:
+    """The environment's process, started as the guides of Atropos start theirs."""
+    model = str(tiny_model())
+    arguments = {
+        "--slurm": "False",
+        "--env.tokenizer_name": model,
+        "--env.group_size": str(GROUP),
+        "--env.total_steps": "1000",
+        "--env.steps_per_eval": "1000",
+        "--env.rollout_server_url": api,
+        "--env.use_wandb": "False",
+        "--env.wandb_name": "toy",
+        "--openai.api_key": "x",
+        "--openai.base_url": f"http://localhost:{server_port}/v1",
+        "--openai.model_name": model,
+        "--openai.server_type": "vllm",
+        **flags,
+    }
+    command = [sys.executable, str(ROOT / "tests/support/toy_environment.py"), "serve"]
+    with (folder / "env.log").open("a") as log:
+        process = subprocess.Popen(
+            [*command, *(word for pair in arguments.items() for word in pair)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def atropos_settings(api: str, port: int, *others: Settings, entry: Settings | None = None, **changes: Any) -> Settings:
+    entry = {"type": "atropos", "url": api, "server": {"port": port}, **(entry or {})}
+    return settings(
+        tiny_model(),
+        environments=[entry, *others],
+        rollout={"prompts_per_step": 4, "group_size": GROUP, "max_prompt_tokens": 24, "max_completion_tokens": 16},
+        checkpoint={"every": 2},
+        **{"evaluation": {"every": 0}, **changes},
+    )
+
+
+def test_an_environment_and_a_task_are_trained_together_by_ranks_of_two_nodes(tmp_path):
+    port = free_port()
+    place = ["--nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(UPSTREAM))
+        evaluation = {"every": 3, "prompts": 4}
+        config = atropos_settings(
+            api.url,
+            port,
+            SORTING,
+            training_steps=6,
+            evaluation=evaluation,
+            tracking={"rollouts_per_step": 4 * GROUP},
+        )
+        nodes = [
+            stack.enter_context(LaunchedRun(tmp_path, config, *place, "--node-rank", str(node), name=f"node{node}"))
+            for node in range(2)
+        ]
+        stack.enter_context(environment(tmp_path, api.url, port))
+        run = nodes[0]
+        run.wait_for_step(0)
+        with ThreadPoolExecutor() as clients:
+            # Each may be held while the policy trains, so one after the other they might outlast the run.
+            answers = clients.map(lambda ask: ask(port), (generate, stream, alternatives))
+        reply, texts, likeliest = answers
+        for node in nodes:
+            node.finish()
+            assert node.processes() == []
+    assert "2 x CPU" in run.stdout
+    assert "held out" not in nodes[1].stdout, "the first node alone reports"
+    assert (run.folder / "final_model/model.safetensors").exists()
+    assert_is_a_reply_of_vllm(reply)
+    assert len(texts) > 2 and all(texts[:-1]), "only the last token of a stream may add no text, being a special one"
+    assert_are_probabilities(likeliest)
+    # Of the first node: torchrun's agent on the other one complains where the store, which lives here, is gone first.
+    assert "Traceback" not in run.stderr
+    rows = run.rows(files.TRAIN)
+    assert len(rows) == 6
+    assert all(row["atropos/dropped"] == 0 for row in rows)
+    rollouts = [row for row in files.read_rows(run.folder / files.ROLLOUTS_FILE) if row["kind"] == files.TRAIN]
+    for step in range(6):
+        sources = Counter(row["source"] for row in rollouts if row["step"] == step)
+        assert sources == {"atropos": 2 * GROUP, "sorting": 2 * GROUP}
+    assert [row["step"] for row in run.rows(files.EVALUATION)] == [0, 3, 6]
+    assert all(row["atropos/unknown_origin"] == 0 for row in rows)
+    assert rows[0]["staleness"] == 0
+    # Sampled at 0.8, which the environment does not say: with another temperature the two would differ by far more.
+    assert rows[0]["mismatch/abs"] < 1e-4
+    assert "registered again" not in run.stdout
+
+
+def test_an_api_server_and_an_environment_that_die_and_groups_without_logprobs_are_survived(tmp_path):
+    port = free_port()
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(EMBEDDED))
+        entry = {"missing_logprobs": "recompute", "keep_last_batch": True}
+        config = atropos_settings(api.url, port, entry=entry, training_steps=5)
+        run = stack.enter_context(ForkedRun(tmp_path, config))
+        half_silent = {"--env.wandb_name": "half-silent"}
+        with environment(tmp_path, api.url, port, **half_silent):
+            run.wait_for_step(1)
+            api.kill()
+        api.start()
+        stack.enter_context(environment(tmp_path, api.url, port, **half_silent))
+        run.finish()
+    rows = run.rows(files.TRAIN)
+    assert [row["step"] for row in rows] == list(range(5))
+    assert all(row["atropos/dropped"] == 0 for row in rows)
+    assert "registered again" in run.stdout
+    batch = json.loads((run.folder / files.ATROPOS_BATCH_FILE).read_text())
+    assert sum(len(group["tokens"]) for group in batch) == 4 * GROUP
+
+
+def test_a_run_that_waits_for_a_batch_stops_when_asked_and_trains_in_the_end_every_batch_that_it_took(tmp_path):
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(EMBEDDED))
+        config = atropos_settings(api.url, free_port(), training_steps=2)
+        post_batch(api)
+        run = stack.enter_context(ForkedRun(tmp_path, config, ranks=2))
+        run.wait_until(lambda: _registered(api))
+        run.ask_to_stop()
+        assert run.wait(60) == 0
+        assert files.read_summary(run.folder)["outcome"] == "stopped"
+        post_batch(api)
+        resumed = stack.enter_context(ForkedRun(tmp_path, config, "--resume", "auto", ranks=2))
+        resumed.finish()
+    assert [row["step"] for row in resumed.rows(files.TRAIN)] == [0, 1]
+
+
+def post_batch(api: ApiProcess) -> None:
+    """Of an environment that samples elsewhere."""
+    group = {
+        "tokens": [[1, 2, 3, 4]] * GROUP,
+        "masks": [[-100, -100, 3, 4]] * GROUP,
+        "scores": [float(row) for row in range(GROUP)],
+        "inference_logprobs": [[1.0, 1.0, -1.0, -1.0]] * GROUP,
+    }
+    body = json.dumps([group] * 4).encode()
+    with urlopen(Request(f"{api.url}/scored_data_list", body, {"Content-Type": "application/json"}), timeout=5):
+        pass
+
+
+def stream(port: int) -> list[str]:
+    """Texts of a stream."""
+    asked = {"model": "tiny", "prompt": "sort 31", "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    return [chunk.choices[0].text for chunk in _client(port).completions.create(**asked, stream=True)]
+
+
+def alternatives(port: int) -> list[dict[str, float]]:
+    """Each sampled token's own and likeliest log-probabilities."""
+    asked = {"model": "tiny", "prompt": "sort 31", "max_tokens": 8, "temperature": 0.25, "logprobs": 20}
+    return _client(port).completions.create(**asked).choices[0].logprobs.top_logprobs
+
+
+def _client(port: int) -> openai.OpenAI:
+    return openai.OpenAI(api_key="x", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=60)
+
+
+def assert_are_probabilities(entries: list[dict[str, float]]) -> None:
+    """With other weights, or at another temperature, than those of the sampling they would add up to more or less."""
+    assert all(20 <= len(entry) <= 21 for entry in entries)
+    assert all(0.7 < sum(map(math.exp, entry.values())) < 1.01 for entry in entries)
+
+
+def generate(port: int) -> dict[str, Any]:
+    """A request of our own beside the environment's."""
+    body = {"prompt": "sort 31", "n": 2, "max_tokens": 6, "stop": ["0"], "prompt_logprobs": 2, "top_k": 5}
+    request = Request(
+        f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def assert_is_a_reply_of_vllm(reply: dict[str, Any]) -> None:
+    nothing, *entries = reply["prompt_logprobs"]
+    assert nothing is None
+    assert [int(next(iter(entry))) for entry in entries] == reply["prompt_token_ids"][1:]
+    assert all(2 <= len(entry) <= 3 and max(entry.values()) <= 0 for entry in entries)
+    assert not any("0" in text for text in reply["text"])
+    for tokens, logprobs in zip(reply["token_ids"], reply["logprobs"], strict=True):
+        assert [int(token) for [entry] in logprobs for token in entry] == tokens
+
+
+def _registered(api: ApiProcess) -> bool:
+    with urlopen(f"{api.url}/info", timeout=5) as answer:
+        return json.load(answer)["batch_size"] == 4 * GROUP

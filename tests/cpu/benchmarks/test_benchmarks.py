@@ -1,0 +1,312 @@
+"""Benchmarks of the parts: each runs and says what it promises, and the ratios that make the trainer fast hold."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
+from colocated_grpo.benchmarks import attention, decode, logprob, overlap, sleep, sync, train
+from colocated_grpo.benchmarks.ranks import config_of as config_of_benchmark
+from colocated_grpo.benchmarks.results import number, table
+from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
+from colocated_grpo.benchmarks.workload import STOP_SHARE
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.losses import Counts
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.types import Group, Rollout
+from tests.support.ranks import TIMEOUT, start_module
+from tests.support.small_policy import config_of, group_of, policy_of, rollout_of, sequence_of
+from tests.support.training_runs import tiny_model
+
+CPU = torch.device("cpu")
+ORIGIN = {"benchmark", "command", "commit", "time", "python", "packages", "machine", "gpu", "ranks", "roofline", "rows"}
+RATES = Roofline(
+    copy_bytes_per_second=100.0,
+    matmul_flops_per_second=1000.0,
+    gather_bytes_per_second=None,
+    datasheet_flops_per_second=2000.0,
+)
+
+
+@pytest.fixture
+def measured(tmp_path) -> Callable[..., dict[str, Any]]:
+    """Runs a benchmark and gives the JSON that it wrote."""
+
+    def run(benchmark: ModuleType, *arguments: str, forked: bool = False) -> dict[str, Any]:
+        """As its command does, or in a forked rank, which saves the imports."""
+        file = tmp_path / "results" / "result.json"
+        arguments += ("--json", str(file))
+        if forked:
+            stderr = tmp_path / "stderr"
+            with start_module(benchmark.__name__, arguments, 1, tmp_path / "stdout", stderr) as rank:
+                assert rank.exit_codes(TIMEOUT) == [0], stderr.read_text()
+        else:
+            assert benchmark.main(arguments) == 0
+        result = json.loads(file.read_text())
+        assert set(result) >= ORIGIN
+        assert result["packages"]["torch"] == torch.__version__
+        assert result["command"].startswith("python -m colocated_grpo.benchmarks.")
+        return result
+
+    return run
+
+
+def test_attention_measures_each_kernel_at_each_length(measured):
+    sizes = ["--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head-size", "8", "--repeats", "2"]
+    result = measured(attention, *sizes, "--lengths", "8", "64")
+
+    assert [(row["length"], row["kernel"]) for row in result["rows"]] == [(8, "padded"), (64, "padded")]
+    short, long = result["rows"]
+    assert long["forward_floor_seconds"] == pytest.approx(short["forward_floor_seconds"] * 65 / 9)
+    for row in result["rows"]:
+        assert row["backward_floor_seconds"] == pytest.approx(2.5 * row["forward_floor_seconds"])
+        assert row["forward_seconds"] > 0 < row["backward_seconds"]
+
+
+def test_logprob_measures_each_operator_at_each_size(measured):
+    result = measured(logprob, "--tokens", "64", "--vocab", "256", "--hidden", "16", "32", "--chunk", "16")
+
+    assert [(row["hidden"], row["operator"]) for row in result["rows"]] == [
+        (hidden, name) for hidden in (16, 32) for name in ("linear_loss", "linear_logprobs", "full_logits")
+    ]
+    for row in result["rows"]:
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["matmul_seconds"])
+
+
+def test_both_ranks_of_train_share_the_work_of_one_batch(measured):
+    work = ["--prompts", "8", "--group-size", "4", "--max-completion", "64", "--mean-completion", "16"]
+    few = ["--shape", "tiny", "--steps", "2", "--warmup", "1"]
+    result = measured(train, "--gpus", "0", "--nproc", "2", *few, *work, "--batch.max_tokens_per_micro_batch", "512")
+
+    [row] = result["rows"]
+    assert result["ranks"] == 2
+    assert result["roofline"]["gather_bytes_per_second"] > 0
+    assert len(result["seconds"]) == 2
+    assert row["tokens_per_second_per_gpu"] == pytest.approx(row["tokens"] / row["seconds"] / 2)
+    assert row["micro_batches"] > 1  # the setting at the end of the command reached the ranks
+    assert row["padding"] == 0
+    assert 0 < row["padding_saved"] < 1
+    assert 0 <= row["imbalance"] < 0.1
+    assert sum(kernel["share"] for kernel in result["kernels"]) == pytest.approx(1)
+
+
+def test_the_planned_sync_is_no_slower_than_the_loader_of_the_engine(measured):
+    [row] = measured(sync, "--gpus", "0", "--shape", "tiny", forked=True)["rows"]
+
+    assert row["path"] == "views"
+    assert row["seconds"] <= row["load_weights_seconds"]  # a seventh of it on an idle machine
+    assert row["ratio"] == pytest.approx(row["seconds"] / (row["gather_seconds"] + row["copy_seconds"]))
+    assert row["bytes"] == 4 * 105_408
+
+
+def test_sleep_tells_the_life_of_an_engine(measured):
+    small = ["--shape", "tiny", "--max-num-seqs", "4", "--max-completion", "16", "--repeats", "2"]
+    [row] = measured(sleep, "--gpus", "0", *small)["rows"]
+
+    assert 0 < row["engine_start_seconds"] < row["first_token_seconds"]
+    assert row["import_seconds"] > 0
+    parts = [row[f"{part}_seconds"] for part in ("sleep", "wake_weights", "wake_kv_cache")]
+    assert row["sleep_and_wake_seconds"] == pytest.approx(sum(parts))
+    assert "asleep_gib" not in row  # nobody counts an engine's share of host memory
+
+
+def test_decode_tells_where_the_time_of_a_step_goes(measured):
+    work = ["--sequences", "4", "2", "--group-size", "2", "--prompt", "20", "--sampled", "8", "--steps", "4"]
+    result = measured(decode, "--gpus", "0", "--shape", "tiny", *work, forked=True)
+
+    assert [(row["sequences"], row["cached_tokens_each"]) for row in result["rows"]] == [(4, 30), (2, 30)]
+    for row in result["rows"]:
+        kernels = [kernel for kernel in result["kernels"] if kernel["sequences"] == row["sequences"]]
+        assert sum(kernel["share"] for kernel in kernels) == pytest.approx(1)
+        assert sum(kernel["ms"] for kernel in kernels) == pytest.approx(4 * row["device_ms"])
+        assert {kernel["kernel"]: kernel["calls"] for kernel in kernels}["aten::mm"] == 4 * 9  # two layers and the head
+        assert row["idle_share"] == pytest.approx(1 - row["device_ms"] / row["step_ms"])
+
+
+def test_overlap_counts_what_is_trained_while_a_tail_decodes(measured):
+    work = ["--prompts", "2", "--group-size", "2", "--max-completion", "16", "--mean-completion", "8"]
+    tail = ["--tails", "2", "--tokens", "12"]
+    rows = measured(overlap, "--gpus", "0", "--shape", "tiny", *work, *tail, forked=True)["rows"]
+
+    assert [row["preferred"] for row in rows] == ["neither", "decoding"]
+    for row in rows:
+        both = row["decode_alone_seconds"] + row["micro_batches_meanwhile"] * row["micro_batch_alone_seconds"]
+        assert row["gain"] == pytest.approx(both / row["together_seconds"])
+
+
+def test_settings_of_the_command_line_go_before_those_of_the_benchmark():
+    settings = ["--rollout.group_size", "4", "--policy.lr=1e-3"]
+    config = config_of_benchmark(Path("model"), Namespace(settings=settings), rollout={"group_size": 2})
+
+    assert (config.rollout.group_size, config.policy.lr, config.model.name) == (4, 1e-3, "model")
+    with pytest.raises(ConfigError, match="learning_speed"):
+        config_of_benchmark(Path("model"), Namespace(settings=["--policy.learning_speed", "1"]))
+
+
+def test_a_packed_long_tail_trains_faster_than_one_padded_to_its_longest(world):
+    work = Namespace(prompts=4, group_size=8, max_completion=384, mean_completion=64)
+    config = config_of(
+        tiny_model(),
+        rollout={"max_completion_tokens": 384, "max_prompt_tokens": 128},
+        batch={"max_tokens_per_micro_batch": 512},  # attention on CPU pads: a small budget leaves it little to pad
+    )
+    policy = policy_of(config, world)
+    groups = train.make_groups(work, vocabulary=96)
+    packed, padded = (train.pack_all(each, config, world) for each in (groups, padded_to_longest(groups)))
+
+    assert padded.num_tokens >= 2 * packed.num_tokens
+    ratios = [once(partial(train.train, policy, padded)) / once(partial(train.train, policy, packed)) for _ in range(3)]
+    assert statistics.median(ratios) >= 1.5
+
+
+def test_siblings_of_a_long_prompt_train_faster_together_than_apart(world, monkeypatch):
+    limits = {"max_completion_tokens": 32, "max_prompt_tokens": 256}
+    config = config_of(tiny_model(), rollout=limits, batch={"max_tokens_per_micro_batch": 2048})
+    policy = policy_of(config, world)
+    siblings = [rollout_of([8] * 256, [9] * (16 + sibling), reward=float(sibling % 2)) for sibling in range(8)]
+    groups = [group_of(index, siblings) for index in range(2)]
+    together = train.pack_all(groups, config, world)
+    monkeypatch.setattr(plan, "WORTH_SHARING", 0.0)
+    apart = train.pack_all(groups, config, world)
+
+    assert apart.computed_tokens == apart.num_tokens == together.num_tokens > 4 * together.computed_tokens
+    slow, fast = (partial(train.train, policy, batch) for batch in (apart, together))
+    ratios = [once(slow) / once(fast) for _ in range(3)]
+    assert statistics.median(ratios) >= 1.15  # attention on CPU pads completions to the length of the prompt
+
+
+def once(work: Callable[[], object]) -> float:
+    return seconds_of(work, CPU, repeats=1, warmup=0)[0]
+
+
+def padded_to_longest(groups: list[Group]) -> list[Group]:
+    longest = max(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    return [replace(group, rollouts=[padded(rollout, longest) for rollout in group.rollouts]) for group in groups]
+
+
+def padded(rollout: Rollout, length: int) -> Rollout:
+    missing = length - len(rollout.token_ids)
+    return replace(
+        rollout,
+        token_ids=rollout.token_ids + [0] * missing,
+        loss_mask=rollout.loss_mask + [False] * missing,
+        sampling_logprobs=rollout.sampling_logprobs + [0.0] * missing,
+    )
+
+
+@pytest.mark.parametrize("operator", [logprob.fused_loss, logprob.recomputed])
+def test_the_logprob_operator_needs_a_fraction_of_the_memory_of_full_logits(operator):
+    problem = logprob.make_problem(tokens=1024, vocab=2048, hidden=16, device=CPU)
+    full = peak_bytes(lambda: logprob.forward_backward(problem, logprob.full_logits))
+    chunked = peak_bytes(lambda: logprob.forward_backward(problem, partial(operator, chunk_tokens=64)))
+
+    assert full >= 2 * 1024 * 2048 * 4
+    assert chunked <= full / 8
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that was allocated at one time beyond what there was before, from the allocator's own events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def test_all_three_operators_compute_the_same_gradients():
+    problem = logprob.make_problem(tokens=40, vocab=64, hidden=16, device=CPU)
+    gradients = []
+    for operator in (
+        logprob.full_logits,
+        *(partial(f, chunk_tokens=16) for f in (logprob.fused_loss, logprob.recomputed)),
+    ):
+        logprob.forward_backward(problem, operator)
+        gradients.append((problem.hidden_NH.grad, problem.weight_VH.grad))
+
+    for others in gradients[1:]:
+        torch.testing.assert_close(others, gradients[0])
+
+
+def test_completions_have_the_long_tail_of_random_stops():
+    options = Namespace(prompts=200, group_size=16, max_completion=1024, mean_completion=1 / STOP_SHARE)
+    groups = train.make_groups(options, vocabulary=100)
+    lengths = [sum(rollout.loss_mask) for group in groups for rollout in group.rollouts]
+
+    survives = (1 - STOP_SHARE) ** 1024
+    assert statistics.mean(lengths) == pytest.approx((1 - survives) / STOP_SHARE, rel=0.05)
+    assert lengths.count(1024) / len(lengths) == pytest.approx(survives / (1 - STOP_SHARE), rel=0.15)
+    assert min(lengths) >= 1
+
+
+def test_mfu_counts_six_flop_for_each_parameter_and_token_that_a_rank_runs():
+    batch = Batch(minibatches=[], num_tokens=60, computed_tokens=40, imbalance=0.0, padding=0.0)
+    row = train.speed(batch, parameters=10, seconds=2.0, roofline=RATES, ranks=2)
+
+    assert row["mfu"] == pytest.approx(6 * 10 * 20 / 2.0 / 2000)
+    assert row["mfu_of_measured_matmul"] == pytest.approx(6 * 10 * 20 / 2.0 / 1000)
+    assert row["floor_seconds"] == pytest.approx(6 * 10 * 20 / 1000)
+    assert row["tokens_per_second_per_gpu"] == 15, "of the rollouts, however often their prompts ran"
+
+
+def test_saved_padding_is_counted_by_micro_batch(world):
+    micro_batches = [build_micro_batch([sequence_of(5), sequence_of(3)]), build_micro_batch([sequence_of(4)] * 2)]
+    counts = Counts(tokens=16, sequences=4, batch_tokens=16, minibatches=1)
+    minibatches = [Minibatch(micro_batches=micro_batches, counts=counts)]
+    batch = Batch(minibatches=minibatches, num_tokens=16, computed_tokens=16, imbalance=0.0, padding=0.0)
+
+    row = train.packing(batch, world)
+
+    assert row["padded_tokens"] == 2 * 5 + 2 * 4
+    assert row["padding_saved"] == pytest.approx(2 / 18)
+    assert row["padding"] == 0
+
+
+def test_the_limits_of_a_sync_are_its_bytes_over_the_measured_rates():
+    rates = replace(RATES, gather_bytes_per_second=50.0)
+    # two ranks, ten parameters of two bytes: half of them cast from four bytes, half received, all copied
+    assert sync.floor_seconds(20, 10, rates, ranks=2) == pytest.approx((20 + 10) / 100 + 10 / 50 + 40 / 100)
+    assert sync.floor_seconds(20, 10, RATES, ranks=1) == pytest.approx((40 + 20) / 100 + 40 / 100)
+
+
+def test_the_device_has_limits(world: World):
+    limits = measure_roofline(CPU)
+
+    assert limits.copy_bytes_per_second > 1e8
+    assert limits.matmul_flops_per_second > 1e8
+    assert limits.gather_bytes_per_second is None  # one rank
+    assert limits.peak_flops_per_second == limits.matmul_flops_per_second  # a CPU has no data sheet here
+
+
+def test_a_table_is_aligned_and_leaves_out_what_a_row_lacks():
+    text = table([{"name": "a", "seconds": 0.00123456}, {"name": "bcd", "bytes": 1234567}])
+    assert text.splitlines() == [
+        "name   seconds      bytes",
+        "   a  0.001235",
+        " bcd            1,234,567",
+    ]
+
+
+def test_a_single_row_stands_upright():
+    assert table([{"shape": "tiny", "seconds": 2.5}]).splitlines() == ["  shape  tiny", "seconds   2.5"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, ""), (123456.7, "123,457"), (0.25, "0.25"), (12345, "12,345"), ("a", "a")]
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text

@@ -1,0 +1,342 @@
+"""Settings that do not load: the one line that a person gets, with key, value, rule and place."""
+
+from __future__ import annotations
+
+import pytest
+
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.loading import load_config
+from colocated_grpo.config.rules import check_world
+from tests.support.config_text import complaint, load, notes
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("policy: {lr: -1}", "policy.lr=-1: must be greater than 0 (line 3 of x.yaml)"),
+        ("policy: {lr: fast}", "policy.lr='fast': must be a number (line 3 of x.yaml)"),
+        ("policy: {lr: .inf}", "policy.lr=inf: must be a finite number (line 3 of x.yaml)"),
+        ("policy: {lr: .nan}", "policy.lr=nan: must be a finite number (line 3 of x.yaml)"),
+        ("training_steps: 1.5", "training_steps=1.5: must be a whole number (line 3 of x.yaml)"),
+        ("training_steps: true", "training_steps=true: must be a number (line 3 of x.yaml)"),
+        ("policy:\n  lr: true", "policy.lr=true: must be a number (line 4 of x.yaml)"),
+        ("engine: {sleep: maybe}", "engine.sleep='maybe': must be true or false (line 3 of x.yaml)"),
+        ("run_name: 5", "run_name=5: must be text; put quotes around it (line 3 of x.yaml)"),
+        ("rollout: {stop: x}", "rollout.stop='x': must be a list (line 3 of x.yaml)"),
+        ("run_name: [a]", "run_name=['a']: must be text (line 3 of x.yaml)"),
+        ("rollout: 5", "rollout=5: must be a mapping of settings (line 3 of x.yaml)"),
+        ("rollout: {group_size: 1}", "rollout.group_size=1: must be at least 2 (line 3 of x.yaml)"),
+        ("rollout: {top_p: 1.5}", "rollout.top_p=1.5: must be at most 1 (line 3 of x.yaml)"),
+        ("rollout: {temperature: 0.005}", "rollout.temperature=0.005: must be at least 0.01 (line 3 of x.yaml)"),
+        ("seed: -1", "seed=-1: must be at least 0 (line 3 of x.yaml)"),
+        ("seed: 4294967296", "seed=4294967296: must be less than 4294967296 (line 3 of x.yaml)"),
+        (
+            "policy: {schedule: cosin}",
+            "policy.schedule='cosin': must be one of 'constant', 'cosine' or 'linear' (line 3 of x.yaml)",
+        ),
+        (
+            "loss: {type: grppo}",
+            "loss.type='grppo': unknown; one of grpo, dr_grpo, dapo, bnpo, cispo, gspo (line 3 of x.yaml)",
+        ),
+        ("policy: {learning_rte: 1}", "policy.learning_rte: unknown key; did you mean policy.lr? (line 3 of x.yaml)"),
+        (
+            "max_completion_tokens: 9",
+            "max_completion_tokens: unknown key; did you mean rollout.max_completion_tokens? (line 3 of x.yaml)",
+        ),
+        (
+            "loss: {type: cispo, clip_low: 0.1}",
+            "loss.clip_low: unknown key; it belongs to type grpo, dr_grpo, dapo, bnpo, gspo (line 3 of x.yaml)",
+        ),
+        ("policy:\n  lr: 1\n  lr: 2", "x.yaml:5: policy.lr: given twice"),
+        ("policy: {lr: 1", "x.yaml:3: not valid YAML: expected ',' or '}', but got '<stream end>'"),
+        ("policy:\n\tlr: 1", "x.yaml:4: not valid YAML: found character '\\t' that cannot start any token"),
+        (
+            "model_name: b",
+            "model_name='b': the same setting as model.name (line 1 of x.yaml); keep one of them (line 3 of x.yaml)",
+        ),
+        (
+            "fsdp_config: {sharding_strategy: HYBRID_SHARD}",
+            "fsdp_config.sharding_strategy='HYBRID_SHARD': no equivalent here; known are 'full_shard' (FSDP2) "
+            "(line 3 of x.yaml)",
+        ),
+        (
+            "batch_size: 60",
+            "batch_size=60: counts completions, so it must be a multiple of rollout.group_size=8 (line 3 of x.yaml)",
+        ),
+        (
+            "gradient_accumulation_steps: 4",
+            "gradient_accumulation_steps=4: no equivalent here; write their product per_device_train_batch_size * "
+            "gradient_accumulation_steps * GPUs as generation_batch_size; micro-batches follow from "
+            "batch.max_tokens_per_micro_batch (line 3 of x.yaml)",
+        ),
+        (
+            "loss: {type: grpo, dual_clip: 1.1}",
+            "loss: dual_clip=1.1 must be above 1 + clip_high = 1.2 (line 3 of x.yaml)",
+        ),
+        (
+            "gradient_acumulation_steps: 4",
+            "gradient_acumulation_steps: unknown key; did you mean gradient_accumulation_steps? (line 3 of x.yaml)",
+        ),
+        (
+            "num_train_epochs: 3\nmax_steps: -1",
+            "max_steps=-1: num_train_epochs decides there; set training_steps: rows * epochs / "
+            "rollout.prompts_per_step (line 4 of x.yaml)",
+        ),
+        (
+            "beta: 0.1\nuse_bias_correction_kl: true",
+            "use_bias_correction_kl=true: no equivalent here; known are false (the k3 estimate is differentiated as it "
+            "stands) (line 4 of x.yaml)",
+        ),
+        (
+            "num_train_epochs: 3",
+            "num_train_epochs=3: no equivalent here; set training_steps: rows * epochs / rollout.prompts_per_step "
+            "(line 3 of x.yaml)",
+        ),
+        (
+            "environments.0.name: reversal",
+            "environments.0.name: unknown key; in a file write environments: [{name: ...}], in one section with what "
+            "else is set there (line 3 of x.yaml)",
+        ),
+        (
+            "policy.lr: 1",
+            "policy.lr: unknown key; in a file write policy: {lr: ...}, in one section with what else is set there "
+            "(line 3 of x.yaml)",
+        ),
+        ("use_vlm: true", "use_vlm: unknown key; did you mean use_vllm? (line 3 of x.yaml)"),
+        (
+            "reward_weights: [1.0, 0.5]",
+            "reward_weights=[1.0, 0.5]: no equivalent here; write rewards: [{name: ..., weight: ...}] in the dataset "
+            "environment (line 3 of x.yaml)",
+        ),
+        (
+            "save_total_limit: null",
+            "save_total_limit=null: keeps every checkpoint there; write how many to keep (checkpoint.keep_last) "
+            "(line 3 of x.yaml)",
+        ),
+        ("vllm_config: 3", "vllm_config=3: must be a mapping of settings"),
+        ("learning_rate: fast", "policy.lr='fast': must be a number (line 3 of x.yaml, as learning_rate)"),
+    ],
+)
+def test_a_wrong_line_in_the_file_is_named_with_its_value_and_rule(text, line):
+    assert complaint(text) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "x.yaml: is empty; at least model.name is needed"),
+        ("- a\n- b", "x.yaml: must be a mapping of settings, is a list"),
+        ("environments: [{name: sorting}]", "model: required, but not given"),
+        ("model: {}\nenvironments: [{name: sorting}]", "model.name: required, but not given (line 1 of x.yaml)"),
+        ("model: {name: a}\nenvironments: []", "environments=[]: needs at least 1 entry (line 2 of x.yaml)"),
+        (
+            "model: {name: a}\nenvironments: [{type: dataset, name: d}]",
+            "environments.0.rewards: required, but not given (line 2 of x.yaml)",
+        ),
+        (
+            "model: {name: a}\nenvironments: [{name: d, rewards: [gsm8k]}]",
+            "environments.0.rewards: unknown key; it belongs to type dataset (line 2 of x.yaml)",
+        ),
+        ("[" * 5000, "x.yaml: nested too deeply"),
+    ],
+)
+def test_a_file_that_is_wrong_as_a_whole_is_told_in_one_line(text, line):
+    assert complaint(text, alone=True) == line
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--policy.lr", "-1"], "policy.lr=-1: must be greater than 0 (command line)"),
+        (["--policy.lr"], "--policy.lr: needs a value, for example --policy.lr VALUE or --policy.lr=VALUE"),
+        (
+            ["--policy.lr", "--seed", "1"],
+            "--policy.lr: needs a value, for example --policy.lr VALUE or --policy.lr=VALUE",
+        ),
+        (["policy.lr", "1"], "'policy.lr': expected --section.key VALUE"),
+        (["--policy..lr", "1"], "'--policy..lr': expected --section.key VALUE"),
+        (["--model.name.x", "1"], "model.name.x: model.name is a value, not a section"),
+        (["--environments.name", "x"], "environments.name: environments is a list; name an entry as in environments.0"),
+        (["--environments.7.name", "x"], "environments.7.name: environments has 1 entries, numbered from 0"),
+        (["--policy.learning_rate", "1"], "policy.learning_rate: unknown key; did you mean policy.lr? (command line)"),
+    ],
+)
+def test_a_wrong_override_is_named_with_its_value_and_rule(words, line):
+    assert complaint("", *words) == line
+
+
+def test_a_file_that_does_not_exist_is_told_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"^config='.*nope.yaml': no such file$"):
+        load_config(tmp_path / "nope.yaml")
+
+
+def test_a_shipped_file_is_named_where_another_folder_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "training_configs").mkdir()
+    (tmp_path / "training_configs/large.yaml").touch()
+    with pytest.raises(ConfigError, match=r"no such file; did you mean training_configs/large.yaml\?$"):
+        load_config("configs/large.yaml")
+
+
+def test_a_folder_is_no_config_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"^config='.*': cannot be read \(Is a directory\)$"):
+        load_config(tmp_path)
+
+
+def test_a_file_that_is_no_text_is_told_in_one_line(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 0\)$"):
+        load_config(path)
+
+
+def test_as_many_weights_as_rewards_are_needed():
+    text = "model: {name: a}\ndataset_name: d\nreward_funcs: [m.f, m.g]\nreward_weights: [1.0]"
+    line = "reward_weights=[1.0]: needs one number for each of the 2 rewards (line 4 of x.yaml)"
+    assert complaint(text, alone=True) == line
+
+
+def test_a_reward_has_one_weight():
+    text = "model: a\ndataset_name: d\nreward_funcs: [{name: m.f, weight: 2}]\nreward_weights: [1.0]"
+    line = "reward_weights=[1.0]: one of the rewards has a weight of its own; keep one of them (line 4 of x.yaml)"
+    assert complaint(text, alone=True) == line
+
+
+def test_several_mistakes_give_one_line_each():
+    assert len(complaint("policy: {lr: -1}\nseed: x\nfoo: 1").splitlines()) == 3
+
+
+def test_a_yaml_document_that_explodes_when_expanded_is_read_in_no_time():
+    levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 25))
+    assert "unknown key" in complaint("a0: &a0 [x]\n" + levels)
+
+
+# Rules between settings
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "batch: {max_tokens_per_micro_batch: 2048}\nrollout: {max_completion_tokens: 2048}",
+            "batch.max_tokens_per_micro_batch=2048 is smaller than rollout.max_prompt_tokens + "
+            "rollout.max_completion_tokens=3072: one completion could never be packed",
+        ),
+        (
+            "run_name: sweep/" + 256 * "x",
+            f"run_name='sweep/{34 * 'x'}'...: a folder's name has at most 255 bytes of UTF-8 and no NUL",
+        ),
+        (
+            "run_name: a/../../b",
+            "run_name='a/../../b': names a folder below output_dir='runs', so no '/' at its start and no '..'",
+        ),
+        (
+            "run_name: /b",
+            "run_name='/b': names a folder below output_dir='runs', so no '/' at its start and no '..'",
+        ),
+        ('output_dir: "a\\0b"', "output_dir='a\\x00b': a folder's name has at most 255 bytes of UTF-8 and no NUL"),
+        ('run_name: "\\udcff"', "run_name='\\udcff': a folder's name has at most 255 bytes of UTF-8 and no NUL"),
+        (
+            "engine: {max_model_len: 1000}",
+            "engine.max_model_len=1000 is smaller than rollout.max_prompt_tokens + "
+            "rollout.max_completion_tokens=2048: the engine would cut completions short",
+        ),
+        (
+            "batch: {minibatches: 3}",
+            "batch.minibatches=3 does not divide rollout.prompts_per_step=32: "
+            "minibatches of whole groups would differ in size",
+        ),
+        (
+            "evaluation: {temperature: 0.005}",
+            "evaluation.temperature=0.005: must be 0 (greedy) or at least 0.01",
+        ),
+        (
+            "policy: {lr: 1e-6, min_lr: 1e-5}",
+            "policy.min_lr=1e-05 is larger than policy.lr=1e-06: a schedule ends below its peak",
+        ),
+        (
+            "training_steps: 5\npolicy: {warmup_steps: 6}",
+            "policy.warmup_steps=6 is larger than the run's 5 optimizer steps: "
+            "the learning rate would never reach policy.lr",
+        ),
+        (
+            "deterministic: true\nsync_frequency: 4\ncheckpoint: {every: 50}",
+            "checkpoint.every=50 is not a multiple of sync_frequency=4: a resumed run syncs at once, so "
+            "deterministic: true needs checkpoints that fall on a sync",
+        ),
+        (
+            "engine: {args: {max_num_seqs: 3}}",
+            "engine.args.max_num_seqs: is a setting of its own; write engine.max_num_seqs",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(text, line):
+    assert complaint(text) == line
+
+
+def test_a_wrong_entry_of_a_reward_is_named_by_its_number():
+    text = "model: {name: a}\nenvironments:\n- {type: dataset, name: d, rewards: [gsm8k, {name: b, weight: big}]}"
+    line = "environments.0.rewards.1.weight='big': must be a number (line 3 of x.yaml)"
+    assert complaint(text, alone=True) == line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "deterministic: true\nsync_frequency: 4\ncheckpoint: {every: 8}",
+        "sync_frequency: 4\ncheckpoint: {every: 50}",
+        "training_steps: 5\nbatch: {epochs: 2}\npolicy: {warmup_steps: 10}",
+        "batch: {max_tokens_per_micro_batch: 2048}",
+        "engine: {max_model_len: 2048}",
+        "seed: 0",
+    ],
+)
+def test_settings_at_the_edge_of_a_rule_are_allowed(text):
+    assert load(text).training_steps > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "line"),
+    [
+        (
+            "engine: {tensor_parallel_size: 2}",
+            3,
+            "engine.tensor_parallel_size=2 does not divide the 3 ranks: each engine spans so many",
+        ),
+        (
+            "rollout: {prompts_per_step: 3}",
+            4,
+            "rollout.prompts_per_step=3 is smaller than the number of engines=4: some would idle",
+        ),
+        (
+            "deterministic: true\nrollout: {prompts_per_step: 6}",
+            4,
+            "rollout.prompts_per_step=6 is not a multiple of the number of engines=4: "
+            "deterministic: true gives every engine the same share",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(text, ranks, line):
+    with pytest.raises(ConfigError) as caught:
+        check_world(load(text), ranks)
+    assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rollout: {prompts_per_step: 6}",
+        "rollout: {prompts_per_step: 1, generation: replicated}",
+        "engine: {tensor_parallel_size: 4}\nrollout: {prompts_per_step: 1}",
+    ],
+)
+def test_prompts_need_not_divide_evenly_when_ranks_share_a_counter(text):
+    assert check_world(load(text), 4) is None  # raises where they must
+
+
+def test_renormalised_sampling_is_allowed_and_told():
+    assert notes("rollout: {top_p: 0.9, top_k: 5}")[0].startswith("rollout.top_p=0.9, rollout.top_k=5: the engine's")
+
+
+def test_a_key_that_looks_a_little_like_an_old_name_does_not_bring_up_the_new_one():
+    assert complaint("dataset_num_proc: 4").startswith("dataset_num_proc: unknown key; valid at the top: model, ")

@@ -1,0 +1,175 @@
+"""OpenEnv's protocol over loopback: a session for each episode, and failures that cost one episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+
+import pytest
+
+from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.adapters import openenv
+from colocated_grpo.environments.episodes import build_episode
+from tests.support.adapter_play import items, items_from, observations, played, playing, saying
+from tests.support.openenv_server import NUMBER_ACTION, Guess, Server
+from tests.support.raw_server import answering, response
+from tests.support.servers import free_port
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        yield server
+
+
+def env(server: Server, **args):
+    return build_episode("openenv", {"url": server.url, "observation": "text", **args})
+
+
+def secret_of(item) -> str:
+    game = Guess()
+    game.reset(item["seed"])
+    return str(game.secret)
+
+
+def test_an_episode_is_one_session_whose_rewards_add_up(server):
+    episode = env(server, instruction="Guess my number.")
+    item = items(episode, 1)[0]
+    assert re.fullmatch(r"Guess my number\.\n\n1 to 9, (odd|even)", item["prompt"])
+    rollout = played(episode, item, saying("0", "0", f"<think>0?</think> {secret_of(item)}"))
+    assert list(observations(rollout)) == ["no", "no"]
+    assert rollout.score.reward == 1 - 2 * 0.125
+    assert rollout.score.parts == {"return": 0.75, "invalid": 0, "finished": 1}
+    assert server.sessions == 1
+    assert server.is_left()
+
+
+def test_episodes_side_by_side_do_not_meet_and_wait_for_a_free_session():
+    async def all_of(episode, asked):
+        games = (playing(episode, item, saying("0", "0", secret_of(item))) for item in asked)
+        return await asyncio.gather(*games)
+
+    with Server(capacity=3) as server:
+        episode = env(server)
+        rollouts = asyncio.run(all_of(episode, items(episode, 8)))
+        assert [rollout.score.reward for rollout in rollouts] == [0.75] * 8
+        assert (server.most_open, server.sessions) == (3, 8)
+        assert server.is_left()
+
+
+def test_seeds_repeat_and_are_held_out_apart(server):
+    episode = env(server, options={"highest": 90})
+    assert items(episode, 4) == items(env(server, options={"highest": 90}), 4)
+    assert items(episode, 4)[0]["prompt"].startswith("1 to 90")
+    assert {item["seed"] % 2 for item in items(episode, 5)} == {0}
+    assert {item["seed"] % 2 for item in items(episode, 5, split="held_out")} == {1}
+
+
+def test_a_resume_asks_the_server_for_no_prompt_again(server):
+    episode = env(server)
+    assert items_from(episode, 3, 2) == items(episode, 5)[3:]
+    assert len(items_from(episode, 10**9, 1)) == 1
+
+
+def test_actions_that_are_no_text_are_json_objects_and_mistakes_in_them_cost_a_turn():
+    with Server(NUMBER_ACTION) as server:
+        episode = env(server, max_turns=5, invalid_reward=-0.5)
+        item = items(episode, 1)[0]
+        assert '"number"' in item["prompt"] and "JSON object" in item["prompt"]
+        policy = saying("7", '{"numbr": 7}', '{"number": 0}', f'{{"number": {secret_of(item)}}}')
+        rollout = played(episode, item, policy)
+        told = list(observations(rollout))
+        assert told[0] == "Invalid action: not a JSON object"
+        assert "wrong fields" in told[1]
+        assert told[2:] == ["no"]
+        assert rollout.score.reward == 0.875 - 2 * 0.5
+        assert rollout.score.parts == {"return": 0.875, "invalid": 0.5, "finished": 1}
+
+
+def test_the_whole_observation_is_json_where_no_field_is_named(server):
+    episode = build_episode(f"openenv:{server.url}", {"action": "message"})
+    assert re.fullmatch(r'\{"text": "1 to 9, \w+", "steps": 0\}', items(episode, 1)[0]["prompt"])
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [("crash", "EXECUTION_ERROR: the environment crashed"), ("hang up", "the server ended the session")],
+)
+def test_what_the_server_cannot_do_costs_the_episode_and_frees_the_session(server, reply, message):
+    episode = env(server)
+    item = items(episode, 1)[0]
+    with pytest.raises((openenv.ServerError, ConnectionError), match=message):
+        played(episode, item, saying(reply))
+    assert played(episode, item, saying(secret_of(item))).score.reward == 1
+    assert server.is_left()
+
+
+def test_an_episode_that_is_given_up_while_the_server_thinks_frees_its_session(server):
+    episode = env(server)
+    item = items(episode, 1)[0]
+
+    async def given_up() -> None:
+        async with asyncio.timeout(0.2):
+            await playing(episode, item, saying("hang"))
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(given_up())
+    assert played(episode, item, saying(secret_of(item))).score.reward == 1
+    assert server.is_left()
+
+
+def test_an_environment_that_does_not_repeat_itself_is_no_group(server):
+    episode = env(server)
+    item = items(episode, 1)[0]
+    server.repeatable = False
+    with pytest.raises(RuntimeError, match="does not repeat itself from its seed"):
+        played(episode, item, saying("1"))
+
+
+def test_running_out_of_turns_or_room_keeps_what_was_earned(server):
+    short, cramped = env(server, max_turns=2), env(server)
+    item = items(short, 1)[0]
+    assert played(short, item, saying("0")).score.parts == {"return": -0.25, "invalid": 0, "finished": 0}
+    rollout = played(cramped, item, saying("0"), room=20)
+    assert rollout.score.parts["finished"] == 0
+    assert rollout.finish_reason == "length"
+
+
+def test_a_server_that_is_not_there_or_not_well_is_said_in_one_line():
+    for args, message in [
+        ({"url": f"http://127.0.0.1:{free_port()}"}, "no OpenEnv server answers /health"),
+        ({"url": "localhost:8000"}, "args.url='localhost:8000': String should match"),
+        ({}, "args.url"),
+    ]:
+        with pytest.raises(EnvironmentSetupError, match=re.escape(message)) as caught:
+            build_episode("openenv", args)
+        assert "\n" not in str(caught.value)
+    with Server(health="unhealthy") as server, pytest.raises(EnvironmentSetupError, match="says that it is unhealthy"):
+        env(server)
+
+
+def test_a_server_that_is_started_again_during_a_run_is_waited_for(monkeypatch, server):
+    monkeypatch.setattr(openenv, "PAUSE", 0.001)
+    first = json.dumps({"observation": {"text": "1 to 9"}, "reward": None, "done": False}).encode()
+    with answering(b"", response(b"{}", status="503 Busy"), response(first)) as url:
+        item = next(env(server).model_copy(update={"url": url}).prompts(0, "train"))
+    assert "1 to 9" in item["prompt"]
+
+
+def test_a_server_that_answers_nonsense_during_a_run_is_said_in_one_line(monkeypatch, server):
+    monkeypatch.setattr(openenv, "PATIENCE", 0.0)
+    episode = env(server)
+    for raw in (b"220 a mail server\r\n", response(b"[]"), response(b"{}", status="500 Crashed")):
+        with answering(raw) as url:
+            prompts = episode.model_copy(update={"url": url}).prompts(0, "train")
+            with pytest.raises(EnvironmentSetupError, match="no OpenEnv server answers /reset: ") as caught:
+                next(prompts)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_missing_client_names_the_pip_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(EnvironmentSetupError, match="pip install aiohttp"):
+        build_episode("openenv:http://127.0.0.1:1", {})

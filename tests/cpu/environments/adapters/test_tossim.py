@@ -1,0 +1,228 @@
+"""Batchers with ToSSim's interface: judged without being played, one reply each carried out, quiet, and never fatal."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+
+import pytest
+
+from colocated_grpo.config import Config
+from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.environments.adapters import tossim
+from colocated_grpo.environments.adapters.tossim import ToSSim
+from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.types import Completion, Group
+from tests.support.paths import SUPPORT
+from tests.support.small_policy import rollout_of
+
+FILE = SUPPORT / "social_batchers.py"
+KINDS = ["WithMeta", "Pairs", "Bare"]
+GOOD, BAD, MALFORMED = "<think>x</think><wait/>", "<think>x</think><kill>me</kill>", "I wait"
+
+
+def batcher(kind: str = "WithMeta", seed: int = 0, **args) -> ToSSim:
+    return ToSSim(seed, f"{FILE}:{kind}", **args)
+
+
+def state(environment: ToSSim) -> list:
+    """Of the batchers behind it."""
+    return [
+        (game.day, list(game.said), [(player.name, player.turns) for player in players])
+        for table in environment._tables
+        for game, players in table.batcher.games
+    ]
+
+
+def play(environment: ToSSim, batches: int) -> list[str]:
+    asked = []
+    for _ in range(batches):
+        for turn in environment.next_batch():
+            asked.append(turn.messages)
+            environment.commit(turn, GOOD)
+    return asked
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_completions_are_judged_on_copies(kind):
+    environment, elsewhere = batcher(kind, num_games=2), batcher(kind, seed=9)
+    play(environment, 2)
+    before = state(environment)
+    for turn in environment.next_batch():
+        outcomes = elsewhere.score(pickle.loads(pickle.dumps(turn)), [GOOD, BAD, MALFORMED, GOOD])
+        assert [each.reward for each in outcomes] == [1.0, 0.0, -1.0, 1.0]
+        assert [each.parts["parse_rate"] for each in outcomes] == [1, 1, 0, 1]
+        assert [each.parts["legal_rate"] for each in outcomes] == [1, 0, 0, 1]
+    assert state(environment) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_reply_reaches_the_seat_that_was_asked(kind):
+    environment = batcher(kind)
+    turns = environment.next_batch()
+    names = [turn.messages.split(",")[0] for turn in turns]
+    for place, reply in ((1, MALFORMED), (2, GOOD), (0, GOOD)):
+        environment.commit(turns[place], reply)
+    [(day, said, players)] = state(environment)
+    assert day == 1
+    assert [line.split()[0] for line in said] == [names[0], names[2]]
+    assert players == [(name, 1) for name in names]
+    assert environment.drain_stats() == {
+        "resets": 0,
+        "total_games": 1,
+        "total_actions": 3,
+        "malformed_actions": 1,
+        "illegal_actions": 0,
+        "legal_actions": 2,
+    }
+
+
+def test_stats_are_of_the_time_since_the_last_call():
+    environment = batcher(breaks_on_day=3)
+    environment.add_game()
+    steps = [environment.drain_stats()]
+    for batches in (2, 1, 4):
+        play(environment, batches)
+        steps.append(environment.drain_stats())
+    resumed = batcher(breaks_on_day=3)
+    resumed.restore(environment.snapshot())
+    play(resumed, 1)
+    steps.append(resumed.drain_stats())
+    assert [step["total_games"] for step in steps] == [2] * 5
+    assert [step["total_actions"] for step in steps] == [0, 12, 6, 18, 6]
+    assert [step["resets"] for step in steps] == [0, 0, 0, 2, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_may_be_answered_over_several_steps(kind):
+    environment = batcher(kind)
+    first, *others = environment.next_batch()
+    environment.commit(first, GOOD)
+    again = environment.next_batch()
+    assert [turn.id for turn in again] == [turn.id for turn in others]
+    with pytest.raises(ValueError, match="exactly one commit"):
+        environment.commit(first, GOOD)
+    environment.play_on(again[0])
+    environment.commit(again[1], BAD)
+    assert len(environment.next_batch()) == 3
+    assert not {turn.id for turn in environment.next_batch()} & {turn.id for turn in (first, *others)}
+
+
+def test_an_environment_that_raises_is_set_up_anew_and_the_others_play_on():
+    environment = batcher(breaks_on_day=3)
+    environment.add_game()
+    ids = []
+    for _ in range(12):
+        ids += [turn.id for turn in environment.next_batch()]
+        play(environment, 1)
+    assert environment.drain_stats()["resets"] >= 2
+    assert len(set(ids)) == len(ids) == 72
+
+
+def test_the_seed_decides_and_tables_differ():
+    def names(seed: int) -> list[str]:
+        environment = batcher(seed=seed)
+        return [turn.messages for turn in [*environment.next_batch(), *environment.add_game()]]
+
+    assert names(1) == names(1)
+    assert not set(names(1)) & set(names(2))
+    assert len(set(names(1))) == 6
+
+
+def test_no_call_has_the_luck_of_another():
+    environment = batcher("Lucky")
+    for _ in range(5):
+        play(environment, 2)
+        environment.drain_stats()
+        environment.drain_stats()
+    drawn = environment._tables[0].batcher.drawn
+    assert len(set(drawn)) == len(drawn) == 5 * (2 + 2 + 2)
+
+
+def test_a_reply_is_taken_without_a_copy_of_its_table(monkeypatch):
+    environment = batcher()
+    turns = environment.next_batch()
+    monkeypatch.setattr(tossim.pickle, "dumps", lambda table: pytest.fail("a copy of the table"))
+    for turn in turns:
+        environment.commit(turn, GOOD)
+    [(_, said, players)] = state(environment)
+    assert len(said) == 3
+    assert [turns for _, turns in players] == [1, 1, 1]
+
+
+def test_stats_that_are_no_counts_are_left_out_and_cost_no_table():
+    environment = batcher("Chatty")
+    play(environment, 2)
+    stats = environment.drain_stats()
+    assert stats["total_actions"] == 6
+    assert not {"mood", "by_role"} & stats.keys()
+    assert environment.drain_stats()["resets"] == 0
+
+
+def test_a_failing_judge_gives_no_reward():
+    environment = batcher("Pairs")
+    turn = environment.next_batch()[0]
+    [outcome] = environment.score(turn, [None])
+    assert (outcome.reward, outcome.parts) == (None, {"failed": 1.0})
+
+
+def test_nothing_is_printed_and_the_trainers_chance_is_left_alone(capsys):
+    random.seed(1)
+    expected = random.Random(1).random()
+    environment = batcher()
+    play(environment, 3)
+    environment.score(environment.next_batch()[0], [GOOD])
+    assert random.random() == expected
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restored_batcher_goes_on_as_the_first_one_would_have(kind):
+    environment, other = batcher(kind, num_games=2, breaks_on_day=4), batcher(kind, num_games=2, breaks_on_day=4)
+    play(environment, 3)
+    environment.add_game()
+    environment.commit(environment.next_batch()[1], GOOD)
+    saved = json.loads(json.dumps(environment.snapshot()))
+    expected = play(environment, 12)
+    other.restore(saved)
+    assert play(other, 12) == expected
+    assert state(other) == state(environment)
+
+
+def test_it_trains_as_an_entry_of_the_config():
+    entry = {"type": "turns", "name": "tossim", "args": {"environment": f"{FILE}:WithMeta", "num_games": 2}}
+    made = build_environments(Config(model={"name": "none"}, environments=[entry]), build_char_tokenizer())
+    source = made.open_source()
+    completion = Completion(token_ids=[5], sampling_logprobs=[-1.0], finish_reason="stop", policy_version=0)
+    for _ in range(5):
+        prompts = source.next(8)
+        scores = [made.scorers["tossim"].score(prompt, [completion] * 2, [GOOD, MALFORMED]) for prompt in prompts]
+        assert [[score.reward for score in each] for each in scores] == [[1.0, -1.0]] * 8
+        settled = source.record([Group(prompt=prompt, rollouts=[rollout_of([1], [2])] * 2) for prompt in prompts])
+        assert settled.now == list(range(8))
+    assert len(made.held_out(10)) == 10
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"environment": f"{FILE}:Nothing"}, "unknown object of"),
+        ({"environment": f"{FILE}:WithMeta", "games": 2}, "unexpected keyword argument 'games'"),
+        ({"environment": f"{FILE}:Locked"}, "cannot be pickled, and completions are judged on copies"),
+        ({}, "missing 1 required positional argument: 'environment'"),
+    ],
+)
+def test_a_batcher_that_cannot_be_used_is_named_in_one_line(args, message):
+    config = Config(model={"name": "none"}, environments=[{"type": "turns", "name": "tossim", "args": args}])
+    with pytest.raises(EnvironmentSetupError) as caught:
+        build_environments(config, build_char_tokenizer())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batcher_that_never_asks_is_named():
+    entry = {"type": "turns", "name": "tossim", "args": {"environment": f"{FILE}:Empty"}}
+    made = build_environments(Config(model={"name": "none"}, environments=[entry]), build_char_tokenizer())
+    with pytest.raises(EnvironmentSetupError, match="gave no turn to train on"):
+        made.open_source().next(1)

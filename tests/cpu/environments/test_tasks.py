@@ -1,0 +1,334 @@
+"""Built-in tasks, reasoning-gym, and tasks of the user."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.rewards.scoring import score_text
+from colocated_grpo.environments.tasks import TASKS, build_task
+from colocated_grpo.environments.tasks.arithmetic import normal_integer
+from colocated_grpo.environments.tasks.countdown import evaluate
+
+QUESTIONS = [name for name in TASKS if name != "town_lessons"]  # its items are turns, without a question of their own
+NAMES = [*QUESTIONS, "reasoning_gym:leg_counting", "reasoning_gym:chain_sum"]
+
+
+def items(name, count, *, seed=0, split="train", **args):
+    return list(islice(build_task(name, args).prompts(seed, split), count))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_training_question_of_any_seed_is_held_out(name):
+    trained = {item["question"] for seed in (0, 1) for item in items(name, 400, seed=seed)}
+    held_out = [item["question"] for item in items(name, 40, seed=2, split="held_out")]
+    assert len(set(held_out)) == 40
+    assert not trained & set(held_out)
+
+
+def test_a_small_space_of_questions_is_split_without_overlap_and_held_out_ends():
+    args = {"min_digits": 2, "max_digits": 2}
+    trained = {item["question"] for item in items("sorting", 2000, **args)}
+    held_out = [item["question"] for item in items("sorting", 1000, split="held_out", **args)]
+    assert trained | set(held_out) == {f"{number:02}" for number in range(100)}
+    assert len(held_out) == len(set(held_out)) == 100 - len(trained)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_seed_decides_the_questions(name):
+    assert items(name, 20, seed=5) == items(name, 20, seed=5)
+    assert items(name, 20, seed=5) != items(name, 20, seed=6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_own_answer_of_a_task_scores_one_bare_tagged_and_after_thinking(name):
+    task = build_task(name, {})
+    for item in islice(task.prompts(0, "train"), 50):
+        for completion in (
+            item["answer"],
+            f"so\n<answer> {item['answer']} </answer>.",
+            f"<think>1</think>{item['answer']}",
+        ):
+            assert score_text(task, item, completion).reward == 1.0
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "tool_call"])
+def test_a_wrong_answer_scores_below_one_and_never_fails(name):
+    task = build_task(name, {})
+    for item in islice(task.prompts(0, "train"), 20):
+        for completion in ("", "?", item["answer"] + "0", "<answer></answer>", "</answer><answer>", "\x00\ud800"):
+            score = score_text(task, item, completion)
+            assert score.error is None
+            assert 0 <= score.reward < 1
+
+
+@pytest.mark.parametrize("name", ["sorting", "reversal"])
+def test_partial_credit_rises_with_right_positions_and_can_be_turned_off(name):
+    [item] = items(name, 1)
+    answer = item["answer"]
+    task, strict = build_task(name, {}), build_task(name, {"partial": False})
+    scores = [task.score(item, answer[:kept] + "?" * (len(answer) - kept)) for kept in range(len(answer) + 1)]
+    assert scores == [0.5 * kept / len(answer) for kept in range(len(answer))] + [1.0]
+    assert task.score(item, answer + "x") < 0.5
+    assert strict.score(item, answer[:-1]) == 0.0
+    assert strict.score(item, answer) == 1.0
+
+
+def test_sorting_asks_short_prompts_of_the_configured_length():
+    lengths = {len(item["question"]) for item in items("sorting", 300)}
+    assert lengths == {4, 5, 6, 7, 8}
+    [item] = items("sorting", 1, template="{question}>")
+    assert item["prompt"] == item["question"] + ">"
+
+
+def test_arithmetic_answers_agree_with_python():
+    args = {"operators": ["+", "-", "*", "/"], "max_digits": 4}
+    for item in items("arithmetic", 500, **args):
+        assert eval(item["question"].replace("/", "//")) == int(item["answer"])
+        if "/" in item["question"]:
+            left, right = map(int, item["question"].split("/"))
+            assert left % right == 0
+
+
+@given(st.integers(), st.sampled_from(["{}", "+{}", "{:,}"]))
+def test_any_spelling_of_a_whole_number_is_read(number, spelling):
+    text = spelling.format(number) if number >= 0 else str(number)
+    assert normal_integer(text) == str(number)
+
+
+def test_zero_has_no_sign_and_other_text_is_no_number():
+    assert normal_integer("-000") == normal_integer("0") == "0"
+    for text in ("", "-", "1.5", "1e9", "--1", "0x1", "\u0663"):
+        assert normal_integer(text) is None
+
+
+def test_countdown_asks_only_what_can_be_solved():
+    task = build_task("countdown", {})
+    for item in islice(task.prompts(3, "train"), 200):
+        value, used = evaluate(item["answer"])
+        assert value == item["target"]
+        assert sorted(used) == sorted(item["numbers"])
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("(3+5)*2", 1.0),
+        ("2 * (5 + 3) = 16", 1.0),
+        ("<answer>3+5+2</answer>", 0.1),
+        ("(3+5)*2*1", 0.0),
+        ("8*2", 0.0),
+        ("(3+5)*2+5-5", 0.0),
+        ("3+5*2+", 0.0),
+        ("3/(5-5)*2", 0.0),
+        ("(3+5)**2", 0.0),
+        ("(3+5)//2", 0.0),
+        ("-3+5*2", 0.0),
+        ("(3+5)*2.0", 0.0),
+        ("__import__('os')", 0.0),
+        ("[3,5,2]", 0.0),
+    ],
+)
+def test_countdown_takes_each_number_once_and_nothing_but_four_operators(completion, reward):
+    item = {"numbers": [2, 3, 5], "target": 16}
+    assert build_task("countdown", {}).score(item, completion)["reward"] == reward
+
+
+def test_countdown_division_is_exact():
+    item = {"numbers": [3, 7, 21], "target": 9}
+    assert build_task("countdown", {}).score(item, "21/7*3")["reward"] == 1.0
+    assert evaluate("1/3*3") == (1, [1, 3, 3])
+
+
+HOSTILE = [
+    "9**9**9**9",
+    "9" * 100_000,
+    "0" * 200_000 + "x",
+    "(" * 5_000 + "1" + ")" * 5_000,
+    "(" * 99 + "1" + ")" * 99,
+    "1e1000000000",
+    "<answer>" * 50_000,
+    "</answer>" * 50_000,
+    " " * 200_000,
+    "1+" * 100_000 + "1",
+    "9*" * 99 + "9",
+]
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("completion", HOSTILE, ids=lambda text: text[:8])
+def test_a_hostile_completion_costs_no_time_and_no_reward(name, completion):
+    [item] = items(name, 1)
+    start = time.process_time()
+    score = score_text(build_task(name, {}), item, completion)
+    assert time.process_time() - start < 1.0
+    assert score.error is None
+    assert score.reward < 0.2
+
+
+@given(st.text(alphabet="0123456789+-*/() ", max_size=60))
+def test_countdown_agrees_with_python_where_it_gives_a_value(expression):
+    value, _ = evaluate(expression)
+    if value is not None:
+        assert float(value) == pytest.approx(eval(expression))
+
+
+SAMPLE = ["arc_1d", "base_conversion", "color_cube_rotation", "graph_color", "list_functions", "number_sorting"]
+SAMPLE += [
+    "basic_arithmetic",
+    "propositional_logic",
+    "simple_equations",
+    "spell_backward",
+    "word_ladder",
+    "gsm_symbolic",
+]
+
+
+@pytest.mark.parametrize("dataset", SAMPLE)
+def test_reasoning_gym_datasets_build_repeat_themselves_and_accept_their_own_answer(dataset):
+    task = build_task(f"reasoning_gym:{dataset}", {})
+    some = list(islice(task.prompts(1, "train"), 4))
+    assert some == items(f"reasoning_gym:{dataset}", 4, seed=1)
+    for item in some:
+        assert item["prompt"].startswith(item["question"].strip()[:10])
+        if item["answer"] is not None:
+            assert score_text(task, item, f"<answer>{item['answer']}</answer>").reward == 1.0
+
+
+def test_every_reasoning_gym_name_builds_once_its_args_are_given():
+    from reasoning_gym.factory import DATASETS
+
+    built = {name for name in DATASETS if name != "composite" and build_task(f"reasoning_gym:{name}", {})}
+    assert len(built) > 100
+    specs = [{"name": "leg_counting", "weight": 2}, {"name": "chain_sum"}]
+    task = build_task("reasoning_gym:composite", {"datasets": specs})
+    some = list(islice(task.prompts(0, "train"), 30))
+    assert {item["metadata"]["source_dataset"] for item in some} == {"leg_counting", "chain_sum"}
+    assert all(task.score(item, item["answer"]) == 1.0 for item in some)
+
+
+def test_reasoning_gym_args_reach_its_config_and_no_instruction_leaves_the_question_alone():
+    args = {"min_terms": 2, "max_terms": 2, "instruction": ""}
+    for item in items("reasoning_gym:chain_sum", 10, **args):
+        assert item["prompt"] == item["question"]
+        assert item["metadata"]["num_terms"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("sortin", {}, "unknown task 'sortin'; did you mean 'sorting'? valid: arithmetic, countdown"),
+        (
+            "sorting",
+            {"digits": 3},
+            "unknown argument 'digits'; did you mean 'min_digits'? valid: max_digits, min_digits",
+        ),
+        ("sorting", {"min_digits": 9}, "min_digits=9 is above max_digits=8"),
+        ("sorting", {"min_digits": "many"}, "args.min_digits='many'"),
+        ("sorting", {"template": "sort this"}, "args.template='sort this'"),
+        ("arithmetic", {"operators": ["%"]}, "args.operators.0='%'"),
+        ("reasoning_gym:leg_count", {}, "did you mean 'leg_counting'?"),
+        ("reasoning_gym:chain_sum", {"min_term": 2}, "unexpected keyword argument 'min_term'"),
+        ("reasoning_gym:chain_sum", {"seed": 2}, "args.seed is set by the run"),
+        ("reasoning_gym:composite", {}, "Must specify at least one dataset"),
+        ("no_such_module:Task", {}, "cannot import 'no_such_module'"),
+        ("no/such/file.py:Task", {}, "no such file"),
+        ("math:tua", {}, "unknown object of 'math' 'tua'; did you mean 'tau'?"),
+        ("math:tau", {}, "not a task, it has no prompts() and no score()"),
+        (":Task", {}, "not of the form module:object"),
+    ],
+)
+def test_what_cannot_be_built_is_said_in_one_line(name, args, message):
+    with pytest.raises(EnvironmentSetupError) as error:
+        build_task(name, args)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_reasoning_gym_names_the_pip_command(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym.factory", None)
+    with pytest.raises(EnvironmentSetupError, match="pip install reasoning-gym"):
+        build_task("reasoning_gym:leg_counting", {})
+
+
+USER_TASK = """
+class Parity:
+    def __init__(self, limit=4):
+        if limit < 1:
+            raise ValueError("limit must be positive")
+        self.limit = limit
+
+    def prompts(self, seed, split):
+        for number in range(self.limit):
+            yield {"prompt": str(number), "even": number % 2 == 0}
+
+    async def score(self, item, completion):
+        return float((completion == "even") == item["even"])
+
+class Half:
+    def prompts(self, seed, split): ...
+
+parity = Parity(2)
+"""
+
+
+def test_a_class_in_a_file_is_built_with_args_and_an_instance_is_used_as_it_is(tmp_path):
+    file = tmp_path / "my_task.py"
+    file.write_text(USER_TASK)
+    task = build_task(f"{file}:Parity", {"limit": 3})
+    assert [item["prompt"] for item in task.prompts(0, "train")] == ["0", "1", "2"]
+    assert build_task(f"{file}:parity", {}).limit == 2
+    assert type(build_task(f"{file}:parity", {})) is type(task)
+    assert score_text(task, {"even": True}, "even").reward == 1.0
+    with pytest.raises(EnvironmentSetupError, match="it has no score"):
+        build_task(f"{file}:Half", {})
+    with pytest.raises(EnvironmentSetupError, match=r"limit must be positive"):
+        build_task(f"{file}:Parity", {"limit": 0})
+    with pytest.raises(EnvironmentSetupError, match="is an instance, not a class"):
+        build_task(f"{file}:parity", {"limit": 1})
+
+
+class Answering:
+    """A task whose judge gives what it was told to."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def prompts(self, seed, split):
+        return iter(())
+
+    def score(self, item, completion):
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+LINE = Answering.score.__code__.co_firstlineno + 2
+
+
+@pytest.mark.parametrize(
+    ("result", "reward", "parts", "error"),
+    [
+        (True, 1.0, {}, None),
+        (None, None, {}, None),
+        (float("nan"), None, {}, None),
+        ({"reward": 2, "style": 0.5, "off": None}, 2.0, {"style": 0.5}, None),
+        ({"reward": None, "style": 0.5}, None, {"style": 0.5}, None),
+        ({"style": 0.5}, None, {}, "ValueError: score() gave parts without 'reward': style"),
+        (float("inf"), None, {}, "ValueError: a reward must be None or a number up to 1e+30 in size, got inf"),
+        ("1", None, {}, "ValueError: a reward must be None or a number up to 1e+30 in size, got '1'"),
+        (KeyError("answer"), None, {}, f"KeyError: 'answer' (test_tasks.py, line {LINE})"),
+        (RuntimeError("two\nlines"), None, {}, f"RuntimeError: two lines (test_tasks.py, line {LINE})"),
+        (SystemExit(3), None, {}, f"SystemExit: 3 (test_tasks.py, line {LINE})"),
+        (KeyboardInterrupt(), None, {}, f"KeyboardInterrupt: (test_tasks.py, line {LINE})"),
+        ({"reward": 1, ("a", 2): 3, None: 4}, 1.0, {"('a', 2)": 3.0, "None": 4.0}, None),
+    ],
+)
+def test_the_result_of_a_users_score_becomes_a_score_or_one_line_of_error(result, reward, parts, error):
+    score = score_text(Answering(result), {}, "text")
+    assert (score.reward, score.parts, score.error) == (reward, parts, error)

@@ -1,0 +1,287 @@
+"""The tool-use episode and its tools: bounded, right, and playable by the teacher that warm starts learn from."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colocated_grpo.environments.base import EnvironmentSetupError, Episode
+from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.environments.conversation import Conversation
+from colocated_grpo.environments.episodes import build_episode
+from colocated_grpo.environments.episodes.toolbox import ToolError, calculate, search
+from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.environments.rewards.scoring import as_score
+from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.episode_lessons import EpisodeLessons
+from colocated_grpo.tools.warm_start import IGNORED, WarmStart
+from colocated_grpo.types import Completion, Rollout, Score
+
+TOKENIZER = build_char_tokenizer()
+ROOM = 400
+
+
+# Tools
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2*(3+4)", "14"),
+        (" 7 - 9 ", "-2"),
+        ("-3**2", "-9"),
+        ("7/2", "3.5"),
+        ("1/3", "0.333333"),
+        ("7//2", "3"),
+        ("-7%3", "2"),
+        ("2**-2", "0.25"),
+        ("0.1+0.2", "0.3"),
+        ("1e3", "1000"),
+        ("2**64", str(2**64)),
+    ],
+)
+def test_the_calculator_is_exact(expression, value):
+    assert calculate(expression) == value
+
+
+@given(st.integers(-999, 999), st.integers(-999, 999), st.sampled_from("+-*"))
+def test_the_calculator_agrees_with_python(left, right, symbol):
+    assert calculate(f"({left}){symbol}({right})") == str(eval(f"({left}){symbol}({right})"))
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("", "not an expression"),
+        ("2+", "not an expression"),
+        ("1e999", "not an expression"),
+        ("1/0", "division by zero"),
+        ("0**-1", "division by zero"),
+        ("__import__('os')", "only numbers"),
+        ("'a'*9", "only numbers"),
+        ("True+1", "only numbers"),
+        ("(1).real", "only numbers"),
+        ("[1][0]", "only numbers"),
+        ("9**9**9", "at most 64"),
+        ("2**0.5", "at most 64"),
+        ("9**64*9**64", "too large"),
+        ("1" * 201, "more than 200 characters"),
+        ("(" * 100 + ")" * 100, "only numbers"),
+    ],
+)
+def test_the_calculator_refuses_in_words_and_at_once(expression, message):
+    started = time.process_time()
+    with pytest.raises(ToolError, match=message):
+        calculate(expression)
+    assert time.process_time() - started < 0.5
+
+
+@given(st.text(max_size=220))
+def test_no_expression_breaks_the_calculator(text):
+    with suppress(ToolError):
+        assert len(calculate(text)) < 100
+
+
+def test_a_search_gives_the_best_lines_first_and_at_most_three():
+    text = "Ann likes tea\nBob likes tea and cake\nCat sleeps\nDan likes tea\nEve likes tea"
+    assert search(text, "CAKE, tea") == "Bob likes tea and cake\nAnn likes tea\nDan likes tea"
+    assert search(text, "cat") == "Cat sleeps"
+    for nothing in ("", "dog", "li"):
+        with pytest.raises(ToolError, match="nothing found"):
+            search(text, nothing)
+
+
+# Episodes
+
+
+class Script:
+    """Says one given turn after the other."""
+
+    def __init__(self, *turns: str) -> None:
+        self.turns = list(turns)
+
+    async def __call__(self, token_ids: list[int], max_tokens: int) -> Completion:
+        said = [*TOKENIZER.encode(self.turns.pop(0)), TOKENIZER.eos_token_id]
+        ended = len(said) <= max_tokens
+        return Completion(
+            token_ids=said[:max_tokens],
+            sampling_logprobs=[-0.5] * len(said[:max_tokens]),
+            finish_reason="stop" if ended else "length",
+            policy_version=0,
+        )
+
+
+def item_of(episode: Episode, **wanted: Any) -> dict[str, Any]:
+    return {**next(iter(episode.prompts(0, "train"))), **wanted}
+
+
+def played(episode: Episode, item: dict[str, Any], *turns: str, room: int = ROOM) -> tuple[Score, Rollout]:
+    prompt = PromptEncoder(TOKENIZER, 400).encode(item, index=0, source="tool_use")
+    conversation = Conversation(prompt, ChatCodec(TOKENIZER), room, Script(*turns))
+    score = as_score(asyncio.run(episode.run(item, conversation)))
+    return score, conversation.rollout(score, 1.0)
+
+
+TWO_LOOK_UPS = {"question": "ann+bob", "text": "ann: 12\nbob: 30", "names": ["ann", "bob"], "answer": "42"}
+
+
+def test_searches_a_calculation_and_the_right_answer_earn_one():
+    episode = build_episode("tool_use", {"template": "{question}"})
+    turns = ["<search>ann</search>", "<search>bob</search>", "<calc>12+30</calc>", "<answer> 42 </answer>"]
+    score, rollout = played(episode, item_of(episode, **TWO_LOOK_UPS), *turns)
+    assert (score.reward, score.parts) == (1.0, {"correct": 1.0, "answered": 1.0, "format": 1.0})
+    assert rollout.text == (
+        "<search>ann</search><|end|><|user|>ann: 12<|end|><|assistant|>"
+        "<search>bob</search><|end|><|user|>bob: 30<|end|><|assistant|>"
+        "<calc>12+30</calc><|end|><|user|>42<|end|><|assistant|>"
+        "<answer> 42 </answer><|end|>"
+    )
+    sampled = [token for token, own in zip(rollout.token_ids, rollout.loss_mask, strict=True) if own]
+    assert TOKENIZER.decode(sampled) == "".join(f"{turn}<|end|>" for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward", "format_share"),
+    [
+        (["<calc>1/0</calc>", "<answer>7</answer>"], 0.1, 1.0),
+        (["hello", "<answer>7</answer>"], 0.05, 0.5),
+        (["<calc>1</calc><calc>2</calc>", "<answer>42</answer>"], 1.0, 0.5),
+        (["<answer>1</answer><answer>42</answer>", "<answer>42</answer>"], 1.0, 0.5),
+        (["<search>zed</search>"] * 3, 0.0, 1.0),
+        (["<think><answer>7</answer></think><answer>42</answer>"], 1.0, 1.0),
+    ],
+)
+def test_wrong_answers_earn_a_little_for_their_form(turns, reward, format_share):
+    episode = build_episode("tool_use", {"max_turns": 3})
+    score, _ = played(episode, item_of(episode, **TWO_LOOK_UPS), *turns)
+    assert score.reward == pytest.approx(reward)
+    assert score.parts["format"] == format_share
+
+
+def test_tool_errors_come_back_as_observations():
+    episode = build_episode("tool_use", {})
+    turns = ["<calc>1/0</calc>", "<search>zed</search>", "nothing", "<answer>1</answer>"]
+    _, rollout = played(episode, item_of(episode, **TWO_LOOK_UPS), *turns)
+    for line in ("error: division by zero", "error: nothing found", "error: make one call in each turn"):
+        assert f"<|user|>{line}<|end|><|assistant|>" in rollout.text
+
+
+def test_an_episode_out_of_room_or_cut_short_earns_nothing_and_keeps_its_parts():
+    episode = build_episode("tool_use", {"max_turn_tokens": 30})
+    item = item_of(episode, **TWO_LOOK_UPS)
+    score, rollout = played(episode, item, *["<search>ann</search>"] * 6, room=50)
+    assert (score.reward, score.parts["correct"]) == (0.0, 0.0)
+    assert rollout.finish_reason == "length"
+    score, _ = played(episode, item, "x" * 99, "<answer>42</answer>")
+    assert score.parts["format"] == 0.5
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_questions_take_as_many_calls_as_asked_for_and_the_teacher_answers_them(calls):
+    episode = build_episode("tool_use", {"min_calls": calls, "max_calls": calls, "operators": ["+", "-", "*"]})
+    for item in islice(episode.prompts(3, "train"), 30):
+        observations: list[str] = []
+        turns = []
+        while not turns or "answer" not in turns[-1]:
+            turns.append(episode.teach(item, observations))
+            call = turns[-1]
+            inner = call.partition(">")[2].partition("<")[0]
+            observations.append(search(item["text"], inner) if "search" in call else calculate(inner or "0"))
+        score, _ = played(episode, item, *turns)
+        assert score.reward == 1.0
+        assert len(turns) == calls + 1
+
+
+def test_training_and_held_out_questions_differ_and_a_seed_repeats_them():
+    episode = build_episode("tool_use", {})
+    trained = {item["identity"] for item in islice(episode.prompts(0, "train"), 500)}
+    held_out = [item["identity"] for item in islice(episode.prompts(0, "held_out"), 50)]
+    assert not trained & set(held_out)
+    assert len(set(held_out)) == 50
+    assert list(islice(episode.prompts(4, "train"), 9)) == list(islice(episode.prompts(4, "train"), 9))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"min_calls": 3, "max_calls": 2}, "min_calls=3 is above max_calls=2"),
+        ({"calls": 2}, "unknown argument 'calls'"),
+        ({"template": "solve"}, "args.template='solve'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_one_line(args, message):
+    with pytest.raises(EnvironmentSetupError, match=message) as error:
+        build_episode("tool_use", args)
+    assert "\n" not in str(error.value)
+
+
+# The teacher's conversations
+
+
+def test_a_lesson_labels_the_teachers_turns_and_nothing_else():
+    episode = build_episode("tool_use", {"template": "{question}"})
+    settings = WarmStart(max_completion_tokens=ROOM, slips=0.0)
+    for token_ids, labels in EpisodeLessons(episode, TOKENIZER, settings).take(8):
+        assert len(token_ids) == len(labels)
+        taught = TOKENIZER.decode([label for label in labels if label != IGNORED])
+        assert all(label in (IGNORED, token) for token, label in zip(token_ids, labels, strict=True))
+        assert taught.endswith("</answer><|end|>")
+        assert "<|user|>" not in taught and ":" not in taught
+
+
+def test_a_careless_teacher_slips_in_the_labels_and_never_in_what_is_read():
+    episode = build_episode("tool_use", {"template": "{question}"})
+    careful, careless = (
+        EpisodeLessons(episode, TOKENIZER, WarmStart(max_completion_tokens=ROOM, slips=slips)).take(40)
+        for slips in (0.0, 0.3)
+    )
+    assert [token_ids for token_ids, _ in careful] == [token_ids for token_ids, _ in careless]
+    pairs = [
+        (right, given)
+        for (_, labels), (_, slipped) in zip(careful, careless, strict=True)
+        for right, given in zip(labels, slipped, strict=True)
+        if right not in (IGNORED, TOKENIZER.eos_token_id)
+    ]
+    assert 0.2 < sum(right != given for right, given in pairs) / len(pairs) < 0.35
+
+
+# Names
+
+
+USER_EPISODE = """
+class Guess:
+    def __init__(self, limit=3):
+        self.limit = limit
+
+    def prompts(self, seed, split):
+        yield {"prompt": "guess"}
+
+    async def run(self, item, model):
+        await model.generate()
+        return 1.0
+
+class Silent:
+    def prompts(self, seed, split): ...
+
+class Blocking(Guess):
+    def run(self, item, model): ...
+"""
+
+
+def test_a_users_episode_is_found_in_a_file_and_its_mistakes_are_one_line(tmp_path):
+    file = tmp_path / "guess.py"
+    file.write_text(USER_EPISODE)
+    assert build_episode(f"{file}:Guess", {"limit": 5}).limit == 5
+    with pytest.raises(EnvironmentSetupError, match=r"not an episode, it has no run\(\)"):
+        build_episode(f"{file}:Silent", {})
+    with pytest.raises(EnvironmentSetupError, match="write `async def run`"):
+        build_episode(f"{file}:Blocking", {})
+    with pytest.raises(EnvironmentSetupError, match="unknown episode 'tool_us'; did you mean 'tool_use'"):
+        build_episode("tool_us", {})

@@ -1,0 +1,217 @@
+"""The form of a reply, who may say what when, and replies compiled into a pattern."""
+
+from __future__ import annotations
+
+import re
+import time
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colocated_grpo.environments.town.grammar import BARE_TAGS, FULL_TAGS, Malformed, Reply, clean, parse
+from colocated_grpo.environments.town.legality import Form, legal_actions
+from colocated_grpo.environments.town.players import reply
+from colocated_grpo.environments.town.state import Phase, to_json
+from colocated_grpo.environments.town.structured import reply_pattern
+from colocated_grpo.environments.town.verdicts import Status, judge
+from tests.support.town_tables import argument_for, judged, random_games, seat, table
+
+PIECES = (
+    *("<think>", "</think>", "<wait/>", "<speak>", "</speak>", "<vote>guilty</vote>", "<think", "<kill>", "<", ">"),
+    *("<nominate>Bram</nominate>", "<whisper>Ada: hi</whisper>", "Ada", "/", " ", "\n", "\x00", "\u202e", "\ud800"),
+)
+hostile = st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=12).map("".join)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", "missing_think"),
+        ("<wait/>", "missing_think"),
+        ("well <think></think><wait/>", "missing_think"),
+        ("<think>I wonder", "unclosed_think"),
+        ("<think>a</think>", "missing_tag"),
+        ("<think>a<think>b</think><wait/>", "multiple_think"),
+        ("<think>a</think><think>b</think><wait/>", "multiple_think"),
+        ("<think>a</think><wait/><wait/>", "multiple_tags"),
+        ("<think>a</think><vote>guilty</vote><vote>innocent</vote>", "multiple_tags"),
+        ("<think>a</think>I say <wait/>", "text_outside_tags"),
+        ("<think>a</think><wait/> done", "text_outside_tags"),
+        ("<think>a</think>just words", "invalid_xml"),
+        ("<think>a</think><speak>hello", "text_outside_tags"),
+        ("<think>a</think><speak>hello</vote>", "invalid_xml"),
+        ("<think>a</think><speak>1 < 2</speak>", "invalid_xml"),
+        ("<think>a</think><SPEAK>hello</SPEAK>", "invalid_xml"),
+        ("<think>a</think><dance/>", "unknown_tag"),
+        ("<think>a</think><speak/>", "missing_argument"),
+        ("<think>a</think><speak> \n </speak>", "missing_argument"),
+        ("<think>a</think><wait>now</wait>", "unexpected_argument"),
+    ],
+)
+def test_each_fault_of_form_has_its_code_and_costs_minus_one(text, code):
+    assert parse(text).code == code
+    verdict = judged(table(), "Ada", text)
+    assert (verdict.status, verdict.code) == (Status.MALFORMED, code)
+    assert int(verdict.status) == -1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a < b</think><wait/>", Reply("a < b", "wait")),
+        ("  <think></think>\n\n<wait />\n", Reply("", "wait")),
+        ("<think>x</think> <speak> good  day\nall </speak>", Reply("x", "speak", "good day all")),
+        ("<think>say <wait/>?</think><vote>guilty</vote>", Reply("say <wait/>?", "vote", "guilty")),
+    ],
+)
+def test_well_formed_replies_are_read(text, expected):
+    assert parse(text) == expected
+
+
+def test_every_tag_is_written_in_exactly_one_way():
+    assert not BARE_TAGS & FULL_TAGS
+    for tag in BARE_TAGS:
+        assert parse(reply(tag)) == Reply("", tag)
+    for tag in FULL_TAGS:
+        assert parse(reply(tag, "x")) == Reply("", tag, "x")
+
+
+@given(hostile)
+def test_hostile_text_is_judged_and_never_raises(text):
+    game = table("mayor")
+    game.phase = Phase.DISCUSSION
+    before = to_json(game)
+    verdict = judged(game, "Ada", text)
+    assert verdict.status in (Status.MALFORMED, Status.ILLEGAL, Status.OK)
+    assert isinstance(parse(text), Malformed) == (verdict.status is Status.MALFORMED)
+    assert to_json(game) == before
+
+
+@given(st.text())
+def test_speech_is_one_printable_line(text):
+    cleaned = clean(text)
+    assert cleaned.isprintable()
+    assert cleaned == " ".join(cleaned.split())
+
+
+@pytest.mark.parametrize("piece", ["<", "<think>", "<a", "<a>", "</think>", "a", " ", "\n", "<wait/>", "<speak>"])
+def test_a_long_hostile_reply_takes_linear_time(piece):
+    began = time.perf_counter()
+    for opening in ("", "<think>", "<think></think>", "<think></think><speak>"):
+        parse(opening + piece * 200_000)
+    assert time.perf_counter() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("phase", "completion", "code"),
+    [
+        (Phase.DISCUSSION, reply("vote", "guilty"), "wrong_phase"),
+        (Phase.DISCUSSION, reply("kill", "Bram"), "wrong_phase"),
+        (Phase.NIGHT, reply("speak", "hello"), "wrong_phase"),
+        (Phase.NIGHT, reply("kill", "Bram"), "wrong_role"),
+        (Phase.NIGHT, reply("investigate", "Nobody"), "target_not_found"),
+        (Phase.NIGHT, reply("investigate", "Gwen"), "target_dead"),
+        (Phase.NIGHT, reply("investigate", "Ada"), "target_self"),
+        (Phase.NIGHT, reply("chat_history", "2"), "tool_not_now"),
+        (Phase.DISCUSSION, reply("reveal"), "wrong_role"),
+        (Phase.DISCUSSION, reply("whisper", "hello"), "no_addressee"),
+        (Phase.DISCUSSION, reply("whisper", "Gwen: hello"), "target_dead"),
+        (Phase.DISCUSSION, reply("speak", "x" * 401), "too_long"),
+        (Phase.DISCUSSION, reply("check_will", "Bram"), "target_not_allowed"),
+        (Phase.NOMINATION, reply("nominate", "Cleo"), "target_not_allowed"),
+        (Phase.NOMINATION, reply("nominate", "Ada"), "target_self"),
+        (Phase.DEFENCE, reply("speak", "it was not me"), "not_your_turn_to"),
+        (Phase.JUDGEMENT, reply("vote", "Bram"), "target_not_allowed"),
+        (Phase.JUDGEMENT, reply("vote", "perhaps"), "target_not_found"),
+    ],
+)
+def test_what_is_well_formed_but_not_allowed_is_worth_zero(phase, completion, code):
+    game = table("sheriff")
+    game.phase, game.day, game.accused, game.acquitted = phase, 2, game.index("Bram"), [game.index("Cleo")]
+    seat(game, "Gwen").alive = False
+    verdict = judged(game, "Ada", completion)
+    assert (verdict.status, verdict.code) == (Status.ILLEGAL, code)
+    assert int(verdict.status) == 0
+
+
+def test_the_mafia_does_not_kill_its_own():
+    game = table("godfather", "framer")
+    game.phase = Phase.NIGHT
+    assert judged(game, "Ada", reply("kill", "Bram")).code == "target_not_allowed"
+
+
+def test_names_and_votes_may_be_written_in_any_case():
+    game = table()
+    game.phase = Phase.NOMINATION
+    assert judged(game, "Ada", reply("nominate", "BRAM")).argument == "Bram"
+    game.phase = Phase.JUDGEMENT
+    assert judged(game, "Ada", reply("vote", "Guilty")).argument == "guilty"
+
+
+def test_waiting_is_always_allowed_and_worth_one():
+    game = table()
+    for phase in Phase:
+        game.phase = phase
+        verdict = judged(game, "Ada", reply("wait"))
+        assert int(verdict.status) == 1
+
+
+def test_look_ups_are_bounded_in_a_turn():
+    game = table(tool_calls=2)
+    game.phase = Phase.DISCUSSION
+    for _ in range(2):
+        assert judged(game, "Ada", reply("roles")).status is Status.OK
+        seat(game, "Ada").dialog.append((reply("roles"), "..."))
+    assert judged(game, "Ada", reply("roles")).code == "too_many_tools"
+
+
+def test_every_action_listed_as_legal_is_judged_fine_and_every_other_tag_is_not():
+    checked = 0
+    for step, game in enumerate(random_games(9)):
+        if step % 7:
+            continue
+        asked, rng = game.waiting[0], Random(step)
+        legal = legal_actions(game, asked)
+        for tag in sorted(BARE_TAGS | FULL_TAGS):
+            argument = argument_for(legal[tag], rng) if tag in legal else "Ada" if tag in FULL_TAGS else ""
+            assert (judge(game, asked, reply(tag, argument)).status is Status.OK) == (tag in legal), tag
+            checked += 1
+    assert checked > 1000
+
+
+def test_the_pattern_of_a_turn_admits_every_option_and_nothing_else():
+    for step, game in enumerate(random_games(4, seats=7)):
+        if step % 11:
+            continue
+        asked = game.waiting[0]
+        legal = legal_actions(game, asked)
+        pattern = re.compile(reply_pattern(legal, game.rules.max_speech))
+        for tag, slot in legal.items():
+            if slot.form in (Form.CHOICE, Form.EMPTY):
+                assert all(pattern.fullmatch(reply(tag, option)) for option in slot.options or ("",))
+            else:
+                written = reply(tag, argument_for(slot, Random(step)))
+                assert pattern.fullmatch(written.replace("<think>", "<think>hm, so"))
+        for tag in (BARE_TAGS | FULL_TAGS) - legal.keys():
+            assert not pattern.fullmatch(reply(tag, "" if tag in BARE_TAGS else "Ada"))
+
+
+def test_the_pattern_allows_speech_up_to_its_limit():
+    game = table(max_speech=30)
+    game.phase = Phase.DISCUSSION
+    pattern = re.compile(reply_pattern(legal_actions(game, 0), 30))
+    for length, fine in ((30, True), (31, False)):
+        completion = reply("speak", "x" * length)
+        assert bool(pattern.fullmatch(completion)) == fine
+        assert (judge(game, 0, completion).code == "ok") == fine
+
+
+TALK = table("mayor")
+TALK.phase, TALK.day = Phase.DISCUSSION, 3
+
+
+@given(st.from_regex(reply_pattern(legal_actions(TALK, 0), TALK.rules.max_speech, max_thought=20), fullmatch=True))
+def test_whatever_the_pattern_admits_is_legal(completion):
+    assert judge(TALK, 0, completion).code == "ok"

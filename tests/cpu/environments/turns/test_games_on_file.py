@@ -1,0 +1,107 @@
+"""Ended games in the run folder: written, cut back at a resume, told in the report and on the terminal."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tracemalloc
+
+from colocated_grpo.tools import show_rollouts
+from colocated_grpo.tracking.games import EVENTS_FILE, EVENTS_TABLE, GAMES_FILE, GameWriter, read_games
+from tests.support.tracked_run import HOSTILE, TrackedRun
+
+
+def game(number: int, text: str = "hello") -> dict:
+    return {
+        "source": "town",
+        "game": number,
+        "winner": "mafia",
+        "seats": [{"name": "Ada", "role": "doctor"}, {"name": "Bram", "role": "spy"}],
+        "transcript": f"Cast: Ada\n{text}\n",
+        "events": [{"game": number, "day": 1, "text": text}, {"game": number, "day": 2, "text": "over"}],
+    }
+
+
+def table(folder) -> list[dict]:
+    with (folder / EVENTS_TABLE).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def events(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
+
+
+def test_games_and_their_events_are_written_as_jsonl_and_csv(tmp_path):
+    writer = GameWriter(tmp_path, 0)
+    writer.write(3, [game(0), game(1, 'says "no",\nthen leaves')])
+    writer.write(4, [])
+    writer.write(5, [{"source": "other", "game": 0, "winner": "nobody"}])
+    assert [(row["step"], row["source"], row["game"]) for row in read_games(tmp_path)] == [
+        (3, "town", 0),
+        (3, "town", 1),
+        (5, "other", 0),
+    ]
+    assert "events" not in (tmp_path / GAMES_FILE).read_text()
+    assert len(events(tmp_path)) == 4
+    assert [{key: str(value) for key, value in row.items()} for row in events(tmp_path)] == table(tmp_path)
+
+
+def test_a_run_without_games_has_no_file_of_them(tmp_path):
+    GameWriter(tmp_path, 0).write(1, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_events_whose_game_was_not_written_before_a_kill_are_dropped(tmp_path):
+    GameWriter(tmp_path, 0).write(0, [game(0)])
+    (tmp_path / GAMES_FILE).unlink()
+    GameWriter(tmp_path, 0).write(0, [game(0)])
+    assert len(read_games(tmp_path)) == 1
+    assert len(events(tmp_path)) == len(table(tmp_path)) == 2
+
+
+def test_games_of_steps_that_a_resume_repeats_are_dropped(tmp_path):
+    writer = GameWriter(tmp_path, 0)
+    for step in range(4):
+        writer.write(step, [game(step)])
+    with (tmp_path / EVENTS_TABLE).open("a") as file:
+        file.write('3,town,9,"cut in the mid')
+    resumed = GameWriter(tmp_path, 2)
+    assert [row["game"] for row in read_games(tmp_path)] == [0, 1]
+    resumed.write(2, [game(7)])
+    assert [row["game"] for row in read_games(tmp_path)] == [0, 1, 7]
+    assert [row["game"] for row in table(tmp_path)] == ["0", "0", "1", "1", "7", "7"]
+    assert [row["game"] for row in events(tmp_path)] == [0, 0, 1, 1, 7, 7]
+
+
+def test_a_resume_holds_no_more_than_a_few_events_in_memory(tmp_path):
+    writer = GameWriter(tmp_path, 0)
+    crowd = {**game(0), "events": [{"game": 0, "day": day, "text": "hm" * 50} for day in range(2_000)]}
+    for step in range(10):
+        writer.write(step, [crowd])
+    tracemalloc.start()
+    GameWriter(tmp_path, 9)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 * 2**20
+    assert len(events(tmp_path)) == len(table(tmp_path)) == 9 * 2_000
+
+
+def test_the_report_and_the_terminal_tell_a_game_and_nothing_in_it_is_code(tmp_path, capsys):
+    run = TrackedRun(tmp_path).train()
+    run.tracker.games(5, [game(4, "an early one"), game(5, f"the last words {HOSTILE}")])
+    run.finish()
+    report = (tmp_path / "report.html").read_text()
+    assert "Games (the latest 2 of 2)" in report
+    assert "town, game 5, ended in step 5: mafia" in report
+    assert "<td>doctor</td>" in report
+    assert "the last words" in report
+    assert "<script>" not in report
+    assert show_rollouts.main([str(tmp_path), "--game"]) == 0
+    shown = capsys.readouterr().out
+    assert "the last words" in shown
+    assert "an early one" not in shown
+    assert "\x1b[2J" not in shown
+    assert show_rollouts.main([str(tmp_path), "--game", "4"]) == 0
+    assert "an early one" in capsys.readouterr().out
+    assert show_rollouts.main([str(tmp_path), "--game", "6"]) == 2
+    assert "no game 6 has ended" in capsys.readouterr().err

@@ -1,0 +1,249 @@
+"""What a rank does before it trains: its place among the others, its libraries' variables, its settings."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from colocated_grpo.launch.cli import (
+    LOG_LEVEL_VARIABLE,
+    VERDICT_VARIABLE,
+    OneLineParser,
+    _report,
+    add_run_arguments,
+    environment_problem,
+    fault_of_the_machine,
+    first_host,
+    rank_environment,
+)
+from colocated_grpo.runtime.descriptors import DESCRIPTORS
+from tests.support.paths import ROOT
+
+
+def test_torchruns_variables_are_used_as_they_are():
+    assert rank_environment({"RANK": "1", "SLURM_PROCID": "5", "SLURM_NTASKS": "8"}) == {}
+
+
+def test_a_process_of_its_own_is_the_only_rank():
+    environment = rank_environment({})
+    port = environment.pop("MASTER_PORT")
+    assert 0 < int(port) < 65536
+    assert environment == {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def test_slurms_variables_place_a_rank():
+    environment = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODELIST": "gpu[03-04]",
+        "SLURM_TASKS_PER_NODE": "4(x2)",
+        "SLURM_JOB_ID": "1234567",
+    }
+    assert rank_environment(environment) == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "34567",
+    }
+
+
+def test_a_job_step_smaller_than_its_job_counts():
+    job = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NODELIST": "a,b"}
+    step = rank_environment({**job, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "b"})
+    assert (step["WORLD_SIZE"], step["MASTER_ADDR"]) == ("2", "b")
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[3-5]", "node3"),
+        ("node[007,012-015],login", "node007"),
+        ("rack-a[2,4]-ib", "rack-a2-ib"),
+        ("a,node[3-5]", "a"),
+    ],
+)
+def test_the_first_host_of_a_slurm_node_list_is_the_master(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+def rank(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "VLLM_"))}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=inherited | {"PYTHONPATH": str(ROOT)} | environment,
+    )
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "gpu03", "MASTER_PORT": "29500"}
+START = "import sys; from colocated_grpo.launch.cli import main; sys.exit(main(sys.argv[1:] or ARGUMENTS))"
+
+
+@pytest.mark.parametrize(("number", "message"), [("0", "error: config='nope.yaml': no such file\n"), ("1", "")])
+def test_settings_that_do_not_load_end_every_rank_and_rank_0_says_why(number, message):
+    result = rank(START.replace("ARGUMENTS", "['--config', 'nope.yaml']"), **TORCHRUN | {"RANK": number})
+    assert (result.returncode, result.stderr) == (2, message)
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A config file whose model exists."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "model/model.safetensors").touch()
+    path = tmp_path / "my_run.yaml"
+    path.write_text(f"model: {{name: {tmp_path}/model}}\nenvironments: [{{name: sorting}}]\n")
+    return path
+
+
+def trained(config: Path, body: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A rank whose trainer is one line of Python."""
+    code = (
+        "import os, sys, types\n"
+        "from colocated_grpo.config.errors import ConfigError\n"
+        "from colocated_grpo.errors import RunError\n"
+        "trainer = sys.modules['colocated_grpo.trainer'] = types.ModuleType('trainer')\n"
+        f"def train(config, *, resume, name):\n    {body}\n"
+        "trainer.main = train\n"
+    )
+    return rank(code + START.replace("ARGUMENTS", ascii(["--config", str(config), *arguments])), **environment)
+
+
+def test_a_rank_prepares_its_libraries_and_starts_the_trainer(config):
+    body = (
+        "print(name, resume, config.policy.lr, os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'], os.environ['WORLD_SIZE'])"
+    )
+    result = trained(config, body, "--resume", "--learning_rate", "2e-6")
+    assert result.stderr == ""
+    assert result.stdout == "note: old names read as new ones: learning_rate -> policy.lr\nmy_run auto 2e-06 0 1\n"
+    assert result.returncode == 0
+
+
+def test_a_run_that_is_not_there_to_be_resumed_ends_a_rank_before_it_trains(config, tmp_path):
+    result = trained(config, "print('trains')", "--resume", str(tmp_path / "gone"))
+    line = f"error: --resume='{tmp_path / 'gone'}': no such run folder\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+
+
+def test_a_rank_may_have_more_files_open_than_a_shell_gives_it(config):
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
+    try:
+        result = trained(config, "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert result.stdout == f"{min(hard, DESCRIPTORS)} {hard}\n"
+
+
+@pytest.mark.parametrize(("error", "code"), [("ConfigError", 2), ("RunError", 1)])
+def test_what_the_user_can_act_on_ends_a_rank_with_one_line(config, error, code):
+    result = trained(config, f"raise {error}('batch.size=3: too small')")
+    assert (result.returncode, result.stderr) == (code, "error: batch.size=3: too small\n")
+
+
+def test_what_the_machine_refuses_ends_a_rank_with_one_line(config):
+    result = trained(config, "raise OSError(27, 'File too large', 'x')")
+    assert (result.returncode, result.stderr) == (1, "error: File too large: x\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "No space left: while writing into the run folder"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error: while writing into the run folder"),
+        (OSError(errno.EROFS, "Read-only file system", "/y/x"), "Read-only file system: /y/x"),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files: raise the limit (ulimit -n)"),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/a/b"), "Permission denied: runs/a/b"),
+        (
+            IsADirectoryError(errno.EISDIR, "Is a directory", f"{Path.cwd()}/old/a"),
+            f"Is a directory: {Path.cwd()}/old/a",
+        ),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/nowhere/else"), None),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), None),
+    ],
+)
+def test_only_what_concerns_disks_limits_and_the_runs_own_folders_needs_no_traceback(error, line):
+    assert fault_of_the_machine(error, ["runs", "old"]) == line
+
+
+def test_user_code_that_exits_does_not_pass_for_a_run_that_has_finished(config):
+    result = trained(config, "sys.exit(0)")
+    assert result.returncode == 1
+    assert result.stderr.endswith("RuntimeError: sys.exit(0) was called during the run\n")
+
+
+def test_a_defect_ends_a_rank_with_its_traceback(config):
+    result = trained(config, "raise KeyError('x')")
+    assert result.returncode == 1
+    assert result.stderr.endswith("KeyError: 'x'\n")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_no_file_gets_the_number_of_a_standard_stream_that_was_closed(tmp_path, closed):
+    code = (
+        "import sys; from colocated_grpo.launch.cli import prepare_streams; prepare_streams(); sys.stdin.read()\n"
+        "print('x', flush=True); print('x', file=sys.stderr, flush=True)\n"
+        f"with open({str(tmp_path / 'file')!r}, 'w') as file: file.write(str(file.fileno()))"
+    )
+    shell = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", code]
+    subprocess.run(shell, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert int((tmp_path / "file").read_text()) > 2
+
+
+@pytest.mark.parametrize("code", ["ConfigError", "RunError"])
+def test_a_terminal_without_the_letters_of_a_path_shows_their_numbers(config, code):
+    body = f"print('Z\\xfcrich'); raise {code}('\\xfc=1: too small')"
+    result = trained(config, body, PYTHONIOENCODING="ascii")
+    assert (result.stdout, result.stderr) == ("Z\\xfcrich\n", "error: \\xfc=1: too small\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": None}, "RANK='0' is set and WORLD_SIZE is not: unset RANK, or start with torchrun"),
+        ({"MASTER_PORT": None}, "RANK='0' is set and MASTER_PORT is not: unset RANK, or start with torchrun"),
+        ({"RANK": "x"}, "RANK='x': must be a whole number"),
+        ({"RANK": "2"}, "RANK=2: must be less than WORLD_SIZE=2"),
+    ],
+)
+def test_variables_of_torchrun_that_are_half_set_are_said_in_one_line(changes, problem):
+    merged = {**TORCHRUN, **changes}
+    assert environment_problem({name: value for name, value in merged.items() if value is not None}) == problem
+
+
+def test_what_went_wrong_is_said_although_the_launchers_folder_is_gone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "gone/verdict"))
+    _report(1, ["error: what went wrong"])
+    assert capsys.readouterr().err == "error: what went wrong\n"
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_log_level_that_there_is_not_is_one_line(monkeypatch, capsys, by_variable):
+    parser = OneLineParser()
+    if by_variable:
+        monkeypatch.setenv(LOG_LEVEL_VARIABLE, "loud")
+    add_run_arguments(parser)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([] if by_variable else ["--log-level", "loud"])
+    assert capsys.readouterr().err == (
+        "error: --log-level: 'loud': must be one of DEBUG, INFO, WARNING, ERROR (COLOCATED_GRPO_LOG_LEVEL too)\n"
+    )

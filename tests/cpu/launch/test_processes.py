@@ -1,0 +1,198 @@
+"""Stopping a run: every signal reaches the right processes, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from colocated_grpo.launch import processes
+from tests.support.paths import ROOT
+
+TIMEOUT = 30
+
+# Stands in for the launcher: runs a command and leaves with its exit code. A bystander is its child from before.
+DRIVER = """
+import os, subprocess, sys
+from pathlib import Path
+from colocated_grpo.launch.processes import run_command
+bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+code = run_command([sys.executable, *sys.argv[2:]], os.environ, Path(sys.argv[1]) if sys.argv[1] else None)
+assert bystander.poll() is None, "a process from before the run was killed"
+bystander.kill()
+sys.exit(code)
+"""
+
+# Stands in for torchrun: starts ranks in sessions of their own, as torchrun does, and waits for them.
+TORCHRUN = """
+import os, signal, subprocess, sys
+def on_signal(number, frame):
+    os.write(1, b"torchrun was signalled\\n")
+signal.signal(signal.SIGTERM, on_signal)
+ranks = [subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True) for _ in range(2)]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+RANK = """
+import os, signal, sys
+def on_signal(number, frame):
+    os.write(1, b"saved\\n")
+    EXIT
+signal.signal(signal.SIGTERM, on_signal)
+os.write(1, b"ready %d\\n" % os.getpid())
+while True:
+    signal.pause()
+"""
+POLITE_RANK = RANK.replace("EXIT", "sys.exit(0)")
+STUBBORN_RANK = RANK.replace("EXIT", "pass")
+
+
+def start(*command: str, redirect: str = "") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, redirect, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def lines(process: subprocess.Popen[str], count: int) -> list[str]:
+    return [process.stdout.readline().strip() for _ in range(count)]
+
+
+def ready_ranks(process: subprocess.Popen[str]) -> list[int]:
+    return [int(line.removeprefix("ready ")) for line in lines(process, 2)]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [("pass", 0), ("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_the_exit_code_is_that_of_the_command(code, expected):
+    process = start("-c", code)
+    process.communicate(timeout=TIMEOUT)
+    assert process.returncode == expected
+
+
+def test_redirected_output_reaches_the_file_and_not_the_console(tmp_path):
+    file = tmp_path / "x.log"
+    process = start("-c", "import sys; print('out', flush=True); print('err', file=sys.stderr)", redirect=str(file))
+    assert process.communicate(timeout=TIMEOUT) == ("", "")
+    assert file.read_text() == "out\nerr\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_first_signal_says_so_lets_the_ranks_save_and_spares_torchrun(number):
+    process = start("-c", TORCHRUN, POLITE_RANK)
+    ranks = ready_ranks(process)
+    process.send_signal(number)
+    output, said = process.communicate(timeout=TIMEOUT)
+    assert output == "saved\nsaved\n"
+    assert said == "\nstopping: the run ends where nothing is lost; Ctrl-C again, or SIGTERM, kills it at once\n"
+    assert process.returncode == 128 + number
+    assert not any(map(psutil.pid_exists, ranks))
+
+
+def test_the_second_signal_kills_ranks_that_do_not_stop():
+    process = start("-c", TORCHRUN, STUBBORN_RANK)
+    ranks = ready_ranks(process)
+    process.send_signal(signal.SIGTERM)
+    assert lines(process, 2) == ["saved", "saved"]
+    assert all(map(psutil.pid_exists, ranks))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not any(map(psutil.pid_exists, ranks))
+
+
+HUP, INT, TERM = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("signals", "killed"),
+    [
+        ([(0, TERM), (0.1, INT)], True),
+        ([(0, INT), (5, INT)], True),
+        ([(0, INT), (0.1, INT)], False),
+        ([(0, INT), (0.1, INT), (5, INT)], True),
+        ([(0, HUP), (5, HUP), (9, HUP)], False),
+        ([(0, TERM), (0.1, HUP)], False),
+        ([(0, HUP), (5, TERM)], False),
+        ([(0, HUP), (5, TERM), (9, TERM)], True),
+    ],
+)
+def test_only_a_second_request_kills_and_a_closed_terminal_is_none(monkeypatch, signals, killed):
+    calls = []
+    monkeypatch.setattr(processes, "_stop_politely", lambda process: calls.append("stop"))
+    monkeypatch.setattr(processes, "kill_descendants", lambda spare: calls.append("kill"))
+    stop = processes._StopSignals(set())
+    stop._process = object()
+    for now, number in signals:
+        monkeypatch.setattr(processes.time, "monotonic", lambda now=now: now)
+        stop._on_signal(number, None)
+    assert calls == ["stop", "kill"] if killed else ["stop"]
+
+
+def test_a_command_without_ranks_is_signalled_itself():
+    process = start("-c", POLITE_RANK)
+    lines(process, 1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert (output, process.returncode) == ("saved\n", 143)
+
+
+def test_ranks_that_outlive_torchrun_are_killed():
+    leaving = TORCHRUN.replace("sys.exit(max(rank.wait() for rank in ranks))", "print(*[rank.pid for rank in ranks])")
+    process = start("-c", leaving, "import signal; signal.pause()")
+    output, _ = process.communicate(timeout=TIMEOUT)
+    first, second = map(int, output.split())
+    assert process.returncode == 0
+    assert not psutil.pid_exists(first)
+    assert not psutil.pid_exists(second)
+
+
+def test_a_port_that_is_taken_is_told_in_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        flags = ["--nnodes", "1", "--nproc-per-node", "1", "--node-rank", "0", "--master-port", str(port)]
+        process = start("-m", "colocated_grpo.launch.elastic", *flags, "--master-addr", "127.0.0.1", "-m", "this")
+        _, shown = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 2
+    assert shown == f"error: --master-port={port} on --master-addr=127.0.0.1: already in use\n"
+
+
+def test_a_launcher_that_is_killed_takes_the_command_with_it():
+    process = start("-c", POLITE_RANK)
+    [ready] = lines(process, 1)
+    command = psutil.Process(int(ready.removeprefix("ready ")))
+    process.kill()
+    _, alive = psutil.wait_procs([command], timeout=TIMEOUT)
+    for survivor in alive:
+        survivor.kill()
+    assert not alive
+    assert process.stdout.read() == "saved\n"
+
+
+@pytest.mark.parametrize("whom", ["launcher", "torchrun", "everybody"])
+def test_ranks_under_the_real_torchrun_save_before_they_end(tmp_path, whom):
+    """Everybody: as a cluster's scheduler signals a job."""
+    script = tmp_path / "rank.py"
+    script.write_text(POLITE_RANK)
+    process = start("-m", "colocated_grpo.launch.elastic", "--standalone", "--nproc-per-node", "2", str(script))
+    ranks = ready_ranks(process)
+    torchrun = psutil.Process(ranks[0]).ppid()
+    everybody = [torchrun, *ranks, process.pid]
+    for pid in {"launcher": [process.pid], "torchrun": [torchrun], "everybody": everybody}[whom]:
+        os.kill(pid, signal.SIGTERM)
+    output, shown = process.communicate(timeout=TIMEOUT)
+    assert set(output.splitlines()) == {"saved"}
+    assert "Traceback" not in shown
+    assert process.returncode == 143
+    assert not any(map(psutil.pid_exists, ranks))

@@ -1,0 +1,125 @@
+"""An exported folder is a model like any other: transformers computes from it what the policy computes."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.policy import export as export_module
+from colocated_grpo.policy.export import export
+from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.runtime.distributed import World
+from tests.support.ranks import run_on_ranks
+from tests.support.small_policy import (
+    assert_same,
+    config_of,
+    pack_for,
+    policy_of,
+    positions_of,
+    random_groups,
+    rows_of,
+    train,
+    weights_of,
+)
+
+
+def train_and_export(
+    world: World, folder: Path, target: Path, dtype: torch.dtype = torch.float32, file_bytes: int = 4 << 30
+) -> tuple:
+    """(weights, scored micro-batch, its log-probabilities) of a policy that was trained for two steps and exported."""
+    config = config_of(folder, policy={"lr": 1e-2})
+    policy = policy_of(config, world)
+    batch = pack_for(world, random_groups(2, 3), config)
+    train(policy, batch, steps=2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    unchanged, export_module.FILE_BYTES = export_module.FILE_BYTES, file_bytes
+    try:
+        export(policy, read_model_config(config.model, folder), tokenizer, folder, target, dtype, world)
+    finally:
+        export_module.FILE_BYTES = unchanged
+    micro_batch = batch.minibatches[0].micro_batches[0]
+    return weights_of(policy), micro_batch, policy.score(micro_batch)
+
+
+def logprobs_from(folder: Path, micro_batch) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    logits = []
+    for index, rows in enumerate(rows_of(micro_batch)):
+        sources = positions_of(rows, micro_batch.source_N[micro_batch.sequence_N == index])
+        with torch.no_grad():
+            logits.append(model(micro_batch.input_ids_T[None, rows]).logits[0, sources])
+    log_probs = torch.log_softmax(torch.cat(logits).float() / micro_batch.temperature_N[:, None], -1)
+    return log_probs.gather(1, micro_batch.targets_N[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_exported_model_computes_what_the_policy_computes(world, model_folder, tmp_path, family, tied):
+    folder, target = model_folder(family, tied=tied), tmp_path / "final_model"
+    weights, micro_batch, expected = train_and_export(world, folder, target)
+    torch.testing.assert_close(logprobs_from(target, micro_batch), expected, rtol=1e-5, atol=1e-5)
+    assert (logprobs_from(folder, micro_batch) - expected).abs().max() > 1e-2
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert model.dtype == torch.float32
+    assert_same({name: p.detach() for name, p in model.named_parameters()}, weights, rtol=0, atol=0)
+    assert AutoTokenizer.from_pretrained(target).encode("12") == AutoTokenizer.from_pretrained(folder).encode("12")
+    assert [path.name for path in tmp_path.iterdir()] == ["final_model"]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_two_ranks_write_several_files_and_an_index_that_names_every_tensor_once(model_folder, tmp_path, tied):
+    target = tmp_path / "final_model"
+    file_bytes = 30_000
+    results = run_on_ranks(train_and_export, 2, model_folder(tied=tied), target, torch.float32, file_bytes)
+    weights, micro_batch, expected = results[0]
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) > 2
+    assert [file.name for file in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(weights)
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
+    assert all(file.stat().st_size < file_bytes + 5_000 for file in files)
+    torch.testing.assert_close(logprobs_from(target, micro_batch), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_written_in_the_type_that_was_asked_for(world, model_folder, tmp_path):
+    weights, *_ = train_and_export(world, model_folder(), tmp_path / "half", torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    exported = load_file(tmp_path / "half" / "model.safetensors")
+    expected = {name: tensor.bfloat16() for name, tensor in sorted(weights.items())}
+    assert_same(dict(sorted(exported.items())), expected, rtol=0, atol=0)
+
+
+def test_an_export_replaces_an_older_one_and_keeps_the_generation_settings(world, model_folder, tmp_path):
+    target = tmp_path / "final_model"
+    target.mkdir()
+    (target / "stale.safetensors").write_bytes(b"")
+    train_and_export(world, model_folder(), target)
+    assert not (target / "stale.safetensors").exists()
+    settings = "generation_config.json"
+    assert (target / settings).read_bytes() == (model_folder() / settings).read_bytes()
+
+
+def test_a_disk_that_takes_no_more_ends_the_export_with_one_line_and_without_a_model(world, model_folder, tmp_path):
+    """By a limit on the size of files, as safetensors has an error of its own for what the system refuses."""
+    folder, target = model_folder(), tmp_path / "final_model"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(RunError, match=rf"^export: writing to {tmp_path} failed \(.* GiB free there\): ") as caught:
+            train_and_export(world, folder, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(caught.value)
+    assert not target.exists()

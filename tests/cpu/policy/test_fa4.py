@@ -1,0 +1,190 @@
+"""FlashAttention 4 where it runs, torch's kernels everywhere else. Its own arithmetic is tests/gpu's to check."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise, product
+from math import nan
+
+import pytest
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from colocated_grpo.batching import build_micro_batch
+from colocated_grpo.policy import attention_kernels, fa4, policy
+from colocated_grpo.policy.attention import PACKED, PACKED_FA4, implementation_for
+from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_padded, has_fa4, whole_fa4
+from tests.support.small_policy import config_of, policy_of, sequence_of
+
+GPU = torch.device("cuda", 0)
+QWEN = AutoConfig.for_model("qwen3", num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+LONGEST = 5, 8
+"""Queries and keys of the longest run in `problem`."""
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A Hopper device, as far as choosing kernels asks; the test says what comparing them shows."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def comparing_shows(difference: float | Exception):
+        def compare(*_):
+            if isinstance(difference, Exception):
+                raise difference
+            return difference
+
+        monkeypatch.setattr(attention_kernels, "_fa4_difference", compare)
+        has_fa4.cache_clear()
+
+    comparing_shows(1e-3)
+    yield comparing_shows
+    has_fa4.cache_clear()
+
+
+def test_models_attend_with_flash_attention_4_on_hopper_and_with_torchs_kernels_elsewhere(hopper, monkeypatch):
+    assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED_FA4
+    assert implementation_for(QWEN, torch.bfloat16, torch.device("cpu"), longest=1024) == PACKED
+    has_fa4.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
+
+
+def test_it_is_not_compiled_for_sequences_that_are_all_too_short_for_it(hopper):
+    implementation_for(QWEN, torch.bfloat16, GPU, longest=191)
+    assert has_fa4.cache_info().currsize == 0
+    implementation_for(QWEN, torch.bfloat16, GPU, longest=192)
+    assert has_fa4.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({"head_dim": 128}, torch.float32),
+        ({"head_dim": 96}, torch.bfloat16),
+        ({"head_dim": None, "hidden_size": 16 * 80}, torch.bfloat16),
+    ],
+)
+def test_it_is_for_16_bits_and_the_head_sizes_that_were_compared(hopper, settings, dtype):
+    config = AutoConfig.for_model("llama", num_attention_heads=16, **settings)
+    assert implementation_for(config, dtype, GPU, longest=1024) == PACKED
+
+
+def test_a_model_that_calls_its_heads_something_else_gets_torchs_kernels(hopper):
+    assert implementation_for(PretrainedConfig(attention_width=2048), torch.bfloat16, GPU, longest=1024) == PACKED
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (ModuleNotFoundError("No module named 'cutlass'"), "ModuleNotFoundError: No module named 'cutlass'"),
+        (TypeError("got an unexpected keyword\nargument 'lse'"), "TypeError: got an unexpected keyword argument 'lse'"),
+        (0.5, "it differs from FlashAttention 2 by 5.0e-01"),
+        (nan, "it differs from FlashAttention 2 by nan"),
+    ],
+)
+def test_where_it_does_not_compile_or_disagrees_a_run_trains_without_it_and_says_why(hopper, caplog, outcome, reason):
+    hopper(outcome)
+    with caplog.at_level(logging.WARNING):
+        assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
+        assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
+    assert caplog.messages == [f"training without FlashAttention 4, which would be faster: {reason}"]
+
+
+def test_a_policy_that_is_built_for_it_scores_like_any_other(world, model_folder, monkeypatch):
+    config, tokens = config_of(model_folder()), build_micro_batch([sequence_of(5), sequence_of(9)])
+    usual = policy_of(config, world).score(tokens)
+    monkeypatch.setattr(policy, "implementation_for", lambda *_, longest: PACKED_FA4)
+    built = policy_of(config, world)
+    assert built.model.lm.config._attn_implementation == PACKED_FA4
+    assert torch.equal(built.score(tokens), usual)
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "sizes", "taken"),
+    [
+        (192, None, (64, 64), "fa4"),
+        (191, None, (64, 64), "varlen"),
+        (1000, 64, (64, 64), "varlen"),
+        (1000, None, (96, 96), "varlen"),
+        (1000, None, (128, 64), "varlen"),
+    ],
+)
+def test_short_runs_windows_and_other_heads_are_left_to_torchs_kernels(monkeypatch, length, window, sizes, taken):
+    monkeypatch.setattr(attention_kernels, "attend_varlen", lambda *_: "varlen")
+    monkeypatch.setattr(attention_kernels, "whole_fa4", lambda *_: "fa4")
+    cu = torch.tensor([0, length, 2 * length])
+    query, value = (torch.zeros(2 * length, 1, size) for size in sizes)
+    assert attend_fa4(query, query, value, Runs(cu, length, cu, length), None, window) == taken
+
+
+def attention_by_hand(query, key, value, grad, cu_seqlens_q, cu_seqlens_k, softmax_scale):
+    """Output, and gradients of query, key and value, head by head."""
+    out, *gradients = (torch.zeros(tensor.shape) for tensor in (query, query, key, value))
+    sharing = query.shape[1] // key.shape[1]
+    borders = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for ((first_q, last_q), (first_k, last_k)), head in product(borders, range(query.shape[1])):
+        rows, seen = (slice(first_q, last_q), head), (slice(first_k, last_k), head // sharing)
+        hidden = torch.ones(last_q - first_q, last_k - first_k).triu(1 + (last_k - first_k) - (last_q - first_q)).bool()
+        scores = (query[rows] @ key[seen].T * softmax_scale).masked_fill(hidden, -torch.inf)
+        weights = torch.softmax(scores, dim=1)
+        out[rows] = weights @ value[seen]
+        of_weights = grad[rows] @ value[seen].T
+        of_scores = weights * (of_weights - (of_weights * weights).sum(1, keepdim=True)) * softmax_scale
+        gradients[0][rows] = of_scores @ key[seen]
+        gradients[1][seen] += of_scores.T @ query[rows]
+        gradients[2][seen] += weights.T @ grad[rows]
+    return out, *gradients
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    """Attention by hand in place of the kernels, called as they are."""
+
+    def forward(query, key, value, *, max_seqlen_q, max_seqlen_k, causal, return_lse, **settings):
+        assert causal and return_lse and (max_seqlen_q, max_seqlen_k) == LONGEST
+        out, *_ = attention_by_hand(query, key, value, torch.zeros(query.shape), **settings)
+        return out, torch.zeros(query.shape[1], query.shape[0]), None, None
+
+    def backward(query, key, value, out, grad, logsumexp, *, max_seqlen_q, max_seqlen_k, causal, **settings):
+        targets = [settings.pop(name) for name in ("dq", "dk", "dv")]
+        assert causal and not settings.pop("deterministic") and (max_seqlen_q, max_seqlen_k) == LONGEST
+        again, *gradients = attention_by_hand(query, key, value, grad, **settings)
+        torch.testing.assert_close(again, out)
+        assert logsumexp.shape == (query.shape[1], query.shape[0])
+        for target, gradient in zip(targets, gradients, strict=True):
+            target.copy_(gradient)
+        return tuple(targets)
+
+    monkeypatch.setattr(fa4, "kernels", lambda: fa4.Kernels(forward, backward))
+
+
+def problem() -> tuple[list[torch.Tensor], Runs, torch.Tensor]:
+    """Two runs, one of which sees keys before its own; heads first in memory, as projections leave them."""
+    torch.manual_seed(0)
+    shapes = [(4, 8, 16), (2, 11, 16), (2, 11, 16)]
+    tensors = [torch.randn(shape).transpose(0, 1).requires_grad_() for shape in shapes]
+    cu_q, cu_k = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, 3, 11], dtype=torch.int32)
+    return tensors, Runs(cu_q, LONGEST[0], cu_k, LONGEST[1]), torch.randn(8, 4, 16)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_operator_hands_its_kernels_what_they_need_for_values_and_gradients(plain_kernels, scaling, compiled):
+    tensors, runs, grad = problem()
+    results = []
+    for attend in (attend_padded, whole_fa4):
+        form = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager") if compiled else attend
+        out = form(*tensors, runs, scaling, None)
+        results.append([out, *torch.autograd.grad(out, tensors, grad)])
+    for plain, operator in zip(*results, strict=True):
+        torch.testing.assert_close(operator, plain)
+
+
+def test_the_compiler_is_told_the_shapes_and_strides_that_the_operator_has(plain_kernels):
+    tensors, runs, grad = problem()
+    settings = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, 0.25
+    forward = torch.library.opcheck(fa4.attend, (*tensors, *settings))
+    tensors = [tensor.detach() for tensor in tensors]
+    made = fa4.attend(*tensors, *settings)
+    backward = torch.library.opcheck(fa4.attend_backward, (grad, *tensors, *made, *settings))
+    assert {*forward.values(), *backward.values()} == {"SUCCESS"}

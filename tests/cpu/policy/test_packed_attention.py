@@ -1,0 +1,127 @@
+"""Attention over packed sequences equals attention over each sequence alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from colocated_grpo.batching import MicroBatch, build_micro_batch
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.policy.attention import packed_attention
+from tests.support.small_policy import rows_of, sequence_of
+
+LENGTHS = [5, 1, 9, 2]
+HEAD_DIM = 8
+
+
+def heads(count: int, seed: int, lengths=tuple(LENGTHS)) -> torch.Tensor:
+    return torch.randn(1, count, sum(lengths), HEAD_DIM, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def attend_packed(query, key, value, lengths, **settings):
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    out, weights = packed_attention(
+        nn.Module(), query, key, value, None, cu_seq_lens_q=cu, max_length_q=max(lengths), **settings
+    )
+    assert weights is None
+    return out
+
+
+def attend_alone(query, key, value, lengths, *, scaling=HEAD_DIM**-0.5, sliding_window=None):
+    """Each sequence by itself, with loops over tokens and heads: slow, and hard to get wrong."""
+    out = torch.zeros(1, query.shape[2], query.shape[1], HEAD_DIM, dtype=query.dtype)
+    repeat = query.shape[1] // key.shape[1]
+    start = 0
+    for length in lengths:
+        for position in range(start, start + length):
+            first = start if sliding_window is None else max(start, position - sliding_window + 1)
+            for head in range(query.shape[1]):
+                seen = 0, head // repeat, slice(first, position + 1)
+                weights = torch.softmax(key[seen] @ query[0, head, position] * scaling, dim=0)
+                out[0, position, head] = weights @ value[seen]
+        start += length
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 64])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_packed_attention_equals_attention_of_each_sequence_alone(kv_heads, window):
+    query, key, value = heads(4, 0), heads(kv_heads, 1), heads(kv_heads, 2)
+    for tensor in (query, key, value):
+        tensor.requires_grad_()
+    results = []
+    for attend in (attend_packed, attend_alone):
+        out = attend(query, key, value, LENGTHS, scaling=0.3, sliding_window=window)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [query, key, value])])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+PROMPTS, COMPLETIONS = [4, 3], [[5, 1, 2], [6, 2]]
+"""Lengths: two prompts, the first of which three completions follow."""
+
+
+def shared_micro_batch() -> MicroBatch:
+    """One sequence of its own, then siblings of each prompt."""
+    sequences = [sequence_of(3)]
+    for group, (prompt, completions) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True), start=1):
+        siblings = [replace(sequence_of(prompt + own), scored=np.array([prompt])) for own in completions]
+        sequences += [replace(sibling, group=group, shared=prompt) for sibling in siblings]
+    return build_micro_batch(sequences)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 64])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_attention_to_a_shared_beginning_equals_attention_to_one_of_its_own(kv_heads, window):
+    micro_batch = shared_micro_batch()
+    rows = rows_of(micro_batch)
+    lengths = [3, 9, 5, 6, 9, 5]
+    assert [len(own) for own in rows] == lengths
+    assert micro_batch.num_tokens == sum(lengths) - 2 * 4 - 3, "each beginning is there once"
+    tensors = [heads(count, seed, (micro_batch.num_tokens,)) for seed, count in enumerate((4, kv_heads, kv_heads))]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    shared = packed_attention(
+        nn.Module(),
+        *tensors,
+        None,
+        cu_seq_lens_q=micro_batch.cu_seqlens,
+        max_length_q=micro_batch.max_seqlen,
+        shared_keys=micro_batch.shared_keys,
+        scaling=0.3,
+        sliding_window=window,
+    )[0][:, torch.cat(rows)]
+    alone = attend_alone(*(t[:, :, torch.cat(rows)] for t in tensors), lengths, scaling=0.3, sliding_window=window)
+    results = [[out, *torch.autograd.grad(out.square().sum(), tensors)] for out in (shared, alone)]
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_scale_defaults_to_one_over_the_root_of_the_head_size():
+    tensors = heads(2, 0), heads(2, 1), heads(2, 2)
+    torch.testing.assert_close(attend_packed(*tensors, LENGTHS), attend_alone(*tensors, LENGTHS))
+
+
+def test_a_change_in_one_sequence_leaves_every_other_one_bit_for_bit_as_it_was():
+    attend = partial(attend_packed, lengths=LENGTHS)
+    query, key, value = heads(2, 0), heads(2, 1), heads(2, 2)
+    before = attend(query, key, value)
+    key[:, :, 6:15] *= 3.0
+    after = attend(query, key, value)
+    changed = (before != after).any(dim=(0, 2, 3))
+    assert changed[7:15].all()
+    assert not changed[:6].any()
+    assert not changed[15:].any()
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"), [({"softcap": 50.0}, "soft-capping"), ({"s_aux": torch.zeros(2)}, "sinks")]
+)
+def test_a_soft_cap_inside_attention_and_sinks_are_refused(setting, name):
+    with pytest.raises(ConfigError, match=name):
+        attend_packed(heads(2, 0), heads(2, 1), heads(2, 2), LENGTHS, **setting)

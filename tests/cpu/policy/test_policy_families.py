@@ -1,0 +1,237 @@
+"""The packed forward of every model family equals transformers' own forward, one sequence at a time."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from colocated_grpo.batching import MicroBatch
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
+from colocated_grpo.policy.model import PackedTokens, build_empty, free_gathered, read_model_config
+from colocated_grpo.policy.policy import build_model
+from colocated_grpo.runtime.distributed import World
+from tests.support.ranks import run_on_ranks
+from tests.support.small_policy import (
+    assert_same,
+    config_of,
+    pack_for,
+    policy_of,
+    positions_of,
+    random_groups,
+    rows_of,
+    weights_of,
+    whole,
+)
+
+WINDOW = {"sliding_window": 3}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "mistral": {"edits": WINDOW},
+    "gemma3": {"edits": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}},
+    "gemma3 with soft-capped logits": {"edits": WINDOW | {"final_logit_softcapping": 2.0}},
+    "gpt2": {},
+}
+TYING = {"tied": True, "untied": False}
+
+
+def micro_batch_of(world: World, folder: Path) -> MicroBatch:
+    (micro_batch,) = pack_for(world, random_groups(3, 3), config_of(folder)).minibatches[0].micro_batches
+    return micro_batch
+
+
+def upstream_of(micro_batch: MicroBatch) -> torch.Tensor:
+    return torch.randn(len(micro_batch.targets_N), generator=torch.Generator().manual_seed(3))
+
+
+def packed_forward(world: World, folder: Path, micro_batch: MicroBatch, **policy) -> tuple[torch.Tensor, dict]:
+    """Log-probabilities of the scored tokens, and the gradient of their sum weighted by `upstream_of`."""
+    config = config_of(folder, policy=policy)
+    model = build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
+    tokens = PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
+    logprobs, _ = model(tokens)
+    (logprobs * upstream_of(micro_batch)).sum().backward()
+    free_gathered(model)  # gradients stand on the shards
+    return logprobs.detach(), {name: whole(p.grad) for name, p in model.hf_parameters().items()}
+
+
+def one_by_one_forward(folder: Path, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict]:
+    """The same from transformers' eager model, which knows nothing of packing."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    logprobs = []
+    for index, rows in enumerate(rows_of(micro_batch)):
+        own = micro_batch.sequence_N == index
+        logits = model(micro_batch.input_ids_T[None, rows]).logits[0, positions_of(rows, micro_batch.source_N[own])]
+        log_probs = torch.log_softmax(logits.float() / micro_batch.temperature_N[own, None], dim=-1)
+        logprobs.append(log_probs.gather(1, micro_batch.targets_N[own, None])[:, 0])
+    logprobs = torch.cat(logprobs)
+    (logprobs * upstream_of(micro_batch)).sum().backward()
+    return logprobs.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", TYING.values(), ids=TYING)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_log_probabilities_and_gradients_equal_those_of_one_sequence_at_a_time(
+    world, model_folder, family, tied
+):
+    folder = model_folder(family.split()[0], tied=tied, **FAMILIES[family])
+    micro_batch = micro_batch_of(world, folder)
+    expected, expected_gradients = one_by_one_forward(folder, micro_batch)
+    assert expected.std() > 0.1, "the model must tell tokens apart"
+    for checkpointing in (False, True):
+        actual, gradients = packed_forward(world, folder, micro_batch, gradient_checkpointing=checkpointing)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        assert sorted(gradients) == sorted(expected_gradients)
+        assert_same(dict(sorted(gradients.items())), dict(sorted(expected_gradients.items())), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_the_sliding_window_of_these_models_is_felt(world, model_folder, family):
+    """Without this the test above would hold for a window that nobody applies."""
+    folder = model_folder(family, tied=True, **FAMILIES[family])
+    wide = model_folder(family, tied=True, edits={**FAMILIES[family]["edits"], "sliding_window": 64})
+    micro_batch = micro_batch_of(world, folder)
+    (narrow_logprobs, _), (wide_logprobs, _) = (packed_forward(world, f, micro_batch) for f in (folder, wide))
+    assert (narrow_logprobs - wide_logprobs).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_the_temperature_is_not_rounded_to_the_compute_type(world, model_folder):
+    folder = model_folder()
+    config = config_of(folder, policy={"compute_dtype": "bfloat16"})
+    model = build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
+    micro_batch = micro_batch_of(world, folder)
+    tokens = PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
+    hidden_NH, temperature_N = model(tokens, lambda hidden_NH, *_, temperature_N, **__: (hidden_NH, temperature_N))
+    assert hidden_NH.dtype == torch.bfloat16
+    assert torch.equal(temperature_N, micro_batch.temperature_N)
+    assert not torch.equal(temperature_N, temperature_N.bfloat16().float())
+
+
+def test_gradient_checkpointing_keeps_fewer_activations(world, model_folder):
+    folder = model_folder()
+    micro_batch = micro_batch_of(world, folder)
+    sizes = {}
+    for checkpointing in (False, True):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t):
+            config = config_of(folder, policy={"gradient_checkpointing": checkpointing})
+            policy_of(config, world).model(
+                PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
+            )
+        sizes[checkpointing] = sum(saved)
+    assert sizes[True] < 0.6 * sizes[False]
+
+
+def loaded_weights(world: World, folder: Path) -> tuple[dict, dict]:
+    """What two ranks loaded, and how many rows each tensor was read for on this rank."""
+    rows = defaultdict(int)
+    read = CheckpointReader.read
+
+    def counting(self: CheckpointReader, name: str, wanted: slice) -> torch.Tensor:
+        tensor = read(self, name, wanted)
+        rows[name] += len(tensor)
+        return tensor
+
+    CheckpointReader.read = counting
+    policy = policy_of(config_of(folder), world)
+    CheckpointReader.read = read
+    return weights_of(policy), dict(rows)
+
+
+@pytest.mark.parametrize("tied", TYING.values(), ids=TYING)
+def test_shards_of_two_ranks_hold_the_file_and_no_rank_reads_rows_of_the_other(model_folder, tied):
+    folder = model_folder(tied=tied)
+    file = load_file(folder / "model.safetensors")
+    (first, first_rows), (second, second_rows) = run_on_ranks(loaded_weights, 2, folder)
+    assert set(first) == set(file)
+    for name, tensor in file.items():
+        assert torch.equal(first[name], tensor)
+        assert torch.equal(second[name], tensor)
+        assert first_rows.get(name, 0) + second_rows.get(name, 0) == len(tensor)
+        assert first_rows[name] <= (len(tensor) + 1) // 2
+
+
+def test_a_checkpoint_in_torchs_own_format_loads_the_same_weights(world, model_folder, tmp_path):
+    tensors = load_file(model_folder() / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
+    names = list(tensors)
+    for part, chosen in enumerate((names[:5], names[5:])):
+        file = tmp_path / f"pytorch_model-{part + 1:05d}-of-00002.bin"
+        torch.save({name: tensors[name] for name in chosen}, file)
+    weights = weights_of(policy_of(config_of(tmp_path), world))
+    assert_same(dict(sorted(weights.items())), dict(sorted(tensors.items())), rtol=0, atol=0)
+
+
+def test_weights_in_half_precision_become_float32_masters(world, model_folder, tmp_path):
+    AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    weights = weights_of(policy_of(config_of(tmp_path), world))
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert all(torch.equal(weights[name], stored[name].float()) for name in stored)
+
+
+def test_a_base_model_without_the_prefix_of_its_language_model_loads(world, model_folder, tmp_path):
+    """Saved from the inner model, tensors are called 'h.0...' where the language model says 'transformer.h.0...'."""
+    AutoModelForCausalLM.from_pretrained(model_folder("gpt2")).transformer.save_pretrained(tmp_path)
+    weights = weights_of(policy_of(config_of(tmp_path), world))
+    assert_same(weights, weights_of(policy_of(config_of(model_folder("gpt2")), world)), rtol=0, atol=0)
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused_in_one_line(world, model_folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_folder())
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".1.mlp." not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match=r"model.name=.*lacks 3 tensors, first 'model.layers.1.mlp") as caught:
+        policy_of(config_of(tmp_path), world)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_weights_is_refused_in_one_line(world, model_folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=r"holds no .*safetensors"):
+        policy_of(config_of(tmp_path), world)
+
+
+def test_models_that_scale_their_logits_are_refused(model_folder, tmp_path):
+    config = json.loads((model_folder() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"logit_scale": 0.5}))
+    with pytest.raises(ConfigError, match="logit_scale"):
+        read_model_config(config_of(tmp_path).model, tmp_path)
+
+
+def test_attention_with_soft_capped_scores_is_refused(world, model_folder):
+    folder = model_folder("gemma2")
+    with pytest.raises(ConfigError, match="gemma2"):
+        policy_of(config_of(folder), world).score(micro_batch_of(world, folder))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "minimax", "jamba"])
+def test_models_whose_tokens_get_more_than_keys_and_values_of_those_before_are_refused(family):
+    """Packed sequences would run into one another, and the freshness check, which scores one alone, would pass."""
+    layers = {"lfm2": {"layer_types": ["conv", "full_attention"]}}.get(family, {})
+    with pytest.raises(ConfigError, match=f"model type '{family}': layers that carry a state") as caught:
+        build_empty(AutoConfig.for_model(family, num_hidden_layers=2, **layers), 64, trust_remote_code=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_attention_within_chunks_is_refused():
+    """It looks like any other to packed attention: its chunks are in the mask that packed models do without."""
+    with pytest.raises(ConfigError, match="model type 'llama4_text': attention within chunks"):
+        build_empty(AutoConfig.for_model("llama4_text", num_hidden_layers=2), 64, trust_remote_code=False)
+
+
+def test_a_model_that_is_not_loaded_yet_holds_no_storage_but_has_its_rotary_frequencies(model_folder):
+    folder = model_folder()
+    model = build_empty(read_model_config(config_of(folder).model, folder), 64, trust_remote_code=False)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.lm.model.rotary_emb.inv_freq[0] == 1.0

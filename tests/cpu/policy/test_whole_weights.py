@@ -1,0 +1,238 @@
+"""One rank with unsharded weights trains as FSDP2 does, to the bit, and its checkpoints fit both."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.config.schema import CheckpointConfig, Config
+from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.policy.activations import rehearse
+from colocated_grpo.policy.blocks import Block
+from colocated_grpo.policy.masters import ShardedWeights, WholeWeights
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime.distributed import World
+from tests.support.ranks import run_on_ranks
+from tests.support.small_policy import (
+    assert_same,
+    config_of,
+    gradients_of,
+    pack_for,
+    policy_of,
+    random_groups,
+    train,
+    weights_of,
+    whole,
+)
+
+FUSED = re.compile("[qkv]_proj|gate_proj|up_proj")
+WAYS = ["copied", "shared"]
+MODELS = {
+    "tied": ("qwen3", {}),
+    "untied": ("qwen3", {"tied": False}),
+    "scaled embeddings": ("gemma3", {}),
+    "transposed layers": ("gpt2", {}),
+}
+
+
+def config_with(folder: Path, weights: str, **policy: Any) -> Config:
+    """Several micro-batches in each of two minibatches."""
+    return config_of(
+        folder,
+        weights=weights,
+        policy={"lr": 1e-2, **policy},
+        batch={"max_tokens_per_micro_batch": 36, "minibatches": 2},
+        rollout={"max_prompt_tokens": 16, "max_completion_tokens": 16},
+    )
+
+
+def trained(world: World, config: Config, steps: int = 2) -> tuple[Policy, dict[str, float]]:
+    policy = policy_of(config, world)
+    batch = pack_for(world, random_groups(6, 4), config)
+    assert all(len(minibatch.micro_batches) > 1 for minibatch in batch.minibatches)
+    metrics = reduce(train(policy, batch.map(with_old_logprobs), steps), world.sum_, world.max_)
+    return policy, metrics
+
+
+def with_old_logprobs(micro_batch):
+    """Ratios that are not one: the loss then depends on the weights' values, not on their gradient alone."""
+    return replace(micro_batch, old_logprobs_N=micro_batch.sampling_logprobs_N)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_and_weights_after_several_steps_equal_those_of_fsdp(world, model_folder, model, dtype):
+    architecture, settings = MODELS[model]
+    folder = model_folder(architecture, **settings)
+    (sharded, expected), (plain, metrics) = (
+        trained(world, config_with(folder, weights, compute_dtype=dtype)) for weights in WAYS
+    )
+    assert isinstance(sharded.weights, ShardedWeights)
+    assert isinstance(plain.weights, WholeWeights)
+    assert metrics == expected
+    assert metrics["loss"] != 0
+    assert_same(weights_of(plain), weights_of(sharded), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_of_all_micro_batches_equal_those_of_fsdp(world, model_folder, tied, dtype):
+    gradients = []
+    for weights in WAYS:
+        config = config_with(model_folder(tied=tied), weights, compute_dtype=dtype)
+        policy = policy_of(config, world)
+        policy.forward_backward(pack_for(world, random_groups(6, 4), config).minibatches[0], Metrics(world.device))
+        gradients.append(gradients_of(policy))
+    assert_same(gradients[1], gradients[0], rtol=0, atol=0)
+    assert {gradient.dtype for gradient in gradients[1].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw_8bit"])
+def test_every_optimizer_moves_whole_masters_as_it_moves_shards(world, model_folder, optimizer):
+    after = []
+    for weights in WAYS:
+        config = config_with(model_folder(), weights, optimizer={"type": optimizer}, gradient_checkpointing=True)
+        after.append(weights_of(trained(world, config)[0]))
+    assert_same(after[1], after[0], rtol=0, atol=0)
+
+
+def test_the_model_computes_with_rounded_masters_which_keep_what_rounding_loses(world, model_folder):
+    config = config_with(model_folder(), "shared", compute_dtype="bfloat16")
+    policy = policy_of(config, world)
+    batch = pack_for(world, random_groups(6, 4), config)
+    for steps in range(3):
+        for name, parameter in policy.model.hf_parameters().items():
+            master = policy.parameters()[name]
+            assert parameter.dtype == torch.bfloat16
+            assert torch.equal(parameter, master.bfloat16()), f"{name} after {steps} steps"
+        train(policy, batch)
+    lost = [not torch.equal(master, master.bfloat16().float()) for master in policy.parameters().values()]
+    assert all(lost)
+
+
+def test_no_gradient_in_16_bit_outlives_the_backward_pass(world, model_folder):
+    config = config_with(model_folder(), "shared", compute_dtype="bfloat16")
+    policy = policy_of(config, world)
+    policy.forward_backward(pack_for(world, random_groups(6, 4), config).minibatches[0], Metrics(world.device))
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+    rehearse(policy, config, 32)
+    assert all(master.grad is None for master in policy.parameters().values())
+
+
+def test_a_tied_head_stays_the_embedding(world, model_folder):
+    lm = policy_of(config_with(model_folder(tied=True), "shared"), world).model.lm
+    assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+    lm = policy_of(config_with(model_folder(tied=False), "shared"), world).model.lm
+    assert lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight
+
+
+def engine_like(policy: Policy) -> dict[str, torch.Tensor]:
+    """Memory as an engine has it, filled with nonsense: layers fused, with rows of padding after them."""
+    rows: dict[str, list[str]] = {}
+    parameters = policy.model.hf_parameters()
+    for name in parameters:
+        rows.setdefault(FUSED.sub("fused", name), []).append(name)
+    views = {}
+    for names in rows.values():
+        sizes = [len(parameters[name]) for name in names]
+        fused = torch.full((sum(sizes) + 3, *parameters[names[0]].shape[1:]), 9.0, dtype=parameters[names[0]].dtype)
+        views |= dict(zip(names, fused.split([*sizes, 3]), strict=False))
+    return {name: views[name] for name in parameters}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_in_another_s_memory_the_policy_trains_on_as_before(world, model_folder, tied):
+    config = config_with(model_folder(tied=tied), "shared")
+    expected = weights_of(trained(world, config)[0])
+    policy = policy_of(config, world)
+    views = engine_like(policy)
+    assert policy.weights.adopt(views)
+    train(policy, pack_for(world, random_groups(6, 4), config).map(with_old_logprobs), steps=2)
+    assert_same(weights_of(policy), expected, rtol=0, atol=0)
+    assert_same(views, expected, rtol=0, atol=0)
+    for name, parameter in policy.model.hf_parameters().items():
+        assert parameter.data_ptr() == views[name].data_ptr()
+        assert parameter.data_ptr() != policy.parameters()[name].data_ptr()
+
+
+def test_compiled_blocks_compute_with_rows_of_fused_layers(world, model_folder, monkeypatch):
+    # Tracing decides what compiles; generating code for it would take the test a minute.
+    monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager"))
+    gradients = {}
+    for compiled in ("off", "on"):
+        config = config_with(model_folder(), "shared", compile=compiled)
+        policy = policy_of(config, world)
+        assert policy.weights.adopt(engine_like(policy))
+        batch = pack_for(world, random_groups(6, 4), config)
+        policy.forward_backward(batch.minibatches[0], Metrics(world.device))
+        gradients[compiled] = gradients_of(policy)
+    assert_same(gradients["on"], gradients["off"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [lambda view: view[1:], lambda view: view.double(), lambda view: view.to("meta")])
+def test_memory_of_another_shape_type_or_device_is_refused_whole(world, model_folder, wrong):
+    policy = policy_of(config_with(model_folder(), "shared"), world)
+    before = {name: parameter.data_ptr() for name, parameter in policy.model.hf_parameters().items()}
+    views = engine_like(policy)
+    last = list(views)[-1]
+    assert not policy.weights.adopt(views | {last: wrong(views[last])})
+    assert {name: parameter.data_ptr() for name, parameter in policy.model.hf_parameters().items()} == before
+
+
+def save_and_go_on(world: World, folder: Path, run_dir: Path, weights: str, optimizer: str) -> dict:
+    """The weights one step after the save."""
+    config = config_with(folder, weights, optimizer={"type": optimizer})
+    policy, _ = trained(world, config, steps=1)
+    checkpoints = Checkpoints(run_dir, CheckpointConfig(), world)
+    checkpoints.save(5, policy, {})
+    checkpoints.wait()
+    train(policy, pack_for(world, random_groups(2, 3), config))
+    return weights_of(policy)
+
+
+def restore_and_go_on(world: World, folder: Path, run_dir: Path, weights: str, optimizer: str) -> dict:
+    config = config_with(folder, weights, optimizer={"type": optimizer})
+    policy = policy_of(config, world)
+    Checkpoints(run_dir, CheckpointConfig(), world).restore(policy)
+    assert policy.version == 2
+    train(policy, pack_for(world, random_groups(2, 3), config))
+    return weights_of(policy)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize(
+    ("saved_by", "restored_by"), [("copied", "shared"), ("shared", "copied"), ("shared", "shared")]
+)
+def test_a_checkpoint_of_either_way_continues_in_the_other(
+    world, model_folder, tmp_path, saved_by, restored_by, optimizer
+):
+    expected = save_and_go_on(world, model_folder(), tmp_path, saved_by, optimizer)
+    actual = restore_and_go_on(world, model_folder(), tmp_path, restored_by, optimizer)
+    assert_same(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_checkpoint_of_two_ranks_continues_whole_on_one(world, model_folder, tmp_path, optimizer):
+    expected = run_on_ranks(save_and_go_on, 2, model_folder(), tmp_path, "copied", optimizer)[0]
+    actual = restore_and_go_on(world, model_folder(), tmp_path, "shared", optimizer)
+    assert_same(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_scores_follow_each_optimizer_step(world, model_folder):
+    config = config_with(model_folder(), "shared")
+    policy = policy_of(config, world)
+    batch = pack_for(world, random_groups(2, 3), config)
+    micro_batch = batch.minibatches[0].micro_batches[0]
+    before = policy.score(micro_batch)
+    train(policy, batch)
+    moved = policy.score(micro_batch)
+    assert (moved - before).abs().max() > 1e-3
+    assert moved.grad_fn is None
+    assert torch.equal(whole(moved), policy.score(micro_batch))

@@ -1,0 +1,282 @@
+"""Prompts of the run and groups from outside in one batch: nobody waits for the other side, nothing is mixed up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from colocated_grpo.atropos import supply
+from colocated_grpo.atropos.supply import MainServing, RankServing, ServedSupply
+from colocated_grpo.config.schema import RolloutConfig
+from colocated_grpo.environments.base import EnvironmentSetupError, Settled
+from colocated_grpo.rollout.collect import Collector, Stopped
+from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.episodes import EpisodeRunner
+from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.mixed import MixedSupply
+from colocated_grpo.rollout.prompt_queue import FixedShares
+from colocated_grpo.rollout.supply import PromptSupply
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.serving.load_balancer import LeastBusy
+from colocated_grpo.serving.rank_links import link_ranks
+from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
+from tests.support.fakes import FakeEngine, completion_of
+from tests.support.ranks import only_rank, run_on_ranks
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=6)
+PROMPTS, GROUP = 4, 2
+
+
+def asked(seed: int) -> Request:
+    """A request of an environment."""
+    return Request(key=("http", seed), token_ids=[1, 2], seed=seed, sampling=SAMPLING)
+
+
+class Prompts:
+    """A `BatchSource` that holds the last group of each step back for one step, and counts what it gave."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.recorded: list[list[Group]] = []
+        self.late: list[Group] = []
+
+    def next(self, n: int) -> list[Prompt]:
+        first, self.given = self.given, self.given + n
+        return [
+            Prompt(index=first + i, token_ids=[3, i], text=f"p{first + i}", item={}, source="own") for i in range(n)
+        ]
+
+    def record(self, groups: Sequence[Group]) -> Settled:
+        self.recorded.append(list(groups))
+        late, self.late = self.late, [groups[-1]]
+        return Settled(now=list(range(len(groups) - 1)), late=late, metrics={"own": 1.0})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+class Outside:
+    """In the place of `AtroposSource`: an environment that samples with `ask` and posts one group of it a step."""
+
+    def __init__(self, ask: Callable[[], list[Completion]]) -> None:
+        self._ask = ask
+        self.read = 0
+        self.taken: list[int] = []
+
+    def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
+        rollouts = [_rollout(completion) for completion in self._ask()]
+        prompt = Prompt(index=self.read, token_ids=[1, 2], text="", item={}, source="atropos")
+        self.taken.append(self.read)
+        return [Group(prompt=prompt, rollouts=rollouts)]
+
+    def settle(self) -> None:
+        self.taken.clear()
+        self.read += 1
+
+    def metrics(self) -> dict[str, float]:
+        return {"outside": 1.0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read, "taken": list(self.taken)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+def _rollout(completion: Completion) -> Rollout:
+    return Rollout(
+        token_ids=[1, 2, *completion.token_ids],
+        loss_mask=[False] * 2 + [True] * len(completion.token_ids),
+        sampling_logprobs=[0.0] * 2 + completion.sampling_logprobs,
+        prompt_length=2,
+        text="",
+        finish_reason=completion.finish_reason,
+        policy_version=0,
+        temperature=1.0,
+        score=Score(reward=0.0),
+    )
+
+
+class Judge:
+    def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
+        return [Score(reward=1.0) for _ in completions]
+
+
+class Both:
+    """A rank's whole supply over a fake engine, made as the run makes it."""
+
+    def __init__(
+        self, world: World, engine: FakeEngine, stop_asked: Callable[[], bool], ask: Callable[[Both], list[Completion]]
+    ) -> None:
+        self.inbox, self.engine = Inbox(), engine
+        self.links, end = link_ranks(self.inbox, world)
+        driver = Driver(engine, self.inbox)
+        collector = Collector(
+            driver,
+            EpisodeRunner({}, None, self.inbox, seed=0, tool_timeout=1.0),
+            {"own": Judge()},
+            lambda tokens: "",
+            world,
+            FixedShares(world.rank, world.size),
+            seed=0,
+            reward_workers=1,
+            reward_timeout=10.0,
+            stop_asked=stop_asked,
+        )
+        self.prompts = Prompts()
+        config = RolloutConfig(prompts_per_step=PROMPTS, group_size=GROUP)
+        sampled = PromptSupply(
+            self.prompts if world.is_main else None, collector, world, stop_asked, config, replace(SAMPLING)
+        )
+        self.outside = Outside(lambda: ask(self))
+        self.notes: list[str] = []
+        if end is None:
+            role: Any = MainServing(
+                self.outside,
+                driver,
+                self.inbox,
+                self.links,
+                LeastBusy([]),
+                [],
+                stop_asked,
+                lambda: 0,
+                self.notes.append,
+            )
+        else:
+            role = RankServing(driver, end)
+        self.supply = MixedSupply(sampled, ServedSupply(role, world, stop_asked, [1]))
+
+    def collect(self, step: int) -> list[Group]:
+        return self.supply.order(step).collect()
+
+
+def of_own_engine(both: Both) -> list[Completion]:
+    futures = [both.inbox.put(asked(seed)) for seed in range(3)]
+    return [future.result(10) for future in futures]
+
+
+def test_each_batch_holds_both_kinds_and_each_side_settles_its_own():
+    with only_rank() as world:
+        both = Both(world, FakeEngine(), lambda: False, of_own_engine)
+        steps = []
+        for step in range(2):
+            groups = both.collect(step)
+            steps.append((groups, both.supply.settle(groups)))
+        state = both.supply.state_dict()
+        both.supply.close()
+    (first, settled_first), (second, settled) = steps
+    assert [group.prompt.source for group in first] == ["own"] * PROMPTS + ["atropos"]
+    assert first[-1].rollouts == [_rollout(completion_of(asked(seed))) for seed in range(3)]
+    indices = [group.prompt.index for group in first + second]
+    assert len(set(indices)) == len(indices)
+    assert both.prompts.recorded == [first[:PROMPTS], second[:PROMPTS]]
+    assert (settled_first.now, settled_first.late) == ([0, 1, 2, 4], [])
+    assert (settled.now, settled.late) == ([0, 1, 2, 4], [first[PROMPTS - 1]])
+    assert settled.metrics == {"own": 1.0, "outside": 1.0}
+    assert state == {"sampled": {"given": 2 * PROMPTS}, "served": {"read": 2, "taken": []}}
+
+
+def test_requests_that_were_held_for_long_are_told_when_the_engine_wakes(monkeypatch):
+    monkeypatch.setattr(supply, "LONGEST_HOLD", -1.0)
+    with only_rank() as world:
+        both = Both(world, FakeEngine(), lambda: False, of_own_engine)
+        both.collect(0)
+        assert both.notes == []
+        both.supply.order(1)
+        both.supply.close()
+    assert [note.partition(" for ")[0] for note in both.notes] == ["atropos: requests were held"]
+
+
+def test_a_restored_supply_goes_on_with_both_sides():
+    with only_rank() as world:
+        both = Both(world, FakeEngine(), lambda: False, of_own_engine)
+        both.supply.load_state_dict({"sampled": {"given": 8}, "served": {"read": 5}})
+        groups = both.collect(2)
+        with pytest.raises(EnvironmentSetupError, match="without an atropos entry beside others"):
+            both.supply.load_state_dict({"given": 8})
+        both.supply.close()
+    assert [group.prompt.text for group in groups[:PROMPTS]] == ["p8", "p9", "p10", "p11"]
+    assert groups[-1].prompt.index == 2 * 5 + 1
+
+
+def test_requests_from_outside_are_answered_while_prompts_are_sampled():
+    guest = asked(7)
+    answered: list[bool] = []
+
+    def on_step() -> None:
+        answered.append(future.done() and (0, 0) in engine.running)
+
+    with only_rank() as world:
+        engine = FakeEngine(decode_steps=lambda request: 2 if request.key == guest.key else 20, on_step=on_step)
+        both = Both(world, engine, lambda: False, of_own_engine)
+        future = both.inbox.put(guest)
+        both.collect(0)
+        both.supply.close()
+    assert any(answered)
+
+
+def test_a_stop_while_prompts_are_sampled_ends_the_serving_too():
+    with only_rank() as world:
+        engine = FakeEngine(decode_steps=lambda request: 10**9, on_step=lambda: stop.set())
+        stop, never = threading.Event(), threading.Event()
+        both = Both(world, engine, stop.is_set, lambda both: [never.wait(10)])
+        order = both.supply.order(0)
+        with pytest.raises(Stopped):
+            order.collect()
+        with pytest.raises(Stopped):
+            both.supply.order(1)
+        never.set()
+        both.supply.close()
+    assert not engine.running
+
+
+def test_the_state_of_a_step_that_is_stopped_is_as_before_it_but_for_what_came_from_outside():
+    """Its prompts are sampled again by the resumed run; a batch from outside comes only once."""
+    stop = threading.Event()
+    with only_rank() as world:
+        engine = FakeEngine(on_step=lambda: both.outside.read and stop.set())
+        both = Both(world, engine, stop.is_set, lambda both: [completion_of(asked(0))])
+        both.supply.settle(both.collect(0))
+        with pytest.raises(Stopped):
+            both.collect(1)
+        state = both.supply.state_dict()
+        both.supply.close()
+    assert both.prompts.given == 2 * PROMPTS
+    assert state == {"sampled": {"given": PROMPTS}, "served": {"read": 1, "taken": [1]}}
+
+
+def answered_by_the_idle_rank(world: World) -> tuple[bool, list[str], dict[str, Any] | None]:
+    """Rank 0 cannot end its share before rank 1, which has nothing left to sample, has answered a request."""
+    answers: list[bool] = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def wait_for_answer() -> None:
+            if not answers and both.links:
+                answers.append(both.links[0].put(asked(1)).exception(30) is None)
+
+        def on_step() -> None:
+            if world.is_main and both.engine.running:
+                pool.submit(wait_for_answer).result()
+
+        engine = FakeEngine(decode_steps=lambda request: 3, on_step=on_step)
+        both = Both(world, engine, lambda: False, lambda both: [both.links[0].put(asked(2)).result(30)])
+        groups = both.collect(0)
+    state = both.supply.state_dict()
+    both.supply.load_state_dict(state)
+    both.supply.close()
+    return bool(answers and answers[0]), [group.prompt.text for group in groups], state["served"]
+
+
+def test_a_rank_that_has_sampled_its_share_answers_requests_while_others_sample():
+    (answered, groups, state), (_, same, nothing) = run_on_ranks(answered_by_the_idle_rank, 2)
+    assert answered
+    assert (state, nothing) == ({"read": 0, "taken": [0]}, None)
+    assert groups == same == ["p0", "p1", "p2", "p3", ""]

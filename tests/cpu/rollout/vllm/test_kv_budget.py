@@ -1,0 +1,133 @@
+"""The KV cache is made for the sequences that decode together, not for all of them at full length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, Qwen3Config
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.rollout.vllm.kv_budget import (
+    BLOCK,
+    CPU_LIMIT,
+    ENGINE_RESERVE,
+    SMALLEST,
+    kv_bytes_per_token,
+    kv_cache_arguments,
+    useful_bytes,
+    weight_bytes,
+    with_seats,
+)
+from tests.support.small_policy import SHAPE, config_of, make_small_model
+
+BYTES_PER_TOKEN = 2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 2
+
+
+@pytest.mark.parametrize(("sequences", "full"), [(512, 256), (20, 10), (11, 8), (4, 4), (1, 1)])
+def test_half_of_the_sequences_have_room_for_their_full_length_and_never_fewer_than_a_few(tmp_path, sequences, full):
+    folder = make_small_model(tmp_path / "model", "qwen3")
+    lengths = {"max_prompt_tokens": 40, "max_completion_tokens": 60}
+    config = config_of(folder, rollout=lengths, engine={"max_num_seqs": sequences})
+    assert useful_bytes(config, folder, torch.bfloat16) == BYTES_PER_TOKEN * full * (40 + 60 + BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "seats"),
+    [
+        (1, {}, 256),
+        (8, {}, 64),
+        (3, {}, 96),
+        (3, {"rollout": {"group_size": 7}}, 80),
+        (8, {"engine": {"tensor_parallel_size": 4}}, 128),
+        (8, {"rollout": {"generation": "replicated"}}, 256),
+        (2, {"rollout": {"group_size": 64}}, 512),
+        (8, {"engine": {"max_num_seqs": 300}}, 300),
+        (8, {"environments": [{"type": "atropos"}]}, 256),
+    ],
+)
+def test_an_engine_has_a_seat_for_each_sequence_of_its_share_of_a_step(tmp_path, ranks, changes, seats):
+    """32 prompts of 8 completions."""
+    assert with_seats(config_of(tmp_path, **changes), ranks).engine.max_num_seqs == seats
+
+
+@pytest.mark.parametrize(("tensor_parallel", "heads_here"), [(1, 4), (2, 2), (8, 1)])
+def test_ranks_of_one_engine_share_the_heads_of_the_cache_but_no_head(tensor_parallel, heads_here):
+    config = Qwen3Config(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+    assert kv_bytes_per_token(config, 2, tensor_parallel) == 3 * 2 * heads_here * 16 * 2
+
+
+def test_a_model_without_heads_of_its_own_for_keys_has_as_many_as_queries():
+    assert kv_bytes_per_token(GPT2Config(n_layer=3, n_head=8, n_embd=48), 4) == 3 * 2 * 8 * 6 * 4
+
+
+def sized(folder, device: str, longest: int, **engine) -> dict:
+    """vLLM's arguments for 512 sequences of `longest` tokens."""
+    lengths = {"max_prompt_tokens": 40, "max_completion_tokens": longest - 40}
+    config = config_of(folder, rollout=lengths, engine={"max_num_seqs": 512, **engine})
+    return kv_cache_arguments(config, folder, torch.bfloat16, torch.device(device))
+
+
+def useful(longest: int) -> int:
+    return BYTES_PER_TOKEN * 256 * (longest + BLOCK)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_small_model(tmp_path_factory.mktemp("kv") / "model", "qwen3")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
+def test_weights_count_in_the_engines_type_and_once_whatever_files_hold_them(tmp_path, folder, kept_as, dtype):
+    tensors = {name: t.to(kept_as) for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    assert weight_bytes(config_of(tmp_path), tmp_path, dtype) == numbers * dtype.itemsize
+    assert weight_bytes(config_of(tmp_path, engine={"tensor_parallel_size": 2}), tmp_path, dtype) == (
+        numbers * dtype.itemsize // 2
+    )
+    (tmp_path / "model.safetensors").unlink()
+    assert weight_bytes(config_of(tmp_path), tmp_path, dtype) >= numbers * dtype.itemsize
+
+
+@pytest.fixture
+def gpu(monkeypatch, folder):
+    """A device with so many bytes to spare, beside the engine's weights and reserve, in twice as much memory."""
+
+    def with_spare(spare: int) -> int:
+        free = weight_bytes(config_of(folder), folder, torch.bfloat16) + ENGINE_RESERVE + spare
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+        return free
+
+    return with_spare
+
+
+@pytest.mark.parametrize("longest", [400, 4000])
+def test_on_a_gpu_the_cache_is_what_sequences_can_use_and_no_more_than_is_left_beside_weights(folder, gpu, longest):
+    spare = useful(2000)
+    gpu(spare)
+    expected = min(spare, max(SMALLEST, useful(longest)))
+    assert sized(folder, "cuda", longest) == {"kv_cache_memory_bytes": expected, "gpu_memory_utilization": 0.49}
+
+
+def test_a_gpu_without_room_for_the_smallest_cache_is_refused_in_one_line(folder, gpu):
+    gpu(SMALLEST)
+    assert sized(folder, "cuda", 4000)["kv_cache_memory_bytes"] == SMALLEST
+    gpu(SMALLEST - 1)
+    with pytest.raises(RunError, match=r"^engine: 6\.1 GiB are free beside the trainer, too little"):
+        sized(folder, "cuda", 4000)
+
+
+def test_a_size_or_a_share_that_the_user_names_is_taken(folder, gpu):
+    gpu(useful(2000))
+    assert sized(folder, "cuda", 4000, gpu_memory_utilization=0.3) == {"gpu_memory_utilization": 0.3}
+    both = {"kv_cache_memory_bytes": 123 << 20, "gpu_memory_utilization": 0.3}
+    assert sized(folder, "cuda", 4000, **both)["kv_cache_memory_bytes"] == 123 << 20
+    assert sized(folder, "cpu", 4000, **both) == {"kv_cache_memory_bytes": 123 << 20}
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(100, SMALLEST), (4000, useful(4000)), (400_000, CPU_LIMIT)])
+def test_on_a_cpu_the_cache_has_a_least_and_a_most(folder, longest, expected):
+    assert sized(folder, "cpu", longest) == {"kv_cache_memory_bytes": expected}

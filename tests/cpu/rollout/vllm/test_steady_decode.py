@@ -1,0 +1,299 @@
+"""Steady decoding against vLLM's own scheduler: the same steps for the model, the same tokens for the caller.
+
+The model is an arithmetic stand-in that checks what a real one relies on: positions without gaps, and a cache block
+behind every one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter, deque
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from colocated_grpo.launch.cli import library_environment
+from colocated_grpo.runtime.distributed import World
+from tests.support.engines import Pair, request_of
+from tests.support.ranks import run_on_ranks
+from tests.support.training_runs import tiny_model
+
+BLOCK = 4
+VOCABULARY = 50
+STOPS = [3, 7]
+
+
+def next_token(name: str, position: int) -> int:
+    return random.Random(f"{name}/{position}").randrange(VOCABULARY)
+
+
+class Runner:
+    """Stands for the model: samples a token that depends on the request and the position alone."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self.length: dict[str, int] = {}
+        self.log: list[dict[str, int]] = []
+
+    def run(self, step: Any) -> Any:
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+        for name in step.finished_req_ids | (step.preempted_req_ids or set()):
+            self.blocks.pop(name, None)
+        for new in step.scheduled_new_reqs:
+            self.blocks[new.req_id] = list(new.block_ids[0])
+            self.computed[new.req_id] = new.num_computed_tokens
+            self.length.setdefault(new.req_id, len(new.prompt_token_ids))
+        cached = step.scheduled_cached_reqs
+        for name, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if name in cached.resumed_req_ids:
+                self.blocks[name] = list(blocks[0])
+            else:
+                assert computed == self.computed[name], "positions without gaps"
+                self.blocks[name] += blocks[0] if blocks else []
+            self.computed[name] = computed
+        names, tokens = list(step.num_scheduled_tokens), []
+        random.Random(len(self.log)).shuffle(names)  # a model may order its batch as it likes
+        for name in names:
+            self.computed[name] += step.num_scheduled_tokens[name]
+            assert len(self.blocks[name]) * BLOCK >= self.computed[name], "a cache block behind every position"
+            decoded = self.computed[name] >= self.length[name]
+            tokens.append([next_token(name, self.computed[name])] if decoded else [])
+            if decoded:
+                self.length[name] = max(self.length[name], self.computed[name] + 1)
+        held = [block for name in self.blocks for block in self.blocks[name]]
+        assert len(held) == len(set(held)), "no block belongs to two requests"
+        self.log.append(dict(step.num_scheduled_tokens))
+        values = np.array([[row[0] if row else 0] for row in tokens])
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            logprobs=LogprobsLists(values, -values.astype(np.float32), values),
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+
+
+def make_scheduler(model: Path, *, is_async: bool, blocks: int, slots: int) -> Any:
+    os.environ.update(library_environment("INFO"))
+    import torch
+    from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, max_model_len=64, dtype="float32"),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=False),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=slots,
+            max_num_batched_tokens=256,
+            max_model_len=64,
+            async_scheduling=is_async,
+            is_encoder_decoder=False,
+        ),
+    )
+    config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    return (AsyncScheduler if is_async else Scheduler)(
+        vllm_config=config,
+        kv_cache_config=cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        log_stats=False,
+    )
+
+
+def serve(
+    scheduler: Any, steady: Any, *, is_async: bool, arrivals: dict[int, list[Any]], aborts: dict[int, str]
+) -> Any:
+    """Drive the scheduler as vLLM's engine does: with async scheduling one step is always under way."""
+    from vllm.v1.request import RequestStatus
+
+    runner, queue = Runner(), deque()
+    completions: dict[str, list[Any]] = {}
+
+    def deliver(name: str, tokens: list[int], logprobs: Any, reason: str | None) -> None:
+        entry = completions.setdefault(name, [[], [], None])
+        entry[0] += tokens
+        entry[1] += np.asarray(logprobs).tolist()
+        entry[2] = reason
+
+    for turn in range(2000):
+        for request in arrivals.get(turn, []):
+            scheduler.add_request(request)
+        if turn in aborts:
+            scheduler.finish_requests(aborts[turn], RequestStatus.FINISHED_ABORTED)
+        if not scheduler.has_requests() and not queue and turn > max(arrivals):
+            return completions, runner.log
+        if scheduler.has_requests():
+            step = scheduler.schedule()
+            queue.append((step, runner.run(step) if step.total_num_scheduled_tokens else None))
+            if is_async and len(queue) < 2:
+                continue
+        if not queue:
+            continue
+        step, output = queue.popleft()
+        if output is None:
+            continue
+        outputs = scheduler.update_from_output(step, output)
+        for chunk in steady.take() if steady is not None else []:
+            deliver(*chunk)
+        for one in outputs[0].outputs if outputs else []:
+            reason = None if one.finish_reason is None else str(one.finish_reason)
+            deliver(one.request_id, one.new_token_ids, one.new_logprobs.logprobs[:, 0], reason)
+    raise AssertionError("the scheduler never finished")
+
+
+def make_requests(count: int, seed: int) -> list[Any]:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    rng = random.Random(seed)
+    return [
+        Request(
+            request_id=f"request {number}",
+            prompt_token_ids=[rng.randrange(8, VOCABULARY) for _ in range(rng.randint(1, 11))],
+            sampling_params=SamplingParams(
+                max_tokens=rng.choice([1, 2, 5, 17, 40]),
+                stop_token_ids=STOPS if number % 3 else [],
+                min_tokens=6 if number % 5 == 0 else 0,
+                logprobs=0,
+            ),
+            pooling_params=None,
+        )
+        for number in range(count)
+    ]
+
+
+SCENES = {
+    "all at once": {"blocks": 400, "slots": 16, "every": 0, "aborts": {}},
+    "arriving one by one": {"blocks": 400, "slots": 16, "every": 3, "aborts": {}},
+    "more than fit beside each other": {"blocks": 400, "slots": 4, "every": 0, "aborts": {}},
+    "too little memory": {"blocks": 24, "slots": 16, "every": 0, "aborts": {}},
+    "some aborted": {"blocks": 400, "slots": 16, "every": 2, "aborts": {9: "request 2", 14: "request 5"}},
+}
+
+
+def both_ways(world: World, model: Path, is_async: bool) -> dict[str, Any]:
+    """Each scene by vLLM alone and by steady steps."""
+    from colocated_grpo.rollout.vllm.steady_decode import SteadyDecode, is_supported
+
+    facts = {}
+    for name, scene in SCENES.items():
+        results = []
+        for wants_steady in (False, True):
+            scheduler = make_scheduler(model, is_async=is_async, blocks=scene["blocks"], slots=scene["slots"])
+            assert is_supported(scheduler)
+            calls = CountCalls(scheduler)
+            steady = SteadyDecode(scheduler) if wants_steady else None
+            arrivals: dict[int, list[Any]] = {}
+            for index, request in enumerate(make_requests(14, seed=3)):
+                arrivals.setdefault(index * scene["every"], []).append(request)
+            completions, log = serve(scheduler, steady, is_async=is_async, arrivals=arrivals, aborts=scene["aborts"])
+            free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            results.append({"completions": completions, "steps": log, "by vllm": calls.count, "free": free})
+        facts[name] = results
+    return facts
+
+
+class CountCalls:
+    def __init__(self, scheduler: Any) -> None:
+        self.count = 0
+        original = scheduler.schedule
+
+        def counted(*arguments: Any) -> Any:
+            self.count += 1
+            return original(*arguments)
+
+        scheduler.schedule = counted
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "one step ahead"])
+def facts(request) -> dict[str, Any]:
+    [facts] = run_on_ranks(both_ways, 1, tiny_model(), request.param, timeout=200.0)
+    return facts
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_steady_steps_give_the_same_completions_as_vllms_scheduler(facts, scene):
+    alone, steady = facts[scene]
+    aborted = set(SCENES[scene]["aborts"].values())
+    for name in alone["completions"].keys() - aborted:
+        assert steady["completions"][name] == alone["completions"][name]
+    assert all(reason for name, (*_, reason) in steady["completions"].items() if name not in aborted)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_steady_steps_return_every_cache_block(facts, scene):
+    alone, steady = facts[scene]
+    assert steady["free"] == alone["free"]
+
+
+@pytest.mark.parametrize("scene", ["all at once", "arriving one by one", "more than fit beside each other"])
+def test_the_model_computes_not_one_token_more(facts, scene):
+    alone, steady = (Counter(chain.from_iterable(way["steps"])) for way in facts[scene])
+    assert steady == alone
+
+
+@pytest.mark.parametrize("scene", ["all at once", "more than fit beside each other"])
+def test_most_steps_need_no_scheduling_by_vllm(facts, scene):
+    alone, steady = facts[scene]
+    print(scene, alone["by vllm"], steady["by vllm"], len(steady["steps"]))
+    assert steady["by vllm"] < 0.5 * alone["by vllm"]
+
+
+def engine_both_ways(world: World, folder: Path) -> Any:
+    """The real engine's completions with steady steps and after they are taken out."""
+    pair = Pair(world, folder, rollout={"max_completion_tokens": 48})
+    pair.write()
+    requests = [
+        request_of(n, n, prompt=[5 + n, 9, 11][: 1 + n % 3], max_tokens=8 + 3 * n, stop_token_ids=tuple(STOPS))
+        for n in range(12)
+    ]
+    fast = pair.generate(requests)
+    steady = pair.engine._requests._steady
+    scheduler = pair.engine._engine.engine_core.engine_core.scheduler
+    scheduler.schedule, scheduler.update_from_output = steady._vllm_schedule, steady._vllm_update
+    plain = pair.generate(requests)
+    pair.engine.close()
+    return fast, plain
+
+
+def test_the_real_engine_samples_the_same_completions_with_and_without_steady_steps():
+    [(fast, plain)] = run_on_ranks(engine_both_ways, 1, tiny_model(), timeout=200.0)
+    assert [one.token_ids for one in fast] == [one.token_ids for one in plain]
+    assert [one.finish_reason for one in fast] == [one.finish_reason for one in plain]
+    for a, b in zip(fast, plain, strict=True):
+        assert a.sampling_logprobs == pytest.approx(b.sampling_logprobs, abs=1e-5)
+    assert {one.finish_reason for one in fast} == {"stop", "length"}
+
+
+def test_lists_of_stop_tokens_are_told_apart_and_many_of_them_do_not_pile_up():
+    from colocated_grpo.rollout.vllm.steady_batch import KEPT_STOP_LISTS, StopTable
+
+    def request(*stops: int, eos: int | None = 1) -> SimpleNamespace:
+        return SimpleNamespace(sampling_params=SimpleNamespace(eos_token_id=eos, stop_token_ids=stops))
+
+    table = StopTable(vocabulary=300)
+    for first in range(2, 290, 2):
+        requests = [request(), request(first, first + 1), request(eos=None), request()]
+        places = table.places(requests)
+        assert [np.flatnonzero(table.table[place]).tolist() for place in places] == [
+            [1],
+            [1, first, first + 1],
+            [],
+            [1],
+        ]
+        assert len(table.table) <= KEPT_STOP_LISTS + len(requests)

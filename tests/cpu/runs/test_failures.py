@@ -1,0 +1,148 @@
+"""What ends a run early: within seconds, on every rank, with the words that tell why and nothing left behind."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.training_runs import (
+    ForkedRun,
+    LaunchedRun,
+    Settings,
+    TrainingRun,
+    deterministic,
+    launch,
+    settings,
+    tiny_model,
+    uninterrupted,
+)
+
+SECONDS_TO_END = 30
+
+# User code is imported on every rank: the way in for faults, without touching the product.
+FAULTY_TASK = """
+import os, threading
+from colocated_grpo.environments.tasks.sorting import Sorting
+RANK = os.environ["RANK"]
+
+class Faulty(Sorting):
+    def score(self, item, completion):
+        return judge() if judge else super().score(item, completion)
+
+judge = None
+"""
+
+
+def faulty(tmp_path: Path, fault: str, **changes: object) -> Settings:
+    """A run whose task is the sorting task; `fault` is statements of its module, which may set `judge`."""
+    path = tmp_path / "faulty.py"
+    path.write_text(FAULTY_TASK + fault)
+    return settings(
+        tiny_model(), environments=[{"type": "task", "name": f"{path}:Faulty"}], evaluation={"every": 0}, **changes
+    )
+
+
+def failed(run: TrainingRun) -> TrainingRun:
+    """A run that ends by itself with an error and leaves no process."""
+    with run:
+        assert run.wait() != 0, run.tail()
+        assert run.processes() == []
+        return run
+
+
+BREAKS_ON_RANK_1 = """
+import colocated_grpo.trainer as trainer
+update = trainer.update
+def broken(run, batch):
+    if run.policy.version == 2 and run.world.rank == 1:
+        raise ZeroDivisionError("the defect of rank 1")
+    return update(run, batch)
+trainer.update = broken
+"""
+
+
+def test_a_rank_that_raises_takes_all_down_and_its_own_traceback_is_shown_last(tmp_path):
+    with LaunchedRun(tmp_path, faulty(tmp_path, BREAKS_ON_RANK_1), ranks=2) as run:
+        run.wait_until(lambda: "the defect of rank 1" in run.stderr)
+        since = time.monotonic()
+        assert run.wait(SECONDS_TO_END) != 0
+        assert time.monotonic() - since < SECONDS_TO_END
+        assert run.processes() == []
+    assert len(run.rows("train")) == 2
+    last = run.stderr[run.stderr.rindex("Root Cause") :]
+    assert "rank      : 1" in last
+    assert "ZeroDivisionError: the defect of rank 1" in last
+
+
+def test_a_rank_that_cannot_be_built_does_not_leave_the_others_waiting(tmp_path):
+    config = faulty(tmp_path, "if RANK == '1':\n    raise ImportError('not on this rank')")
+    run = failed(LaunchedRun(tmp_path, config, ranks=2))
+    [line] = run.stderr.splitlines()
+    assert "ImportError: not on this rank" in line
+
+
+CORRUPTS_RANK_1 = """
+from colocated_grpo.weights.colocated import ColocatedSync
+sync = ColocatedSync.sync
+def corrupted(self):
+    sync(self)
+    if RANK == "1":
+        self._model.get_parameter("model.layers.0.mlp.down_proj.weight").data.mul_(1.5)
+ColocatedSync.sync = corrupted
+"""
+
+
+def test_an_engine_that_holds_other_weights_on_one_rank_ends_the_run_with_both_numbers(tmp_path):
+    run = failed(ForkedRun(tmp_path, faulty(tmp_path, CORRUPTS_RANK_1), ranks=2))
+    [line] = run.stderr.splitlines()
+    assert line.startswith("error: freshness: after the weight sync engine and policy disagree by ")
+    assert "limit freshness.max_mean_diff=0.001; worst token: engine -" in line
+    assert ", policy -" in line
+    assert run.rows("train") == []
+
+
+def test_reward_errors_above_the_share_end_the_run_with_one_line(tmp_path):
+    run = failed(ForkedRun(tmp_path, faulty(tmp_path, "judge = lambda: 1 / 0"), ranks=2))
+    [line] = run.stderr.splitlines()
+    assert line.startswith(
+        "error: rewards: 16 of 16 failed, above rollout.max_reward_errors=0.2; the first: "
+        "ZeroDivisionError: division by zero ("
+    )
+
+
+def test_a_reward_that_never_returns_costs_its_prompt_and_does_not_keep_the_process_alive(tmp_path):
+    fault = "judge = threading.Event().wait"
+    rollout = {"reward_timeout": 0.2, "reward_workers": 2, "max_reward_errors": 1.0}
+    config = faulty(tmp_path, fault, training_steps=2, rollout=rollout)
+    run = launch(tmp_path, config)
+    assert [row["reward_errors"] for row in run.rows("train")] == [16.0, 16.0]
+    assert (run.folder / "final_model/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"policy": {"lr": -1}}, "policy.lr=-1: must be greater than 0"),
+        ({"model": {"name": "./no-such-model"}}, "model.name='./no-such-model': no such folder"),
+        ({"batch": {"max_tokens_per_micro_batch": 8}}, "one completion could never be packed"),
+    ],
+)
+def test_a_config_that_cannot_run_is_one_line_and_exit_code_2_before_anything_starts(tmp_path, changes, line):
+    with LaunchedRun(tmp_path, settings(tiny_model()) | changes) as run:
+        assert run.wait() == 2
+    [shown] = run.stderr.splitlines()
+    assert shown.startswith("error: ")
+    assert line in shown
+    assert run.stdout == ""
+    assert not run.folder.exists()
+
+
+def test_a_finished_run_is_not_mixed_with_a_new_one_of_the_same_name():
+    finished = uninterrupted(1)
+    before = finished.rows("train")
+    run = failed(ForkedRun(finished.folder.parent, deterministic(), name="again"))
+    [line] = run.stderr.splitlines()
+    assert "holds a run already; add --resume, or choose another name" in line
+    assert finished.rows("train") == before

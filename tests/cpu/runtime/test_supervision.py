@@ -1,0 +1,192 @@
+"""No rank outlives a dead one, and one rank's signal stops them all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.supervision import StopRequest, Watchdog, own_process, visible_from
+from tests.support.ranks import Ranks, in_a_world, run_on_ranks
+
+SECONDS_TO_NOTICE = 5.0
+STARTED = 60.0
+
+
+def watched(world: World) -> tuple[StopRequest, Watchdog]:
+    stop = StopRequest(world.store)
+    return stop, Watchdog(world, stop)
+
+
+def wait_in_a_collective(world: World) -> None:
+    dist.all_reduce(torch.zeros(1), group=world.control)
+
+
+def wait_for_a_key(world: World) -> None:
+    """Blocked in C++ on a healthy connection, as while groups are made: nothing but the watchdog ends this."""
+    world.store.wait(["never set"])
+
+
+def block_on_all_ranks_but_one(world: World, waiting, way_to_wait, idle_rank: int) -> None:
+    watched(world)
+    waiting[world.rank].set()
+    if world.rank == idle_rank:
+        signal.pause()
+    way_to_wait(world)
+
+
+def end_of(process) -> float:
+    """Seconds until the process has ended."""
+    start = time.monotonic()
+    process.join(2 * SECONDS_TO_NOTICE)
+    assert process.exitcode is not None, "still alive"
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("way_to_wait", [wait_in_a_collective, wait_for_a_key])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_waits_for_a_killed_one_ends_within_seconds(way_to_wait, victim):
+    waiting = [Ranks.context.Event() for _ in range(2)]
+    with Ranks(in_a_world, 2, block_on_all_ranks_but_one, waiting, way_to_wait, victim) as ranks:
+        assert all(event.wait(STARTED) for event in waiting)
+        survivor = ranks.processes[1 - victim]
+        assert survivor.is_alive()
+        ranks.processes[victim].kill()
+        assert end_of(survivor) < SECONDS_TO_NOTICE
+        assert survivor.exitcode != 0
+
+
+@pytest.mark.parametrize("differs", ["machine", "container"])
+def test_a_rank_of_another_machine_or_container_is_not_looked_for_among_the_processes_here(monkeypatch, differs):
+    """Under the same host name, as containers on the host's network have it: its id would be taken for a dead one."""
+    with monkeypatch.context() as elsewhere:
+        if differs == "container":
+            elsewhere.setattr(os, "readlink", lambda path: "pid:[4026532799]")
+        else:
+            elsewhere.setattr(Path, "read_text", lambda path: "00000000-0000-0000-0000-000000000000")
+        foreign = own_process()._replace(pid=1 << 22)
+    own = own_process()
+    sibling = own._replace(pid=own.pid + 1)
+    assert visible_from(own, [foreign, own, sibling]) == {sibling.pid: 2}
+
+
+def say_who_is_gone(world: World, waiting, killed, right) -> None:
+    _, watchdog = watched(world)
+    watchdog.close()
+    waiting[world.rank].set()
+    if world.rank != 0:
+        signal.pause()
+    assert killed.wait(STARTED)
+    if watchdog.gone() == [1]:
+        right.set()
+
+
+def test_a_rank_can_tell_which_other_was_killed():
+    waiting = [Ranks.context.Event() for _ in range(3)]
+    killed, right = Ranks.context.Event(), Ranks.context.Event()
+    with Ranks(in_a_world, 3, say_who_is_gone, waiting, killed, right) as ranks:
+        assert all(event.wait(STARTED) for event in waiting)
+        ranks.processes[1].kill()
+        killed.set()
+        assert right.wait(2 * SECONDS_TO_NOTICE)
+
+
+def fail_on_rank_one(world: World, waiting) -> None:
+    _, watchdog = watched(world)
+    waiting[world.rank].set()
+    if world.rank == 1:
+        assert watchdog.failed(), "the first to fail"
+        signal.pause()  # alive and silent: the other rank learns it from the store, not from a death
+    wait_for_a_key(world)
+
+
+def test_a_rank_that_reports_its_failure_ends_the_others_while_it_still_lives():
+    waiting = [Ranks.context.Event() for _ in range(2)]
+    with Ranks(in_a_world, 2, fail_on_rank_one, waiting) as ranks:
+        assert all(event.wait(STARTED) for event in waiting)
+        assert end_of(ranks.processes[0]) < SECONDS_TO_NOTICE
+        assert ranks.processes[0].exitcode == 1
+        assert ranks.processes[1].is_alive()
+
+
+def stop_when_asked(world: World, ready) -> tuple[bool, bool]:
+    """Whether a stop was asked for before and after the signal."""
+    stop, watchdog = watched(world)
+    before = stop.asked()
+    ready[world.rank].set()
+    deadline = time.monotonic() + 2 * SECONDS_TO_NOTICE
+    while not stop.asked() and time.monotonic() < deadline:
+        signal.sigtimedwait([], 0.05)
+    after = stop.asked()
+    world.barrier()
+    watchdog.close()
+    return before, after
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_one_rank_is_seen_by_all(number):
+    ready = [Ranks.context.Event() for _ in range(2)]
+    with Ranks(in_a_world, 2, stop_when_asked, ready) as ranks:
+        assert all(event.wait(STARTED) for event in ready)
+        os.kill(ranks.processes[1].pid, number)
+        assert ranks.results() == [(False, True), (False, True)]
+
+
+def end_forked_children(world: World, number: signal.Signals) -> list[int]:
+    """How children ended that got the signal as soon as they were there."""
+    stop = StopRequest(world.store)
+    endings = []
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            time.sleep(SECONDS_TO_NOTICE)
+            os._exit(0)
+        os.kill(child, number)
+        _, status = os.waitpid(child, 0)
+        endings.append(os.waitstatus_to_exitcode(status))
+    assert not stop.asked()
+    os.kill(os.getpid(), number)
+    assert stop.asked(), "the rank's own signals are handled as before"
+    return endings
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_forked_children_of_a_reward_end_by_the_signals_that_ask_a_rank_to_stop(number):
+    assert run_on_ranks(end_forked_children, 1, number) == [[-number] * 20]
+
+
+def ignored_hangups(world: World) -> bool:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopRequest(world.store)
+    os.kill(os.getpid(), signal.SIGHUP)
+    return stop.asked()
+
+
+def test_nohup_is_respected():
+    assert run_on_ranks(ignored_hangups, 1) == [False]
+
+
+def leave_one_after_the_other(world: World, first_has_left) -> int:
+    """Rank 1 closes its watchdog after rank 0 is gone; 0 means that nothing was taken for a failure."""
+    _, watchdog = watched(world)
+    watchdog.close()
+    world.barrier()
+    if world.rank == 1:
+        assert first_has_left.wait(STARTED)
+    return int(world.store.check(["failed"]))
+
+
+def test_ranks_that_end_in_good_order_are_not_taken_for_dead():
+    first_has_left = Ranks.context.Event()
+    with Ranks(in_a_world, 2, leave_one_after_the_other, first_has_left) as ranks:
+        first_has_left.set()
+        assert ranks.results() == [0, 0]
+        for process in ranks.processes:
+            process.join(STARTED)
+        assert [process.exitcode for process in ranks.processes] == [0, 0]

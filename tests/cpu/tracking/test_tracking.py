@@ -1,0 +1,343 @@
+"""The tracker: console, run folder, W&B and TensorBoard."""
+
+import errno
+import inspect
+import io
+import json
+import math
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import yaml
+
+from colocated_grpo.config import Config
+from colocated_grpo.errors import RunError
+from colocated_grpo.tracking import NullTracker, Tracker, files, make_tracker, sinks
+from colocated_grpo.tracking.text import duration, number, visible
+from colocated_grpo.types import Group
+from tests.support.paths import ROOT
+from tests.support.tracked_run import HOSTILE, TrackedRun, config_of, groups_of, rollout_of, row_of
+
+
+def test_every_step_is_one_line_and_one_row_with_all_its_keys(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path).train(last_step=3)
+    lines = [line for line in run.printed.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["0/6", "1/6", "2/6"]
+    assert "reward 0.200" in lines[2] and "held-out 0.400" in lines[2] and "generate 0.500" in lines[2]
+    rows = [row for row in files.read_metrics(tmp_path) if row["kind"] == "train"]
+    assert rows == [{"kind": "train", "step": step, **row_of(step)} for step in range(3)]
+
+
+def test_failed_rewards_and_dropped_prompts_are_in_a_steps_line_where_there_are_any(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path).train(last_step=0)
+    for step, count in enumerate((0.0, 3.0)):
+        row = {**row_of(step), "reward_errors": count, "prompts_dropped": 2 * count}
+        run.tracker.flush(step, row, groups_of(step))
+    quiet, loud = [line for line in run.printed.splitlines() if line.startswith("step ")]
+    assert "errors" not in quiet and "dropped" not in quiet
+    assert "errors 3  dropped 6" in loud
+
+
+def test_the_banner_names_model_ranks_loss_batch_and_folder(tmp_path: Path) -> None:
+    printed = TrackedRun(tmp_path).train(last_step=0).printed
+    for expected in ("tiny", "ranks", "dapo", "32 prompts x 8 completions", str(tmp_path)):
+        assert expected in printed
+
+
+def test_what_is_not_a_number_becomes_null_and_the_file_stays_strict_json(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path).train(last_step=0)
+    run.tracker.flush(0, {"reward": math.nan, "grad_norm": math.inf, "loss": 1.0}, groups_of(0))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert row == {"kind": "train", "step": 0, "reward": None, "grad_norm": None, "loss": 1.0}
+
+
+def test_a_run_whose_folder_is_removed_ends_instead_of_writing_into_nothing(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path / "run").train(last_step=2)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunError, match="removed while the run went on"):
+        run.tracker.flush(2, row_of(2), groups_of(2))
+
+
+def test_a_killed_and_resumed_run_ends_with_the_same_files(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    TrackedRun(whole).train().finish()
+    TrackedRun(resumed).train(last_step=5)  # killed after step 4, the last checkpoint is of step 2
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        with (resumed / name).open("a") as cut:
+            cut.write('{"kind": "train", "st')
+    TrackedRun(resumed).train(first_step=2).finish()
+    for name in ("metrics.jsonl", "rollouts.jsonl", "summary.json", "config.yaml"):
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes(), name
+    assert [start["first_step"] for start in files.read_environment(resumed)] == [0, 2]
+
+
+def test_a_resumed_run_says_which_settings_are_not_those_of_its_last_start(tmp_path: Path) -> None:
+    first = TrackedRun(tmp_path, config_of()).train(last_step=2)
+    assert "settings changed" not in first.printed
+    same = TrackedRun(tmp_path, config_of()).train(first_step=2, last_step=3)
+    assert "settings changed" not in same.printed
+    other = config_of().model_copy(update={"training_steps": 9, "seed": 5})
+    printed = TrackedRun(tmp_path, other).train(first_step=3, last_step=4).printed
+    assert "settings changed since the last start: training_steps 6 -> 9, seed 0 -> 5\n" in printed
+
+
+def test_a_cut_last_line_is_forgiven_and_a_damaged_earlier_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1')
+    assert list(files.read_rows(path)) == [{"step": 0}]
+    path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
+    with pytest.raises(files.RunFolderError, match=r"metrics.jsonl:2: not a JSON line"):
+        list(files.read_rows(path))
+    with pytest.raises(RunError, match=r"metrics.jsonl:2: not a JSON line"):  # what ends a rank with one line
+        TrackedRun(tmp_path).train(first_step=2)
+
+
+def test_kept_rollouts_include_the_best_and_the_worst(tmp_path: Path) -> None:
+    TrackedRun(tmp_path).train(last_step=1)
+    rewards = [row["reward"] for row in files.read_rollouts(tmp_path) if row["kind"] == "train"]
+    assert rewards == [0.0, 0.3, 1.3, 2.3]
+
+
+def test_a_rollout_whose_reward_failed_is_kept_as_the_worst(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path).train(last_step=0)
+    failed = rollout_of(None, "oops", error="ValueError: boom")
+    group = Group(prompt=groups_of(0)[0].prompt, rollouts=[rollout_of(-5.0, "bad"), failed, rollout_of(1.0, "good")])
+    run.tracker.flush(0, row_of(0), [group])
+    kept = files.read_rollouts(tmp_path)
+    assert [(row["completion"], row["error"]) for row in kept] == [
+        ("oops", "ValueError: boom"),
+        ("bad", None),
+        ("good", None),
+    ]
+
+
+def test_no_rollouts_are_kept_when_none_are_asked_for(tmp_path: Path) -> None:
+    TrackedRun(tmp_path, config_of(rollouts_per_step=0)).train()
+    assert files.read_rollouts(tmp_path) == []
+
+
+def test_each_evaluation_keeps_the_same_prompts(tmp_path: Path) -> None:
+    TrackedRun(tmp_path).train().finish()
+    held_out = [row for row in files.read_rollouts(tmp_path) if row["kind"] == "evaluation"]
+    prompts = {step: [row["prompt_index"] for row in held_out if row["step"] == step] for step in (0, 2, 4, 6)}
+    assert prompts[0] == prompts[2] == prompts[4] == prompts[6]
+    assert len(prompts[0]) == files.HELD_OUT_KEPT and {0, 19} <= set(prompts[0])
+
+
+def test_the_written_config_loads_back_as_the_same_config(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path).train(last_step=0)
+    assert Config.model_validate(yaml.safe_load((tmp_path / "config.yaml").read_text())) == run.config
+
+
+def test_the_environment_file_says_what_ran_and_how(tmp_path: Path) -> None:
+    TrackedRun(tmp_path).train(last_step=0)
+    (start,) = files.read_environment(tmp_path)
+    assert start["packages"].keys() >= {"torch", "transformers", "pydantic"}
+    assert "pytest" in start["command"]
+
+
+def test_the_summary_gives_held_out_reward_before_and_after_and_leaves_when_the_run_goes_on(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path).train().finish()
+    assert files.read_summary(tmp_path) == {
+        "outcome": "finished",
+        "steps": 6,
+        "held_out_reward": {"before": {"step": 0, "value": 0.2}, "after": {"step": 6, "value": pytest.approx(0.8)}},
+    }
+    assert "held-out reward 0.200 -> 0.800 (steps 0 -> 6)" in run.printed
+    assert f"report: {tmp_path / 'report.html'}" in run.printed
+    TrackedRun(tmp_path).train(first_step=4, last_step=5)
+    assert files.read_summary(tmp_path) == {}
+
+
+def test_a_batch_of_atropos_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    for tokens in ([[1, 2]], [[3]]):
+        files.write_atropos_batch(tmp_path, [{"tokens": tokens}])
+    assert [path.name for path in tmp_path.iterdir()] == ["atropos_batch.json"]
+    assert json.loads((tmp_path / files.ATROPOS_BATCH_FILE).read_text()) == [{"tokens": [[3]]}]
+
+
+def test_close_works_twice_before_the_start_and_before_the_first_step(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path / "never started")
+    run.tracker.note("loading")
+    run.tracker.close("failed: out of memory")
+    assert "loading" in run.printed and not run.run_dir.exists()
+    run = TrackedRun(tmp_path / "no step").train(last_step=0)
+    run.tracker.close("failed: bad reward")
+    run.tracker.close("failed: bad reward")
+    assert run.printed.count("failed: bad reward after 0 steps") == 1
+    assert not (run.run_dir / "report.html").exists()
+
+
+def test_a_hostile_note_reaches_an_ascii_log_as_harmless_text(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path, encoding="ascii")
+    run.tracker.note("reward failed: \u00e9" + HOSTILE)
+    assert "\\xe9" in run.printed and "\\x1b[2J" in run.printed and "\x1b" not in run.printed
+
+
+@pytest.mark.parametrize("mode", ["plain", "live"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.EPIPE, errno.ENOSPC])
+def test_a_run_outlives_the_terminal_or_pipe_that_it_shows_itself_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, error: int
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(error, os.strerror(error))  # a terminal that was closed, a reader that has left, a full disk
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    config = config_of(console=mode)
+    run = TrackedRun(tmp_path, config)
+    run.tracker = make_tracker(config, tmp_path, is_main=True)
+    run.train().finish()
+    assert len(files.read_metrics(tmp_path)) == 10
+    assert files.read_summary(tmp_path)["outcome"] == "finished"
+
+
+def test_a_run_outlives_standard_output_that_user_code_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TrackedRun(tmp_path)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    run.tracker = make_tracker(config_of(), tmp_path, is_main=True)
+    run.train(last_step=2)
+    sys.stdout.close()
+    run.train(first_step=3).finish()
+    assert files.read_summary(tmp_path)["outcome"] == "finished"
+
+
+def test_what_user_code_does_with_standard_output_hides_no_step(tmp_path: Path, capsys) -> None:
+    run = TrackedRun(tmp_path)
+    run.tracker = make_tracker(config_of(), tmp_path, is_main=True)
+    with redirect_stdout(io.StringIO()):
+        run.train()
+    assert "step 5/6" in capsys.readouterr().out
+
+
+def test_the_other_ranks_tracker_has_the_same_methods() -> None:
+    def methods(one: type) -> dict[str, str]:
+        return {name: str(inspect.signature(f)) for name, f in vars(one).items() if callable(f) and name[0] != "_"}
+
+    assert methods(Tracker) == methods(NullTracker)
+    assert isinstance(make_tracker(config_of(), Path("unused"), is_main=False), NullTracker)
+
+
+def test_tracking_and_its_tools_import_no_torch() -> None:
+    modules = "colocated_grpo.tracking, colocated_grpo.tools.report, colocated_grpo.tools.show_rollouts"
+    program = (
+        f"import sys, {modules}, colocated_grpo.tools.compare_runs; print({{'torch', 'wandb'}} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+LIVE_PROGRAM = """
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+sys.path[:0] = {paths!r}
+from tests.support.tracked_run import config_of, groups_of, row_of
+from colocated_grpo.tracking import make_tracker
+tracker = make_tracker(config_of(console="auto"), Path({run_dir!r}), is_main=True)
+tracker.start(config_of(), {{}}, 0)
+tracker.flush(0, row_of(0), groups_of(0))
+tracker.note("a note [bold] between")
+raise RuntimeError("the third layer exploded")
+"""
+
+
+def test_an_exception_under_the_live_display_gives_the_terminal_back(tmp_path: Path) -> None:
+    paths = [str(ROOT), os.getcwd()]
+    program = LIVE_PROGRAM.format(paths=paths, run_dir=str(tmp_path))
+    master, terminal = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    shown = read_all(master)
+    assert process.wait() == 1
+    hidden, restored = shown.rindex("\x1b[?25l"), shown.rindex("\x1b[?25h")
+    assert hidden < restored
+    for expected in ("s/step", "1/6", "a note [bold] between", "the third layer exploded"):
+        assert expected in shown
+
+
+def read_all(descriptor: int) -> str:
+    received = b""
+    while True:
+        try:
+            received += (chunk := os.read(descriptor, 65536))
+        except OSError:  # Linux reports the closed other end of a terminal as an error
+            chunk = b""
+        if not chunk:
+            os.close(descriptor)
+            return received.decode()
+
+
+def test_wandb_offline_writes_the_run_beside_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_wandb_settings(monkeypatch, tmp_path)
+    run = TrackedRun(tmp_path / "run", config_of(wandb="offline")).train()
+    run.finish()
+    assert "tracking.wandb is off" not in run.printed
+    (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"my_own/metric" in written.read_bytes()
+    assert (tmp_path / "run" / "wandb_run_id").read_text() in written.name
+
+
+def test_wandb_online_without_a_key_is_one_line_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_wandb_settings(monkeypatch, tmp_path)
+    run = TrackedRun(tmp_path / "run", config_of(wandb="online")).train().finish()
+    (line,) = [line for line in run.printed.splitlines() if "tracking.wandb" in line]
+    assert line.startswith("tracking.wandb is off from here on: no API key")
+    assert len(files.read_metrics(tmp_path / "run")) == 10
+
+
+def forget_wandb_settings(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("NETRC", str(home / "no_netrc"))
+
+
+def test_tensorboard_events_hold_every_metric_and_a_resume_replaces_the_lost_branch(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = config_of(tensorboard=True)
+    TrackedRun(tmp_path, config).train(last_step=5).tracker.close("killed")
+    TrackedRun(tmp_path, config).train(first_step=2).finish()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("my_own/metric")] == [0, 1, 2, 3, 4, 5]
+    assert events.Scalars("held_out/reward")[-1].value == pytest.approx(0.8)
+
+
+def test_a_sink_that_fails_is_named_once_and_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def log(step: int, row: dict[str, float]) -> None:
+        calls.append(step)
+        if step == 1:
+            raise ConnectionError("service is gone\nwith a long story")
+
+    monkeypatch.setattr(sinks, "_tensorboard", lambda run_dir, first_step: sinks.Sink(log=log, finish=lambda: None))
+    run = TrackedRun(tmp_path, config_of(tensorboard=True)).train().finish()
+    assert calls == [0, 0, 1]
+    notes = [line for line in run.printed.splitlines() if "tracking.tensorboard" in line]
+    assert notes == ["tracking.tensorboard is off from here on: service is gone"]
+
+
+def test_figures_are_short_and_never_lie_about_missing_ones() -> None:
+    shown = {value: number(value) for value in (0.0, 1.0, 0.1234, 12.345, 123.45, 12345.6, 0.00123, 1.23e-6, -0.5)}
+    assert list(shown.values()) == ["0", "1", "0.123", "12.35", "123.5", "12,346", "0.0012", "1.2e-06", "-0.500"]
+    assert {number(None), number(math.nan), number(math.inf)} == {"-"}
+    assert [duration(seconds) for seconds in (4.2, 75, 3725)] == ["4s", "1m 15s", "1h 02m"]
+
+
+def test_visible_text_keeps_what_people_read_and_shows_what_terminals_obey() -> None:
+    assert visible("a\nb\tc \u00e9\u4e2d") == "a\nb\tc \u00e9\u4e2d"
+    assert visible("\x1b[31m\x00\u202e\ud800") == "\\x1b[31m\\x00\\u202e\\ud800"

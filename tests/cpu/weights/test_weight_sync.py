@@ -1,0 +1,125 @@
+"""After every sync the engine scores as the policy does: for each architecture, over ranks, whole and split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colocated_grpo.runtime.distributed import World
+from tests.support.engines import Pair
+from tests.support.ranks import run_on_ranks
+from tests.support.training_runs import tiny_model
+
+TIMEOUT = 300.0
+CLOSE = 2e-5
+"""Float32 on both sides, with kernels that add up in different orders."""
+
+
+def synced_twice(world: World, folder: Path, bucket_bytes: int | None = None, **changes: Any) -> dict[str, Any]:
+    from colocated_grpo.weights import colocated
+
+    colocated.BUCKET_BYTES = bucket_bytes or colocated.BUCKET_BYTES
+    pair = Pair(world, folder, **changes)
+    pair.write()
+    facts: dict[str, Any] = {"start": pair.disagreement(), "path": pair.sync.path}
+    moved, after = [], []
+    for _ in range(2):
+        pair.change_weights()
+        moved.append(pair.disagreement())
+        pair.write()
+        after.append(pair.disagreement())
+    pair.engine.close()
+    return {**facts, "buckets": len(pair.sync._buckets), "moved": moved, "after": after}
+
+
+def assert_follows(facts: dict[str, Any]) -> None:
+    assert facts["start"] < CLOSE
+    assert min(facts["moved"]) > 100 * CLOSE, "the weights moved too little for the test to see a missing sync"
+    assert max(facts["after"]) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("architecture", "path"),
+    [("qwen3", "views"), ("llama", "views"), ("gemma3", "views"), ("gpt2", "load_weights")],
+)
+def test_the_engine_follows_the_policy(architecture, path):
+    [facts] = run_on_ranks(synced_twice, 1, tiny_model(architecture), timeout=TIMEOUT)
+    assert_follows(facts)
+    assert facts["path"] == path
+
+
+@pytest.fixture
+def left_by_a_killed_run():
+    """Shared memory under the name that vLLM itself would choose: with two ranks it would start no more."""
+    memory = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")
+    memory.touch()
+    yield
+    memory.unlink()
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_the_engines_of_two_ranks_follow_the_policy(tensor_parallel, left_by_a_killed_run):
+    ranks = run_on_ranks(synced_on_two_ranks, 2, tiny_model(), tensor_parallel, timeout=TIMEOUT)
+    for facts in ranks:
+        assert_follows(facts)
+        assert facts["path"] == "views"
+        assert facts["buckets"] > 3
+        assert len(facts["shared memory"]) == (tensor_parallel if tensor_parallel > 1 else 0)
+        assert all(name.endswith("(deleted)") for name in facts["shared memory"])
+
+
+def synced_on_two_ranks(world: World, folder: Path, tensor_parallel: int) -> dict[str, Any]:
+    """With buckets so small that most parameters of the model have one of their own."""
+    facts = synced_twice(world, folder, 1 << 14, engine={"tensor_parallel_size": tensor_parallel})
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return facts | {"shared memory": {line.partition("/dev/shm/")[2] for line in mapped if "-tp:0-0-1_" in line}}
+
+
+def filled_padding(world: World, folder: Path) -> dict[str, Any]:
+    pair = Pair(world, folder)
+    pair.write()
+    embedding = pair.engine.model.get_parameter("model.embed_tokens.weight").data
+    rows = pair.policy.parameters()["model.embed_tokens.weight"].shape[0]
+    embedding[rows:] = 7.0
+    pair.write()
+    facts = {
+        "rows": rows,
+        "engine rows": len(embedding),
+        "padding": embedding[rows:].abs().max().item(),
+        "after": pair.disagreement(),
+    }
+    pair.engine.close()
+    return facts
+
+
+def test_rows_that_pad_the_vocabulary_are_zero_after_a_sync():
+    [facts] = run_on_ranks(filled_padding, 1, tiny_model("qwen3", 151), timeout=TIMEOUT)
+    assert facts["rows"] == 151
+    assert facts["engine rows"] > 151
+    assert facts["padding"] == 0
+    assert facts["after"] < CLOSE
+
+
+def synced_by_a_wrong_plan(world: World, folder: Path) -> dict[str, Any]:
+    from colocated_grpo.weights import colocated
+
+    build_plan = colocated.build_plan
+
+    def wrong_plan(*arguments: Any) -> Any:
+        """Key and value weights change places: shapes fit, values do not."""
+        plan = build_plan(*arguments)
+        key, value = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv")
+        swapped = {key: plan.targets[value], value: plan.targets[key]}
+        return replace(plan, targets=plan.targets | swapped)
+
+    colocated.build_plan = wrong_plan
+    return synced_twice(world, folder)
+
+
+def test_a_plan_with_a_wrong_offset_is_not_used():
+    [facts] = run_on_ranks(synced_by_a_wrong_plan, 1, tiny_model(), timeout=TIMEOUT)
+    assert facts["path"] == "load_weights"
+    assert_follows(facts)

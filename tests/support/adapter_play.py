@@ -1,0 +1,67 @@
+"""Episodes of other libraries played by a function instead of a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from colocated_grpo.environments.base import Episode
+from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.environments.conversation import Conversation
+from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.environments.rewards.scoring import as_score
+from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.types import Completion, Rollout
+
+TOKENIZER = build_char_tokenizer()
+ROOM = 20_000
+USER = "<|user|>"
+
+Policy = Callable[[str], str]
+"""From the latest thing read to a reply."""
+
+
+def saying(*replies: str) -> Policy:
+    """One after the other, the last for ever."""
+    left = list(replies)
+    return lambda _: left.pop(0) if len(left) > 1 else left[0]
+
+
+def conversation_of(item: dict[str, Any], policy: Policy, room: int = ROOM) -> Conversation:
+    async def sample(token_ids: list[int], max_tokens: int) -> Completion:
+        read = TOKENIZER.decode(token_ids).rpartition(USER)[2]
+        said = [*TOKENIZER.encode(policy(read)), TOKENIZER.eos_token_id]
+        return Completion(
+            token_ids=said[:max_tokens],
+            sampling_logprobs=[-0.5] * len(said[:max_tokens]),
+            finish_reason="stop" if len(said) <= max_tokens else "length",
+            policy_version=0,
+        )
+
+    prompt = PromptEncoder(TOKENIZER, ROOM).encode(item, index=0, source="adapter")
+    return Conversation(prompt, ChatCodec(TOKENIZER), room, sample)
+
+
+async def playing(episode: Episode, item: dict[str, Any], policy: Policy, room: int = ROOM) -> Rollout:
+    conversation = conversation_of(item, policy, room)
+    return conversation.rollout(as_score(await episode.run(item, conversation)), 1.0)
+
+
+def played(episode: Episode, item: dict[str, Any], policy: Policy, room: int = ROOM) -> Rollout:
+    return asyncio.run(playing(episode, item, policy, room))
+
+
+def items(episode: Episode, count: int, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
+    return list(islice(episode.prompts(seed, split), count))
+
+
+def items_from(episode: Episode, start: int, count: int) -> list[dict[str, Any]]:
+    return list(islice(episode.prompts_from(0, "train", start), count))
+
+
+def observations(rollout: Rollout) -> Iterator[str]:
+    """What the policy was told after its turns."""
+    for part in rollout.text.split(USER)[1:]:
+        yield part.partition("<|end|>")[0]

@@ -1,0 +1,147 @@
+"""What the kernels of decoding must give, for any device: CUDA, or the CPU by Triton's interpreter.
+
+Triton reads TRITON_INTERPRET when it is imported, so the interpreter has a process of its own: it runs this
+file, which checks small cases.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import get_rope
+
+from colocated_grpo.rollout.vllm import sampling_kernels
+from colocated_grpo.rollout.vllm.decode_attention import decode
+from colocated_grpo.rollout.vllm.qkv_kernel import Cache, normalize_rotate_and_store, suits
+from colocated_grpo.rollout.vllm.sampling_kernels import sample
+
+LENGTHS = [1, 15, 16, 17, 64, 65, 200, 0]
+BLOCK = 16
+
+
+def assert_attention_is_softmax(
+    device: str, sequences: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """One-token attention over the paged cache equals softmax over the sequence."""
+    lengths = LENGTHS * (sequences // len(LENGTHS))
+    generator = torch.Generator(device).manual_seed(0)
+    blocks = [-(-length // BLOCK) for length in lengths]
+    cache = torch.randn(sum(blocks), BLOCK, kv_heads, 2 * head_size, device=device, generator=generator).to(dtype)
+    keys, values = cache[..., :head_size], cache[..., head_size:]
+    order = torch.randperm(sum(blocks), device=device, generator=generator).int()
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=device)
+    for row, ids in enumerate(order.split(blocks)):
+        table[row, : len(ids)] = ids
+    query = torch.randn(len(lengths), heads, head_size, device=device, generator=generator).to(dtype)
+    out = torch.full_like(query, float("nan"))
+    decode(query, keys, values, out, table, torch.tensor(lengths, dtype=torch.int32, device=device), head_size**-0.5)
+    for row, length in enumerate(lengths):
+        own = table[row].long()
+        k, v = (
+            part[own].flatten(0, 1)[:length].double().repeat_interleave(heads // kv_heads, 1) for part in (keys, values)
+        )
+        weights = torch.softmax(torch.einsum("hd,thd->ht", query[row].double(), k) * head_size**-0.5, -1)
+        expected = torch.einsum("ht,thd->hd", weights, v)
+        torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=0.03)
+
+
+def rows_of(device: str, count: int, temperature: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """Places, temperatures, seeds and positions of as many sequences; places are not in order."""
+    places = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=device)
+    temperatures = torch.full((count,), temperature, device=device)
+    seeds = torch.arange(1000, 1000 + count, dtype=torch.int64, device=device)
+    return places, temperatures, seeds, torch.full((count,), 7, dtype=torch.int64, device=device)
+
+
+def assert_samples_are_sound(device: str, rows: int, vocabulary: int, dtype: torch.dtype, allowed: int = 40) -> None:
+    """Sampling also gives logsumexp, and never a forbidden token."""
+    generator = torch.Generator(device).manual_seed(0)
+    logits = 4 * torch.randn(rows, vocabulary, device=device, generator=generator).to(dtype)
+    logits[:, allowed:] = float("-inf")
+    tokens, logsumexp = sample(logits, *rows_of(device, rows))
+    assert int(tokens.max()) < allowed
+    torch.testing.assert_close(logsumexp.double(), torch.logsumexp(logits.double(), -1), rtol=0, atol=1e-4)
+
+
+def assert_greedy_takes_the_likeliest(device: str) -> None:
+    """Without temperature the likeliest token is taken."""
+    logits = torch.randn(5, 20011, device=device, generator=torch.Generator(device).manual_seed(0))
+    tokens, _ = sample(logits, *rows_of(device, 5, temperature=0.0))
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def assert_prepared_as_by_separate_layers(device: str, heads: int, kv_heads: int, size: int) -> None:
+    """Queries, keys and values are prepared as by separate layers."""
+
+    class Attention(torch.nn.Module):
+        pass
+
+    generator = torch.Generator(device).manual_seed(0)
+    attention, tokens, padding = Attention(), 37, 3
+    attention.num_heads, attention.num_kv_heads, attention.head_dim = heads, kv_heads, size
+    with set_current_vllm_config(VllmConfig()), torch.device(device):
+        attention.q_norm, attention.k_norm = (RMSNorm(size, eps=1e-6, dtype=torch.bfloat16) for _ in range(2))
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        attention.rotary_emb = get_rope(size, max_position=4096, rope_parameters=rope, dtype=torch.bfloat16)
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.weight.data.normal_(1.0, 0.2, generator=generator)
+    positions = torch.randint(0, 4096, (tokens,), device=device, generator=generator)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size, device=device, generator=generator).bfloat16()
+    assert suits(attention, positions, qkv)
+    parts = heads * size, kv_heads * size, kv_heads * size
+    q, k, v = (part.double().view(tokens, -1, size) for part in qkv.split(parts, dim=-1))
+    # vLLM's default layout: tokens of a block before heads.
+    blocks = torch.full((6, BLOCK, kv_heads, 2 * size), 7.0, device=device, dtype=torch.bfloat16).transpose(1, 2)
+    slots = torch.randperm(6 * BLOCK, device=device, generator=generator)[: tokens - padding]
+    slots[4] = -1
+    normalize_rotate_and_store(attention, qkv, positions, Cache(blocks, slots))
+
+    def expected(x, norm):
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+        angles = positions[:, None, None] * 1e6 ** (-torch.arange(0, size, 2, device=device).double() / size)
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)
+
+    rotated = qkv.split(parts, dim=-1)[0].double().view(tokens, -1, size)
+    torch.testing.assert_close(rotated, expected(q, attention.q_norm), rtol=0.02, atol=0.03)
+    cached = blocks.transpose(1, 2).flatten(0, 1).double()
+    written = slots >= 0
+    keys, values = cached[slots[written]].split(size, dim=-1)
+    there = written.nonzero()[:, 0]
+    torch.testing.assert_close(keys, expected(k, attention.k_norm)[there], rtol=0.02, atol=0.03)
+    assert torch.equal(values, v[there])
+    assert int((cached == 7.0).all(-1).all(-1).sum()) == len(cached) - len(there), "wrote where nothing belongs"
+
+
+def chi_squared_of_draws(device: str, vocabulary: int, likely: list[int], draws: int, rows: int) -> float:
+    """Of what is drawn, `rows` at a time, against softmax; the likely tokens alone are ever drawn."""
+    tokens = torch.tensor(likely, device=device)
+    logits = torch.full((vocabulary,), -30.0, device=device)
+    logits[tokens] = torch.linspace(-2.0, 1.0, len(likely), device=device)
+    counts = torch.zeros(vocabulary, device=device)
+    for batch in range(draws // rows):
+        places, temperatures, seeds, positions = rows_of(device, rows)
+        drawn, _ = sample(logits.expand(rows, -1), places, temperatures, seeds, positions + batch)
+        counts += torch.bincount(drawn, minlength=vocabulary)
+    assert int(counts[tokens].sum()) == draws
+    expected = draws * torch.softmax(logits.double(), -1)[tokens]
+    return float(((counts[tokens] - expected) ** 2 / expected).sum())
+
+
+def check_on_the_cpu() -> None:
+    for head_size in (64, 256):
+        assert_attention_is_softmax("cpu", 8, 4, 2, head_size, torch.float16)  # the interpreter multiplies no bfloat16
+    assert_greedy_takes_the_likeliest("cpu")
+    sampling_kernels.PROGRAMS = 1  # one part, so that it has several draws
+    for allowed in (40, 9001):
+        assert_samples_are_sound("cpu", 3, 9001, torch.float32, allowed)
+    sampling_kernels.LANES = 64
+    likely = [0, 1, 63, 64, 127, 128, 255, 256, 299]
+    chi_squared = chi_squared_of_draws("cpu", 300, likely, draws=400, rows=400)
+    assert chi_squared < 26, "8 degrees of freedom: above 26.1 in one of a thousand cases"
+    assert_prepared_as_by_separate_layers("cpu", 4, 1, 64)
+
+
+if __name__ == "__main__":
+    check_on_the_cpu()

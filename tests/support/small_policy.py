@@ -1,0 +1,183 @@
+"""Tiny policies and made-up rollouts for the tests of the trainer's side."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from colocated_grpo.batching import Batch, MicroBatch, TrainSequence, pack
+from colocated_grpo.config import Config
+from colocated_grpo.metrics import Metrics
+from colocated_grpo.policy.model import free_gathered, read_model_config
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.tools.make_model import make_model
+from colocated_grpo.tools.shapes import TINY
+from colocated_grpo.types import Group, Prompt, Rollout, Score
+
+# An odd vocabulary and odd layer sizes: the rows of most parameters do not divide evenly over two ranks.
+SHAPE = replace(TINY, hidden=36, heads=2, kv_heads=1, head_dim=18, intermediate=45, vocab=151, max_positions=64)
+# Large enough for attention and logits to differ between tokens, small enough for float32 to agree to 1e-5.
+INIT_STD = 0.15
+
+
+def make_small_model(
+    folder: Path, architecture: str, *, tied: bool = True, edits: dict[str, Any] | None = None
+) -> Path:
+    """A model of two layers. `edits` go into its config.json."""
+    make_model(folder, architecture=architecture, shape=replace(SHAPE, tied=tied), init_std=INIT_STD)
+    if edits:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | edits))
+    return folder
+
+
+def config_of(folder: Path, **sections: Any) -> Config:
+    settings = {
+        "model": {"name": str(folder)},
+        "environments": [{"type": "task", "name": "sorting"}],
+        "rollout": {"max_completion_tokens": 16},
+        **sections,
+        "batch": {"max_tokens_per_micro_batch": 1024, **sections.get("batch", {})},
+    }
+    return Config.model_validate(settings)
+
+
+def policy_of(config: Config, world: World) -> Policy:
+    folder = Path(config.model.name)
+    return Policy(config, read_model_config(config.model, folder), folder, world)
+
+
+def rollout_of(
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    *,
+    reward: float | None = 0.0,
+    finish_reason: str = "stop",
+    temperature: float = 1.0,
+    observed: int = 0,
+    logprob: float = -2.0,
+) -> Rollout:
+    """One turn. `observed`: so many tokens in the middle of the completion come from an environment."""
+    sampled = [True] * len(completion)
+    middle = (len(completion) - observed) // 2
+    sampled[middle : middle + observed] = [False] * observed
+    mask = [False] * len(prompt) + sampled
+    return Rollout(
+        token_ids=[*prompt, *completion],
+        loss_mask=mask,
+        sampling_logprobs=[logprob if scored else 0.0 for scored in mask],
+        prompt_length=len(prompt),
+        text="",
+        finish_reason=finish_reason,
+        policy_version=0,
+        temperature=temperature,
+        score=Score(reward=reward),
+    )
+
+
+def group_of(index: int, rollouts: Sequence[Rollout]) -> Group:
+    prompt = Prompt(index=index, token_ids=[], text="", item={}, source="sorting")
+    return Group(prompt=prompt, rollouts=list(rollouts))
+
+
+def random_groups(count: int, group_size: int, seed: int = 0) -> list[Group]:
+    """Prompts of 1-6 tokens, completions of 1-12, rewards that differ, two temperatures."""
+    rng = random.Random(seed)
+    tokens = lambda least, most: [rng.randrange(SHAPE.vocab) for _ in range(rng.randint(least, most))]  # noqa: E731
+    groups = []
+    for index in range(count):
+        prompt, temperature = tokens(1, 6), rng.choice([0.7, 1.0])
+        rollouts = [
+            rollout_of(prompt, tokens(1, 12), reward=rng.random(), temperature=temperature, logprob=-rng.uniform(2, 6))
+            for _ in range(group_size)
+        ]
+        groups.append(group_of(index, rollouts))
+    return groups
+
+
+def decided(groups: Sequence[Group], seed: int = 1) -> list[Group]:
+    """The same groups, bringing a different advantage for each sampled token."""
+    rng = random.Random(seed)
+    own = lambda rollout: [rng.gauss(0, 1) for _ in range(sum(rollout.loss_mask))]  # noqa: E731
+    return [replace(group, rollouts=[replace(r, advantages=own(r)) for r in group.rollouts]) for group in groups]
+
+
+def pack_for(world: World, groups: Sequence[Group], config: Config, idle: Sequence[bool] | None = None) -> Batch:
+    return pack(
+        decided(groups),
+        [[0.0] * len(group.rollouts) for group in groups],
+        idle or [False] * len(groups),
+        config.batch,
+        rank=world.rank,
+        world_size=world.size,
+        shuffle_seed=0,
+    )
+
+
+def train(policy: Policy, batch: Batch, steps: int = 1) -> Metrics:
+    """One optimizer step for each minibatch, `steps` times over."""
+    metrics = Metrics(policy.device)
+    for _ in range(steps):
+        for minibatch in batch.minibatches:
+            policy.forward_backward(minibatch, metrics)
+            policy.optimizer_step(metrics)
+    return metrics
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of all rows. Collective for sharded tensors."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def weights_of(policy: Policy) -> dict[str, Tensor]:
+    return {name: whole(parameter) for name, parameter in policy.parameters().items()}
+
+
+def gradients_of(policy: Policy) -> dict[str, Tensor]:
+    free_gathered(policy.model)  # gradients stand on the shards
+    return {name: whole(parameter.grad) for name, parameter in policy.parameters().items()}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float, atol: float) -> None:
+    """Equal names and close values; the message says which tensor differs."""
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def rows_of(micro_batch: MicroBatch) -> list[Tensor]:
+    """The rows of each sequence's tokens, in order; those of a shared beginning belong to several."""
+    shared = micro_batch.shared_keys
+    if shared is None:
+        return [torch.arange(start, end) for start, end in pairwise(micro_batch.cu_seqlens.tolist())]
+    runs = [shared.rows_E[start:end] for start, end in pairwise(shared.cu_seqlens.tolist())]
+    return runs[-micro_batch.num_sequences :]
+
+
+def positions_of(rows: Tensor, chosen: Tensor) -> Tensor:
+    """Positions in a sequence with these rows of some of its rows."""
+    return torch.stack([(rows == row).nonzero()[0, 0] for row in chosen]) if len(chosen) else chosen
+
+
+def sequence_of(length: int) -> TrainSequence:
+    """Its second token alone is scored."""
+    return TrainSequence(
+        token_ids=np.ones(length, np.int64),
+        scored=np.array([1]),
+        sampling_logprobs=np.zeros(1, np.float32),
+        advantages=np.zeros(1, np.float32),
+        temperature=1.0,
+        trained=True,
+    )

@@ -1,0 +1,270 @@
+"""Whole training runs: read while they run, killed, and counted after.
+
+A `LaunchedRun` is started as a user starts it. A `ForkedRun` has the same ranks, forked from where the slow modules are
+imported already: seconds instead of a quarter of a minute, for what neither the launcher nor torchrun has a part in.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from multiprocessing import connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+import psutil
+import yaml
+
+from colocated_grpo.tools.make_model import make_model
+from colocated_grpo.tools.shapes import TINY
+from colocated_grpo.tracking import files
+from colocated_grpo.tracking.files import Row
+from tests.support.paths import ROOT
+from tests.support.ranks import start_module
+
+TIMEOUT = 180.0
+POLL_SECONDS = 0.02
+STEPS = 24
+TAG = "COLOCATED_GRPO_TEST_RUN"
+
+Settings = dict[str, Any]
+
+
+@cache
+def _models() -> TemporaryDirectory:
+    """Made only where a model is wanted: ranks import this module as well, and leave without tidying up."""
+    return TemporaryDirectory(prefix="colocated-grpo-models-")
+
+
+def tiny_model(architecture: str = "qwen3", vocab: int | None = None) -> Path:
+    """A folder with 0.1 M random weights, made once a session. Wide weights: a sharp distribution shows every error."""
+    folder = Path(_models().name) / f"{architecture}-{vocab}"
+    if folder.exists():
+        return folder
+    # gpt2 has no head size of its own, and vLLM's CPU attention knows no heads of 16.
+    heads = 2 if architecture == "gpt2" else TINY.heads
+    return make_model(folder, architecture=architecture, shape=replace(TINY, vocab=vocab, heads=heads), init_std=0.1)
+
+
+def settings(model: Path, **changes: Any) -> Settings:
+    """A run of a few seconds. `changes` replace keys; a dictionary replaces only its own keys of a section."""
+    base: Settings = {
+        "model": {"name": str(model)},
+        "environments": [{"type": "task", "name": "sorting", "args": {"min_digits": 2, "max_digits": 3}}],
+        "training_steps": 10,
+        "run_name": "run",
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_prompt_tokens": 24, "max_completion_tokens": 8},
+        "policy": {"lr": 1e-3, "compile": "off"},
+        "batch": {"max_tokens_per_micro_batch": 512},
+        "engine": {"max_num_seqs": 64, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20},
+        "evaluation": {"every": 4, "prompts": 8},
+        "checkpoint": {"every": 3},
+        "tracking": {"console": "plain"},
+    }
+    for key, value in changes.items():
+        base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
+    return base
+
+
+class TrainingRun(ABC):
+    """A run under way. A context: on exit nothing of it is alive."""
+
+    def __init__(self, output_dir: Path, config: Settings, name: str) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self.folder = output_dir / config.get("run_name", name)
+        self.config_file = output_dir / f"{name}.yaml"
+        self.config_file.write_text(yaml.safe_dump({**config, "output_dir": str(output_dir)}))
+        self._stdout, self._stderr = output_dir / f"{name}.out", output_dir / f"{name}.err"
+        self._tag = f"{os.getpid()}-{id(self)}-{time.monotonic_ns()}"
+        """In the environment of every program that the run starts."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.kill()
+
+    @abstractmethod
+    def wait(self, timeout: float = TIMEOUT) -> int:
+        """The exit code. Fails with the run's own words when it takes too long."""
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the run that is alive, wherever it was reparented to."""
+        return [process for process in psutil.process_iter() if _environment(process).get(TAG) == self._tag]
+
+    @abstractmethod
+    def _ended_within(self, seconds: float) -> bool: ...
+
+    @property
+    def stdout(self) -> str:
+        return self._stdout.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def finish(self) -> Self:
+        """Wait for a good end."""
+        code = self.wait()
+        assert code == 0, f"exit code {code}\n{self.tail()}"
+        return self
+
+    def tail(self) -> str:
+        return f"--- stdout\n{self.stdout[-2000:]}\n--- stderr\n{self.stderr[-6000:]}"
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        """Until `happened()`; fails if the run ends before."""
+        deadline = time.monotonic() + TIMEOUT
+        while not happened():
+            if self._ended_within(POLL_SECONDS):
+                assert happened(), f"ended before it happened\n{self.tail()}"
+            else:
+                assert time.monotonic() < deadline, f"nothing happened\n{self.tail()}"
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the metrics of training step `step` are written."""
+        self.wait_until(lambda: any(row["step"] >= step for row in self.rows(files.TRAIN)))
+
+    def rows(self, kind: str) -> list[Row]:
+        return [row for row in files.read_rows(self.folder / files.METRICS_FILE) if row["kind"] == kind]
+
+    def kill(self) -> None:
+        """SIGKILL to everything at once, as a machine that goes down: nobody can say goodbye to anybody."""
+        while alive := self.processes():
+            _send(signal.SIGSTOP, alive)  # else a parent could still act on the death of its child
+            _send(signal.SIGKILL, alive)
+            psutil.wait_procs(alive, timeout=TIMEOUT)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to everything, as the launcher does that is asked to stop."""
+        _send(signal.SIGTERM, self.processes())
+
+
+class LaunchedRun(TrainingRun):
+    """A launcher and everything under it."""
+
+    def __init__(
+        self, output_dir: Path, config: Settings, *flags: str, ranks: int = 1, gpus: int = 0, name: str = "run"
+    ) -> None:
+        super().__init__(output_dir, config, name)
+        devices = ["--gpus", str(gpus)] if gpus else ["--gpus", "0", "--nproc", str(ranks)]
+        command = [sys.executable, str(ROOT / "run_colocated_grpo.py"), *devices]
+        with self._stdout.open("w") as out, self._stderr.open("w") as err:
+            self.launcher = subprocess.Popen(
+                [*command, "--config", str(self.config_file), *flags],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, TAG: self._tag, "PYTHONFAULTHANDLER": "1"},
+                start_new_session=True,
+            )
+
+    def wait(self, timeout: float = TIMEOUT) -> int:
+        """The launcher's exit code. Fails with the run's own words when it takes too long."""
+        assert self._ended_within(timeout), f"the run did not end within {timeout:g} s\n{self.tail()}"
+        return self.launcher.returncode
+
+    def ranks(self) -> list[psutil.Process]:
+        """The training processes, by rank. Helpers that they start inherit RANK and are left out."""
+        by_pid = {process.pid: process for process in self.processes() if "RANK" in _environment(process)}
+        ranks = [process for process in by_pid.values() if process.ppid() not in by_pid]
+        return sorted(ranks, key=lambda process: int(_environment(process)["RANK"]))
+
+    def kill(self) -> None:
+        super().kill()
+        self.launcher.wait()
+
+    def _ended_within(self, seconds: float) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            self.launcher.wait(seconds)
+        return self.launcher.returncode is not None
+
+
+class ForkedRun(TrainingRun):
+    """The ranks of a run on CPUs, forked."""
+
+    def __init__(self, output_dir: Path, config: Settings, *flags: str, ranks: int = 1, name: str = "run") -> None:
+        super().__init__(output_dir, config, name)
+        arguments = ["--config", str(self.config_file), *flags]
+        tag = {TAG: self._tag}
+        self._ranks = start_module("colocated_grpo", arguments, ranks, self._stdout, self._stderr, tag)
+
+    def wait(self, timeout: float = TIMEOUT) -> int:
+        """The first exit code that is not 0. Fails with the run's own words when it takes too long."""
+        codes = self._ranks.exit_codes(timeout)
+        assert None not in codes, f"the run did not end within {timeout:g} s\n{self.tail()}"
+        return next(filter(None, codes), 0)
+
+    def processes(self) -> list[psutil.Process]:
+        """The ranks that are alive, what they forked, and every program that they started."""
+        found = {process.pid: process for process in super().processes()}
+        for rank in self._ranks.processes:
+            if rank.is_alive():
+                with suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(rank.pid)
+                    found |= {each.pid: each for each in (process, *process.children(recursive=True))}
+        return list(found.values())
+
+    def kill(self) -> None:
+        super().kill()
+        self._ranks.kill()
+
+    def _ended_within(self, seconds: float) -> bool:
+        return bool(connection.wait([rank.sentinel for rank in self._ranks.processes], seconds))
+
+
+def _send(number: signal.Signals, processes: list[psutil.Process]) -> None:
+    """What has ended since it was found needs no signal."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ() if process.status() != psutil.STATUS_ZOMBIE else {}
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return {}
+
+
+def train(output_dir: Path, config: Settings, *flags: str, ranks: int = 1) -> TrainingRun:
+    """A run from start to good end."""
+    with ForkedRun(output_dir, config, *flags, ranks=ranks) as run:
+        return run.finish()
+
+
+def launch(output_dir: Path, config: Settings, *flags: str, ranks: int = 1, gpus: int = 0) -> TrainingRun:
+    """The same by a launcher."""
+    with LaunchedRun(output_dir, config, *flags, ranks=ranks, gpus=gpus) as run:
+        return run.finish()
+
+
+def wall_clock_free(rows: Iterator[Row] | list[Row]) -> list[Row]:
+    """Metric rows without what no two runs share."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("seconds/", "memory/", "tokens_per_second"))}
+        for row in rows
+    ]
+
+
+@cache
+def uninterrupted(ranks: int) -> TrainingRun:
+    """The deterministic run that interrupted ones must equal; made once a session."""
+    return train(Path(_models().name) / f"uninterrupted-{ranks}", deterministic(), ranks=ranks)
+
+
+def deterministic(**changes: Any) -> Settings:
+    return settings(tiny_model(), **{"deterministic": True, "training_steps": STEPS, **changes})
+
+
+def weights_of(run: TrainingRun) -> dict[str, bytes]:
+    """The files of final_model that hold weights."""
+    return {path.name: path.read_bytes() for path in (run.folder / "final_model").glob("*.safetensors")}
