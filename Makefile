@@ -43,7 +43,7 @@ help:
 	@echo 'make test         install, run the CPU test suite'
 	@echo 'make test-gpu     install, run the tests that need CUDA devices'
 	@echo 'make bench        install, measure logprob, train, sync, sleep and step, write runs/bench/*.json'
-	@echo 'make lint         install, let ruff check the code and its format'
+	@echo 'make lint         install, check style and format (ruff) and types (pyrefly)'
 	@echo 'make install      only install, into VENV=$(VENV) for PLATFORM=$(PLATFORM)'
 	@echo 'make clean        remove caches, build output and the quickstart model; runs and $(VENV) stay'
 
@@ -105,6 +105,7 @@ bench: install
 lint: install
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(VENV)/bin/pyrefly check --python-interpreter-path $(PY)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(QUICKSTART_MODEL)

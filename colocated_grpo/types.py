@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+JsonObject = dict[str, Any]
+"""A parsed JSON object: a dataset row, a request body, a record in a run folder."""
 FinishReason = Literal["stop", "length", "abort"]
 
 
