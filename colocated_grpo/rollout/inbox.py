@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from colocated_grpo.rollout.engine import Piece, Request, RolloutEngine
+from colocated_grpo.rollout.engine import Request, RolloutEngine, TokenDelta
 from colocated_grpo.types import Completion
 
 PATIENCE = 0.5
@@ -28,7 +28,7 @@ MOST_STEPS_HELD = 64
 """A request for which there is a seat waits no longer than this for company."""
 
 Call = Callable[[RolloutEngine], Any]
-Listen = Callable[[Piece], None]
+Listen = Callable[[TokenDelta], None]
 Finished = list[tuple[Hashable, Completion]]
 
 
@@ -194,7 +194,7 @@ class Driver:
         return [(key, completion) for key, completion in finished if not self._resolve(key, completion)]
 
     def _tell_listeners(self) -> None:
-        for key, piece in self._engine.pieces():
+        for key, piece in self._engine.deltas():
             if key in self._listeners:
                 self._listeners[key](piece)
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from colocated_grpo.rollout.engine import Piece, Request, Sampling
+from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import Inbox, Listen
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Completion
@@ -107,7 +107,7 @@ class Link:
     def _receive(self) -> None:
         while (message := self._line.receive()) is not None:
             if "piece" in message:
-                self._tell(message["id"], Piece(*message["piece"]))
+                self._tell(message["id"], TokenDelta(*message["piece"]))
                 continue
             with self._lock:
                 future = self._futures.pop(message["id"], None)
@@ -119,7 +119,7 @@ class Link:
             elif future.set_running_or_notify_cancel():
                 _resolve(future, message)
 
-    def _tell(self, number: int, piece: Piece) -> None:
+    def _tell(self, number: int, piece: TokenDelta) -> None:
         with self._lock:
             listen = self._listeners.get(number)
         if listen is not None:
@@ -213,7 +213,7 @@ class LinkedInbox:
             answer |= {"completion": asdict(done.result())} if error is None else {"error": str(error)}
         self._send(answer)
 
-    def _send_piece(self, number: int, piece: Piece) -> None:
+    def _send_piece(self, number: int, piece: TokenDelta) -> None:
         self._send({"id": number, "piece": piece})
 
     def _send(self, message: dict[str, Any]) -> None:

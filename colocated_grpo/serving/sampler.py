@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from colocated_grpo.config.schema import COLDEST
-from colocated_grpo.rollout.engine import Piece, Request, Sampling
+from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import Listen
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.serving.detokenizer import Spelling, before_stop
@@ -183,9 +183,9 @@ class Sampler:
         loop = asyncio.get_running_loop()
         stop = () if wish.include_stop_str_in_output else wish.stop
         spelling = Spelling(partial(self.decode, skip_special_tokens=wish.skip_special_tokens), stop)
-        heard, told = Piece([], []), 0
+        heard, told = TokenDelta([], []), 0
 
-        def hear(piece: Piece) -> None:
+        def hear(piece: TokenDelta) -> None:
             nonlocal told
             heard.token_ids.extend(piece.token_ids)
             heard.sampling_logprobs.extend(piece.sampling_logprobs)
@@ -196,7 +196,7 @@ class Sampler:
                 )
                 told = len(heard.token_ids)
 
-        def listen(piece: Piece) -> None:
+        def listen(piece: TokenDelta) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(hear, piece)
 

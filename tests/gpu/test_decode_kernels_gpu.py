@@ -63,16 +63,18 @@ def test_a_draw_follows_from_seed_and_position_and_not_from_its_company():
 
 
 def test_the_sampler_gets_log_probabilities_of_what_it_has_just_drawn():
-    from colocated_grpo.rollout.vllm import sampling_kernels
+    import vllm.v1.worker.gpu.sample.sampler as sampler
+
+    from colocated_grpo.rollout.vllm import patches
     from tests.support.decode_kernels import rows_of
 
-    sampling_kernels.install()
+    patches.apply("cuda")
     logits = torch.randn(4, 5000, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     options = {"logprob_token_ids_state": None, "expanded_idx_mapping": None, "max_per_req_token_ids": 0}
     rows = rows_of("cuda", 4)
-    tokens = sampling_kernels.sampler.gumbel_sample(logits, *rows, apply_temperature=False, use_fp64=False)
+    tokens = sampler.gumbel_sample(logits, *rows, apply_temperature=False, use_fp64=False)
     for scored in (logits, logits.clone()):  # the second has not been sampled from: vLLM's own path
-        scores = sampling_kernels.sampler.compute_topk_scores(scored, 0, tokens, None, **options, logits_mode=False)
+        scores = sampler.compute_topk_scores(scored, 0, tokens, None, **options, logits_mode=False)
         expected = torch.log_softmax(logits.double(), -1).gather(1, tokens[:, None])
         torch.testing.assert_close(scores.logprobs.double(), expected, rtol=0, atol=1e-4)
         assert torch.equal(scores.logprob_token_ids, tokens[:, None])

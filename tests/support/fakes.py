@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from random import Random
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from colocated_grpo.rollout.engine import Part, Piece, Request
+from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.types import Completion
 
 VOCABULARY = 10
@@ -29,6 +29,9 @@ class FakeEngine:
         events: list[str] | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
+        self.transforms_weights = False
+        self.tensor_parallel_rank = 0
+        self.model = nn.Module()
         self.most_running = 0
         self.submitted: list[Request] = []
         self.running: dict[Hashable, tuple[int, Completion]] = {}
@@ -37,7 +40,7 @@ class FakeEngine:
         self._on_step = on_step
         self._policy_version = 0
         self._streaming: set[Hashable] = set()
-        self._pieces: list[tuple[Hashable, Piece]] = []
+        self._deltas: list[tuple[Hashable, TokenDelta]] = []
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -52,16 +55,16 @@ class FakeEngine:
     def step(self) -> list[tuple[Hashable, Completion]]:
         self._on_step()
         finished = [(key, completion) for key, (steps, completion) in self.running.items() if steps <= 1]
-        self._pieces = [
-            (key, piece_of(one, len(one.token_ids) - steps))
+        self._deltas = [
+            (key, delta_of(one, len(one.token_ids) - steps))
             for key, (steps, one) in self.running.items()
             if key in self._streaming and 1 < steps <= len(one.token_ids)
         ]
         self.running = {key: (steps - 1, one) for key, (steps, one) in self.running.items() if steps > 1}
         return finished
 
-    def pieces(self) -> list[tuple[Hashable, Piece]]:
-        return self._pieces
+    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
+        return self._deltas
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         self.events.append("abort" if keys is None else f"abort {list(keys)}")
@@ -109,7 +112,7 @@ def completion_of(request: Request, policy_version: int = 0) -> Completion:
     )
 
 
-def piece_of(completion: Completion, position: int) -> Piece:
+def delta_of(completion: Completion, position: int) -> TokenDelta:
     """One token of it."""
     one = slice(position, position + 1)
-    return Piece(completion.token_ids[one], completion.sampling_logprobs[one])
+    return TokenDelta(completion.token_ids[one], completion.sampling_logprobs[one])

@@ -1,38 +1,38 @@
-"""One-token attention over the paged cache, for batches large enough to fill the device.
+"""Triton kernel for one-token attention over the paged KV cache, for batches large enough to fill the device.
 
-A step of decoding reads the weights once for all sequences, but the cache of each: with many of them attention costs
-what reading the cache takes. FlashAttention 3 is made for few sequences, each of which it splits over the device.
+A decode step reads the weights once for all sequences but the cache of each one, so with many sequences attention costs
+the time of reading the cache. FlashAttention 3 targets few sequences and splits each one over the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-import vllm.v1.attention.backends.flash_attn as backend
 from torch import Tensor
 
 FEWEST_SEQUENCES = 32
 HEAD_SIZES = (64, 128, 256)
 USUAL_HEAD_SIZE = 128
 MOST_QUERY_HEADS = 16
-"""Query heads that share a key-value head; they are the rows of one tile."""
+"""Query heads for each key-value head. They are the rows of one tile."""
 
 
 class Shape(NamedTuple):
-    """How one program works through a sequence."""
+    """Launch settings of one program, which walks through one sequence."""
 
     tile: int
-    """Tokens at a time, of the usual head size."""
+    """Tokens per iteration at head size USUAL_HEAD_SIZE; fewer for larger heads."""
     warps: int
     stages: int
 
     @property
     def shared_memory(self) -> int:
-        """Bytes: while one tile of 16-bit keys and values is worked on, the others are read."""
+        """Bytes of 16-bit keys and values: one tile is processed while the other stages are read."""
         return self.stages * self.tile * 2 * USUAL_HEAD_SIZE * 2
 
 
@@ -40,10 +40,12 @@ FOR_FEW = Shape(tile=128, warps=4, stages=2)
 
 
 def shape_for(programs: int, shared_memory: int) -> Shape:
-    """The fastest one for so many pairs of a sequence and a key-value head: docs/results/decode_launches_1xh200.json.
+    """The fastest shape for this number of programs, measured in docs/results/decode_launches_1xh200.json.
 
-    Few programs must each have much of the cache on its way; many small ones share the device more evenly.
-    shared_memory: bytes that one program may have; on consumer devices too few for the first one.
+    Few programs need large tiles, so that enough reads are in flight. Many small programs balance the device better.
+
+    programs: pairs of a sequence and a key-value head. shared_memory: bytes available to one program; consumer devices
+    have too few for FOR_FEW.
     """
     if programs < 512 and shared_memory >= FOR_FEW.shared_memory:
         return FOR_FEW
@@ -52,16 +54,16 @@ def shape_for(programs: int, shared_memory: int) -> Shape:
     return Shape(tile=32, warps=1, stages=3)
 
 
-def install() -> None:
-    """Let vLLM's FlashAttention backend use this kernel where it is the faster one. Before graphs are captured."""
-    if backend.flash_attn_varlen_func is not attend:
-        attend.otherwise = backend.flash_attn_varlen_func
-        backend.flash_attn_varlen_func = attend
+def make_attention(vllm_attention: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
+    """Return the backend's `flash_attn_varlen_func` with this kernel for the calls that it suits.
 
+    The backend passes keywords only. Install before CUDA graphs are captured.
+    """
 
-def attend(**arguments: Any) -> Any:
-    """Takes the place of `flash_attn_varlen_func` in the backend, which calls it with keywords only."""
-    if suits(arguments):
+    def attend(**arguments: Any) -> Any:
+        if not suits(arguments):
+            return vllm_attention(**arguments)
+        count_use()
         return decode(
             arguments["q"],
             arguments["k"],
@@ -71,11 +73,12 @@ def attend(**arguments: Any) -> Any:
             arguments["seqused_k"],
             arguments["softmax_scale"],
         )
-    return attend.otherwise(**arguments)
+
+    return attend
 
 
 def suits(arguments: dict[str, Any]) -> bool:
-    """Whether the call is one token for each of many sequences, with plain attention over a 16-bit paged cache."""
+    """True for one token of each of many sequences, with plain attention over a 16-bit paged cache."""
     query, keys, table = arguments["q"], arguments["k"], arguments.get("block_table")
     if table is None or arguments["max_seqlen_q"] != 1 or len(query) < FEWEST_SEQUENCES or len(query) != len(table):
         return False
@@ -94,15 +97,18 @@ def suits(arguments: dict[str, Any]) -> bool:
     )
 
 
-def decode(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, lengths: Tensor, scale: float):
-    """query, out: [B, H, D]; keys, values: [blocks, block size, K, D]; table: [B, ...] block ids; lengths: [B] int32.
+def decode(
+    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """Write softmax(scale * query @ keys^T) @ values of each sequence into `out`, and return it.
 
-    A sequence of length 0 (the padding of a captured graph) gives zeros.
+    query, out: [B, H, D]; keys, values: [blocks, block size, K, D]; table: [B, ...] block ids; lengths: [B] int32.
+    A sequence of length 0 (padding of a captured graph) gives zeros.
     """
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
     shape = shape_for(sequences * kv_heads, _shared_memory(query.device))
-    # Heads first: those of one token lie side by side in the cache.
+    # Heads on the first grid axis: the heads of one token are adjacent in the cache.
     _decode[(kv_heads, sequences)](
         query,
         keys,

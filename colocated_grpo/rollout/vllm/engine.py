@@ -1,4 +1,4 @@
-"""vLLM inside this process, beside the trainer's process group. Version differences are met in `vllm_process`."""
+"""`RolloutEngine` over an in-process vLLM engine that shares the trainer's process group."""
 
 from __future__ import annotations
 
@@ -14,39 +14,38 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from colocated_grpo.config.schema import Config
-from colocated_grpo.rollout.engine import Part, Piece, Request
-from colocated_grpo.rollout.vllm.kv_budget import kv_cache_arguments, with_seats
-from colocated_grpo.rollout.vllm.process import (
-    discard,
-    keep_trainer_state,
-    prepare_process,
-)
-from colocated_grpo.rollout.vllm.requests import CoreRequests, EitherRequests, Requests, Sampled, prompt_logprobs
+from colocated_grpo.rollout.engine import Part, Request, TokenDelta
+from colocated_grpo.rollout.vllm import patches
+from colocated_grpo.rollout.vllm.kv_budget import kv_cache_arguments, with_max_num_seqs
+from colocated_grpo.rollout.vllm.process import discard, keep_trainer_state, name_shared_memory
+from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion
 
-# Full decode graphs without inductor, for whose compilation every start would have to wait.
 CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""Full decode graphs without inductor: starts in 14 s instead of 43 s, decodes within 3 % of its speed."""
 
 
 class VLLMEngine:
     """`RolloutEngine` over `vllm.LLM`. Construction is collective over all ranks."""
 
     def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
-        prepare_process(world)
-        config = with_seats(config, world.size)
+        patches.apply("cuda" if world.device.type == "cuda" else "cpu")
+        if world.device.type == "cpu":
+            name_shared_memory(world)
+        config = with_max_num_seqs(config, world.size)
         self._on_gpu = world.device.type == "cuda"
         self._sleeps = self._on_gpu and config.engine.sleep
-        # Weights that the policy computes with, or that no sync writes anew, must outlive the phase; others need not.
+        # Weights must outlive the phase if the policy computes with them, or if not every phase begins with a sync.
         self._keep_weights = config.weights == "shared" or config.sync_frequency > 1
         arguments = _engine_arguments(config, folder, dtype, world, sleeps=self._sleeps)
         with keep_trainer_state():
             self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._worker = self._engine.model_executor.driver_worker.worker
-        self.max_num_seqs: int = config.engine.max_num_seqs
+        self.max_num_seqs = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization"))
-        self._requests: Requests = (EitherRequests if needs_text(config) else CoreRequests)(self._engine)
+        self._requests: Requests = (MixedRequests if needs_text(config) else CoreRequests)(self._engine)
         self._keys: dict[str, Hashable] = {}
         self._buffers: dict[str, Tensor] = {}
         self._submitted = 0
@@ -54,20 +53,17 @@ class VLLMEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The module that holds the engine's weights; for the sync plan."""
         return self._worker.get_model()
 
     @property
     def tensor_parallel_rank(self) -> int:
-        return (
-            self._engine.vllm_config.parallel_config.rank
-            % self._engine.vllm_config.parallel_config.tensor_parallel_size
-        )
+        parallel = self._engine.vllm_config.parallel_config
+        return parallel.rank % parallel.tensor_parallel_size
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             name = self._new_name()
-            with _refusals_as_value_errors():
+            with _rejections_as_value_errors():
                 self._requests.add(name, request.token_ids, _sampling_params(request))
             self._keys[name] = request.key
 
@@ -76,18 +72,10 @@ class VLLMEngine:
         return str(self._submitted)
 
     def step(self) -> list[tuple[Hashable, Completion]]:
-        return [(self._keys.pop(sampled.name), self._completion(sampled)) for sampled in self._requests.step()]
+        return [(self._keys.pop(name), completion) for name, completion in self._requests.step(self._policy_version)]
 
-    def pieces(self) -> list[tuple[Hashable, Piece]]:
-        return [(self._keys[name], piece) for name, piece in self._requests.pieces()]
-
-    def _completion(self, sampled: Sampled) -> Completion:
-        return Completion(
-            token_ids=sampled.token_ids,
-            sampling_logprobs=sampled.logprobs,
-            finish_reason=sampled.finish_reason,
-            policy_version=self._policy_version,
-        )
+    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
+        return [(self._keys[name], delta) for name, delta in self._requests.deltas()]
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         names = {name for name, key in self._keys.items() if keys is None or key in keys}
@@ -100,25 +88,25 @@ class VLLMEngine:
         return [next(iter(entry.values())) for entry in entries]
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        with _refusals_as_value_errors():
+        with _rejections_as_value_errors():
             return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k))
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.transforms_weights:
-            # Quantised layers no longer have the checkpoint's shapes: vLLM rebuilds them one by one.
+            # Quantised layers do not have the checkpoint's shapes: vLLM rebuilds them one by one.
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         else:
-            self.model.load_weights(weights)
+            self._worker.get_model().load_weights(weights)
 
     def weights_changed(self, policy_version: int) -> None:
         self._policy_version = policy_version
-        # Cached prefixes were computed with the old weights and would be wrong without any sign of it.
+        # Cached prefixes of the old weights would silently give wrong log-probabilities.
         self._llm.reset_prefix_cache()
 
     def wake(self, part: Part) -> None:
         if not self._sleeps or (part == "weights" and self._keep_weights):
             return
-        # vLLM maps memory outside torch's allocator, which must first give back what it only caches.
+        # vLLM maps memory outside torch's allocator, whose cached blocks must be returned first.
         torch.cuda.empty_cache()
         self._worker.wake_up([part])
         if part == "weights":
@@ -132,7 +120,7 @@ class VLLMEngine:
         if self._keep_weights:
             discard("kv_cache")
         else:
-            # No sync writes buffers (rotary tables, scales), and nothing changes them.
+            # Syncs do not write buffers (rotary tables, scales), and buffers never change: one host copy is enough.
             self._buffers = self._buffers or {name: buffer.cpu() for name, buffer in self.model.named_buffers()}
             discard("weights", "kv_cache")
 
@@ -141,7 +129,7 @@ class VLLMEngine:
 
 
 def needs_text(config: Config) -> bool:
-    """Whether requests may end at a string: always, where other processes send them."""
+    """True if requests may have stop strings, which requests of other processes always may."""
     return bool(config.rollout.stop) or config.atropos is not None
 
 
@@ -156,7 +144,7 @@ def _engine_arguments(
         "trust_remote_code": config.model.trust_remote_code,
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": engine.tensor_parallel_size,
-        "load_format": "dummy",  # the first sync writes the weights: the checkpoint is read once, by the trainer
+        "load_format": "dummy",  # the first sync writes the weights; only the trainer reads the checkpoint
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_model_len,
         "max_num_seqs": engine.max_num_seqs,
@@ -171,15 +159,14 @@ def _engine_arguments(
         if not engine.enforce_eager:
             arguments["compilation_config"] = CUDA_COMPILATION
     else:
-        # For a seeded request whose prompt comes in parts vLLM winds the generator back, which only CUDA's can do.
+        # With chunked prefill vLLM rewinds the generator of a seeded request, which CPU generators do not support.
         arguments["enable_chunked_prefill"] = False
     return {**arguments, **kv_cache_arguments(config, folder, dtype, world.device), **engine.args}
 
 
 @contextmanager
-def _refusals_as_value_errors() -> Iterator[None]:
-    """What vLLM raises for a request that it will not serve became a kind of its own, which nobody here waits for: one
-    client's odd wish would end the run."""
+def _rejections_as_value_errors() -> Iterator[None]:
+    """Convert VLLMValidationError, which is not a ValueError, so that a bad client request cannot end the run."""
     try:
         yield
     except VLLMValidationError as error:
@@ -187,7 +174,7 @@ def _refusals_as_value_errors() -> Iterator[None]:
 
 
 def _scoring(k: int) -> SamplingParams:
-    """Of each prompt token its own log-probability and the `k` largest."""
+    """Parameters that return each prompt token's log-probability and the `k` largest at its position."""
     return SamplingParams(
         temperature=1.0,
         seed=0,
@@ -209,11 +196,11 @@ def _sampling_params(request: Request) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # every token that may end it is named above
+        ignore_eos=True,  # stop_token_ids names every token that may end it
         seed=request.seed,
         logprobs=0,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         structured_outputs=None if request.pattern is None else StructuredOutputsParams(regex=request.pattern),
-        skip_clone=True,  # nobody else holds it, and there may be a few hundred stop tokens to copy
+        skip_clone=True,  # not reused elsewhere, and it may hold hundreds of stop tokens
     )

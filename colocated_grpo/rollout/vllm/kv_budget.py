@@ -1,4 +1,4 @@
-"""How many sequences decode together, and their KV cache: what the trainer leaves free, no larger than they can use."""
+"""Number of sequences that decode together, and the size of their KV cache beside the trainer's state."""
 
 from __future__ import annotations
 
@@ -14,71 +14,73 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 
 GIB = 1 << 30
-MOST_SEATS = 512
-FEWEST_SEATS = 64
-"""Of a small share, for held-out prompts that are more."""
-SEATS_OF_SERVERS = 256
-"""Where other processes send requests, as many as they like."""
-CAPTURED = 16
-"""Every multiple of it has a CUDA graph; a batch between the largest graph and max_num_seqs decodes without one."""
+MAX_NUM_SEQS = 512
+MIN_NUM_SEQS = 64
+"""For small batches: held-out prompts may be more than training prompts."""
+SERVER_NUM_SEQS = 256
+"""For engines that other processes send any number of requests to."""
+GRAPH_STEP = 16
+"""vLLM captures a CUDA graph for every multiple. Batches above the largest graph decode without one."""
 ENGINE_RESERVE = 6 * GIB
 """Kept free for the engine's activations, sampler, CUDA graphs and fragmentation."""
 CPU_LIMIT = 1 * GIB
-SMALLEST = 64 << 20
-FILLED = 0.5
-"""Share of the worst case, all sequences at full length at one time, that the cache is made for. Completions that stop
-by themselves fill less; where all run to the end, the engine makes some of them wait their turn."""
-FEW = 8
-"""So many sequences always have room for their full length."""
+MIN_CACHE = 64 << 20
+FILL_FRACTION = 0.5
+"""Part of the worst case (all sequences at full length at once) that the cache is sized for. Completions that stop
+early need less. If all run to full length, vLLM preempts some of them."""
+MIN_FULL_SEQUENCES = 8
+"""Sequences that always fit at full length."""
 BLOCK = 64
-"""Tokens by which a sequence's last cache block may exceed it."""
+"""Upper bound of the tokens by which a sequence's last cache block exceeds the sequence."""
 
 
-def with_seats(config: Config, ranks: int) -> Config:
-    """The same with a number for engine.max_num_seqs: an engine's share of a step, where the user names none."""
+def with_max_num_seqs(config: Config, ranks: int) -> Config:
+    """Set engine.max_num_seqs where the user left it open: one engine's part of a step's completions."""
     if config.engine.max_num_seqs is not None:
         return config
     rollout = config.rollout
     engines = 1 if rollout.generation == "replicated" else ranks // config.engine.tensor_parallel_size
-    share = ceil(rollout.prompts_per_step / engines) * rollout.group_size  # whole groups are dealt
-    seats = min(max(ceil(share / CAPTURED) * CAPTURED, FEWEST_SEATS), MOST_SEATS)
+    per_engine = ceil(rollout.prompts_per_step / engines) * rollout.group_size  # groups are not split
+    max_num_seqs = min(max(ceil(per_engine / GRAPH_STEP) * GRAPH_STEP, MIN_NUM_SEQS), MAX_NUM_SEQS)
     if config.atropos is not None:
-        seats = SEATS_OF_SERVERS
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": seats})})
+        max_num_seqs = SERVER_NUM_SEQS
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": max_num_seqs})})
 
 
 def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """vLLM arguments that size the KV cache. The trainer's resident state must be allocated before this is called."""
+    """vLLM arguments that size the KV cache from free memory. Call after the trainer's resident state is allocated."""
     engine = config.engine
     if device.type == "cpu":
-        size = engine.kv_cache_memory_bytes or min(CPU_LIMIT, max(SMALLEST, useful_bytes(config, folder, dtype)))
+        size = engine.kv_cache_memory_bytes or min(CPU_LIMIT, max(MIN_CACHE, useful_bytes(config, folder, dtype)))
         return {"kv_cache_memory_bytes": size}
     if engine.kv_cache_memory_bytes is None and engine.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": engine.gpu_memory_utilization}
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     room = free - weight_bytes(config, folder, dtype) - ENGINE_RESERVE
-    if room < SMALLEST:
+    if room < MIN_CACHE:
         raise RunError(
-            f"engine: {free / GIB:.1f} GiB are free beside the trainer, too little for the engine's weights and cache; "
+            f"engine: {free / GIB:.1f} GiB are free beside the trainer: too little for the engine's weights and cache; "
             "set policy.cpu_offload or policy.offload_optimizer, or use more GPUs"
         )
-    size = engine.kv_cache_memory_bytes or min(room, max(SMALLEST, useful_bytes(config, folder, dtype)))
-    # vLLM refuses to start when its utilisation exceeds the free share, even where the exact size is given.
+    size = engine.kv_cache_memory_bytes or min(room, max(MIN_CACHE, useful_bytes(config, folder, dtype)))
+    # vLLM does not start if its utilisation exceeds the free fraction, even if the exact size is given.
     return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": round(0.98 * free / total, 4)}
 
 
 def useful_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
-    """KV bytes on one rank of as many sequences of full length as will decode at one time; never less than one's."""
+    """KV bytes on one rank for FILL_FRACTION of engine.max_num_seqs sequences of full length."""
     hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     bytes_per_token = kv_bytes_per_token(hf_config, dtype.itemsize, config.engine.tensor_parallel_size)
     longest = config.engine.max_model_len or config.max_sequence_tokens
-    sequences = max(ceil(FILLED * config.engine.max_num_seqs), min(FEW, config.engine.max_num_seqs))
+    max_num_seqs = config.engine.max_num_seqs
+    assert max_num_seqs is not None  # with_max_num_seqs has set it
+    sequences = max(ceil(FILL_FRACTION * max_num_seqs), min(MIN_FULL_SEQUENCES, max_num_seqs))
     return bytes_per_token * sequences * (longest + BLOCK)
 
 
 def kv_bytes_per_token(hf_config: PretrainedConfig, itemsize: int, tensor_parallel_size: int = 1) -> int:
-    """Of one token's keys and values in all layers, on one rank of the engine."""
+    """Bytes of one token's keys and values over all layers, on one rank of the engine."""
     text = hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -86,14 +88,14 @@ def kv_bytes_per_token(hf_config: PretrainedConfig, itemsize: int, tensor_parall
 
 
 def weight_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
-    """Of the checkpoint on one rank of the engine, in the engine's own type."""
+    """Bytes of the model's weights on one rank of the engine, in the engine's type."""
     if files := [*folder.glob("*.safetensors")]:
-        whole = sum(map(_numbers_in, files)) * dtype.itemsize
-    else:  # what these hold is known after reading them; no type in use is smaller than 16 bits
-        whole = sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin")) * dtype.itemsize // 2
-    return whole // config.engine.tensor_parallel_size
+        total = sum(map(_count_elements, files)) * dtype.itemsize
+    else:  # pickled files give no element count before they are read; assume 16 bits, the smallest type in use
+        total = sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin")) * dtype.itemsize // 2
+    return total // config.engine.tensor_parallel_size
 
 
-def _numbers_in(file: Path) -> int:
+def _count_elements(file: Path) -> int:
     with safe_open(file, framework="pt") as tensors:
         return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118 (no dict)

@@ -1,7 +1,7 @@
-"""What stands between projecting queries, keys and values and attending, in one kernel.
+"""One Triton kernel for the steps between the QKV projection and attention: norms, rotation, cache write.
 
-For models that normalise and rotate each head (Qwen3 and its kin) vLLM launches four kernels here, in each layer:
-two normalise, one rotates, one writes the cache. One launch reads and writes every number once; its times:
+For models that normalise and rotate each head (Qwen3 and Qwen3-MoE) vLLM launches four kernels in each layer: two
+norms, one rotation, one cache write. This one reads and writes every number once. Times:
 docs/results/decode_launches_1xh200.json.
 """
 
@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.models import qwen3, qwen3_moe
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
@@ -26,36 +25,33 @@ Forward = Callable[..., Tensor]
 
 
 class Cache(NamedTuple):
-    """Where a layer's keys and values go."""
+    """Destination of a layer's keys and values."""
 
     blocks: Tensor
     """[blocks, key-value heads, block size, 2 x head size], keys before values."""
     slots: Tensor
-    """Of each token: block x block size + place in the block; -1: nowhere. Padding at the end has none. int64."""
+    """[tokens] int64: block * block size + offset in the block; -1: not stored. Padding at the end has no entry."""
 
 
-def install() -> None:
-    """Let these models' attention use the kernel where it applies. Before graphs are captured."""
-    for attention in (qwen3.Qwen3Attention, qwen3_moe.Qwen3MoeAttention):
-        if attention.forward.__module__ != __name__:
-            attention.forward = _fused(attention.forward)
+def make_forward(vllm_forward: Forward, count_use: Callable[[], None]) -> Forward:
+    """Return the attention module's `forward` with this kernel. Install before CUDA graphs are captured."""
 
-
-def _fused(separate: Forward) -> Forward:
     def forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
         cache = _cache_of(self.attn, hidden_states.dtype) if suits(self, positions, hidden_states) else None
         if cache is None:
-            return separate(self, positions, hidden_states)
+            return vllm_forward(self, positions, hidden_states)
+        count_use()
         qkv, _ = self.qkv_proj(hidden_states)
         normalize_rotate_and_store(self, qkv, positions, cache)
-        # Without keys and values vLLM takes the cache as written.
+        # Without keys and values, vLLM's attention layer assumes that the cache is written.
         output, _ = self.o_proj(self.attn(qkv[:, : self.q_size], None, None))
         return output
 
     return forward
 
 
-def suits(attention: nn.Module, positions: Tensor, hidden: Tensor) -> bool:
+def suits(attention: Any, positions: Tensor, hidden: Tensor) -> bool:
+    """True for 16-bit models with plain neox-style rotary embeddings over the whole head."""
     rotary = attention.rotary_emb
     return (
         type(rotary) is RotaryEmbedding
@@ -69,7 +65,7 @@ def suits(attention: nn.Module, positions: Tensor, hidden: Tensor) -> bool:
 
 
 def _cache_of(layer: Any, dtype: torch.dtype) -> Cache | None:
-    """None where the layer keeps its cache in another form, or has none yet."""
+    """The layer's cache; None if its layout is another one, or before it is allocated."""
     owns_one = layer.attn_type == AttentionType.DECODER and layer.kv_sharing_target_layer_name is None
     if type(layer.impl) is not FlashAttentionImpl or layer.impl.dcp_world_size > 1 or not owns_one:
         return None
@@ -85,8 +81,11 @@ def _cache_of(layer: Any, dtype: torch.dtype) -> Cache | None:
     return Cache(blocks, slots) if is_plain else None
 
 
-def normalize_rotate_and_store(attention: nn.Module, qkv: Tensor, positions: Tensor, cache: Cache) -> None:
-    """Queries in place, keys and values into the cache; qkv: [T, (query + 2 x key-value heads) x head size]."""
+def normalize_rotate_and_store(attention: Any, qkv: Tensor, positions: Tensor, cache: Cache) -> None:
+    """Normalise and rotate queries in place; write normalised, rotated keys and plain values into the cache.
+
+    qkv: [T, (query heads + 2 x key-value heads) x head size].
+    """
     rotary, size = attention.rotary_emb, attention.head_dim
     rows = triton.next_power_of_2(attention.num_heads + 2 * attention.num_kv_heads)
     _prepare[(len(qkv),)](

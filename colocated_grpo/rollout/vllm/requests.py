@@ -1,61 +1,60 @@
-"""How completions travel through vLLM: straight at its core, or through its output processing where text decides."""
+"""Two ways of a completion through vLLM: past its output processor, or through it where stop strings need text."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from vllm import RequestOutput, SamplingParams, TokensPrompt
+from vllm.inputs.engine import TokensInput
+from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from colocated_grpo.rollout.engine import Piece
+from colocated_grpo.rollout.engine import TokenDelta
 from colocated_grpo.rollout.vllm.steady_batch import Chunk
 from colocated_grpo.rollout.vllm.steady_decode import SteadyDecode, is_supported
+from colocated_grpo.types import Completion, FinishReason
 
-
-class Sampled(NamedTuple):
-    """One finished completion."""
-
-    name: str
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
+Finished = list[tuple[str, Completion]]
+"""Request names with their whole completions."""
 
 
 class Requests(Protocol):
+    """Requests that run in one engine, by name."""
+
     def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None: ...
 
-    def step(self) -> list[Sampled]:
-        """One decode step; what finished in it."""
+    def step(self, policy_version: int) -> Finished:
+        """Run one decode step and return the completions that finished in it, stamped with `policy_version`."""
         ...
 
-    def pieces(self) -> list[tuple[str, Piece]]:
-        """What the last step added to requests whose output kind is DELTA."""
+    def deltas(self) -> list[tuple[str, TokenDelta]]:
+        """Tokens that the last step added to running requests of output kind DELTA."""
         ...
 
     def abort(self, names: Collection[str]) -> None: ...
 
 
 class CoreRequests:
-    """Token ids in, token ids out, straight at the engine's core.
+    """Token ids in, token ids out, past vLLM's output processor.
 
-    vLLM's own output processing builds objects for every token of every request, which the trainer does not need. With
-    512 requests under way it cost a seventh of the generation time: 7.7 s against 6.6 s for 236,000 tokens of a 0.6B
-    model on one H200 (docs/results/generation_host_1xh200.json).
+    The processor builds objects for every token of every request, which the trainer does not need. With 512 requests it
+    took a seventh of the generation time: 7.7 s against 6.6 s for 236,000 tokens of a 0.6B model on one H200
+    (docs/results/generation_host_1xh200.json).
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._running: dict[str, _Running] = {}
-        self._pieces: list[tuple[str, Piece]] = []
-        scheduler = engine.engine_core.engine_core.scheduler
+        self._deltas: list[tuple[str, TokenDelta]] = []
+        scheduler = engine.engine_core.engine_core.scheduler  # pyrefly: ignore[missing-attribute]  # in-process client
         self._steady = SteadyDecode(scheduler) if is_supported(scheduler) else None
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
-        prompt = {"type": "token", "prompt_token_ids": token_ids}
+        prompt = TokensInput(type="token", prompt_token_ids=token_ids)
         processor = self._engine.input_processor
         request = processor.process_inputs(name, prompt, params, supported_tasks=self._engine.get_supported_tasks())
         processor.assign_request_id(request)
@@ -63,46 +62,41 @@ class CoreRequests:
         self._running[request.request_id] = _Running(name, [], [], streams)
         self._engine.engine_core.add_request(request)
 
-    def step(self) -> list[Sampled]:
-        return self.take(self._engine.engine_core.get_output().outputs)
+    def step(self, policy_version: int) -> Finished:
+        return self.receive(self._engine.engine_core.get_output().outputs, policy_version)
 
-    def take(self, outputs: list[EngineCoreOutput]) -> list[Sampled]:
-        """What finished; outputs of others are passed over."""
-        self._pieces.clear()
-        chunks = self._steady.take() if self._steady is not None else []
-        chunks += [
-            Chunk(
-                output.request_id,
-                output.new_token_ids,
-                output.new_logprobs.logprobs[:, 0],
-                None if output.finish_reason is None else str(output.finish_reason),
-            )
-            for output in outputs
-            if output.request_id in self._running
-        ]
-        return [sampled for chunk in chunks if (sampled := self._add(chunk)) is not None]
+    def receive(self, outputs: list[EngineCoreOutput], policy_version: int) -> Finished:
+        """Completions that finished with these outputs. Outputs of other requests are skipped."""
+        self._deltas.clear()
+        chunks = self._steady.drain() if self._steady is not None else []
+        chunks += [_chunk(output) for output in outputs if output.request_id in self._running]
+        finished = []
+        for chunk in chunks:
+            request = self._append(chunk)
+            if request is not None and chunk.finish_reason is not None:
+                finished.append((request.name, request.completion(chunk.finish_reason, policy_version)))
+        return finished
 
-    def _add(self, chunk: Chunk) -> Sampled | None:
-        """The whole completion, if this was the end of it."""
+    def _append(self, chunk: Chunk) -> _Running | None:
+        """The chunk's request, tokens added. None if it was aborted while its last token was being computed."""
         request = self._running.get(chunk.request_id)
         if request is None:
-            return None  # aborted while its last token was being computed
+            return None
         request.token_ids.extend(chunk.token_ids)
         request.logprobs.append(chunk.logprobs)
-        if chunk.finish_reason is None:
-            if request.streams:
-                self._pieces.append((request.name, Piece(list(chunk.token_ids), chunk.logprobs.tolist())))
-            return None
-        del self._running[chunk.request_id]
-        return request.sampled(chunk.finish_reason)
+        if chunk.finish_reason is not None:
+            del self._running[chunk.request_id]
+        elif request.streams:
+            self._deltas.append((request.name, TokenDelta(list(chunk.token_ids), chunk.logprobs.tolist())))
+        return request
 
-    def pieces(self) -> list[tuple[str, Piece]]:
-        return list(self._pieces)
+    def deltas(self) -> list[tuple[str, TokenDelta]]:
+        return list(self._deltas)
 
     def abort(self, names: Collection[str]) -> None:
-        given_up = [request_id for request_id, request in self._running.items() if request.name in names]
-        self._engine.engine_core.abort_requests(given_up)
-        for request_id in given_up:
+        aborted = [request_id for request_id, request in self._running.items() if request.name in names]
+        self._engine.engine_core.abort_requests(aborted)
+        for request_id in aborted:
             del self._running[request_id]
 
 
@@ -113,57 +107,76 @@ class _Running(NamedTuple):
     """Of the sampled tokens, one array for each chunk."""
     streams: bool
 
-    def sampled(self, finish_reason: str) -> Sampled:
-        return Sampled(self.name, self.token_ids, np.concatenate(self.logprobs).tolist(), finish_reason)
+    def completion(self, finish_reason: FinishReason, policy_version: int) -> Completion:
+        return Completion(
+            token_ids=self.token_ids,
+            sampling_logprobs=np.concatenate(self.logprobs).tolist(),
+            finish_reason=finish_reason,
+            policy_version=policy_version,
+        )
+
+
+def _chunk(output: EngineCoreOutput) -> Chunk:
+    assert output.new_logprobs is not None  # every request asks for the sampled token's log-probability
+    finish_reason = None if output.finish_reason is None else cast(FinishReason, str(output.finish_reason))
+    return Chunk(output.request_id, output.new_token_ids, output.new_logprobs.logprobs[:, 0], finish_reason)
 
 
 class TextRequests:
-    """Through vLLM's output processing, which finds stop strings in the text."""
+    """Through vLLM's output processor, which finds stop strings in the text."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._running: dict[str, Piece | None] = {}
-        """Of those that stream all that they have so far."""
-        self._pieces: list[tuple[str, Piece]] = []
+        self._running: dict[str, TokenDelta | None] = {}
+        """Name -> all tokens so far of a request that streams; None for the others."""
+        self._deltas: list[tuple[str, TokenDelta]] = []
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
         self._engine.add_request(name, TokensPrompt(prompt_token_ids=token_ids), params)
-        self._running[name] = Piece([], []) if params.output_kind is RequestOutputKind.DELTA else None
+        self._running[name] = TokenDelta([], []) if params.output_kind is RequestOutputKind.DELTA else None
 
-    def take(self, outputs: list[EngineCoreOutput]) -> list[Sampled]:
-        """What finished; outputs of others are passed over."""
-        self._pieces.clear()
+    def step(self, policy_version: int) -> Finished:
+        return self.receive(self._engine.engine_core.get_output().outputs, policy_version)
+
+    def receive(self, outputs: list[EngineCoreOutput], policy_version: int) -> Finished:
+        """Completions that finished with these outputs. Outputs of other requests are skipped."""
+        self._deltas.clear()
         if not self._running:
             return []
         processed = self._engine.output_processor.process_outputs(outputs)
         self._engine.engine_core.abort_requests(processed.reqs_to_abort)
-        return [sampled for output in processed.request_outputs if (sampled := self._take(output)) is not None]
+        finished = []
+        for output in processed.request_outputs:
+            assert isinstance(output, RequestOutput)
+            tokens = self._append(output)
+            if output.finished:
+                finished.append((output.request_id, _completion(output, tokens, policy_version)))
+        return finished
 
-    def _take(self, output: RequestOutput) -> Sampled | None:
-        """The whole completion, if this was the end of it. Of what does not stream vLLM gives nothing before."""
-        sampled = _sampled(output)
-        so_far = self._running[sampled.name]
+    def _append(self, output: RequestOutput) -> TokenDelta:
+        """All tokens of the request if this output ends it, else the new ones."""
+        new, so_far = _tokens_of(output), self._running[output.request_id]
         if so_far is not None:
-            so_far.token_ids.extend(sampled.token_ids)
-            so_far.sampling_logprobs.extend(sampled.logprobs)
+            so_far.token_ids.extend(new.token_ids)
+            so_far.sampling_logprobs.extend(new.sampling_logprobs)
         if not output.finished:
-            self._pieces.append((sampled.name, Piece(sampled.token_ids, sampled.logprobs)))
-            return None
-        del self._running[sampled.name]
-        return sampled if so_far is None else sampled._replace(token_ids=so_far[0], logprobs=so_far[1])
+            self._deltas.append((output.request_id, new))
+            return new
+        del self._running[output.request_id]
+        return new if so_far is None else so_far
 
-    def pieces(self) -> list[tuple[str, Piece]]:
-        return list(self._pieces)
+    def deltas(self) -> list[tuple[str, TokenDelta]]:
+        return list(self._deltas)
 
     def abort(self, names: Collection[str]) -> None:
-        given_up = [name for name in self._running if name in names]
-        self._engine.abort_request(given_up)
-        for name in given_up:
+        aborted = [name for name in self._running if name in names]
+        self._engine.abort_request(aborted)
+        for name in aborted:
             del self._running[name]
 
 
-class EitherRequests:
-    """Those that may end at a string through the text, all others straight at the core."""
+class MixedRequests:
+    """Requests with stop strings go through the text, all others past the output processor."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -172,35 +185,44 @@ class EitherRequests:
     def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
         (self._text if params.stop else self._core).add(name, token_ids, params)
 
-    def step(self) -> list[Sampled]:
+    def step(self, policy_version: int) -> Finished:
         outputs = self._engine.engine_core.get_output().outputs
-        return self._core.take(outputs) + self._text.take(outputs)
+        return self._core.receive(outputs, policy_version) + self._text.receive(outputs, policy_version)
 
-    def pieces(self) -> list[tuple[str, Piece]]:
-        return self._core.pieces() + self._text.pieces()
+    def deltas(self) -> list[tuple[str, TokenDelta]]:
+        return self._core.deltas() + self._text.deltas()
 
     def abort(self, names: Collection[str]) -> None:
         self._core.abort(names)
         self._text.abort(names)
 
 
-def _sampled(output: RequestOutput) -> Sampled:
-    completion = output.outputs[0]
-    token_ids = list(completion.token_ids)
-    logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, token_ids, strict=True)]
-    return Sampled(output.request_id, token_ids, logprobs, completion.finish_reason)
+def _tokens_of(output: RequestOutput) -> TokenDelta:
+    sample = output.outputs[0]
+    token_ids = list(sample.token_ids)
+    entries = cast(Sequence[dict[int, Logprob]], sample.logprobs)
+    return TokenDelta(token_ids, [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)])
+
+
+def _completion(output: RequestOutput, tokens: TokenDelta, policy_version: int) -> Completion:
+    return Completion(
+        token_ids=tokens.token_ids,
+        sampling_logprobs=tokens.sampling_logprobs,
+        finish_reason=cast(FinishReason, output.outputs[0].finish_reason),
+        policy_version=policy_version,
+    )
 
 
 def prompt_logprobs(
     engine: LLMEngine, name: str, token_ids: Sequence[int], params: SamplingParams
 ) -> list[dict[int, float]]:
-    """Log-probabilities for each of token_ids[1:], its own first; the engine must have nothing else to do."""
+    """Log-probabilities for each of token_ids[1:], the token's own first. The engine must have no running request."""
     engine.add_request(name, TokensPrompt(prompt_token_ids=list(token_ids)), params)
     finished: list[RequestOutput] = []
     while not finished:
-        finished = [output for output in engine.step() if output.finished]
-    entries = zip(finished[0].prompt_logprobs[1:], token_ids[1:], strict=True)
+        finished = [output for output in engine.step() if isinstance(output, RequestOutput) and output.finished]
+    entries = cast(Sequence[dict[int, Logprob]], finished[0].prompt_logprobs)[1:]  # the first token has none
     return [
         {token: entry[token].logprob, **{other: value.logprob for other, value in entry.items()}}
-        for entry, token in entries
+        for entry, token in zip(entries, token_ids[1:], strict=True)
     ]

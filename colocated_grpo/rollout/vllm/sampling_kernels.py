@@ -1,25 +1,25 @@
 """The sampled token and its log-probability, reading the logits once.
 
-vLLM's own kernels read each row of logits four times and draw one Philox number a token of the vocabulary. Times of
-both in a step: docs/results/decode_kernels_1xh200.json; of launches alone: decode_launches_1xh200.json there.
+vLLM's own kernels read each row of logits four times and draw one Philox number for each token of the vocabulary. Times
+within a step: docs/results/decode_kernels_1xh200.json. Times of single launches: decode_launches_1xh200.json there.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-import vllm.v1.worker.gpu.sample.sampler as sampler
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
 LANES = 1024
-"""Of one part; each draws four tokens at a time, for Philox makes four numbers at once."""
+"""Lanes of one part. Each draws four tokens at a time, because Philox makes four numbers at once."""
 PROGRAMS = 1024
-"""Enough to fill the device: few rows are split into more parts."""
+"""Programs that fill the device. Few rows are split into more parts to reach it."""
 MOST_PARTS = 16
 PHILOX_ROUNDS = tl.constexpr(7)
 """The fewest of Philox4x32 that pass the tests of BigCrush (Salmon et al., SC 2011)."""
@@ -27,49 +27,66 @@ UNPLAIN = "max_per_req_token_ids", "logits_mode"
 """Options of vLLM's `compute_topk_scores` that ask for more than the sampled token's log-probability."""
 
 
-def install() -> None:
-    """Let vLLM's sampler use these kernels. Before warm-up."""
-    if sampler.gumbel_sample is not gumbel_sample:
-        gumbel_sample.otherwise = sampler.gumbel_sample
-        topk_scores.otherwise = sampler.compute_topk_scores
-        sampler.gumbel_sample, sampler.compute_topk_scores = gumbel_sample, topk_scores
-
-
 class _LastSample:
-    """The logits sampled from last, and logsumexp of each row: vLLM asks for log-probabilities right afterwards."""
+    """The logits sampled from last, and logsumexp of each row.
+
+    vLLM scores the sampled tokens right after sampling, from the same tensor, so one entry is enough. The tensor is
+    recognised by identity: vLLM samples under inference_mode, where tensors have no version counter that would show a
+    change in place. Such a change would appear in mismatch/abs, which stops the run.
+    """
 
     logits: weakref.ref[Tensor] | None = None
     logsumexp_B: Tensor | None = None
 
+    @classmethod
+    def logsumexp_of(cls, logits: Tensor) -> Tensor | None:
+        """None unless these logits were sampled from last."""
+        return cls.logsumexp_B if cls.logits is not None and cls.logits() is logits else None
 
-def gumbel_sample(logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, **options: Any):
-    """Takes the place of vLLM's function of that name, which the sampler gives logits already divided by temperature.
 
-    logits: [B, V]; rows: [B], each one's place in temperature and seeds; positions: [B]. Returns [B] int64.
+def make_gumbel_sample(vllm_sample: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
+    """Return the sampler's `gumbel_sample`, whose logits are already divided by the temperature, with this kernel."""
+
+    def gumbel_sample(
+        logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, **options: Any
+    ) -> Any:
+        if any(isinstance(value, Tensor) or value for value in options.values()):  # speculative decoding, 64-bit noise
+            return vllm_sample(logits, rows, temperature, seeds, positions, **options)
+        count_use()
+        sampled_B, logsumexp_B = sample(logits, rows, temperature, seeds, positions)
+        _LastSample.logits, _LastSample.logsumexp_B = weakref.ref(logits), logsumexp_B
+        return sampled_B
+
+    return gumbel_sample
+
+
+def make_topk_scores(vllm_scores: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
+    """Return the sampler's `compute_topk_scores` with the log-probabilities that sampling has computed.
+
+    For requests of the sampled token alone. Its rank, which the trainer never reads, is then 0.
     """
-    if any(isinstance(value, Tensor) or value for value in options.values()):  # speculative decoding, 64-bit noise
-        return gumbel_sample.otherwise(logits, rows, temperature, seeds, positions, **options)
-    sampled_B, logsumexp_B = sample(logits, rows, temperature, seeds, positions)
-    _LastSample.logits, _LastSample.logsumexp_B = weakref.ref(logits), logsumexp_B
-    return sampled_B
 
+    def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *arguments: Any, **options: Any) -> Any:
+        logsumexp_B = _LastSample.logsumexp_of(logits)
+        unplain = num_logprobs or arguments[:1] != (None,) or any(options.get(name) for name in UNPLAIN)
+        if unplain or logsumexp_B is None:
+            return vllm_scores(logits, num_logprobs, sampled, *arguments, **options)
+        count_use()
+        tokens_B1 = sampled.view(-1, 1)
+        logprobs_B1 = logits.gather(1, tokens_B1).float() - logsumexp_B[:, None]
+        return LogprobsTensors(tokens_B1, logprobs_B1, torch.zeros_like(sampled))
 
-def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *arguments: Any, **options: Any) -> LogprobsTensors:
-    """Takes the place of vLLM's `compute_topk_scores`. Where only sampled tokens are asked for, ranks are left at 0."""
-    known = _LastSample.logits is not None and _LastSample.logits() is logits
-    if num_logprobs or not known or arguments[:1] != (None,) or any(options.get(name) for name in UNPLAIN):
-        return topk_scores.otherwise(logits, num_logprobs, sampled, *arguments, **options)
-    tokens_B1 = sampled.view(-1, 1)
-    logprobs_B1 = logits.gather(1, tokens_B1).float() - _LastSample.logsumexp_B[:, None]
-    return LogprobsTensors(tokens_B1, logprobs_B1, torch.zeros_like(sampled))
+    return topk_scores
 
 
 def sample(
     logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tokens drawn from softmax(logits) by the Gumbel-max trick, and logsumexp of each row: [B] int64, [B] float32.
+    """Draw from softmax(logits) by the Gumbel-max trick. Returns tokens [B] int64 and rows' logsumexp [B] float32.
 
-    A row whose temperature is 0 gets its likeliest token. The noise follows from the row's seed and position alone.
+    A row with temperature 0 gets its most likely token. The noise depends on the row's seed and position only.
+
+    logits: [B, V]. rows: [B] indices into temperature and seeds. positions: [B].
     """
     batch, vocabulary = logits.shape
     parts = min(MOST_PARTS, max(1, PROGRAMS // batch))
@@ -92,10 +109,10 @@ def sample(
 
 @triton.jit
 def _race(weight, bits, noisy):
-    """weight over an exponential number of rate 1 made of 32 random bits: the largest wins as often as its share.
+    """weight / E with E exponential of rate 1, from 32 random bits; the argmax is then a draw in proportion to weight.
 
-    An exponential number is -log(1 - u). The smallest one wins, and near 0 the logarithm of a float32 is coarse, so
-    its series stands in there.
+    E = -log(1 - u). Small E decide the draw, and near 0 the float32 logarithm is too coarse, so a series replaces it
+    there.
     """
     u = (bits.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     exponential = tl.where(u < 0.01, u * (1.0 + u * (0.5 + u * (0.33333333 + u * 0.25))), -tl.log(1.0 - u))
@@ -118,22 +135,22 @@ def _sample_part(
     noisy = tl.load(temperature + place) != 0.0
     seed = tl.randint(tl.load(seeds + place), tl.load(positions + row))
     lane = tl.arange(0, LANES)
-    # Every lane keeps its own best token, running maximum and sum, the latter two relative to that maximum; lanes meet
-    # once, at the end.
+    # Each lane keeps a best token, a running maximum, and a sum relative to that maximum. Lanes are reduced once, at
+    # the end.
     best_score = tl.zeros([LANES], tl.float32)
     best_token = tl.zeros([LANES], tl.int32)
     peak = tl.full([LANES], float("-inf"), tl.float32)
     sums = tl.zeros([LANES], tl.float32)
     first = part * size
     for start in range(first, tl.minimum(first + size, vocabulary), 4 * LANES):
-        # The count of four-token draws from the row's beginning, so that parts do not decide what is drawn.
+        # The counter is the index of the four-token draw within the row, so that parts do not change the draws.
         bits0, bits1, bits2, bits3 = tl.randint4x(seed, start // 4 + lane, n_rounds=PHILOX_ROUNDS)
         x0 = _read(logits + row * stride, start + lane, vocabulary)
         x1 = _read(logits + row * stride, start + LANES + lane, vocabulary)
         x2 = _read(logits + row * stride, start + 2 * LANES + lane, vocabulary)
         x3 = _read(logits + row * stride, start + 3 * LANES + lane, vocabulary)
         new_peak = tl.maximum(peak, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
-        # Lanes that have seen nothing but -inf (masked tokens) would give NaN.
+        # A lane with only -inf so far (masked tokens) would give NaN.
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         shrink = tl.exp(peak - safe)
         sums *= shrink
@@ -148,7 +165,7 @@ def _sample_part(
             best_token = tl.where(better, start + quarter * LANES + lane, best_token)
             best_score = tl.where(better, score, best_score)
         peak = new_peak
-    # From here on as logarithms, which lanes and parts with different peaks have in common.
+    # From here on logarithms, which are comparable between lanes and parts with different peaks.
     best_score = tl.log(best_score) + tl.where(peak == float("-inf"), 0.0, peak)
     winner = tl.max(best_score, 0)
     highest = tl.max(peak, 0)

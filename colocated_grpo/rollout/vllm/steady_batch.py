@@ -1,12 +1,12 @@
-"""The requests of a batch that only decodes, as arrays: one row each.
+"""The requests of a batch that only decodes, as arrays with one row for each request.
 
-A request's own record lags behind its row and is brought up to date (`settle`) once a cache block instead of once a
-token. Rows are made when the batch is, and only ever leave.
+vLLM's own record of a request is updated (`settle`) once for each cache block instead of once for each token. Rows are
+created with the batch; later they are only removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,13 +17,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-KEPT_STOP_LISTS = 64
-"""A run has one or two lists of stop tokens; clients of the server may send a new one with each request."""
+from colocated_grpo.types import FinishReason
+
+MAX_STOP_LISTS = 64
+"""Distinct stop lists in the table. A run has one or two, but clients of a server may send new ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One token for each of `rows`, on its way through the model."""
+    """A decode step in flight: one token for each of `rows`."""
 
     output: SchedulerOutput
     rows: np.ndarray
@@ -36,41 +38,42 @@ class Chunk(NamedTuple):
     request_id: str
     token_ids: list[int]
     logprobs: np.ndarray
-    finish_reason: str | None
-    """None: more will follow."""
+    finish_reason: FinishReason | None
+    """None: the request goes on."""
 
 
 class StopTable:
-    """Which tokens may end a request: a row of booleans over the vocabulary for each distinct list of stop tokens."""
+    """Stop tokens as booleans: one row over the vocabulary for each distinct stop list."""
 
     def __init__(self, vocabulary: int) -> None:
-        self._places: dict[tuple[int, ...], int] = {}
+        self._row_of: dict[tuple[int, ...], int] = {}
         self.table = np.zeros((0, vocabulary), dtype=bool)
 
-    def places(self, requests: Sequence[Request]) -> list[int]:
-        """Each request's row of `table` as it then is."""
-        if len(self.table) > KEPT_STOP_LISTS:
-            self._places.clear()
+    def rows(self, requests: Sequence[Request]) -> list[int]:
+        """Each request's row in `table`. Adds rows for new stop lists, and may renumber the rows of earlier calls."""
+        if len(self.table) > MAX_STOP_LISTS:
+            self._row_of.clear()
             self.table = self.table[:0]
         lists = [_stop_tokens(request) for request in requests]
-        new = {tokens: None for tokens in lists if tokens not in self._places}
+        new = {tokens: None for tokens in lists if tokens not in self._row_of}
         if new:
             rows = np.zeros((len(new), self.table.shape[1]), dtype=bool)
             for row, tokens in zip(rows, new, strict=True):
                 row[list(tokens)] = True
-                self._places[tokens] = len(self._places)
+                self._row_of[tokens] = len(self._row_of)
             self.table = np.vstack([self.table, rows])
-        return [self._places[tokens] for tokens in lists]
+        return [self._row_of[tokens] for tokens in lists]
 
 
 def _stop_tokens(request: Request) -> tuple[int, ...]:
     params = request.sampling_params
+    assert params is not None  # generation requests have them
     own = params.stop_token_ids or ()
     return tuple(own) if params.eos_token_id is None else (params.eos_token_id, *own)
 
 
 def decodes_only(step: SchedulerOutput) -> bool:
-    """Whether vLLM's step is one more token for requests that it decoded in the step before, and nothing else."""
+    """True if the step decodes one token for each of the requests of the step before, and does nothing else."""
     return (
         0 < step.total_num_scheduled_tokens == len(step.num_scheduled_tokens)
         and not step.scheduled_new_reqs
@@ -82,7 +85,7 @@ def decodes_only(step: SchedulerOutput) -> bool:
 
 
 def is_plain(request: Request) -> bool:
-    """Whether the request's next step needs no more than its next token, with `logprobs=0`, and nobody waits for it."""
+    """True if the request needs only its next token and that token's log-probability, and does not stream."""
     params = request.sampling_params
     return (
         params is not None
@@ -99,9 +102,10 @@ def is_plain(request: Request) -> bool:
 
 
 class SteadyBatch:
-    """`template`: a step of vLLM's own that `decodes_only`. Settled tokens are appended to `chunks`."""
+    """Rows of running requests, and the steps built from them."""
 
     def __init__(self, scheduler: Scheduler, template: SchedulerOutput, stops: StopTable, chunks: list[Chunk]) -> None:
+        """template: a step of vLLM's own that `decodes_only`. chunks: the list that settled tokens are appended to."""
         self._scheduler = scheduler
         self._template = template
         self._chunks = chunks
@@ -109,31 +113,31 @@ class SteadyBatch:
         self._names = [request.request_id for request in self.requests]
         self._block = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 
-        def column(values: Sequence[int]) -> np.ndarray:
+        def column(values: Iterable[int]) -> np.ndarray:
             return np.fromiter(values, dtype=np.int64, count=len(self.requests))
 
-        # All of them counted with what is on its way through the model.
+        # All counts include tokens in flight.
         ahead = column(request.num_output_placeholders for request in self.requests)
         self._computed = column(request.num_computed_tokens for request in self.requests)
         self._sampled = column(request.num_output_tokens for request in self.requests) + ahead
         tokens = column(request.num_tokens for request in self.requests) + ahead
         longest = column(request.max_tokens for request in self.requests)
         self._limit = np.minimum(longest - self._sampled, scheduler.max_model_len - tokens)
-        """Steps that each row may still take."""
+        """Steps left to each row."""
         self._capacity = -(-self._computed // self._block) * self._block
         """Tokens that the row's cache blocks hold."""
-        self._stop_row = column(stops.places(self.requests))
+        self._stop_row = column(stops.rows(self.requests))
         self._stop_table = stops.table
 
         rows = len(self.requests)
         self._alive = np.ones(rows, dtype=bool)
         self._steps = 0
         self._received = np.zeros(rows, dtype=np.int64)
-        self._held = np.zeros(rows, dtype=np.int64)
-        """Received and not yet settled: at most a block and what is on its way."""
+        self._unsettled = np.zeros(rows, dtype=np.int64)
+        """Tokens received and not yet settled: at most a block and the tokens in flight."""
         self._tokens = np.zeros((rows, self._block + 2), dtype=np.int64)
         self._logprobs = np.zeros((rows, self._block + 2), dtype=np.float32)
-        self._choose()
+        self._select_rows()
 
     @property
     def size(self) -> int:
@@ -142,8 +146,8 @@ class SteadyBatch:
     def rows(self) -> list[int]:
         return np.flatnonzero(self._alive).tolist()
 
-    def under_way(self, row: int) -> int:
-        """Tokens of the row on their way through the model."""
+    def in_flight(self, row: int) -> int:
+        """Tokens of the row that are scheduled and not yet received."""
         return int(min(self._steps, self._limit[row]) - self._received[row])
 
     def drop(self, row: int) -> None:
@@ -155,19 +159,19 @@ class SteadyBatch:
             if self.requests[row].is_finished():
                 self.drop(row)
 
-    def _choose(self) -> None:
-        """The rows of the coming steps, until one leaves or takes its last step."""
+    def _select_rows(self) -> None:
+        """Fix the rows of the next steps. Valid until a row is dropped or takes its last step."""
         self._active = np.flatnonzero(self._alive & (self._limit > self._steps))
         self._active_names = [self._names[row] for row in self._active]
         self._one_each = dict.fromkeys(self._active_names, 1)
-        self._no_blocks = [None] * len(self._active)
+        self._no_blocks: list[tuple[list[int], ...] | None] = [None] * len(self._active)
         self._until = int(self._limit[self._active].min(initial=np.iinfo(np.int64).max))
         self._stale = False
 
     def next_step(self) -> Step | None:
-        """One more token for every row that may have one. None where that is for vLLM to decide: no row, no memory."""
+        """A step with one token for every row that has steps left. None: no row has, or the cache has no free block."""
         if self._stale or self._steps >= self._until:
-            self._choose()
+            self._select_rows()
         scheduler, active = self._scheduler, self._active
         computed = self._computed[active] + self._steps
         full = np.flatnonzero(computed >= self._capacity[active])
@@ -200,36 +204,38 @@ class SteadyBatch:
         return Step(output=output, rows=active, names=self._active_names)
 
     def _new_block(self, row: int) -> tuple[list[int], ...] | None:
-        """Ids of the cache block that the row's next token needs."""
+        """Allocate the cache block for the row's next token. Returns its ids, by cache group."""
         self.settle(row)
         request = self.requests[row]
         wanted = int(self._computed[row]) + self._steps + 1
         blocks = self._scheduler.kv_cache_manager.allocate_slots(request, wanted - request.num_computed_tokens)
+        assert blocks is not None  # next_step has checked that enough are free
         self._capacity[row] = -(-wanted // self._block) * self._block
         return blocks.get_block_ids(allow_none=True)
 
     def settle(self, row: int) -> None:
-        """Write the row's tokens into its request, as if no step were under way, and deliver them."""
-        held = int(self._held[row])
-        if held:
-            request, tokens = self.requests[row], self._tokens[row, :held].tolist()
+        """Append the row's received tokens to its request's record and to `chunks`, ignoring steps in flight."""
+        count = int(self._unsettled[row])
+        if count:
+            request, tokens = self.requests[row], self._tokens[row, :count].tolist()
             request.append_output_token_ids(tokens)
-            request.num_computed_tokens += held
-            self._chunks.append(Chunk(request.request_id, tokens, self._logprobs[row, :held].copy(), None))
-            self._held[row] = 0
+            request.num_computed_tokens += count
+            self._chunks.append(Chunk(request.request_id, tokens, self._logprobs[row, :count].copy(), None))
+            self._unsettled[row] = 0
 
     def receive(self, step: Step, output: ModelRunnerOutput) -> list[int]:
-        """Take a step's tokens in; the rows for which they may have been the last, rows that have left among them."""
+        """Store a step's tokens. Returns the rows whose token may be their last; dropped rows may be among them."""
+        assert output.logprobs is not None
         tokens = np.array(output.sampled_token_ids, dtype=np.int64)[:, 0]
         logprobs = output.logprobs.logprobs[:, 0]
         if output.req_ids != step.names:
             order = [output.req_id_to_index[name] for name in step.names]
             tokens, logprobs = tokens[order], logprobs[order]
         rows = step.rows
-        held = self._held[rows]
-        self._tokens[rows, held] = tokens
-        self._logprobs[rows, held] = logprobs
-        self._held[rows] += 1
+        column = self._unsettled[rows]
+        self._tokens[rows, column] = tokens
+        self._logprobs[rows, column] = logprobs
+        self._unsettled[rows] += 1
         self._received[rows] += 1
         last = self._stop_table[self._stop_row[rows], tokens] | (self._received[rows] == self._limit[rows])
         return rows[last].tolist()

@@ -1,14 +1,15 @@
 """Decoding without the scheduler's work for every token.
 
-vLLM's scheduler runs Python code for each token of each request, so that with hundreds of requests the GPU may have to
-wait for the host. While a batch only decodes, consecutive steps differ in counters alone. `SteadyDecode` stands
-before the scheduler's two methods, answers those steps from arrays (`SteadyBatch`), and leaves everything else to vLLM:
-prompts, preemption, newly admitted requests.
+vLLM's scheduler runs Python code for each token of each request; with hundreds of requests the GPU waits for the host.
+While a batch only decodes, consecutive steps differ in counters alone. `SteadyDecode` replaces the scheduler's two
+methods: it builds such steps from arrays (`SteadyBatch`) and passes everything else to vLLM, such as prompts,
+preemption and new requests.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import cast
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -19,13 +20,15 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
+from colocated_grpo.rollout.vllm.patches import STEADY_SCHEDULE, STEADY_UPDATE
 from colocated_grpo.rollout.vllm.steady_batch import Chunk, SteadyBatch, Step, StopTable, decodes_only, is_plain
+from colocated_grpo.types import FinishReason
 
 NOTHING = np.empty(0, dtype=np.float32)
 
 
 def is_supported(scheduler: Scheduler) -> bool:
-    """Whether the cache and the settings are the plain ones that steady steps are made for."""
+    """True for one full-attention cache group without speculation, connectors, pipeline or context parallelism."""
     groups = scheduler.kv_cache_config.kv_cache_groups
     return (
         len(groups) == 1
@@ -40,27 +43,27 @@ def is_supported(scheduler: Scheduler) -> bool:
 
 
 class SteadyDecode:
-    """Takes the place of `scheduler.schedule` and `scheduler.update_from_output`.
+    """Replaces `schedule` and `update_from_output` of one scheduler.
 
-    What steady steps sample comes out of `take` instead of vLLM's step.
+    Tokens of steady steps are returned by `drain`, not by vLLM's step.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._vllm_schedule, self._vllm_update = scheduler.schedule, scheduler.update_from_output
-        scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
+        self._vllm_schedule = STEADY_SCHEDULE.bind(scheduler, self.schedule)
+        self._vllm_update = STEADY_UPDATE.bind(scheduler, self.update_from_output)
         self._is_async = isinstance(scheduler, AsyncScheduler)
         self._stops = StopTable(scheduler.vllm_config.model_config.get_vocab_size())
         self._template: SchedulerOutput | None = None
-        """vLLM's own last step, if it decoded one token for each of its requests and did nothing else."""
+        """vLLM's last step, if it `decodes_only`."""
         self._batch: SteadyBatch | None = None
-        self._under_way: deque[Step] = deque()
+        self._in_flight: deque[Step] = deque()
         self._chunks: list[Chunk] = []
 
-    def take(self) -> list[Chunk]:
-        """What was sampled since the last call; it precedes what vLLM itself returned meanwhile."""
+    def drain(self) -> list[Chunk]:
+        """Tokens of steady steps since the last call. They precede the outputs that vLLM returned meanwhile."""
         chunks = list(self._chunks)
-        self._chunks.clear()  # the batch appends to this very list
+        self._chunks.clear()  # not a new list: the batch appends to this one
         return chunks
 
     def schedule(self, *arguments: bool) -> SchedulerOutput:
@@ -71,7 +74,8 @@ class SteadyDecode:
         if self._batch is not None:
             step = self._batch.next_step()
             if step is not None:
-                self._under_way.append(step)
+                STEADY_SCHEDULE.hits += 1
+                self._in_flight.append(step)
                 return step.output
             self._leave(self._batch)
         output = self._vllm_schedule(*arguments)
@@ -79,14 +83,16 @@ class SteadyDecode:
         return output
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
-        if self._under_way and self._under_way[0].output is scheduled:
-            step = self._under_way.popleft()
+        if self._in_flight and self._in_flight[0].output is scheduled:
+            STEADY_UPDATE.hits += 1
+            step = self._in_flight.popleft()
+            assert self._batch is not None  # leaving a batch clears the steps in flight
             for row in self._batch.receive(step, output):
                 self._maybe_finish(self._batch, row)
             return {}
         outputs = self._vllm_update(scheduled, output)
         if self._batch is not None:
-            self._batch.drop_finished()  # vLLM's last step was still under way when steady steps began
+            self._batch.drop_finished()  # vLLM's last step was in flight when steady steps began
         return outputs
 
     def _room_for_waiting(self) -> bool:
@@ -94,7 +100,7 @@ class SteadyDecode:
         return waiting > 0 and running < self._scheduler.max_num_running_reqs
 
     def _is_disturbed(self, batch: SteadyBatch) -> bool:
-        """Whether a request has come, or one has been aborted."""
+        """True if a waiting request can be admitted, or a running one was aborted."""
         return self._room_for_waiting() or batch.size != len(self._scheduler.running)
 
     def _enter(self) -> SteadyBatch | None:
@@ -104,25 +110,26 @@ class SteadyDecode:
         return SteadyBatch(self._scheduler, template, self._stops, self._chunks)
 
     def _leave(self, batch: SteadyBatch) -> None:
-        """Bring every request's record to where vLLM would have it; steps under way become vLLM's own."""
+        """Update every request's record to what vLLM would have; vLLM then receives the steps in flight."""
         for row in batch.rows():
             batch.settle(row)
-            request, under_way = batch.requests[row], batch.under_way(row)
-            request.num_computed_tokens += under_way
-            request.num_in_flight_tokens += under_way
+            request, in_flight = batch.requests[row], batch.in_flight(row)
+            request.num_computed_tokens += in_flight
+            request.num_in_flight_tokens += in_flight
             if self._is_async:
-                request.num_output_placeholders += under_way
+                request.num_output_placeholders += in_flight
         self._batch = None
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def _maybe_finish(self, batch: SteadyBatch, row: int) -> None:
-        """Let vLLM's own rule decide whether the newest token of the row is its last."""
+        """End the row's request if vLLM's own stop rule says that its newest token is the last."""
         request = batch.requests[row]
-        if request.is_finished():  # this token was under way when an earlier one ended it, or it has been aborted
+        if request.is_finished():  # in flight when an earlier token ended it, or aborted
             return
         batch.settle(row)
         if check_stop(request, self._scheduler.max_model_len):
-            self._chunks.append(Chunk(request.request_id, [], NOTHING, str(request.get_finished_reason())))
+            finish_reason = cast(FinishReason, str(request.get_finished_reason()))
+            self._chunks.append(Chunk(request.request_id, [], NOTHING, finish_reason))
             self._scheduler.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
             self._scheduler._free_request(request)
             self._scheduler.running.remove(request)

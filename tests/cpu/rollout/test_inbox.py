@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from colocated_grpo.rollout import inbox as inbox_module
-from colocated_grpo.rollout.engine import Piece, Request, Sampling
+from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import MOST_STEPS_HELD, Driver, Inbox
 from colocated_grpo.types import Completion
 from tests.support.fakes import FakeEngine, completion_of
@@ -317,7 +317,7 @@ def test_a_listener_hears_each_piece_of_its_own_request_but_the_last():
     inbox = Inbox()
     engine = FakeEngine()
     driver = Driver(engine, inbox)
-    heard: dict[str, list[Piece]] = {"a": [], "b": []}
+    heard: dict[str, list[TokenDelta]] = {"a": [], "b": []}
     futures = {key: inbox.put(streamed(key, seed), heard[key].append) for key, seed in (("a", 4), ("b", 8))}
     silent = inbox.put(request_of("c", 3))
     while not (silent.done() and all(future.done() for future in futures.values())):
@@ -329,8 +329,8 @@ def test_a_listener_hears_each_piece_of_its_own_request_but_the_last():
         assert [x for piece in heard[key] for x in piece.sampling_logprobs] == whole.sampling_logprobs[:-1]
 
 
-def test_without_listeners_nobody_asks_for_pieces(monkeypatch):
-    monkeypatch.setattr(FakeEngine, "pieces", lambda engine: pytest.fail("on the path of every step"))
+def test_without_listeners_deltas_are_not_read(monkeypatch):
+    monkeypatch.setattr(FakeEngine, "deltas", lambda engine: pytest.fail("on the path of every step"))
     inbox = Inbox()
     driver = Driver(FakeEngine(), inbox)
     future = inbox.put(request_of("a", 4))
@@ -342,7 +342,7 @@ def test_without_listeners_nobody_asks_for_pieces(monkeypatch):
 def test_a_listener_of_a_request_that_was_given_up_hears_no_more():
     inbox = Inbox()
     driver = Driver(FakeEngine(), inbox)
-    heard: list[Piece] = []
+    heard: list[TokenDelta] = []
     future = inbox.put(streamed("a", 4), heard.append)
     driver.step()
     future.cancel()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from colocated_grpo.atropos.supply import RankServing
-from colocated_grpo.rollout.engine import Piece, Request, Sampling
+from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.serving.rank_links import Link, LinkedInbox, link_ranks, own_address
@@ -64,7 +64,7 @@ def test_completions_come_back_as_the_far_engine_sampled_them(pair):
 
 
 def test_pieces_travel_ahead_of_their_completion(pair):
-    heard: list[Piece] = []
+    heard: list[TokenDelta] = []
     future = pair.link.put(replace(request(1), stream=True), heard.append)
     heard_at_the_end: list[int] = []
     future.add_done_callback(lambda _: heard_at_the_end.append(len(heard)))
@@ -73,7 +73,7 @@ def test_pieces_travel_ahead_of_their_completion(pair):
     pair.link.end_phase(1, abort=False)
     thread.join(10)
     assert [token for piece in heard for token in piece.token_ids] == whole.token_ids[:-1] != []
-    assert all(isinstance(piece, Piece) for piece in heard)
+    assert all(isinstance(piece, TokenDelta) for piece in heard)
     assert heard_at_the_end == [len(heard)]
 
 

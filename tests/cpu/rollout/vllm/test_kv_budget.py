@@ -12,12 +12,12 @@ from colocated_grpo.rollout.vllm.kv_budget import (
     BLOCK,
     CPU_LIMIT,
     ENGINE_RESERVE,
-    SMALLEST,
+    MIN_CACHE,
     kv_bytes_per_token,
     kv_cache_arguments,
     useful_bytes,
     weight_bytes,
-    with_seats,
+    with_max_num_seqs,
 )
 from tests.support.small_policy import SHAPE, config_of, make_small_model
 
@@ -48,7 +48,7 @@ def test_half_of_the_sequences_have_room_for_their_full_length_and_never_fewer_t
 )
 def test_an_engine_has_a_seat_for_each_sequence_of_its_share_of_a_step(tmp_path, ranks, changes, seats):
     """32 prompts of 8 completions."""
-    assert with_seats(config_of(tmp_path, **changes), ranks).engine.max_num_seqs == seats
+    assert with_max_num_seqs(config_of(tmp_path, **changes), ranks).engine.max_num_seqs == seats
 
 
 @pytest.mark.parametrize(("tensor_parallel", "heads_here"), [(1, 4), (2, 2), (8, 1)])
@@ -108,15 +108,15 @@ def gpu(monkeypatch, folder):
 def test_on_a_gpu_the_cache_is_what_sequences_can_use_and_no_more_than_is_left_beside_weights(folder, gpu, longest):
     spare = useful(2000)
     gpu(spare)
-    expected = min(spare, max(SMALLEST, useful(longest)))
+    expected = min(spare, max(MIN_CACHE, useful(longest)))
     assert sized(folder, "cuda", longest) == {"kv_cache_memory_bytes": expected, "gpu_memory_utilization": 0.49}
 
 
 def test_a_gpu_without_room_for_the_smallest_cache_is_refused_in_one_line(folder, gpu):
-    gpu(SMALLEST)
-    assert sized(folder, "cuda", 4000)["kv_cache_memory_bytes"] == SMALLEST
-    gpu(SMALLEST - 1)
-    with pytest.raises(RunError, match=r"^engine: 6\.1 GiB are free beside the trainer, too little"):
+    gpu(MIN_CACHE)
+    assert sized(folder, "cuda", 4000)["kv_cache_memory_bytes"] == MIN_CACHE
+    gpu(MIN_CACHE - 1)
+    with pytest.raises(RunError, match=r"^engine: 6\.1 GiB are free beside the trainer: too little"):
         sized(folder, "cuda", 4000)
 
 
@@ -128,6 +128,6 @@ def test_a_size_or_a_share_that_the_user_names_is_taken(folder, gpu):
     assert sized(folder, "cpu", 4000, **both) == {"kv_cache_memory_bytes": 123 << 20}
 
 
-@pytest.mark.parametrize(("longest", "expected"), [(100, SMALLEST), (4000, useful(4000)), (400_000, CPU_LIMIT)])
+@pytest.mark.parametrize(("longest", "expected"), [(100, MIN_CACHE), (4000, useful(4000)), (400_000, CPU_LIMIT)])
 def test_on_a_cpu_the_cache_has_a_least_and_a_most(folder, longest, expected):
     assert sized(folder, "cpu", longest) == {"kv_cache_memory_bytes": expected}

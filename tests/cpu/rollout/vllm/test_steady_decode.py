@@ -148,7 +148,7 @@ def serve(
         if output is None:
             continue
         outputs = scheduler.update_from_output(step, output)
-        for chunk in steady.take() if steady is not None else []:
+        for chunk in steady.drain() if steady is not None else []:
             deliver(*chunk)
         for one in outputs[0].outputs if outputs else []:
             reason = None if one.finish_reason is None else str(one.finish_reason)
@@ -280,8 +280,8 @@ def test_the_real_engine_samples_the_same_completions_with_and_without_steady_st
     assert {one.finish_reason for one in fast} == {"stop", "length"}
 
 
-def test_lists_of_stop_tokens_are_told_apart_and_many_of_them_do_not_pile_up():
-    from colocated_grpo.rollout.vllm.steady_batch import KEPT_STOP_LISTS, StopTable
+def test_stop_lists_have_rows_of_their_own_and_the_table_stays_small():
+    from colocated_grpo.rollout.vllm.steady_batch import MAX_STOP_LISTS, StopTable
 
     def request(*stops: int, eos: int | None = 1) -> SimpleNamespace:
         return SimpleNamespace(sampling_params=SimpleNamespace(eos_token_id=eos, stop_token_ids=stops))
@@ -289,11 +289,11 @@ def test_lists_of_stop_tokens_are_told_apart_and_many_of_them_do_not_pile_up():
     table = StopTable(vocabulary=300)
     for first in range(2, 290, 2):
         requests = [request(), request(first, first + 1), request(eos=None), request()]
-        places = table.places(requests)
-        assert [np.flatnonzero(table.table[place]).tolist() for place in places] == [
+        rows = table.rows(requests)
+        assert [np.flatnonzero(table.table[row]).tolist() for row in rows] == [
             [1],
             [1, first, first + 1],
             [],
             [1],
         ]
-        assert len(table.table) <= KEPT_STOP_LISTS + len(requests)
+        assert len(table.table) <= MAX_STOP_LISTS + len(requests)

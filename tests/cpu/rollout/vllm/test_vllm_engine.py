@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colocated_grpo.rollout.engine import Piece
+from colocated_grpo.rollout.engine import TokenDelta
+from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion
@@ -80,7 +81,7 @@ def engine_facts(world: World, folder: Path, stop: list[str]) -> dict[str, Any]:
     total = torch.ones(3)
     dist.all_reduce(total)
     facts["after close"] = (dist.is_initialized(), total.tolist(), world.gather_objects("here"))
-    return facts
+    return facts | {"patches": patches.report()}
 
 
 def seeds(pair: Pair) -> dict[str, Any]:
@@ -100,17 +101,17 @@ def seeds(pair: Pair) -> dict[str, Any]:
 
 
 def streamed(pair: Pair, stop: tuple[str, ...]) -> dict[str, Any]:
-    """Requests that stream beside some that do not: pieces by request, and completions with and without streams."""
+    """Requests that stream beside some that do not: deltas by request, and completions with and without streams."""
     requests = [request_of(n, 70 + n, max_tokens=12, temperature=2.0, stop=stop if n > 2 else ()) for n in range(6)]
     alone = pair.generate(requests)
     pair.engine.submit(replace(request, stream=request.key[0] % 2 == 0) for request in requests)
-    pieces: dict[int, list[Piece]] = {n: [] for n in range(6)}
+    deltas: dict[int, list[TokenDelta]] = {n: [] for n in range(6)}
     done: dict[int, Completion] = {}
     while len(done) < len(requests):
         done |= {number: completion for (number, _), completion in pair.engine.step()}
-        for (number, _), piece in pair.engine.pieces():
-            pieces[number].append(piece)
-    return {"pieces": pieces, "streamed": [done[n] for n in range(6)], "not streamed": alone}
+        for (number, _), delta in pair.engine.deltas():
+            deltas[number].append(delta)
+    return {"deltas": deltas, "streamed": [done[n] for n in range(6)], "not streamed": alone}
 
 
 def errors(pair: Pair) -> dict[str, float]:
@@ -222,14 +223,14 @@ def test_a_request_that_vllm_refuses_is_a_value_error_and_the_engine_goes_on(fac
     assert "3.0" in facts["refused"][0]
 
 
-def test_streaming_changes_no_completion_and_its_pieces_lead_up_to_it(facts):
+def test_streamed_tokens_add_up_to_the_completion_of_a_request_that_does_not_stream(facts):
     assert [one.token_ids for one in facts["streamed"]] == [one.token_ids for one in facts["not streamed"]]
     for number, whole in enumerate(facts["streamed"]):
-        tokens = [token for piece in facts["pieces"][number] for token in piece.token_ids]
-        logprobs = [value for piece in facts["pieces"][number] for value in piece.sampling_logprobs]
+        tokens = [token for delta in facts["deltas"][number] for token in delta.token_ids]
+        logprobs = [value for delta in facts["deltas"][number] for value in delta.sampling_logprobs]
         count = len(whole.token_ids) - 1 if number % 2 == 0 else 0
         assert (tokens, logprobs) == (whole.token_ids[:count], whole.sampling_logprobs[:count])
-        assert all(len(piece.token_ids) == 1 for piece in facts["pieces"][number])
+        assert all(len(delta.token_ids) == 1 for delta in facts["deltas"][number])
 
 
 def test_a_stop_token_ends_a_completion_and_is_part_of_it(facts):
@@ -278,3 +279,11 @@ def test_a_prefix_that_outlives_its_weights_gives_wrong_logprobs_so_a_sync_forge
 
 def test_a_closed_engine_leaves_the_process_group_usable(facts):
     assert facts["after close"] == (True, [1.0, 1.0, 1.0], ["here"])
+
+
+def test_every_patch_for_the_cpu_is_installed_and_reached(facts):
+    rows = {row["target"].partition(":")[2]: row for row in facts["patches"]}
+    on_cpu = {name: row["hits"] for name, row in rows.items() if row["status"] == "applied"}
+    of_groups = {"_CPUSHMDistributed.make_group_name", "_CPUSHMDistributed._init_cpu_shm"}  # tensor parallelism only
+    assert {name for name, hits in on_cpu.items() if not hits} <= of_groups, on_cpu
+    assert {row["status"] for name, row in rows.items() if name not in on_cpu} == {"skipped: only on cuda"}

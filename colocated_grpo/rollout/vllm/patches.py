@@ -1,0 +1,310 @@
+"""Every replacement inside vLLM, one row each: target, replacement, the failure it cures, versions, upstream, hits.
+
+vLLM is written for a process of its own. Inside the trainer's process it would destroy the trainer's process group,
+freeze its heap and repack weights that the trainer writes in place. The remaining rows make decoding faster.
+
+`apply` installs the rows that fit this version and device before an engine is built. A target that is missing within
+its versions raises if the run would be wrong without it, and is one warning if the run would only be slower. Attributes
+of vLLM that this package reads or writes without replacing them are listed in `PRIVATE_STATE`; a test finds each of
+both lists in the sources of the oldest and the installed version.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.rollout.vllm import process
+
+SUPPORTED = SpecifierSet(">=0.26,<0.34")
+"""Versions of vLLM that the rows were written against; pyproject.toml asks for the same."""
+
+Device = Literal["cpu", "cuda"]
+Make = Callable[["Patch", Any], Any]
+"""(row, the original object) -> its replacement."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Patch:
+    """One replaced attribute. Example target: 'vllm.v1.core.sched.scheduler:Scheduler.schedule'."""
+
+    target: str
+    """'module:attribute' or 'module:Class.attribute'."""
+    make: Make | None
+    """None: an instance's method, replaced by `bind` when the instance exists."""
+    cures: str
+    """The failure or the cost without this replacement."""
+    upstream: str
+    """Issue, pull request or source file to look at before the row is changed or dropped."""
+    versions: SpecifierSet = SUPPORTED
+    devices: tuple[Device, ...] = ("cpu", "cuda")
+    required: bool = False
+    """True: the run would be wrong without it. False: it would be slower."""
+    hits: int = 0
+    """Calls that took the replacement's own path; 0 for a replaced constant.
+
+    Of a kernel inside CUDA graphs only the captures count: replays run no Python.
+    """
+    status: str = "not applied"
+
+    def apply(self, device: Device, version: Version) -> None:
+        """Replace the target, once for the life of the process. Raises RunError if a required target is missing."""
+        if self.status == "applied" or self.make is None:
+            return
+        if device not in self.devices:
+            self.status = f"skipped: only on {self.devices[0]}"
+        elif not self.versions.contains(version, prereleases=True):
+            self.status = f"skipped: only for vLLM {self.versions}"
+        else:
+            self._replace(self.make, version)
+
+    def _replace(self, make: Make, version: Version) -> None:
+        try:
+            owner, name = self._locate()
+            original = getattr(owner, name)
+        except (ImportError, AttributeError):
+            self._report_missing(version)
+            return
+        # A static method is replaced by one: a plain function on a class would receive the instance.
+        is_static = isinstance(owner, type) and isinstance(owner.__dict__.get(name), staticmethod)
+        replacement = make(self, original)
+        setattr(owner, name, staticmethod(replacement) if is_static else replacement)
+        self.status = "applied"
+
+    def bind(self, instance: object, method: Callable[..., Any]) -> Any:
+        """Replace the target on one instance only. Returns the instance's original method."""
+        name = self.target.rpartition(".")[2]
+        original = getattr(instance, name)
+        setattr(instance, name, method)
+        self.status = "applied"
+        return original
+
+    def _locate(self) -> tuple[Any, str]:
+        """The object that holds the target, and the target's name in it."""
+        module, _, path = self.target.partition(":")
+        *parents, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for parent in parents:
+            owner = getattr(owner, parent)
+        return owner, name
+
+    def _report_missing(self, version: Version) -> None:
+        line = f"vllm=={version}: {self.target} is missing, so its replacement cannot be installed ({self.cures})"
+        if self.required:
+            raise RunError(f"{line}; use a version in {self.versions} that the tests ran with")
+        self.status = "missing"
+        logging.getLogger(__name__).warning("%s; the run is slower without it", line)
+
+
+def counted(replacement: Callable[..., Any]) -> Make:
+    """A row's `make` for a function that is replaced as a whole; each call is a hit."""
+
+    def make(patch: Patch, _original: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            patch.hits += 1
+            return replacement(*arguments, **options)
+
+        return call
+
+    return make
+
+
+def _join_shared_memory(patch: Patch, original: Callable[..., int]) -> Callable[..., int]:
+    def join(group: Any) -> int:
+        patch.hits += 1
+        return process.join_shared_memory(group, original)
+
+    return join
+
+
+def _no_shapes(_patch: Patch, _original: Any) -> tuple[()]:
+    return ()
+
+
+# Triton is there only beside CUDA, so the kernels are imported when their rows are applied.
+
+
+def _decode_attention(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
+    from colocated_grpo.rollout.vllm.decode_attention import make_attention
+
+    return make_attention(original, _counter(patch))
+
+
+def _fused_qkv(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
+    from colocated_grpo.rollout.vllm.qkv_kernel import make_forward
+
+    return make_forward(original, _counter(patch))
+
+
+def _gumbel_sample(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
+    from colocated_grpo.rollout.vllm.sampling_kernels import make_gumbel_sample
+
+    return make_gumbel_sample(original, _counter(patch))
+
+
+def _topk_scores(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
+    from colocated_grpo.rollout.vllm.sampling_kernels import make_topk_scores
+
+    return make_topk_scores(original, _counter(patch))
+
+
+def _counter(patch: Patch) -> Callable[[], None]:
+    def hit() -> None:
+        patch.hits += 1
+
+    return hit
+
+
+STEADY_SCHEDULE = Patch(
+    target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
+    make=None,
+    cures="Python work for each request and step: 10 us, so that the GPU waits for the host at 512 sequences",
+    upstream="vllm/v1/core/sched/scheduler.py",
+)
+STEADY_UPDATE = Patch(
+    target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    make=None,
+    cures="the same, for the outputs of a step",
+    upstream="vllm/v1/core/sched/scheduler.py",
+)
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target="vllm.distributed.parallel_state:destroy_distributed_environment",
+        make=counted(process.close_engine_groups),
+        cures="closing an engine destroys the default process group, which is the trainer's",
+        upstream="https://github.com/pytorch/torchtitan/issues/3365",
+        required=True,
+    ),
+    Patch(
+        target="vllm.v1.engine.core:freeze_gc_heap",
+        make=counted(process.leave_heap),
+        cures="each engine start collects and freezes the whole heap; the trainer does so once, after its build",
+        upstream="vllm/utils/gc_utils.py",
+    ),
+    Patch(
+        target="vllm.v1.sample.sampler:batched_count_greater_than",
+        make=counted(process.count_at_least),
+        cures="torch.compile of one comparison delays the first completions of every run by seconds",
+        upstream="vllm/v1/sample/ops/logprobs.py",
+    ),
+    Patch(
+        target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        make=counted(process.plain_cpu_linear),
+        cures="the CPU backend repacks linear weights after loading, which leaves nothing to write new weights into",
+        upstream="vllm/model_executor/layers/utils.py",
+        devices=("cpu",),
+        required=True,
+    ),
+    Patch(
+        target="vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name",
+        make=counted(process.unique_group_name),
+        cures="under an external launcher all engines of a host get one shared-memory name, killed runs included",
+        upstream="vllm/distributed/device_communicators/cpu_communicator.py",
+        devices=("cpu",),
+        required=True,
+    ),
+    Patch(
+        target="vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm",
+        make=_join_shared_memory,
+        cures="the shared memory of a killed run stays in /dev/shm",
+        upstream="vllm/distributed/device_communicators/cpu_communicator.py",
+        devices=("cpu",),
+    ),
+    Patch(
+        target="vllm.model_executor.warmup.kernel_warmup:_LL_BF16_WARMUP_MODEL_SHAPES",
+        make=_no_shapes,
+        cures="on Hopper the routers of three large models are compiled at each start, whatever model is loaded",
+        upstream="vllm/model_executor/warmup/kernel_warmup.py",
+        versions=SpecifierSet(">=0.26,<0.27"),
+        devices=("cuda",),
+    ),
+    Patch(
+        target="vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
+        make=_decode_attention,
+        cures="FlashAttention 3 splits each sequence over the device, which is slow for large batches of one token",
+        upstream="vllm/v1/attention/backends/flash_attn.py",
+        devices=("cuda",),
+    ),
+    Patch(
+        target="vllm.model_executor.models.qwen3:Qwen3Attention.forward",
+        make=_fused_qkv,
+        cures="four kernel launches a layer between the projections and attention",
+        upstream="vllm/model_executor/models/qwen3.py",
+        devices=("cuda",),
+    ),
+    Patch(
+        target="vllm.model_executor.models.qwen3_moe:Qwen3MoeAttention.forward",
+        make=_fused_qkv,
+        cures="the same, for mixtures of experts",
+        upstream="vllm/model_executor/models/qwen3_moe.py",
+        devices=("cuda",),
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
+        make=_gumbel_sample,
+        cures="sampling reads each row of logits four times",
+        upstream="vllm/v1/worker/gpu/sample/gumbel.py",
+        devices=("cuda",),
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
+        make=_topk_scores,
+        cures="log-probabilities of the sampled tokens read all logits once more",
+        upstream="vllm/v1/worker/gpu/sample/logprob.py",
+        devices=("cuda",),
+    ),
+    STEADY_SCHEDULE,
+    STEADY_UPDATE,
+)
+
+PRIVATE_STATE: dict[str, str] = {
+    "vllm.distributed.parallel_state:_WORLD": "cleared when an engine closes",
+    "vllm.distributed.parallel_state:_NODE_COUNT": "cleared when an engine closes",
+    "vllm.device_allocator.cumem:CuMemAllocator.pointer_to_data": "sleep unmaps allocations by tag",
+    "vllm.device_allocator:AllocationData.is_asleep": "sleep marks what it unmapped",
+    "vllm.v1.request:Request.num_computed_tokens": "counted by steady steps",
+    "vllm.v1.request:Request.num_in_flight_tokens": "counted by steady steps",
+    "vllm.v1.request:Request.num_output_placeholders": "counted by steady steps",
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request": "steady steps end requests",
+    "vllm.v1.core.sched.scheduler:Scheduler._get_new_block_ids_to_zero": "steady steps allocate cache blocks",
+    "vllm.v1.core.sched.scheduler:Scheduler.running": "steady steps read and end requests",
+    "vllm.v1.core.sched.scheduler:Scheduler.finished_req_ids": "steady steps hand it over",
+    "vllm.v1.core.sched.scheduler:Scheduler.current_step": "steady steps count on",
+    "vllm.v1.engine.llm_engine:LLMEngine.engine_core": "completions bypass the output processor",
+    "vllm.v1.engine.llm_engine:LLMEngine.input_processor": "completions bypass the output processor",
+    "vllm.v1.engine.core:EngineCore.scheduler": "steady steps stand before the scheduler",
+    "vllm.model_executor.layers.linear:QKVParallelLinear._get_shard_offset_mapping": "the sync plan's views",
+    "vllm.model_executor.layers.linear:QKVParallelLinear._get_shard_size_mapping": "the sync plan's views",
+}
+"""Private attributes that are read or written in place -> why."""
+
+
+def apply(device: Device) -> None:
+    """Install the rows for this device and the installed version of vLLM. Later calls in a process add nothing."""
+    import vllm
+
+    version = Version(vllm.__version__)
+    for patch in PATCHES:
+        patch.apply(device, version)
+
+
+def report(patches: Iterable[Patch] = PATCHES) -> list[dict[str, str | int]]:
+    """One row a patch: target, status, hits, cures, versions. For benchmarks and bug reports."""
+    return [
+        {
+            "target": patch.target,
+            "status": patch.status,
+            "hits": patch.hits,
+            "cures": patch.cures,
+            "versions": str(patch.versions),
+        }
+        for patch in patches
+    ]

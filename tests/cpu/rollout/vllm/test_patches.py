@@ -1,0 +1,143 @@
+"""Every replacement inside vLLM exists in the versions that its row names, and is installed once or reported."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import vllm
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.rollout.vllm.patches import PATCHES, PRIVATE_STATE, SUPPORTED, Patch, counted, report
+from tests.support.paths import ROOT
+from tests.support.source_names import defines
+
+OLDEST = "0.26.0"
+SOURCES = {
+    vllm.__version__: Path(vllm.__file__).parents[1],
+    OLDEST: Path(sys.prefix) / f"vllm-{OLDEST}",
+}
+"""Version -> folder with its Python sources. `make test` unpacks the oldest supported ones into the environment."""
+
+
+@pytest.fixture(params=SOURCES)
+def sources(request: pytest.FixtureRequest) -> tuple[Version, Path]:
+    folder = SOURCES[request.param]
+    if not (folder / "vllm").is_dir():
+        pytest.skip(f"no sources of vLLM {request.param} in {folder}; `make test` unpacks them")
+    return Version(request.param), folder
+
+
+def test_targets_exist_in_exactly_the_versions_that_their_rows_name(sources):
+    version, folder = sources
+    found = {patch.target: defines(folder, patch.target) for patch in PATCHES}
+    assert found == {patch.target: version in patch.versions for patch in PATCHES}
+
+
+def test_private_state_that_is_read_or_written_exists(sources):
+    _, folder = sources
+    assert [target for target in PRIVATE_STATE if not defines(folder, target)] == []
+
+
+def test_a_name_that_vllm_does_not_have_is_not_found():
+    folder = SOURCES[vllm.__version__]
+    for missing in ("scheduler:Scheduler.misspelt", "scheduler:Misspelt.schedule", "misspelt:Scheduler.schedule"):
+        assert not defines(folder, f"vllm.v1.core.sched.{missing}")
+
+
+def test_the_supported_versions_are_those_of_the_package_requirements():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [Requirement(line).specifier for line in extras["cuda"]] == [SUPPORTED]
+    assert OLDEST in SUPPORTED
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A library: a function and a class with a static method."""
+    module = ModuleType("a_library")
+    module.compute = lambda x: x + 1
+
+    class Tools:
+        @staticmethod
+        def name(x: int) -> str:
+            return f"tool {x}"
+
+    module.Tools = Tools
+    monkeypatch.setitem(sys.modules, "a_library", module)
+    return module
+
+
+def row(target: str, **changes) -> Patch:
+    return Patch(**{"target": target, "make": counted(lambda x: -x), "cures": "it is slow", "upstream": "-"} | changes)
+
+
+def test_a_function_is_replaced_once_and_its_calls_are_counted(module):
+    patch = row("a_library:compute")
+    patch.apply("cpu", Version("0.32.0"))
+    installed = module.compute
+    patch.apply("cpu", Version("0.32.0"))
+    assert module.compute is installed
+    assert (module.compute(3), patch.status, patch.hits) == (-3, "applied", 1)
+
+
+def test_a_static_method_is_replaced_by_a_static_method(module):
+    row("a_library:Tools.name").apply("cpu", Version("0.32.0"))
+    assert module.Tools.name(3) == module.Tools().name(3) == -3
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"devices": ("cuda",)}, "skipped: only on cuda"),
+        ({"versions": SpecifierSet("<0.30")}, "skipped: only for vLLM <0.30"),
+    ],
+)
+def test_a_row_for_another_device_or_version_is_skipped(module, changes, status):
+    original = module.compute
+    patch = row("a_library:compute", required=True, **changes)
+    patch.apply("cpu", Version("0.32.0"))
+    assert (module.compute, patch.status) == (original, status)
+
+
+def test_a_prerelease_counts_as_its_release(module):
+    patch = row("a_library:compute")
+    patch.apply("cpu", Version("0.33.0rc1.dev3+gabc"))
+    assert patch.status == "applied"
+
+
+@pytest.mark.parametrize("target", ["a_library:misspelt", "a_library:Tools.misspelt", "no_such_library:compute"])
+def test_a_missing_target_ends_the_start_if_the_run_would_be_wrong_without_it(module, target):
+    with pytest.raises(RunError) as caught:
+        row(target, required=True).apply("cpu", Version("0.32.0"))
+    line = str(caught.value)
+    assert line.startswith(f"vllm==0.32.0: {target} is missing") and "it is slow" in line and "\n" not in line
+
+
+def test_a_missing_target_is_one_warning_if_the_run_would_only_be_slower(module, caplog):
+    patch = row("a_library:misspelt")
+    with caplog.at_level(logging.WARNING):
+        patch.apply("cpu", Version("0.32.0"))
+    assert patch.status == "missing"
+    assert len(caplog.records) == 1 and "a_library:misspelt is missing" in caplog.text
+
+
+def test_the_report_names_each_row_with_its_hits(module):
+    patch = row("a_library:compute")
+    patch.apply("cpu", Version("0.32.0"))
+    module.compute(1)
+    assert report([patch]) == [
+        {
+            "target": "a_library:compute",
+            "status": "applied",
+            "hits": 1,
+            "cures": "it is slow",
+            "versions": str(SUPPORTED),
+        }
+    ]
