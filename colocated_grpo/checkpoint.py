@@ -1,7 +1,7 @@
-"""Checkpoints that are either whole or absent, written beside the training.
+"""Atomic checkpoints, written in the background while training goes on.
 
 A run folder holds checkpoints/step_000012/: torch DCP files for weights and optimizer, and trainer.json. A checkpoint
-is written under another name and renamed when every rank has finished: a folder with the final name is complete.
+is written under another name and renamed when every rank has finished, so a folder with the final name is complete.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from colocated_grpo.config.schema import CheckpointConfig
@@ -31,12 +32,12 @@ UNFINISHED = ".partial"
 
 
 class Checkpoints:
-    """Saves and restores one run. Every method is collective except `due`."""
+    """Saves and restores one run. Every method but `due` is collective."""
 
     def __init__(
         self, run_dir: Path, config: CheckpointConfig, world: World, others: Mapping[str, Tensor] | None = None
     ) -> None:
-        """others: tensors or shards that belong to the run beside the policy's, under names of their own."""
+        """others: further tensors of the run, such as an opponent's shards, by names that the policy does not use."""
         self._folder = run_dir / FOLDER
         self._config = config
         self._world = world
@@ -47,11 +48,11 @@ class Checkpoints:
         return self._config.every > 0 and step % self._config.every == 0
 
     def save(self, step: int, policy: Policy, state: dict[str, Any]) -> None:
-        """Start writing a checkpoint of `step` completed steps; `state` is rank 0's plain data (the source's cursor).
+        """Start writing a checkpoint of `step` completed steps. state: rank 0's plain data (the source's cursor).
 
-        Returns when the tensors are copied to host memory; training may go on while they are written. Where this step
-        is saved already only `state` is written, if it is another: a run that is stopped right after a save has trained
-        nothing, but may have taken something from outside.
+        Returns when the tensors are copied to host memory; they are written while training goes on. If this step is
+        saved already, only a changed `state` is written: a run that stops right after a save has trained nothing, but
+        may have received data from outside.
         """
         self.wait()
         final = self._folder / f"step_{step:06d}"
@@ -64,37 +65,38 @@ class Checkpoints:
             record = {"step": step, "policy_version": policy.version, "world_size": self._world.size, "state": state}
             _write_durably(partial / STATE_FILE, json.dumps(record))
         self._world.barrier()
-        policy.init_optimizer_state()  # a run that is stopped before its first step must be restorable as well
+        policy.init_optimizer_state()  # a run that stops before its first step must be restorable too
         writing = dcp.async_save(self._tensors(policy), checkpoint_id=partial, process_group=self._world.checkpoints)
-        # Waiting for the write alone is not enough: its callbacks, and so the renaming, run after it counts as done.
+        assert isinstance(writing, Future)  # of the default stager
+        # Waiting for the write itself is not enough: its callbacks, including the rename, run after it is done.
         self._published = Future()
         published = self._published
-        writing.add_done_callback(lambda future: _settle(published, future, lambda: self._publish(partial, final)))
+        writing.add_done_callback(lambda future: _complete(published, future, lambda: self._publish(partial, final)))
 
     def _publish(self, partial: Path, final: Path) -> None:
-        """Rank 0's write ends after it has heard from every rank, so all files are there now."""
+        """Rename the finished checkpoint and delete old ones. Rank 0's write ends last, so all files exist now."""
         if not self._world.is_main:
             return
-        shutil.rmtree(final, ignore_errors=True)  # not whole, or this save would not have begun
+        shutil.rmtree(final, ignore_errors=True)  # incomplete, or this save would not have started
         partial.rename(final)
         for old in complete_checkpoints(self._folder)[: -self._config.keep_last]:
-            # Under its own name, half of a checkpoint would pass for a whole one if the deletion were cut short.
+            # Rename first: if the deletion is interrupted, the remains must not look like a complete checkpoint.
             old.rename(old.with_suffix(UNFINISHED))
         for left in self._folder.glob(f"*{UNFINISHED}"):
             shutil.rmtree(left)
 
     def wait(self) -> None:
-        """Until the checkpoint under way is complete and visible. Raises what went wrong while writing."""
+        """Wait until the checkpoint being written is complete and visible. Raises RunError if writing it failed."""
         if self._published is not None:
             try:
                 self._published.result()
-            except CheckpointException as error:  # torch's, over many lines, and no Exception
+            except CheckpointException as error:  # torch's; its text has many lines, and it is not an Exception
                 raise write_failed("checkpoint", self._folder, _cause(error)) from error
             self._published = None
             self._world.barrier()
 
     def restore(self, policy: Policy) -> tuple[int, dict[str, Any]]:
-        """Load the newest complete checkpoint into the policy; its step and `state`. (0, {}) where there is none."""
+        """Load the newest complete checkpoint into the policy. Returns its step and `state`; (0, {}) without one."""
         newest = self._world.from_main(lambda: next(reversed(complete_checkpoints(self._folder)), None))
         if newest is None:
             return 0, {}
@@ -110,7 +112,7 @@ class Checkpoints:
         return step, state
 
     def _tensors(self, policy: Policy) -> dict[str, Tensor]:
-        """Weights and optimizer state under flat names. What differs from rank to rank carries the rank in its name."""
+        """Weights and optimizer state by flat names. Names of state that differs between ranks contain the rank."""
         tensors = {f"model.{name}": parameter.detach() for name, parameter in policy.parameters().items()}
         for name, state in policy.optimizer_states().items():
             for key, value in state.items():
@@ -120,23 +122,22 @@ class Checkpoints:
         return {**tensors, **self._others}
 
     def _check_loadable(self, folder: Path, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        other = sorted(
-            name for name, tensor in tensors.items() if name not in saved or saved[name].size != tensor.shape
-        )
+        entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        saved = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        other = sorted(name for name, tensor in tensors.items() if saved.get(name) != tensor.shape)
         if other:
             first = other[0]
-            what = f"has {first!r} as {tuple(saved[first].size)}" if first in saved else f"lacks {first!r}"
+            what = f"has {first!r} as {tuple(saved[first])}" if first in saved else f"lacks {first!r}"
             raise RunError(
                 f"checkpoint {folder}: {what}, where this run has {tuple(tensors[first].shape)}, and differs in "
-                f"{len(other) - 1} more; it was saved by {record['world_size']} ranks with another model, optimizer, "
-                "or (adamw_8bit) number of ranks"
+                f"{len(other) - 1} more tensors; it was saved by {record['world_size']} ranks with another model, "
+                "optimizer, or (adamw_8bit) number of ranks"
             )
 
 
 @contextmanager
 def _unreadable(folder: Path) -> Iterator[None]:
-    """Whatever reading a checkpoint raises, in one line. Its files are torch's: damage shows as any kind of error."""
+    """Convert any error into one line. Damaged files make torch raise errors of many kinds."""
     try:
         yield
     except RunError:
@@ -144,29 +145,29 @@ def _unreadable(folder: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:
         cause = _cause(error) if isinstance(error, CheckpointException) else in_one_line(error)
         raise RunError(
-            f"checkpoint {folder}: cannot be read ({cause}); move it away to resume from the one before it"
+            f"checkpoint {folder}: cannot be read ({cause}); move it away to resume from the previous one"
         ) from error
 
 
 def _cause(error: CheckpointException) -> str:
-    """What the first rank met, in one line."""
+    """The error of the lowest failed rank, in one line."""
     rank, (failure, _) = min(error.failures.items())
     return f"rank {rank}: {in_one_line(failure)}"
 
 
-def _settle(settled: Future[None], before: Future, action: Callable[[], None]) -> None:
-    """Settle a future with the outcome of `before`, then of `action`; a callback's own exception would be lost."""
+def _complete(completed: Future[None], before: Future, action: Callable[[], None]) -> None:
+    """Complete `completed` with the result of `before` and then `action`. An exception in a callback would be lost."""
     try:
         before.result()
         action()
     except BaseException as error:
-        settled.set_exception(error)
+        completed.set_exception(error)
     else:
-        settled.set_result(None)
+        completed.set_result(None)
 
 
 def _replace_state(folder: Path, state: dict[str, Any]) -> bool:
-    """In a complete checkpoint, which is one at every moment; True."""
+    """Replace the state of a complete checkpoint atomically, if it differs. Returns True."""
     record = json.loads((folder / STATE_FILE).read_text())
     if record["state"] != state:
         new = folder / (STATE_FILE + UNFINISHED)
@@ -176,7 +177,7 @@ def _replace_state(folder: Path, state: dict[str, Any]) -> bool:
 
 
 def _write_durably(file: Path, text: str) -> None:
-    """On the disk when this returns: a machine that loses its power must not leave the name and nothing behind it."""
+    """Write and fsync, so that after a power failure the file is not empty."""
     with file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -188,7 +189,7 @@ def _as_tensor(value: Tensor | float) -> Tensor:
 
 
 def _restore_numbers(policy: Policy, loaded: dict[str, Tensor], world: World) -> None:
-    """Tensors were loaded in place; plain numbers in the optimizer's state are put back by hand."""
+    """Copy loaded plain numbers into the optimizer's state. Tensors were loaded in place."""
     for name, state in policy.optimizer_states().items():
         for key, value in state.items():
             if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Who owns the GPU when: every wake, sleep, sync and offload of a step, and the clock over them. Nowhere else."""
+"""GPU ownership over a step: every wake, sleep, sync and offload happens here, and the clock that times them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 class Clock:
-    """Seconds and memory of each phase, since the last `read`."""
+    """Seconds and memory of each phase since the last `read`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,7 +29,7 @@ class Clock:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Wall time including the device work that the phase queued."""
+        """Add the block's wall time to `phase`, including device work that it queued."""
         start = time.perf_counter()
         try:
             yield
@@ -39,9 +39,10 @@ class Clock:
             self._seconds[phase] += time.perf_counter() - start
 
     def note_memory(self, phase: str) -> None:
-        """As the phase ends: memory in use on the device, by everybody, or the most that this process ever held on CPU.
+        """Record the memory in use at the end of the phase; call it there.
 
-        On CUDA also torch's own peak since the last note. It counts what an engine that sleeps has given back.
+        On CUDA: device memory used by all processes, and torch's own peak since the last call, which counts memory that
+        a sleeping engine has released. On CPU: this process's peak RSS.
         """
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
@@ -69,7 +70,7 @@ class WeightSync(Protocol):
 
 
 class Choreography:
-    """Hands the GPU from policy to engine and back. Collective: every rank enters and leaves together."""
+    """Hands the GPU from policy to engine and back. Collective: all ranks enter and leave together."""
 
     def __init__(
         self,
@@ -88,13 +89,13 @@ class Choreography:
         self._sync_frequency = sync_frequency
         self._never_synced = True
         self.freshness: dict[str, Stat] = {}
-        """What the check after this phase's sync measured; empty without one. The rank that is furthest off counts."""
+        """Result of the check after this phase's sync, maximum over ranks; empty if there was no sync."""
 
     @contextmanager
     def rollout_phase(self, step: int, probe: Sequence[int], *, sync: bool = False) -> Iterator[None]:
-        """Engine awake, with the policy's weights where a sync is due at `step` or asked for; asleep again on exit.
+        """Wake the engine, sync the weights if that is due at `step` or `sync` is set; put it to sleep on exit.
 
-        probe: tokens that both sides score after a sync.
+        probe: tokens that engine and policy score after a sync, for the freshness check.
         """
         self._wake(probe, sync=sync or self._never_synced or step % self._sync_frequency == 0)
         self._never_synced = False
@@ -119,7 +120,7 @@ class Choreography:
                 self._sync.sync()
                 self._engine.weights_changed(self._policy.version)
         with self._clock.time("wake"):
-            # After the weights and before the cache is mapped, or the two peaks add up.
+            # After the sync, which reads the masters, and before the cache is mapped, or their peaks add up.
             if self._policy.offload is not None:
                 self._policy.offload.to_host()
             self._engine.wake("kv_cache")

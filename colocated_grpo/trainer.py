@@ -1,4 +1,4 @@
-"""The loop. Every rank runs this same text; there is no controller."""
+"""The training loop. Every rank runs this same code; there is no controller."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from colocated_grpo.environments.base import Settled
 from colocated_grpo.errors import ReportedElsewhere, RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
+from colocated_grpo.policy.masters import ShardedWeights
 from colocated_grpo.policy.policy import dtype_of, known_or, score
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.prompt_queue import Job
@@ -41,7 +43,10 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 
 def main(config: Config, *, resume: str | None, name: str) -> None:
-    """Train `config` on this rank. `name` heads the run folder; `resume` is a run folder, 'auto' or None."""
+    """Train `config` on this rank. Collective.
+
+    name: first part of a new run folder's name. resume: a run folder, 'auto' (the newest run of this config) or None.
+    """
     if config.deterministic:
         use_deterministic_kernels()
     world = init_world()
@@ -55,23 +60,23 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
             run = build_run(config, folder, world, stop)
         run.tracker.start(run.config, describe(run), run.start)
         if resume is not None:
-            say_what_is_resumed(run)
+            note_unusual_resume(run)
         settle_garbage_collector()
         try:
             outcome = train(run)
         except BaseException:
-            with suppress(OSError):  # on a full disk the summary fails as well, and would hide what ended the run
+            with suppress(OSError):  # on a full disk the summary fails too, and would hide the error that ended the run
                 run.tracker.close(FAILED)
             raise
         run.tracker.close(outcome)
         run.close()
     except BaseException as error:
         if watchdog.failed():
-            # A collective that broke says nothing of why; any other error of this rank is its own.
+            # A broken collective does not say why: name the ranks that died. Other errors of this rank are its own.
             if isinstance(error, RuntimeError) and not isinstance(error, RunError) and (gone := watchdog.gone()):
                 raise RunError(left_without_a_word(gone)) from error
             raise
-        # The same error as the first rank's, or a connection that broke when that rank left: showing it would mislead.
+        # The first rank's error again, or the connection that broke when that rank exited: showing it would mislead.
         raise ReportedElsewhere from error
     slow_code.close()
     watchdog.close()
@@ -79,8 +84,8 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
     dist.destroy_process_group()
 
 
-def say_what_is_resumed(run: Run) -> None:
-    """Where a resumed run does not do what the word promises."""
+def note_unusual_resume(run: Run) -> None:
+    """Note a resume that starts a new run, or that finds no step left."""
     if run.start == 0:
         run.tracker.note("nothing to resume: a new run")
     elif run.start >= (steps := run.config.training_steps):
@@ -88,22 +93,22 @@ def say_what_is_resumed(run: Run) -> None:
 
 
 def settle_garbage_collector() -> None:
-    """Put what the build made out of the collector's sight: vLLM collects at every sleep.
+    """Exclude the objects of the build from garbage collection, because vLLM collects at every sleep.
 
-    A sleep then took 0.124 s instead of 0.5 s (docs/results/generation_host_1xh200.json).
+    A sleep takes 0.124 s instead of 0.5 s (docs/results/generation_host_1xh200.json).
     """
     gc.collect()
     gc.freeze()
 
 
 def train(run: Run) -> str:
-    """Run every remaining step; how it ended."""
+    """Run the remaining steps. Returns FINISHED or STOPPED."""
     config = run.config
-    # A run that is resumed with fewer steps than it has made ends where it is.
+    # A run resumed with fewer training_steps than it has completed ends at once.
     steps = run.start if run.goal_reached else max(run.start, config.training_steps)
     goal_reached = run.goal_reached
     if run.start and not run.world.from_main(export_folder(run, run.start).exists):
-        maybe_export(run, run.start)  # a kill came between its checkpoint and the end of its export
+        maybe_export(run, run.start)  # the run was killed after this step's checkpoint and before its export
     for step in range(run.start, steps):
         with run.clock.time("step"):
             seed_everything(derive_seed(config.seed, step, run.world.rank))
@@ -126,7 +131,7 @@ def train(run: Run) -> str:
         run.tracker.flush(step, row | throughput(run, groups, batch), groups)
         maybe_export(run, step + 1)
         if settled.finished:
-            run.tracker.note(f"step {step}: the last one, the environment's goal is reached")
+            run.tracker.note(f"step {step} is the last one: the environment's goal is reached")
             steps, goal_reached = step + 1, True
             break
     finish(run, steps, goal_reached)
@@ -134,7 +139,7 @@ def train(run: Run) -> str:
 
 
 def rollout(run: Run, step: int) -> tuple[list[Group], Settled]:
-    """Groups to train in this step, on every rank; evaluates first where that is due. Raises Stopped."""
+    """Generate the groups of this step, after an evaluation if one is due. Raises Stopped on every rank."""
     order = run.supply.order(step)
     with run.choreography.rollout_phase(step, probe=order.probe):
         if evaluation_due(run, step):
@@ -146,7 +151,7 @@ def rollout(run: Run, step: int) -> tuple[list[Group], Settled]:
     chosen = [groups[place] for place in settled.now] + settled.late
     if step == 0 and (lack := lack_of_signal(chosen)):
         run.tracker.note(f"first batch: {lack}")
-    # The order of serving ends here: what is trained and logged does not depend on it.
+    # By prompt index: training and logs do not depend on the order in which groups finished.
     return sorted(chosen, key=lambda group: group.prompt.index), settled
 
 
@@ -156,7 +161,7 @@ def evaluation_due(run: Run, step: int) -> bool:
 
 
 def evaluate(run: Run, step: int) -> None:
-    """Sample held-out prompts with the engine's present weights. The engine must be awake."""
+    """Sample the held-out prompts with the engine's current weights and log their metrics. The engine must be awake."""
     job = Job(
         name=f"held_out/{step}",
         prompts=run.held_out,
@@ -171,7 +176,7 @@ def evaluate(run: Run, step: int) -> None:
 def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
     with run.clock.time("pack"):
         rewards = [group_rewards(group) for group in groups]
-        # Without a KL penalty a group of equal rewards has no gradient at all, unless its advantages came ready-made.
+        # A group of equal rewards has no gradient, unless there is a KL penalty or it brings its own advantages.
         idle = [
             run.config.loss.kl.coef == 0 and is_constant(values) and all(r.advantages is None for r in g.rollouts)
             for g, values in zip(groups, rewards, strict=True)
@@ -188,21 +193,22 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
 
 
 def with_logprobs(run: Run, batch: Batch) -> Batch:
-    """Add what the loss compares with: nothing when the only update is on-policy and no reference is asked for."""
+    """Add the constant log-probabilities that the loss needs; none for one on-policy update without a reference."""
     config = run.config
     if batch.lacks_sampling_logprobs:
         batch = run.policy.with_sampling_logprobs(batch)
     several_updates = config.batch.minibatches * config.batch.epochs > 1
     if several_updates and config.loss.old_logprobs == "trainer":
         batch = run.policy.with_old_logprobs(batch)
-    if run.reference is not None:
-        batch = batch.map(lambda m: replace(m, ref_logprobs_N=ref_logprobs(run, m)))
+    reference = run.reference
+    if reference is not None:
+        batch = batch.map(lambda m: replace(m, ref_logprobs_N=ref_logprobs(reference, m, run.world.device)))
     return batch
 
 
-def ref_logprobs(run: Run, micro_batch: MicroBatch) -> Tensor:
-    """The environment's where it gave them, else the reference model's. Collective."""
-    return known_or(micro_batch.ref_logprobs_N, score(run.reference, micro_batch, run.world.device))
+def ref_logprobs(reference: ShardedWeights, micro_batch: MicroBatch, device: torch.device) -> Tensor:
+    """[N] log-probabilities from the environment where it gave them, else from the reference model. Collective."""
+    return known_or(micro_batch.ref_logprobs_N, score(reference, micro_batch, device))
 
 
 def update(run: Run, batch: Batch) -> Metrics:
@@ -221,7 +227,7 @@ def profile_folder(run: Run, step: int) -> Path | None:
 
 
 def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
-    """Seconds and memory by phase, and tokens a second of the whole step over all ranks."""
+    """Seconds and memory by phase, and tokens per second of the whole step over all ranks."""
     row = run.clock.read()
     tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
     trained = batch.num_tokens * run.config.batch.epochs
@@ -234,7 +240,7 @@ def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
 
 
 def save(run: Run, step: int, *, goal_reached: bool = False) -> None:
-    state = {"source": run.supply.state_dict(), GOAL_REACHED: goal_reached, MODEL_SHAPE: run.model_shape}
+    state = {"source": run.supply.state_dict(), GOAL_REACHED: goal_reached, MODEL_SHAPE: run.model.shape}
     run.checkpoints.save(step, run.policy, state)
 
 
@@ -250,14 +256,14 @@ def export_folder(run: Run, step: int) -> Path:
 
 def export_to(run: Run, target: Path) -> None:
     dtype = dtype_of(run.config.checkpoint.export_dtype, auto=run.policy.dtype)
-    export(run.policy, run.hf_config, run.tokenizer, run.model_folder, target, dtype, run.world)
+    export(run.policy, run.model.hf_config, run.model.tokenizer, run.model.folder, target, dtype, run.world)
     run.tracker.note(f"exported {target}")
 
 
 def finish(run: Run, steps: int, goal_reached: bool) -> None:
-    """Evaluate the weights after `steps` steps, save them and export them."""
+    """Evaluate the final weights, save them and export them."""
     if run.config.evaluation.every and run.held_out:
-        # A stop now gives up this evaluation only: every step is done.
+        # A stop request now skips only this evaluation: every step is complete.
         with suppress(Stopped), run.choreography.rollout_phase(steps, probe=run.held_out[0].token_ids, sync=True):
             evaluate(run, steps)
     if run.config.checkpoint.final:

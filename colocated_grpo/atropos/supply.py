@@ -89,7 +89,7 @@ class MainServing:
     def _serve(self, step: int) -> list[Group] | None:
         enough = threading.Event()
         batch = self._waiting.submit(self._source.wait_for_groups, step, self._policy_version(), enough)
-        batch.add_done_callback(lambda _: self._inbox.ring())
+        batch.add_done_callback(lambda _: self._inbox.wake())
         try:
             while not batch.done() and not self._stop_asked():
                 self._driver.step()

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    from colocated_grpo.build.run import build_engine
+    from colocated_grpo.build.policy import build_engine
     from colocated_grpo.trainer import settle_garbage_collector
 
     roofline = measure_roofline(world.device)

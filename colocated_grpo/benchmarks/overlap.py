@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    from colocated_grpo.build.run import build_engine
+    from colocated_grpo.build.policy import build_engine
 
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:

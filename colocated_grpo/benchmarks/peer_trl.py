@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, TrainerCallback, TrainerControl, Trainer
 
 from colocated_grpo.benchmarks.peer import PeerSpec
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, RandomWork
-from colocated_grpo.build.run import stop_token_ids
+from colocated_grpo.build.data import stop_token_ids
 from colocated_grpo.phases import Clock
 
 if TYPE_CHECKING:

@@ -139,7 +139,7 @@ def model_name(options: argparse.Namespace) -> str:
 
 def wake_with_weights(engine: VLLMEngine, policy: Policy, world: World) -> None:
     """Wake an engine that sleeps, or has just been built, with the policy's weights. Collective."""
-    from colocated_grpo.build.weights import build_sync  # vLLM takes seconds to import, which --help need not wait for
+    from colocated_grpo.build.policy import build_sync  # vLLM takes seconds to import, which --help need not wait for
 
     engine.wake("weights")
     build_sync(policy, engine, world).sync()

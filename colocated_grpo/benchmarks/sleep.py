@@ -93,7 +93,7 @@ def import_seconds() -> float:
 
 def first_token(config: Config, policy: Policy, folder: Path, world: World) -> tuple[VLLMEngine, dict[str, float]]:
     """An engine, awake, and the seconds until it was built and until it had sampled from the policy's weights."""
-    from colocated_grpo.build.run import build_engine
+    from colocated_grpo.build.policy import build_engine
     from colocated_grpo.trainer import settle_garbage_collector
 
     meet(world.device)

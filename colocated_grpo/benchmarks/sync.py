@@ -43,8 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     # vLLM takes seconds to import, which --help need not wait for.
-    from colocated_grpo.build.run import build_engine
-    from colocated_grpo.build.weights import copy_into
+    from colocated_grpo.build.policy import build_engine, copy_into
 
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:

@@ -1,4 +1,8 @@
-"""What serves environments in other processes. What can fail for outside reasons fails before the engine is made."""
+"""The serving side of a run: the engines over HTTP, and batches from an Atropos API server.
+
+Ports are opened and the API server is contacted before device memory is allocated; requests wait until the engines
+start.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from colocated_grpo.atropos.client import AtroposClient, Trainer
 from colocated_grpo.atropos.rows import Reader
 from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.atropos.supply import MainServing, Note, RankServing, Role, ServedSupply
-from colocated_grpo.config.atropos import ServerConfig
+from colocated_grpo.config.atropos import AtroposSourceConfig, ServerConfig
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
@@ -33,15 +37,16 @@ REMEMBERED_COMPLETIONS = 1 << 17
 PROBE_TOKENS = 64
 
 Keep = Callable[[list[Any]], None]
-"""Is given each batch as it came."""
+"""Called with each batch as it was received."""
 
 
 class Serving:
-    """Links between the inboxes of all ranks; on rank 0 open ports, whose requests wait, and a source of batches."""
+    """Links between the inboxes of all ranks. Rank 0 also has the open ports and the source of batches."""
 
     def __init__(
         self,
         config: Config,
+        atropos: AtroposSourceConfig,
         folder: Path,
         inbox: Inbox,
         tokenizer: PreTrainedTokenizerBase,
@@ -59,15 +64,23 @@ class Serving:
         self._engines = LeastBusy([self._inbox.put, *(link.put for link in self._links)])
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
-        world.from_main(lambda: self._open(config, folder, tokenizer, keep))
+        """On rank 0 only."""
+        world.from_main(lambda: self._open(config, atropos, folder, tokenizer, keep))
 
-    def _open(self, config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, keep: Keep) -> None:
-        atropos, origins = config.atropos, Origins(REMEMBERED_COMPLETIONS)
+    def _open(
+        self,
+        config: Config,
+        atropos: AtroposSourceConfig,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        keep: Keep,
+    ) -> None:
+        origins = Origins(REMEMBERED_COMPLETIONS)
         client = AtroposClient(atropos.url, trainer_of(config, folder), may_reset=atropos.reset)
-        # Tokenizers are not made for several threads at once: one for batches, one for requests.
+        # Tokenizers are not thread-safe: one copy for batches, one for requests.
         self.source = AtroposSource(
             client,
-            make_reader(config, self._limits, origins, copy.deepcopy(tokenizer)),
+            make_reader(atropos, self._limits, origins, copy.deepcopy(tokenizer)),
             connect_timeout=atropos.connect_timeout,
             note=self._note,
             keep=keep,
@@ -85,12 +98,17 @@ class Serving:
     def start(
         self, driver: Driver, step: int, stop_asked: Callable[[], bool], policy_version: Callable[[], int]
     ) -> ServedSupply:
-        """Register as the trainer, as of `step`, which lets environments begin. Collective. driver: of the inbox."""
-        if self._end is not None:
+        """Register as the trainer at `step`, so that environments begin. Collective.
+
+        driver: of the inbox given at construction.
+        """
+        source = self.source
+        if source is None:
+            assert self._end is not None  # every rank but 0 has one
             role: Role = RankServing(driver, self._end)
         else:
             role = MainServing(
-                self.source,
+                source,
                 driver,
                 self._inbox,
                 self._links,
@@ -100,15 +118,16 @@ class Serving:
                 policy_version,
                 self._note,
             )
-        self._world.from_main(lambda: self.source.begin(step))
+        self._world.from_main(lambda: None if source is None else source.begin(step))
         probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]
         return ServedSupply(role, self._world, stop_asked, probe)
 
 
 def trainer_of(config: Config, folder: Path) -> Trainer:
+    """The registration of this run at the API server."""
     return Trainer(
         batch_size=round(config.atropos_share) * config.rollout.group_size,
-        # Environments drop what is as long as this or longer.
+        # Environments drop sequences of this length or longer.
         max_token_len=config.max_sequence_tokens + 1,
         checkpoint_dir=str(folder),
         save_checkpoint_interval=config.checkpoint.every or config.training_steps,
@@ -118,18 +137,22 @@ def trainer_of(config: Config, folder: Path) -> Trainer:
     )
 
 
-def make_reader(config: Config, limits: Limits, origins: Origins, tokenizer: PreTrainedTokenizerBase) -> Reader:
+def make_reader(
+    atropos: AtroposSourceConfig, limits: Limits, origins: Origins, tokenizer: PreTrainedTokenizerBase
+) -> Reader:
+    """The reader that turns rows of the API server into groups."""
     return Reader(
-        source=config.atropos.name,
+        source=atropos.name,
         vocab_size=limits.vocab_size,
         max_tokens=limits.max_tokens,
-        recompute_logprobs=config.atropos.missing_logprobs == "recompute",
+        recompute_logprobs=atropos.missing_logprobs == "recompute",
         origins=origins,
         decode=ChatCodec(tokenizer).turn_text,
     )
 
 
 def listen(sampler: Sampler, config: Config, settings: ServerConfig, limits: Limits) -> ServerThread:
+    """Open the engine's ports. Raises EnvironmentSetupError if one is taken."""
     app = create_app(
         sampler,
         config.model.name,
@@ -142,6 +165,6 @@ def listen(sampler: Sampler, config: Config, settings: ServerConfig, limits: Lim
         return ServerThread(app, settings.host, [settings.port, *settings.more_ports])
     except OSError as error:
         raise EnvironmentSetupError(
-            f"environments: atropos: server: cannot listen on {error.strerror}; stop what does (lsof -i "
+            f"environments: atropos: server: cannot listen on {error.strerror}; stop the process that does (lsof -i "
             f":{settings.port}) or set another port"
         ) from None

@@ -1,38 +1,39 @@
 """Turn prompts into scored groups: single completions, or episodes of several turns.
 
-No collective happens between the first prompt and the last reward. Each engine takes prompts from one counter in the
-shared store, so a slow rank simply takes fewer, and ranks whose completions or episodes differ in length or number
-cannot hang each other. Finished groups are gathered once, at the end.
+There is no collective between the first prompt and the last reward. Each engine takes prompts from a queue, so a slow
+rank takes fewer, and ranks whose completions or episodes differ in length or number cannot block each other. Finished
+groups are gathered once, at the end.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver
-from colocated_grpo.rollout.prompt_queue import Job, Share, Sharing
+from colocated_grpo.rollout.prompt_queue import Dispatch, Job, PromptQueue
 from colocated_grpo.rollout.reward_calls import Judged, RewardCall, RewardCalls
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 
-LOOK_SECONDS = 0.5
+OVERDUE_CHECK_SECONDS = 0.5
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids of a completion to text, special tokens left out."""
+"""From token ids of a completion to text without special tokens."""
 Gather = Callable[[], list[Group]]
 """Collective: all groups of a job, as `Collector.collect` gives them."""
 
 
 class Stopped(Exception):
-    """A stop was requested while the batch was being generated; its unfinished groups are given up."""
+    """A stop was requested while the batch was being generated. Its groups are discarded."""
 
 
 class Collector:
-    """Drives this rank's engine through jobs. Built once; `collect` is called in lockstep by all ranks."""
+    """Runs jobs on this rank's engine. Built once; all ranks call `collect` in lockstep."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Collector:
         scorers: Mapping[str, Scorer],
         decode: Decode,
         world: World,
-        sharing: Sharing,
+        dispatch: Dispatch,
         *,
         seed: int,
         reward_workers: int,
@@ -53,44 +54,45 @@ class Collector:
         self._scorers = scorers
         self._decode = decode
         self._world = world
-        self._sharing = sharing
+        self._dispatch = dispatch
         self._seed = seed
         self._reward_timeout = reward_timeout
         self._stop_asked = stop_asked
         self._rewards = RewardCalls(self._score, workers=reward_workers, timeout=reward_timeout)
 
     def collect(self, job: Job) -> list[Group]:
-        """All groups of the job, in prompt order, on every rank. Raises Stopped everywhere if any was asked to stop."""
+        """Return all groups of the job on every rank, in prompt order. Raises Stopped on all ranks if one stops."""
         gather = self.sample(job)
         self._driver.drain()
         return gather()
 
     def sample(self, job: Job) -> Gather:
-        """Decode this rank's share, waiting for no other rank. What the inbox brought may still be under way then."""
-        done = self._decode_share(job, self._sharing.open(job))
+        """Decode this rank's prompts without waiting for other ranks or for requests of the inbox."""
+        done = self._decode_prompts(job, self._dispatch.open(job))
         return lambda: self._gather(job, done())
 
     def _gather(self, job: Job, done: dict[int, Group] | None) -> list[Group]:
         gathered = self._world.gather_objects(done)
-        if any(part is None for part in gathered):
+        finished = [part for part in gathered if part is not None]
+        if len(finished) < len(gathered):
             raise Stopped
-        groups = {index: group for part in gathered for index, group in part.items()}
+        groups = {index: group for part in finished for index, group in part.items()}
         return [groups[index] for index in range(len(job.prompts))]
 
-    def _decode_share(self, job: Job, share: Share) -> Callable[[], dict[int, Group] | None]:
-        """What waits for the rewards: this rank's groups by prompt, or None if it was asked to stop."""
+    def _decode_prompts(self, job: Job, queue: PromptQueue) -> Callable[[], dict[int, Group] | None]:
+        """Return a function that waits for the rewards and returns this rank's groups by prompt; None after a stop."""
         batch = _Batch(job, self._seed, self._driver, self._episodes)
         calls: dict[int, RewardCall] = {}
-        while batch.admit(share) or batch.running:
+        while batch.admit(queue) or batch.running:
             for index in batch.advance():
-                if share.counts:
-                    calls[index] = self._rewards.submit(job.prompts[index], batch.completions[index])
-            if share.may_stop and self._stop_asked():
+                if queue.counts:
+                    calls[index] = self._rewards.submit(job.prompts[index], batch.completions_of(index))
+            if queue.may_stop and self._stop_asked():
                 self._episodes.cancel()
                 self._driver.abort()
                 return lambda: None
         ended = time.monotonic()
-        return lambda: self._judged(job, calls, ended) | (_played(job, batch) if share.counts else {})
+        return lambda: self._judged(job, calls, ended) | (_played(job, batch) if queue.counts else {})
 
     def _judged(self, job: Job, calls: Mapping[int, RewardCall], ended: float) -> dict[int, Group]:
         self._rewards.wait(list(calls.values()), since=ended)
@@ -121,7 +123,7 @@ class Collector:
 
 
 class _Batch:
-    """One job on one engine: what is under way, completions and played episodes by prompt."""
+    """One job on one engine: running requests, and finished completions and episodes by prompt."""
 
     def __init__(self, job: Job, seed: int, driver: Driver, episodes: EpisodeRunner) -> None:
         self._job = job
@@ -129,24 +131,22 @@ class _Batch:
         self._driver = driver
         self._episodes = episodes
         self.running = 0
-        """Completions and episodes."""
-        self.completions: dict[int, list[Completion | None]] = {}
+        """Running completions and episodes."""
         self.played: dict[int, list[Rollout]] = {}
+        self._completions: dict[int, dict[int, Completion]] = {}
+        """[prompt][sibling]"""
         self._playing = 0
-        """Episodes among the running."""
-        self._next_look = 0.0
-        """When overdue episodes are looked for although the engine decodes."""
-        self._missing: dict[int, int] = {}
+        """Running episodes."""
+        self._next_overdue_check = 0.0
         self._exhausted = False
 
-    def admit(self, share: Share) -> bool:
-        """Begin whole groups while there is room; False when nothing is left to take."""
-        room = min(self._driver.max_num_seqs, share.most_running)
+    def admit(self, queue: PromptQueue) -> bool:
+        """Start whole groups while there is room. Returns False when the queue is empty."""
+        room = min(self._driver.max_num_seqs, queue.max_running)
         while self.running < room and not self._exhausted:
-            index = share.take()
+            index = queue.take()
             if index is None:
-                # Asking again would cost a round trip to the store with every decode step of the tail.
-                self._exhausted = True
+                self._exhausted = True  # another take would cost a round trip to the store with every decode step
             elif self._episodes.plays(self._job.prompts[index].source):
                 self._episodes.start(self._job, index)
                 self._playing += self._job.group_size
@@ -157,8 +157,7 @@ class _Batch:
 
     def _submit(self, index: int) -> None:
         size = self._job.group_size
-        self.completions[index] = [None] * size
-        self._missing[index] = size
+        self._completions[index] = {}
         self.running += size
         self._driver.submit([self._request(index, sibling) for sibling in range(size)])
 
@@ -173,21 +172,25 @@ class _Batch:
         )
 
     def advance(self) -> Iterator[int]:
-        """One decode step; yields prompts all of whose completions are now there."""
-        for (index, sibling), completion in self._driver.step():
-            self.completions[index][sibling] = completion
+        """Run one decode step. Yields the prompts whose last completion finished in it."""
+        for key, completion in self._driver.step():
+            index, sibling = cast(tuple[int, int], key)
+            self._completions[index][sibling] = completion
             self.running -= 1
-            self._missing[index] -= 1
-            if not self._missing[index]:
+            if len(self._completions[index]) == self._job.group_size:
                 yield index
         if self._playing:
-            self._put_away(self._episodes.finished())
-            # Requests from outside may keep the engine busy without end.
-            if not self._driver.running or time.monotonic() >= self._next_look:
-                self._put_away(self._episodes.give_up_overdue())
-                self._next_look = time.monotonic() + LOOK_SECONDS
+            self._store(self._episodes.finished())
+            # Also while the engine decodes: requests from outside may keep it busy without end.
+            if not self._driver.running or time.monotonic() >= self._next_overdue_check:
+                self._store(self._episodes.give_up_overdue())
+                self._next_overdue_check = time.monotonic() + OVERDUE_CHECK_SECONDS
 
-    def _put_away(self, finished: Iterable[tuple[int, list[Rollout]]]) -> None:
+    def completions_of(self, index: int) -> list[Completion]:
+        """The completions of a finished group, in sibling order."""
+        return [self._completions[index][sibling] for sibling in range(self._job.group_size)]
+
+    def _store(self, finished: Iterable[tuple[int, list[Rollout]]]) -> None:
         for index, rollouts in finished:
             self.played[index] = rollouts
             self.running -= len(rollouts)

@@ -1,6 +1,6 @@
-"""Episodes under way on this rank: user coroutines on a thread of their own, their turns through the inbox.
+"""Running episodes of this rank: user coroutines on an event-loop thread, whose turns go through the inbox.
 
-The main thread drives the engine and never waits for an episode's tools while there is something to decode.
+The main thread drives the engine. It does not wait for an episode's tools while requests decode.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.types import Completion, Rollout, Score
 
-GRACE = 2.0
-"""Seconds after its deadline for which an episode may still end by itself; then its thread counts as blocked."""
+GRACE_SECONDS = 2.0
+"""An episode that has not ended this long after its deadline blocks its event loop."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Playing:
-    """One episode. `deadline` is when its tools must be done; None while the engine has the word."""
+    """One episode."""
 
     job: Job
     index: int
     sibling: int
     deadline: float | None
+    """time.monotonic() by which its tools must return; None while the engine samples its turn."""
     loop: asyncio.AbstractEventLoop
     clock: asyncio.Timeout | None = None
-    """The same deadline on the event loop, where it ends the episode."""
+    """The same deadline on the event loop, which cancels the episode."""
     conversation: Conversation | None = None
     task: Future[Rollout] | None = None
     turn: Future[Completion] | None = None
-    given_up: bool = False
+    abandoned: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class _Group:
-    """Siblings of one prompt, as far as they have ended."""
+    """Finished siblings of one prompt."""
 
-    missing: int
-    rollouts: list[Rollout | None] = field(default_factory=list)
+    size: int
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
 
 
 class EpisodeRunner:
-    """Plays episodes for one rank. Every method is for the thread that drives the engine."""
+    """Runs the episodes of one rank. All public methods are for the thread that drives the engine."""
 
     def __init__(
         self, episodes: Mapping[str, Episode], codec: ChatCodec, inbox: Inbox, *, seed: int, tool_timeout: float
@@ -75,8 +76,8 @@ class EpisodeRunner:
         return source in self._episodes
 
     def start(self, job: Job, index: int) -> None:
-        """Begin the episodes of one prompt of the job."""
-        self._groups[index] = _Group(missing=job.group_size, rollouts=[None] * job.group_size)
+        """Start the episodes of one prompt of the job."""
+        self._groups[index] = _Group(size=job.group_size)
         for sibling in range(job.group_size):
             loop = self._event_loop()
             playing = _Playing(job=job, index=index, sibling=sibling, deadline=self._new_deadline(), loop=loop)
@@ -87,115 +88,118 @@ class EpisodeRunner:
             playing.task.add_done_callback(partial(self._end, playing))
 
     def finished(self) -> Iterator[tuple[int, list[Rollout]]]:
-        """Prompts all of whose episodes have ended since the last call."""
+        """Yield the prompts whose last episode has ended since the last call, with all rollouts."""
         while self._ended:
             playing = self._ended.popleft()
             if playing in self._playing:
-                yield from self._put_away(playing, playing.task.result())
+                yield from self._store(playing, _task_of(playing).result())
 
     def give_up_overdue(self) -> Iterator[tuple[int, list[Rollout]]]:
-        """End what did not end at its deadline, because it blocks the event loop or will not be cancelled.
+        """End episodes past their deadline that block the event loop or suppress cancellation.
 
-        Coroutines cannot be ended by force: they are left behind with their thread, and later episodes get a new one.
+        A coroutine cannot be killed: it is abandoned with its thread, and later episodes get a new thread.
         """
         now = time.monotonic()
-        overdue = [one for one in self._playing if one.deadline is not None and now > one.deadline + GRACE]
+        overdue = [one for one in self._playing if one.deadline is not None and now > one.deadline + GRACE_SECONDS]
         for playing in overdue:
-            playing.given_up = True
-            playing.task.cancel()
+            playing.abandoned = True
+            _task_of(playing).cancel()
             if playing.loop is self._loop:
-                self._leave_loop()
-            error = f"{self._late()}; it blocks the event loop: run blocking code with asyncio.to_thread"
-            yield from self._put_away(playing, self._rollout(playing, Score(reward=None, error=error)))
+                self._abandon_loop()
+            error = f"{self._timeout_error()}; it blocks the event loop: run blocking code with asyncio.to_thread"
+            yield from self._store(playing, self._rollout(playing, Score(reward=None, error=error)))
 
     def cancel(self) -> None:
-        """Give up every episode."""
+        """Abandon every episode."""
         for playing in self._playing:
-            playing.given_up = True
-            playing.task.cancel()
+            playing.abandoned = True
+            _task_of(playing).cancel()
         self._playing.clear()
         self._groups.clear()
 
     def close(self) -> None:
         self.cancel()
         if self._loop is not None:
-            self._leave_loop()
+            self._abandon_loop()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """One loop for all batches: connections of user code belong to the loop that first used them."""
+        """The one loop of all batches, because connections of user code belong to the loop that opened them."""
         if self._loop is None:
             self._loop = start_loop("episodes")
         return self._loop
 
-    def _leave_loop(self) -> None:
-        """Later episodes get a new one."""
-        leave_loop(self._loop)
+    def _abandon_loop(self) -> None:
+        """Later episodes get a new loop."""
+        if self._loop is not None:
+            leave_loop(self._loop)
         self._loop = None
 
     def _end(self, playing: _Playing, _task: Future[Rollout]) -> None:
         self._ended.append(playing)
-        self._inbox.ring()
+        self._inbox.wake()
 
-    def _put_away(self, playing: _Playing, rollout: Rollout) -> Iterator[tuple[int, list[Rollout]]]:
+    def _store(self, playing: _Playing, rollout: Rollout) -> Iterator[tuple[int, list[Rollout]]]:
+        """Yield the prompt with all its rollouts, in sibling order, if this one was the last."""
         self._playing.remove(playing)
         group = self._groups[playing.index]
         group.rollouts[playing.sibling] = rollout
-        group.missing -= 1
-        if not group.missing:
+        if len(group.rollouts) == group.size:
             del self._groups[playing.index]
-            yield playing.index, group.rollouts
+            yield playing.index, [group.rollouts[sibling] for sibling in range(group.size)]
 
     def _new_deadline(self) -> float:
         return time.monotonic() + self._tool_timeout
 
-    def _late(self) -> str:
+    def _timeout_error(self) -> str:
         return f"no turn and no result within rollout.tool_timeout={self._tool_timeout:g} s"
 
     def _rollout(self, playing: _Playing, score: Score) -> Rollout:
-        return playing.conversation.rollout(score, playing.job.sampling.temperature)
+        return _conversation_of(playing).rollout(score, playing.job.sampling.temperature)
 
-    # From here on: on the event loop.
+    # The methods below run on the event loop.
 
     async def _play(self, playing: _Playing) -> Rollout:
         score = await self._score(playing)
         if playing.turn is not None:
-            playing.turn.cancel()  # run() may end before a turn that it asked for; the engine must not go on with it
+            playing.turn.cancel()  # run() may return before a turn that it started; the engine must not continue it
         return self._rollout(playing, score)
 
     async def _score(self, playing: _Playing) -> Score:
-        """What the episode says of itself; whatever user code does costs this episode only."""
+        """Score of the episode. Any error of user code costs only this episode."""
         prompt = playing.job.prompts[playing.index]
         try:
             async with asyncio.timeout(self._tool_timeout) as playing.clock:
-                # A copy: siblings must not see what one of them does to the item.
-                return as_score(await self._episodes[prompt.source].run(deepcopy(prompt.item), playing.conversation))
+                item = deepcopy(prompt.item)  # an episode may change it, and siblings must not see that
+                return as_score(await self._episodes[prompt.source].run(item, _conversation_of(playing)))
         except OutOfRoom:
             return Score(reward=0.0)
         except BaseException as error:
-            if playing.given_up:
+            if playing.abandoned:
                 raise
-            late = playing.clock.expired() and isinstance(error, TimeoutError)
-            return Score(reward=None, error=self._late() if late else one_line(error))
+            late = playing.clock is not None and playing.clock.expired() and isinstance(error, TimeoutError)
+            return Score(reward=None, error=self._timeout_error() if late else one_line(error))
 
     async def _turn(self, playing: _Playing, token_ids: list[int], max_tokens: int) -> Completion:
-        """One turn of the policy. While the engine has the word, no clock runs."""
-        if playing.given_up:
+        """Sample one turn of the policy. The timeout does not run meanwhile."""
+        if playing.abandoned:
             raise asyncio.CancelledError
         if playing.deadline is None:
             raise RuntimeError("generate() was called while another turn of the same episode is being sampled")
-        playing.clock.reschedule(None)
+        clock = playing.clock
+        assert clock is not None  # a turn is sampled inside run(), which _score starts
+        clock.reschedule(None)
         playing.deadline = None
         playing.turn = self._inbox.put(self._request(playing, token_ids, max_tokens))
-        # By whoever ends the turn and not by the episode: a blocked event loop must not stop the clock.
+        # Set by the thread that completes the turn, not by the episode: a blocked event loop must not stop the clock.
         playing.turn.add_done_callback(lambda _: setattr(playing, "deadline", self._new_deadline()))
         try:
             return await asyncio.wrap_future(playing.turn)
         finally:
-            if not playing.task.done():
-                playing.clock.reschedule(asyncio.get_running_loop().time() + self._tool_timeout)
+            if not _task_of(playing).done():
+                clock.reschedule(asyncio.get_running_loop().time() + self._tool_timeout)
 
     def _request(self, playing: _Playing, token_ids: list[int], max_tokens: int) -> Request:
-        job, turn = playing.job, playing.conversation.turns
+        job, turn = playing.job, _conversation_of(playing).turns
         prompt = job.prompts[playing.index]
         return Request(
             key=(job.name, playing.index, playing.sibling, turn),
@@ -203,3 +207,13 @@ class EpisodeRunner:
             seed=derive_seed(self._seed, job.name, prompt.index, playing.sibling, turn),
             sampling=replace(job.sampling, max_tokens=max_tokens),
         )
+
+
+def _task_of(playing: _Playing) -> Future[Rollout]:
+    assert playing.task is not None  # set by `start`
+    return playing.task
+
+
+def _conversation_of(playing: _Playing) -> Conversation:
+    assert playing.conversation is not None  # set by `start`
+    return playing.conversation

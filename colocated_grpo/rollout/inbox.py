@@ -1,7 +1,7 @@
-"""Requests to this rank's engine from any thread, and the one thread that drives the engine.
+"""Thread-safe requests to this rank's engine, and the driver that serves them from the main thread.
 
-vLLM in this process belongs to the main thread. Whatever runs elsewhere, be it an episode on an event loop or a server,
-puts its requests here and waits for their futures.
+vLLM is not thread-safe: only the main thread calls it. Episodes on an event loop and HTTP servers put their requests
+into an `Inbox` and wait for futures.
 """
 
 from __future__ import annotations
@@ -15,77 +15,79 @@ from typing import Any
 from colocated_grpo.rollout.engine import Request, RolloutEngine, TokenDelta
 from colocated_grpo.types import Completion
 
-PATIENCE = 0.5
-"""Seconds that a step without work waits before it gives its caller a chance to see a stop request."""
-ENTRY_COST = 3
-"""Steps that everybody under way loses when requests enter: theirs has no captured graph, and prompts to read.
+IDLE_SECONDS = 0.5
+"""Longest wait of a step without work, so that the caller can check for a stop request."""
+ADMISSION_COST = 3
+"""Decode steps that each running request loses when new requests are admitted: a step with prompts has no CUDA graph.
 
-Requests that entered one by one, as seats fall free or tools answer, would keep the engine from ever decoding fast
-(docs/results/entry_of_requests_1xh200.json). They wait until the seats kept free for them have cost as much as their
-entry will, which is at most twice the cost of entering at the best moment ("ski rental").
+Requests admitted one by one, as slots become free or tools return, would keep the engine from decoding at full speed
+(docs/results/entry_of_requests_1xh200.json). So they are admitted in batches: as soon as the steps that free slots have
+lost reach the cost of an admission. That costs at most twice the best schedule (the ski-rental rule).
 """
-MOST_STEPS_HELD = 64
-"""A request for which there is a seat waits no longer than this for company."""
+MAX_STEPS_QUEUED = 64
+"""A request for which a slot is free is admitted after this many steps at the latest."""
 
 Call = Callable[[RolloutEngine], Any]
-Listen = Callable[[TokenDelta], None]
+OnDelta = Callable[[TokenDelta], None]
 Finished = list[tuple[Hashable, Completion]]
 
 
 class Inbox:
-    """Thread-safe. Requests wait while the engine sleeps; nothing is lost between rollout phases."""
+    """Thread-safe queue of requests. Requests stay queued while the engine sleeps."""
 
     def __init__(self) -> None:
-        self._requests: deque[tuple[Request, Future[Completion], Listen | None]] = deque()
-        self._given_up: deque[tuple[Hashable, Future[Completion]]] = deque()
+        self._requests: deque[tuple[Request, Future[Completion], OnDelta | None]] = deque()
+        self._cancelled: deque[tuple[Hashable, Future[Completion]]] = deque()
         self._calls: deque[tuple[Call, Future[Any]]] = deque()
-        self._bell = threading.Event()
+        self._wakeup = threading.Event()
 
-    def put(self, request: Request, listen: Listen | None = None) -> Future[Completion]:
-        """Its key must differ from all others under way. From asyncio: `await asyncio.wrap_future(inbox.put(...))`.
+    def put(self, request: Request, on_delta: OnDelta | None = None) -> Future[Completion]:
+        """Queue a request, whose key must be unique among running ones. Returns the future of its completion.
 
-        The future raises ValueError where the engine refuses the request, and CancelledError when the engine gives up
-        its work. Cancelling it takes the request out of the engine. Of a request with `stream`, `listen` is told on the
-        driving thread, which it must not keep, each piece but what the last step adds.
+        From asyncio: `await asyncio.wrap_future(inbox.put(...))`. The future raises ValueError if the engine rejects
+        the request, and CancelledError if the engine aborts all work. Cancelling the future aborts the request.
+
+        on_delta: for requests with `stream`; called on the driving thread with new tokens, except those of the last
+        step. It must return quickly.
         """
         future: Future[Completion] = Future()
-        future.add_done_callback(lambda done: self._give_up(request.key, done) if done.cancelled() else None)
-        self._requests.append((request, future, listen))
-        self._bell.set()
+        future.add_done_callback(lambda done: self._record_cancelled(request.key, done) if done.cancelled() else None)
+        self._requests.append((request, future, on_delta))
+        self._wakeup.set()
         return future
 
     def call(self, call: Call) -> Future[Any]:
-        """`call(engine)` on the driving thread, between two requests: the engine has nothing else to do then.
+        """Run `call(engine)` on the driving thread while no request is running. Returns the future of its result.
 
-        The future raises ValueError where the call does.
+        The future raises the ValueError of the call.
         """
         future: Future[Any] = Future()
         self._calls.append((call, future))
-        self._bell.set()
+        self._wakeup.set()
         return future
 
-    def _give_up(self, key: Hashable, future: Future[Completion]) -> None:
-        self._given_up.append((key, future))
-        self._bell.set()
+    def _record_cancelled(self, key: Hashable, future: Future[Completion]) -> None:
+        self._cancelled.append((key, future))
+        self._wakeup.set()
 
-    def ring(self) -> None:
-        """Wake the driving thread: something else that it waits for has happened."""
-        self._bell.set()
+    def wake(self) -> None:
+        """Wake the driving thread, for events other than requests."""
+        self._wakeup.set()
 
     def wait(self, timeout: float) -> None:
-        """Until something has come or the bell was rung since the last wait, but no longer than `timeout` seconds."""
-        self._bell.wait(timeout)
-        # Before the queues are looked at: what comes from now on rings again.
-        self._bell.clear()
+        """Wait until something is queued or `wake` is called since the last wait, at most `timeout` seconds."""
+        self._wakeup.wait(timeout)
+        # Clear before the queues are read, so that whatever is queued from now on wakes the next wait.
+        self._wakeup.clear()
 
     def __bool__(self) -> bool:
-        return bool(self._requests or self._given_up or self._calls)
+        return bool(self._requests or self._cancelled or self._calls)
 
     @property
     def has_calls(self) -> bool:
         return bool(self._calls)
 
-    def take(self) -> Iterator[tuple[Request, Future[Completion], Listen | None]]:
+    def take(self) -> Iterator[tuple[Request, Future[Completion], OnDelta | None]]:
         while self._requests:
             yield self._requests.popleft()
 
@@ -93,59 +95,59 @@ class Inbox:
         while self._calls:
             yield self._calls.popleft()
 
-    def take_given_up(self) -> Iterator[tuple[Hashable, Future[Completion]]]:
-        while self._given_up:
-            yield self._given_up.popleft()
+    def take_cancelled(self) -> Iterator[tuple[Hashable, Future[Completion]]]:
+        while self._cancelled:
+            yield self._cancelled.popleft()
 
 
 class Driver:
-    """The engine and its inbox, for the one thread that drives them."""
+    """The engine and its inbox, for the thread that drives both."""
 
     def __init__(self, engine: RolloutEngine, inbox: Inbox) -> None:
         self._engine = engine
         self._inbox = inbox
         self._futures: dict[Hashable, Future[Completion]] = {}
-        self._listeners: dict[Hashable, Listen] = {}
-        """Of the futures that stream."""
-        self._line: deque[Request] = deque()
-        """Those that wait for seats in the engine and for company, from both sides, in order of arrival."""
-        self._steps_held = 0
-        """For which the line has not moved although there was a seat."""
-        self._seat_steps_lost = 0
-        """Seats free for the line, added up over these steps."""
+        self._listeners: dict[Hashable, OnDelta] = {}
+        """By key, for requests that stream."""
+        self._queue: deque[Request] = deque()
+        """Requests not yet admitted to the engine, in order of arrival."""
+        self._steps_queued = 0
+        """Steps since the last admission in which a queued request had a free slot."""
+        self._slot_steps_lost = 0
+        """Slots free for queued requests, summed over these steps."""
         self.running = 0
-        """Requests submitted here or taken from the inbox, and not finished."""
+        """Requests submitted or taken from the inbox, and not finished."""
 
     @property
     def max_num_seqs(self) -> int:
         return self._engine.max_num_seqs
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Requests of the driving thread itself, whose completions `step` returns."""
-        self._line.extend(requests)
+        """Queue requests of the driving thread. `step` returns their completions."""
+        self._queue.extend(requests)
         self.running += len(requests)
 
     def step(self) -> Finished:
-        """Serve the inbox, then decode one token for everything under way; what was submitted here and is finished.
+        """Serve the inbox, then decode one token for each running request. Returns finished requests of `submit`.
 
-        Where there is nothing to decode it waits until something comes, at most PATIENCE.
+        With nothing to decode, waits for the inbox, at most IDLE_SECONDS.
         """
         finished = self.drain() if self._inbox.has_calls else []
         if self._inbox:
-            self._drop_given_up()
-            for request, future, listen in self._inbox.take():
-                self._admit(request, future, listen)
+            self._drop_cancelled()
+            for request, future, on_delta in self._inbox.take():
+                self._accept(request, future, on_delta)
         if not self.running and not finished:
-            self._inbox.wait(PATIENCE)
+            self._inbox.wait(IDLE_SECONDS)
         return finished + self._decode() if self.running else finished
 
     def drain(self) -> Finished:
-        """End what is under way and answer calls; what comes meanwhile waits. Afterwards the engine may sleep."""
+        """Finish all running requests and answer calls, so that the engine may sleep. New requests stay queued."""
         finished: Finished = []
-        self._drop_given_up()
+        self._drop_cancelled()
         while self.running:
             finished += self._decode()
-            self._drop_given_up()
+            self._drop_cancelled()
         for call, future in self._inbox.take_calls():
             self._answer(call, future)
         return finished
@@ -158,23 +160,23 @@ class Driver:
         except ValueError as error:
             future.set_exception(error)
 
-    def _move_line(self) -> None:
-        """Let those at its head into the engine, if waiting has become as dear as their entry or has lasted long."""
-        under_way = self.running - len(self._line)
-        coming = min(len(self._line), self.max_num_seqs - under_way)
-        if not coming:
+    def _admit_queued(self) -> None:
+        """Admit queued requests once waiting has cost as much as their admission, or after MAX_STEPS_QUEUED steps."""
+        in_engine = self.running - len(self._queue)
+        admissible = min(len(self._queue), self.max_num_seqs - in_engine)
+        if not admissible:
             return
-        self._steps_held += 1
-        self._seat_steps_lost += coming
-        if self._seat_steps_lost >= ENTRY_COST * under_way or self._steps_held > MOST_STEPS_HELD:
-            self._steps_held = self._seat_steps_lost = 0
-            for _ in range(coming):
-                self._seat(self._line.popleft())
+        self._steps_queued += 1
+        self._slot_steps_lost += admissible
+        if self._slot_steps_lost >= ADMISSION_COST * in_engine or self._steps_queued > MAX_STEPS_QUEUED:
+            self._steps_queued = self._slot_steps_lost = 0
+            for _ in range(admissible):
+                self._admit(self._queue.popleft())
 
-    def _seat(self, request: Request) -> None:
+    def _admit(self, request: Request) -> None:
         try:
             self._engine.submit([request])
-        except ValueError as error:  # too long for the engine, or sampling that it does not know
+        except ValueError as error:  # too long for the engine, or unsupported sampling settings
             self.running -= 1
             self._listeners.pop(request.key, None)
             future = self._futures.pop(request.key, None)
@@ -184,63 +186,63 @@ class Driver:
                 future.set_exception(error)
 
     def _decode(self) -> Finished:
-        self._move_line()
+        self._admit_queued()
         finished = self._engine.step()
         self.running -= len(finished)
         if self._listeners:
-            self._tell_listeners()
+            self._call_listeners()
         if not self._futures:
             return finished
         return [(key, completion) for key, completion in finished if not self._resolve(key, completion)]
 
-    def _tell_listeners(self) -> None:
-        for key, piece in self._engine.deltas():
+    def _call_listeners(self) -> None:
+        for key, delta in self._engine.deltas():
             if key in self._listeners:
-                self._listeners[key](piece)
+                self._listeners[key](delta)
 
     def abort(self) -> None:
-        """Give up everything under way; futures are cancelled."""
+        """Abort all requests and calls. Their futures are cancelled."""
         self._engine.abort()
-        self._line.clear()
+        self._queue.clear()
         self.running = 0
-        waiting = [*self._futures.values(), *(future for _, future, _ in self._inbox.take())]
-        waiting += [future for _, future in self._inbox.take_calls()]
+        pending: list[Future[Any]] = [*self._futures.values(), *(future for _, future, _ in self._inbox.take())]
+        pending += [future for _, future in self._inbox.take_calls()]
         self._futures.clear()
         self._listeners.clear()
-        for future in waiting:
+        for future in pending:
             future.cancel()
 
-    def _drop_given_up(self) -> None:
-        """Before new requests are admitted: a key that was given up may come again."""
-        for key, future in self._inbox.take_given_up():
+    def _drop_cancelled(self) -> None:
+        """Abort cancelled requests. Runs before new ones are accepted, because a cancelled key may be used again."""
+        for key, future in self._inbox.take_cancelled():
             if self._futures.get(key) is future:
                 del self._futures[key]
                 self._listeners.pop(key, None)
                 self.running -= 1
-                self._take_out(key)
+                self._remove(key)
 
-    def _take_out(self, key: Hashable) -> None:
-        """Of the line, or of the engine."""
-        for request in self._line:
+    def _remove(self, key: Hashable) -> None:
+        """Remove a request from the queue or the engine."""
+        for request in self._queue:
             if request.key == key:
-                self._line.remove(request)
+                self._queue.remove(request)
                 return
         self._engine.abort([key])
 
-    def _admit(self, request: Request, future: Future[Completion], listen: Listen | None) -> None:
+    def _accept(self, request: Request, future: Future[Completion], on_delta: OnDelta | None) -> None:
         if future.cancelled():
             return
         if request.key in self._futures:
-            if future.set_running_or_notify_cancel():  # it may be given up in this very moment
-                future.set_exception(ValueError(f"request key {request.key!r} is already under way"))
+            if future.set_running_or_notify_cancel():  # it may be cancelled at the same time
+                future.set_exception(ValueError(f"request key {request.key!r} is already running"))
             return
         self.submit([request])
         self._futures[request.key] = future
-        if listen is not None:
-            self._listeners[request.key] = listen
+        if on_delta is not None:
+            self._listeners[request.key] = on_delta
 
     def _resolve(self, key: Hashable, completion: Completion) -> bool:
-        """Whether the completion belonged to a future."""
+        """Complete the request's future. Returns False if it has none."""
         future = self._futures.pop(key, None)
         if future is None:
             return False

@@ -1,7 +1,7 @@
-"""Longest expected completions first: what starts last decides when a batch ends, so it had better be short.
+"""Longest expected completions first, because the group that starts last decides when a batch ends.
 
-A group that starts late and runs long leaves every other slot and every other rank idle. Order changes when a prompt is
-served and nothing else: seeds come from the prompt's index.
+A long group that starts late leaves all other slots and ranks idle. The order changes only when a prompt is served:
+seeds are derived from the prompt's index.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from colocated_grpo.environments.base import Settled
 from colocated_grpo.types import Group, Prompt
 
 REMEMBERED = 1 << 16
-"""Prompts whose length is kept: more than the rows of common datasets. Every checkpoint holds them."""
+"""Prompts with a remembered length, more than common datasets have rows. They are part of every checkpoint."""
 RECENT = 256
-"""Groups over which a running mean looks back: completions grow or shrink as the policy learns."""
+"""Groups in a running mean: completions grow or shrink as the policy learns."""
 
 
 class RunningMean:
-    """Mean of the first `RECENT` values, from then on an exponential one."""
+    """Mean of the first `RECENT` values; then an exponential moving average."""
 
     def __init__(self, value: float = 0.0, count: int = 0) -> None:
         self.value = value
@@ -34,16 +34,16 @@ class RunningMean:
 
 
 class ExpectedLengths:
-    """Tokens that a prompt's completions will probably have, from those seen so far. Its state is exact in JSON."""
+    """Expected completion length of a prompt, from the lengths seen so far. Its state is exact in JSON."""
 
     def __init__(self) -> None:
         self._by_prompt: dict[str, float] = {}
-        """Mean length when last sampled, the prompt not seen for longest in front."""
+        """Mean length when last sampled, least recently sampled prompt first."""
         self._by_source: dict[str, RunningMean] = {}
         self._overall = RunningMean()
 
     def __call__(self, prompt: Prompt) -> float:
-        """Of the same tokens if they were sampled before, else of the prompt's source, else of everything."""
+        """Length of the same prompt if it was sampled before, else the mean of its source, else of all prompts."""
         seen = self._by_prompt.get(_key(prompt))
         return self._by_source.get(prompt.source, self._overall).value if seen is None else seen
 
@@ -52,7 +52,7 @@ class ExpectedLengths:
             lengths = [len(rollout.token_ids) - rollout.prompt_length for rollout in group.rollouts]
             length = sum(lengths) / len(lengths)
             key = _key(group.prompt)
-            self._by_prompt.pop(key, None)  # a key that stays in place would be forgotten by its first use
+            self._by_prompt.pop(key, None)  # reinsert at the end: the dict is ordered by last use
             self._by_prompt[key] = length
             self._by_source.setdefault(group.prompt.source, RunningMean()).add(length)
             self._overall.add(length)
@@ -73,14 +73,14 @@ class ExpectedLengths:
 
 
 class LongestFirst:
-    """A `BatchSource` whose batches begin with the prompts expected to run longest. Tell it what was sampled."""
+    """A `BatchSource` that sorts each batch by expected length, longest first. `record` updates the lengths."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
         self._lengths = ExpectedLengths()
 
     def next(self, n: int) -> list[Prompt]:
-        # Sorting is stable: prompts of which nothing is known stay in the source's order, and so does a resumed run.
+        # Sorting is stable: prompts without a known length keep the source's order, as a resumed run needs.
         return sorted(self._source.next(n), key=self._lengths, reverse=True)
 
     def record(self, groups: Sequence[Group]) -> Settled:

@@ -1,4 +1,4 @@
-"""Prompts of this run and groups of environments in other processes, in each batch."""
+"""Batches that join groups of this run's own prompts with groups of environments in other processes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from colocated_grpo.types import Group
 
 
 class MixedSupply:
-    """A Supply of two: sampled groups come first, served ones behind them.
+    """Joins two supplies: sampled groups first, served groups after them.
 
-    Both use one driver and one inbox a rank: requests from outside are answered while prompts are sampled, and a rank
-    that has sampled its share goes on with them at once.
+    Both use the rank's one driver and inbox, so requests from outside are served while prompts are sampled, and a rank
+    without further prompts continues with them at once.
     """
 
     def __init__(self, sampled: PromptSupply, served: Supply) -> None:
         self._sampled = sampled
         self._served = served
         self._num_sampled = 0
-        """Groups of the last order that came from prompts."""
+        """Groups of the last order that were sampled from prompts."""
 
     def order(self, step: int) -> Order:
         served = self._served.order(step)
@@ -33,9 +33,9 @@ class MixedSupply:
 
     def _collect(self, job: Job, served: Order) -> list[Group]:
         gather = self._sampled.sample(job)
-        # Nothing is gathered before the served batch is there: a rank that waited for others would answer no requests.
-        behind = served.collect()
-        return _numbered(gather(), 0) + _numbered(behind, 1)
+        # Gather only after the served batch is complete: a rank that waits for others serves no requests.
+        served_groups = served.collect()
+        return _renumbered(gather(), 0) + _renumbered(served_groups, 1)
 
     def settle(self, groups: list[Group]) -> Settled:
         first = self._num_sampled
@@ -48,8 +48,8 @@ class MixedSupply:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != {"sampled", "served"}:
             raise EnvironmentSetupError(
-                "environments: the checkpoint is of a run without an atropos entry beside others; an exact resume "
-                "needs the same ones"
+                "environments: the checkpoint's run had no atropos entry beside others; an exact resume needs the same "
+                "entries"
             )
         self._sampled.load_state_dict(state["sampled"])
         self._served.load_state_dict(state["served"])
@@ -59,6 +59,6 @@ class MixedSupply:
         self._sampled.close()
 
 
-def _numbered(groups: Sequence[Group], side: int) -> list[Group]:
-    """Both sides count from 0; in the run's one stream of prompts the sampled have the even places."""
+def _renumbered(groups: Sequence[Group], side: int) -> list[Group]:
+    """Interleave the indices of both sides, which each count from 0: sampled groups even, served groups odd."""
     return [replace(group, prompt=replace(group.prompt, index=2 * group.prompt.index + side)) for group in groups]

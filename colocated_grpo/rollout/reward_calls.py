@@ -1,36 +1,36 @@
-"""Rewards on threads, beside the engine: a call that never returns costs its own prompt and no other."""
+"""Reward calls on threads while the engine decodes. A call that never returns costs only its own prompt."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from colocated_grpo.environments.rewards.scoring import AWAITED
 from colocated_grpo.types import Completion, Prompt, Score
 
 Judged = tuple[list[str], list[Score]]
-"""The completions of one prompt as text, and their scores."""
+"""Texts and scores of one prompt's completions."""
 Judge = Callable[[Prompt, Sequence[Completion]], Judged]
 
 
 @dataclass(eq=False, slots=True)
 class RewardCall:
-    """The rewards of one prompt, waited for or there."""
+    """The rewards of one prompt, pending or done."""
 
     prompt: Prompt
     completions: Sequence[Completion]
-    future: Future[Judged] | None = None
+    future: Future[Judged] = field(default_factory=Future)
     began: float | None = None
 
     def judged(self) -> Judged | None:
-        """None where nothing came. Raises what the judge raised."""
+        """The result; None if the call timed out. Raises the judge's exception."""
         return self.future.result() if self.future.done() and not self.future.cancelled() else None
 
 
 class RewardCalls:
-    """Calls of a judge on `workers` threads."""
+    """Calls a judge on `workers` threads."""
 
     def __init__(self, judge: Judge, *, workers: int, timeout: float) -> None:
         self._judge = judge
@@ -44,13 +44,13 @@ class RewardCalls:
         return call
 
     def wait(self, calls: Sequence[RewardCall], since: float) -> None:
-        """Until each call is done or has had its timeout, which runs from `since` at the earliest.
+        """Wait until each call is done or has timed out. The timeout starts at `since` or when the call begins.
 
-        Where all that have begun are overdue, those that have not are queued behind calls that hang: they get new
-        workers. Not without end, or a reward that always hangs would be waited for once for every few prompts: new
-        workers that finish nothing are the last ones.
+        If all started calls are overdue, the others are queued behind hanging calls and get new workers. This repeats
+        only while new workers finish something: otherwise a reward that always hangs would cost one timeout for every
+        few prompts.
         """
-        done_before = None
+        done_before: int | None = None
         while late := [call for call in calls if not call.future.done()]:
             due = max([since, *(call.began for call in late if call.began is not None)]) + self._timeout
             if (left := due - time.monotonic()) > 0:
@@ -76,7 +76,7 @@ class RewardCalls:
         return self._judge(call.prompt, call.completions)
 
     def _replace_pool(self) -> None:
-        """Leave calls that hang behind: they cannot be ended, and would keep workers from everything later."""
+        """Abandon hanging calls with their threads, which cannot be ended, and start new workers."""
         self.close()
         AWAITED.leave_if_blocked()
         self._pool = self._new_pool()

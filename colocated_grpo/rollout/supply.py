@@ -1,4 +1,4 @@
-"""Where the groups of a step come from. One object a rank, chosen when the run is built."""
+"""The supply of a step's groups. One `Supply` on each rank, chosen when the run is built."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from colocated_grpo.types import Group, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What one rollout phase is for."""
+    """The work of one rollout phase."""
 
     probe: list[int]
-    """Tokens like those that will be sampled, for the freshness check."""
+    """Tokens for the freshness check, similar to those that will be sampled."""
     collect: Callable[[], list[Group]]
-    """Collective; the engine must be awake. All groups, on every rank. Raises Stopped."""
+    """Collective; the engine must be awake. Returns all groups, on every rank. Raises Stopped."""
 
 
 class Supply(Protocol):
-    """Methods are collective."""
+    """Source of the groups to train. Every method is collective."""
 
     def order(self, step: int) -> Order:
-        """Raises Stopped on every rank once a stop has been asked for."""
+        """Draw the work of a step. Raises Stopped on every rank after a stop request."""
         ...
 
     def settle(self, groups: list[Group]) -> Settled:
-        """What becomes of the groups that the order collected. Its metrics are those of rank 0."""
+        """Decide which of the collected groups are trained now. The returned metrics are rank 0's."""
         ...
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Where it stands, on rank 0: what is ordered and not settled comes again."""
+        """Position of the supply, on rank 0. Work that is ordered and not settled is repeated after a resume."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -49,19 +49,19 @@ class Supply(Protocol):
 
 
 class Opponent(Protocol):
-    """Other weights that the engine can sample with. Collective."""
+    """A second set of weights for the engine. Every method is collective."""
 
     def refresh(self, step: int) -> None:
-        """Become the policy as it is before `step`, where that is due."""
+        """Copy the policy's weights if a refresh is due at `step`."""
         ...
 
     def plays(self) -> AbstractContextManager[None]:
-        """The awake engine has these weights inside the context, and the policy's again behind it."""
+        """Load these weights into the awake engine; restore the policy's on exit."""
         ...
 
 
 class PromptSupply:
-    """Prompts pulled by rank 0, sampled by all."""
+    """Prompts that rank 0 draws and all ranks sample."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PromptSupply:
         sampling: Sampling,
         opponent: Opponent | None = None,
     ) -> None:
-        """source: None on all ranks but 0."""
+        """source: on rank 0 only."""
         self._source = source
         self._collector = collector
         self._world = world
@@ -82,10 +82,10 @@ class PromptSupply:
         self.sampling = sampling
         self._opponent = opponent
         self._before: dict[str, Any] | None = None
-        """Of the source, while what it gave is not settled."""
+        """The source's state before the prompts that are not settled yet."""
 
     def resized(self, config: RolloutConfig, sampling: Sampling) -> PromptSupply:
-        """Another amount of work from the same source."""
+        """The same supply with another amount of work a step, for benchmarks."""
         other = copy(self)
         other._config, other.sampling = config, sampling
         return other
@@ -95,7 +95,7 @@ class PromptSupply:
         return Order(probe=job.prompts[0].token_ids, collect=lambda: self._collect(job))
 
     def job(self, step: int) -> Job:
-        """Collective. Raises Stopped on every rank once a stop has been asked for."""
+        """Draw the prompts of a step. Collective. Raises Stopped on every rank after a stop request."""
         if self._opponent is not None:
             self._opponent.refresh(step)
         prompts = self._world.from_main(self._pull)
@@ -104,7 +104,7 @@ class PromptSupply:
         return Job(name=f"train/{step}", prompts=prompts, group_size=self._config.group_size, sampling=self.sampling)
 
     def sample(self, job: Job) -> Gather:
-        """This rank's share of the job, as `Collector.sample` has it."""
+        """Decode this rank's prompts of the job; see `Collector.sample`."""
         return self._collector.sample(job)
 
     def _collect(self, job: Job) -> list[Group]:
@@ -112,6 +112,7 @@ class PromptSupply:
         groups = self._collector.collect(replace(job, prompts=own)) if own else []
         others = [prompt for prompt in job.prompts if prompt.by_opponent]
         if others:
+            assert self._opponent is not None  # the config of games with an opponent's turns names one
             with self._opponent.plays():
                 its_job = replace(job, name=f"{job.name}/opponent", prompts=others, group_size=1)
                 groups += self._collector.collect(its_job)
@@ -120,12 +121,17 @@ class PromptSupply:
     def _pull(self) -> list[Prompt] | None:
         if self._stop_asked():
             return None
-        self._before = self._source.state_dict()
-        return self._source.next(self._config.prompts_per_step)
+        source = self._main_source()
+        self._before = source.state_dict()
+        return source.next(self._config.prompts_per_step)
 
     def settle(self, groups: list[Group]) -> Settled:
         self._before = None
-        return self._world.from_main(lambda: self._source.record(groups))
+        return self._world.from_main(lambda: self._main_source().record(groups))
+
+    def _main_source(self) -> LongestFirst:
+        assert self._source is not None  # on rank 0
+        return self._source
 
     def state_dict(self) -> dict[str, Any] | None:
         return self._before or (self._source.state_dict() if self._source is not None else None)
@@ -135,4 +141,4 @@ class PromptSupply:
             self._source.load_state_dict(state)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: there is no open resource."""

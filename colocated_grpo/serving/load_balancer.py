@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from colocated_grpo.rollout.engine import Request
-from colocated_grpo.rollout.inbox import Listen
+from colocated_grpo.rollout.inbox import OnDelta
 from colocated_grpo.types import Completion
 
 T = TypeVar("T")
-Send = Callable[[Request, Listen | None], "Future[Completion]"]
+Send = Callable[[Request, OnDelta | None], "Future[Completion]"]
 
 
 class Unserved(Exception):
@@ -29,7 +29,7 @@ class LeastBusy:
         """Set by whoever ends the run: no engine will be driven again."""
 
     async def send(
-        self, request: Request, listen: Listen | None = None, then: Callable[[Completion], None] | None = None
+        self, request: Request, listen: OnDelta | None = None, then: Callable[[Completion], None] | None = None
     ) -> Completion:
         """Cancelling it takes the request out of its engine. Raises Unserved when the run ends before it is done.
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
-from colocated_grpo.rollout.inbox import Inbox, Listen
+from colocated_grpo.rollout.inbox import Inbox, OnDelta
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Completion
 
@@ -69,12 +69,12 @@ class Link:
         connection.sendall(secret.encode() + b"\n")
         self._line = _Line(connection)
         self._futures: dict[int, Future[Completion]] = {}
-        self._listeners: dict[int, Listen] = {}
+        self._listeners: dict[int, OnDelta] = {}
         self._sent = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._receive, name="link", daemon=True).start()
 
-    def put(self, request: Request, listen: Listen | None = None) -> Future[Completion]:
+    def put(self, request: Request, listen: OnDelta | None = None) -> Future[Completion]:
         """As `Inbox.put`; pieces are told on the thread that receives them."""
         future: Future[Completion] = Future()
         with self._lock:
@@ -181,7 +181,7 @@ class LinkedInbox:
         if "end" in message:
             self.aborted = message["abort"]
             self._ended = message["end"]
-            self._inbox.ring()
+            self._inbox.wake()
         elif "cancel" in message:
             future = self._futures.pop(message["cancel"], None)
             if future is not None:

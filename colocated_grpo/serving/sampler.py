@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from colocated_grpo.config.schema import COLDEST
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
-from colocated_grpo.rollout.inbox import Listen
+from colocated_grpo.rollout.inbox import OnDelta
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.serving.detokenizer import Spelling, before_stop
 from colocated_grpo.serving.load_balancer import LeastBusy, outcome
@@ -151,7 +151,7 @@ class Sampler:
         ]
 
     async def _sample_one(
-        self, request: Request, wish: SamplingWish, alternatives: int, listen: Listen | None = None
+        self, request: Request, wish: SamplingWish, alternatives: int, listen: OnDelta | None = None
     ) -> Served:
         scored: list[Future[list[dict[int, float]]]] = []
 

@@ -1,7 +1,7 @@
-"""Weights from FSDP2 shards into the engine of the same process.
+"""Weight sync from FSDP2 shards into the engine of the same process.
 
-Shards are cast to the engine's type before anything moves, gathered in buckets on a second stream, and copied from the
-gathered bucket straight into the engine's parameters while the next bucket is under way.
+Each rank casts its shards to the engine's type, all-gathers them in buckets, and copies every gathered bucket straight
+into the engine's parameters on a side stream while the next bucket is being gathered.
 """
 
 from __future__ import annotations
@@ -11,111 +11,115 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from colocated_grpo.rollout.engine import RolloutEngine
 from colocated_grpo.runtime.distributed import local_part, whole
 from colocated_grpo.weights.plan import Plan, Target, build_plan
 
 BUCKET_BYTES = 512 << 20
-"""Gathered bytes of one bucket; two exist at a time."""
+"""Gathered bytes of one bucket. Two buckets are in memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Rows [first, first + rows) of a parameter, as one rank contributes them, and where they go."""
+class ShardSlice:
+    """The rows of a parameter that one rank contributes, and their destination in the engine."""
 
     destination: Tensor
+    """View into an engine parameter."""
     rank: int
     offset: int
-    """Elements before this piece in the rank's part of the bucket."""
+    """Elements before this slice in the rank's part of the bucket."""
     shape: tuple[int, ...]
-    """Of the contributed rows."""
+    """Shape of the contributed rows."""
     cut: tuple[slice, ...]
-    """What of those rows this engine rank takes."""
+    """Part of those rows that belongs to this engine rank (tensor parallelism)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
+    """Parameters that are gathered together."""
+
     parameters: list[Tensor]
     size: int
     """Elements that each rank contributes, padding included."""
-    pieces: list[Piece]
+    slices: list[ShardSlice]
 
 
 class ColocatedSync:
-    """Writes the policy's weights into the engine. Collective, in lockstep over all ranks.
+    """Copies the policy's weights into the engine. Every method is collective, called in lockstep by all ranks.
 
-    The first sync goes through the engine's own `load_weights`; the plan built then is used only if every one of its
-    views holds exactly what that load wrote.
+    The first sync uses the engine's own `load_weights`. A plan built afterwards is adopted only if each of its views
+    holds bit for bit what that load has written; otherwise all syncs use `load_weights`.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        engine_model: nn.Module,
-        tensor_parallel_rank: int,
-        load_weights: Callable[[Iterator[tuple[str, Tensor]]], None],
+        engine: RolloutEngine,
         agree: Callable[[bool], bool],
         *,
-        transformed: bool,
         device: torch.device,
+        planned: bool = True,
     ) -> None:
+        """parameters: sharded tensors by checkpoint name. agree: logical AND over all ranks, collective.
+
+        planned: False keeps to the engine's own loader.
+        """
         self._parameters = parameters
-        self._model = engine_model
-        self._rank = tensor_parallel_rank
-        self._load_weights = load_weights
+        self._engine = engine
         self._agree = agree
-        self._transformed = transformed
+        self._planned = planned and not engine.transforms_weights
         self._device = device
-        self._dtype = next(engine_model.parameters()).dtype
+        self._dtype = next(engine.model.parameters()).dtype
         self.plan: Plan | None = None
-        """Where weights are written; None before it is proven, and where it cannot be."""
+        """Destination of each parameter. None before it is verified, and for models that it does not fit."""
         self._buckets: list[Bucket] = []
-        self._proven = False
+        self._loaded_once = False
 
     @property
     def path(self) -> str:
-        """How weights travel: 'views' (planned copies) or 'load_weights' (the engine's loader)."""
+        """'views' (planned copies) or 'load_weights' (the engine's loader)."""
         return "views" if self.plan is not None else "load_weights"
 
     @torch.no_grad()
     def sync(self) -> None:
         if self.plan is not None:
-            self._write()
+            self._write(self.plan)
             return
-        self._load_weights(self._full_tensors())
-        if not self._proven:
-            self._proven = True
-            self._prove()
+        self._engine.load_weights(self._full_tensors())
+        if not self._loaded_once:
+            self._loaded_once = True
+            self._adopt_verified_plan()
 
     def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
             yield name, whole(parameter.detach()).to(self._device, self._dtype)
 
-    def _prove(self) -> None:
-        """Adopt a plan if its views hold, bit for bit, what `load_weights` has just written, on every rank."""
+    def _adopt_verified_plan(self) -> None:
+        """Set `plan` if on every rank its views hold, bit for bit, what `load_weights` has just written."""
         plan = None
-        if not self._transformed:
+        if self._planned:
             shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-            plan = build_plan(self._model, shapes, self._rank)
-        if not self._agree(plan is not None):
+            plan = build_plan(self._engine.model, shapes, self._engine.tensor_parallel_rank)
+        if not self._agree(plan is not None) or plan is None:
             return
         self._buckets = make_buckets(self._parameters, plan, self._world_size(), self._dtype)
-        held = [self._holds(bucket) for bucket in self._buckets]  # all of them: every rank joins every gather
-        if self._agree(all(held)):
+        loaded = [self._is_loaded(bucket) for bucket in self._buckets]  # of every bucket: all ranks join all gathers
+        if self._agree(all(loaded)):
             self.plan = plan
 
-    def _holds(self, bucket: Bucket) -> bool:
+    def _is_loaded(self, bucket: Bucket) -> bool:
         sources = self._sources(bucket, self._gather(bucket))
-        return all(torch.equal(piece.destination, source) for piece, source in zip(bucket.pieces, sources, strict=True))
+        return all(torch.equal(part.destination, source) for part, source in zip(bucket.slices, sources, strict=True))
 
-    def _write(self) -> None:
+    def _write(self, plan: Plan) -> None:
         copy = _SideStreamCopy(self._device)
         for bucket in self._buckets:
             gathered = self._gather(bucket)
-            copy([piece.destination for piece in bucket.pieces], self._sources(bucket, gathered))
+            copy([part.destination for part in bucket.slices], self._sources(bucket, gathered))
         copy.wait()
-        for rows in self.plan.padding:
+        for rows in plan.padding:
             rows.zero_()
 
     def _world_size(self) -> int:
@@ -135,17 +139,17 @@ class ColocatedSync:
     def _sources(bucket: Bucket, gathered: Tensor) -> list[Tensor]:
         rows = gathered.unbind(0)
         return [
-            rows[piece.rank][piece.offset : piece.offset + _numel(piece.shape)].view(piece.shape)[piece.cut]
-            for piece in bucket.pieces
+            rows[part.rank][part.offset : part.offset + _numel(part.shape)].view(part.shape)[part.cut]
+            for part in bucket.slices
         ]
 
 
 class _SideStreamCopy:
-    """Copies that run beside the next gather on CUDA, and at once elsewhere."""
+    """Copies on a side stream on CUDA, in parallel with the next gather; plain copies on other devices."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: torch.cuda.Event | None = None
+        self._last: torch.Event | None = None
 
     def __call__(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         if self._stream is None:
@@ -157,7 +161,7 @@ class _SideStreamCopy:
             for source in sources:
                 source.record_stream(self._stream)
         if self._last is not None:
-            self._last.synchronize()  # gathers queued further ahead would each need a bucket's memory
+            self._last.synchronize()  # each gather queued further ahead would need one more bucket of memory
         self._last = self._stream.record_event()
 
     def wait(self) -> None:
@@ -166,37 +170,37 @@ class _SideStreamCopy:
 
 
 def make_buckets(parameters: Mapping[str, Tensor], plan: Plan, world_size: int, dtype: torch.dtype) -> list[Bucket]:
-    """Parameters in order, cut into buckets of about BUCKET_BYTES gathered."""
+    """Split the parameters, in order, into buckets of about BUCKET_BYTES gathered."""
     limit = BUCKET_BYTES // dtype.itemsize // world_size
     buckets: list[Bucket] = []
     members: list[Tensor] = []
-    pieces: list[Piece] = []
+    slices: list[ShardSlice] = []
     size = 0
     for name, parameter in parameters.items():
         slot = _slot_numel(parameter.shape, world_size)
         if members and size + slot > limit:
-            buckets.append(Bucket(parameters=members, size=size, pieces=pieces))
-            members, pieces, size = [], [], 0
+            buckets.append(Bucket(parameters=members, size=size, slices=slices))
+            members, slices, size = [], [], 0
         members.append(parameter)
-        pieces += _pieces(parameter.shape, plan.targets[name], world_size, size)
+        slices += _slices(parameter.shape, plan.targets[name], world_size, size)
         size += slot
-    return [*buckets, Bucket(parameters=members, size=size, pieces=pieces)]
+    return [*buckets, Bucket(parameters=members, size=size, slices=slices)]
 
 
-def _pieces(shape: torch.Size, target: Target, world_size: int, offset: int) -> list[Piece]:
-    """FSDP2 gives rank r the rows [r * chunk, (r + 1) * chunk), the last ranks fewer or none."""
+def _slices(shape: torch.Size, target: Target, world_size: int, offset: int) -> list[ShardSlice]:
+    """Slices of all ranks. FSDP2 gives rank r the rows [r * chunk, (r + 1) * chunk), the last ranks fewer or none."""
     chunk = -(-shape[0] // world_size)
-    pieces = []
+    slices = []
     for rank in range(world_size):
         first, last = min(rank * chunk, shape[0]), min((rank + 1) * chunk, shape[0])
-        piece = _piece(shape, target, rank, offset, first, last - first)
-        if piece is not None:
-            pieces.append(piece)
-    return pieces
+        part = _slice(shape, target, rank, offset, first, last - first)
+        if part is not None:
+            slices.append(part)
+    return slices
 
 
-def _piece(shape: torch.Size, target: Target, rank: int, offset: int, first: int, rows: int) -> Piece | None:
-    """The overlap of one rank's rows with what the engine's view takes; None where they do not meet."""
+def _slice(shape: torch.Size, target: Target, rank: int, offset: int, first: int, rows: int) -> ShardSlice | None:
+    """Overlap of one rank's rows with the rows of the engine's view; None if there is none."""
     wanted = target.view.shape[target.dim]
     contributed = (rows, *shape[1:])
     if target.dim == 1:
@@ -208,11 +212,12 @@ def _piece(shape: torch.Size, target: Target, rank: int, offset: int, first: int
         begin -= target.start
     if count <= 0:
         return None
-    return Piece(destination=target.view.narrow(0, begin, count), rank=rank, offset=offset, shape=contributed, cut=cut)
+    destination = target.view.narrow(0, begin, count)
+    return ShardSlice(destination=destination, rank=rank, offset=offset, shape=contributed, cut=cut)
 
 
 def _slots(own: Tensor, bucket: Bucket, world_size: int) -> list[Tensor]:
-    """Views into this rank's contribution, one for each parameter's local rows."""
+    """Views into this rank's contribution `own`, one for the local rows of each parameter."""
     slots, offset = [], 0
     for parameter in bucket.parameters:
         local = local_part(parameter)
@@ -222,7 +227,7 @@ def _slots(own: Tensor, bucket: Bucket, world_size: int) -> list[Tensor]:
 
 
 def _slot_numel(shape: torch.Size, world_size: int) -> int:
-    """Elements of the largest share of a parameter; every rank's slot has this size so that offsets agree."""
+    """Elements of a parameter's largest shard. Slots of all ranks have this size, so that offsets agree."""
     return -(-shape[0] // world_size) * _numel(shape[1:])
 
 

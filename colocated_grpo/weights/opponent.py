@@ -1,4 +1,4 @@
-"""A second set of weights for the engine: a frozen opponent that plays against the policy."""
+"""A second set of weights for the engine: a frozen opponent for games against the policy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from colocated_grpo.weights.colocated import ColocatedSync
 Parameters = Mapping[str, Tensor]
 
 NO_VERSION = -1
-"""Policy version of what the opponent samples."""
+"""policy_version of the opponent's completions."""
 
 
-class Opponent:
-    """Takes the engine over between two batches, when nothing is under way: all ranks change together, and no second
-    engine holds memory. Every method is collective.
+class FrozenOpponent:
+    """Loads its weights into the engine between two batches, so that no second engine needs memory.
+
+    Every method is collective. No request may be running when the weights change.
     """
 
     def __init__(
@@ -28,34 +29,35 @@ class Opponent:
         policy: Parameters,
         into_engine: ColocatedSync,
         weights_changed: Callable[[int], None],
-        put_policy_back: Callable[[], None],
+        restore_policy: Callable[[], None],
         refresh_every: int,
     ) -> None:
-        """parameters: the frozen weights, named and sharded as the policy's, wherever they rest.
+        """parameters: the frozen weights, named and sharded as the policy's, in host or device memory.
 
-        into_engine: writes them. weights_changed: tells the engine so. refresh_every: steps; 0: never.
+        into_engine: the sync of these parameters. weights_changed: `RolloutEngine.weights_changed`. restore_policy:
+        writes the policy's weights into the engine again. refresh_every: in steps; 0: never.
         """
         self.parameters = parameters
         self._policy = policy
         self._into_engine = into_engine
         self._weights_changed = weights_changed
-        self._put_policy_back = put_policy_back
+        self._restore_policy = restore_policy
         self._refresh_every = refresh_every
 
     @contextmanager
     def plays(self) -> Iterator[None]:
-        """The engine, awake, samples with the opponent's weights.
+        """Sample with the opponent's weights inside the context. The engine must be awake.
 
-        An error leaves them there: to put the policy's back takes all ranks, and the others may not have met it.
+        After an error they stay: restoring the policy's is collective, and other ranks may not have failed.
         """
         self._into_engine.sync()
         self._weights_changed(NO_VERSION)
         yield
-        self._put_policy_back()
+        self._restore_policy()
 
     @torch.no_grad()
     def refresh(self, step: int) -> None:
-        """Become what the policy is before `step`, where that is due. A run resumed at `step` does the same again."""
+        """Copy the policy's weights if a refresh is due at `step`. A run resumed at `step` repeats it."""
         if self._refresh_every and step and step % self._refresh_every == 0:
             own = [local_part(parameter) for parameter in self.parameters.values()]
             torch._foreach_copy_(own, [local_part(parameter) for parameter in self._policy.values()])

@@ -1,7 +1,7 @@
-"""Where each checkpoint tensor lives inside the engine: views into vLLM's fused, padded and tensor-parallel parameters.
+"""The place of each checkpoint tensor in the engine: a view into vLLM's fused, padded and tensor-parallel parameters.
 
-A plan is derived from the engine's module tree and then proven: after a full `load_weights` every view must hold the
-values that were loaded. A model that fails keeps loading through `load_weights`.
+A plan is derived from the engine's module tree and then verified by `ColocatedSync`: after a full `load_weights` every
+view must hold the loaded values. A model that fails keeps loading through `load_weights`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Part of an engine parameter that one checkpoint tensor fills."""
+    """The part of an engine parameter that one checkpoint tensor fills."""
 
     view: Tensor
     dim: int
-    """Dimension along which this rank's tensor-parallel share is cut from the checkpoint tensor."""
+    """Dimension along which tensor parallelism splits the checkpoint tensor."""
     start: int
-    """First row (dim 0) or column (dim 1) of that share."""
+    """First row (dim 0) or column (dim 1) of this rank's part of the checkpoint tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """Targets of all checkpoint tensors. Together with the padding they cover every engine parameter once."""
+
     targets: dict[str, Target]
+    """By checkpoint name."""
     padding: list[Tensor]
-    """Rows that no checkpoint tensor fills (vocabulary padding); they are zeroed with every sync."""
+    """Rows without a checkpoint tensor (vocabulary padding). Each sync zeroes them."""
 
 
 def build_plan(model: nn.Module, shapes: Mapping[str, torch.Size], tensor_parallel_rank: int) -> Plan | None:
-    """A plan for checkpoint tensors of these names and shapes, or None where the engine's layout is not understood."""
+    """Return the plan for checkpoint tensors of these names and shapes; None if the engine's layout is unknown."""
     parameters = dict(model.named_parameters())
     fused = _fused_names(model)
     targets: dict[str, Target] = {}
@@ -88,7 +91,8 @@ def _target(
 
 def _qkv_target(module: QKVParallelLinear, parameter: Tensor, part: str, rank: int) -> Target:
     offset, size = module._get_shard_offset_mapping(part), module._get_shard_size_mapping(part)
-    # Key and value heads are copied to several ranks where there are fewer heads than ranks.
+    assert offset is not None and size is not None  # None for parts other than q, k and v
+    # With fewer key-value heads than ranks, each head is replicated on several ranks.
     source = rank if part == "q" else rank // module.num_kv_head_replicas
     return Target(view=parameter.narrow(0, offset, size), dim=0, start=source * size)
 
@@ -100,7 +104,7 @@ def _merged_target(module: MergedColumnParallelLinear, parameter: Tensor, positi
 
 
 def _fits(target: Target, shape: torch.Size) -> bool:
-    """Whether the view has the checkpoint tensor's shape, except that it may be a share of `target.dim`."""
+    """True if the view has the checkpoint tensor's shape, or a part of it along `target.dim`."""
     if target.view.dim() != len(shape):
         return False
     return all(
@@ -110,10 +114,13 @@ def _fits(target: Target, shape: torch.Size) -> bool:
 
 
 def _padding(model: nn.Module) -> Iterable[Tensor]:
+    """Rows of vocabulary padding, once for each embedding; tied ones are one tensor."""
     seen: set[int] = set()
     for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and module.weight.data_ptr() not in seen:
-            seen.add(module.weight.data_ptr())
-            used = module.shard_indices.org_vocab_end_index - module.shard_indices.org_vocab_start_index
-            if used < len(module.weight):
-                yield module.weight.data[used:]
+        if not isinstance(module, VocabParallelEmbedding):
+            continue
+        weight = module.get_parameter("weight").data
+        used = module.shard_indices.org_vocab_end_index - module.shard_indices.org_vocab_start_index
+        if weight.data_ptr() not in seen and used < len(weight):
+            seen.add(weight.data_ptr())
+            yield weight[used:]

@@ -1,4 +1,4 @@
-"""One copy of the weights: the policy computes with the engine's own parameters, so that a sync moves nothing."""
+"""One copy of the weights: the policy computes with the engine's own parameters, so a sync moves nothing."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from colocated_grpo.weights.colocated import ColocatedSync
 
 
 class SharedSync:
-    """Stands where `ColocatedSync` would: each optimizer step has written the engine's weights already."""
+    """A sync without copies: each optimizer step writes the engine's weights."""
 
     def sync(self) -> None:
-        """Nothing to do: what was computed with older weights is forgotten by `RolloutEngine.weights_changed`."""
+        """Do nothing. `RolloutEngine.weights_changed`, which the caller runs next, drops cached prefixes."""
 
 
 def share(copies: ColocatedSync, adopt: Callable[[Mapping[str, Tensor]], bool]) -> SharedSync:
-    """Let the policy `adopt` the engine's parameters, as the plan of `copies` splits them. The engine must be mapped.
+    """Replace the policy's compute weights by views of the engine's parameters. The engine must be awake.
 
-    Raises RunError where there is no plan, or the policy cannot compute with its views.
+    adopt: takes the views by checkpoint name; False if the policy cannot compute with them. Raises RunError in that
+    case, and for models without a verified plan.
     """
-    copies.sync()  # builds the plan and proves it
+    copies.sync()  # builds and verifies the plan
     plan = copies.plan
     if plan is None or not adopt({name: target.view for name, target in plan.targets.items()}):
         raise RunError(
-            "weights=shared: the engine does not hold this model's weights as the checkpoint has them; "
-            "use weights=copied"
+            "weights=shared: the engine stores this model's weights in another layout than the checkpoint; "
+            "set weights=copied"
         )
     for rows in plan.padding:
-        rows.zero_()  # once: nobody else writes them
+        rows.zero_()  # once is enough: no sync writes to them later
     return SharedSync()

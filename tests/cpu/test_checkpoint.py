@@ -179,7 +179,7 @@ def change_weights_while_writing(world: World, folder: Path, run_dir: Path) -> t
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_that_goes_on_while_files_are_written_does_not_reach_them(world, model_folder, tmp_path, world_size):
+def test_training_during_a_save_does_not_change_the_saved_tensors(world, model_folder, tmp_path, world_size):
     arguments = model_folder(), tmp_path
     one_rank = world_size == 1
     results = (
@@ -191,7 +191,7 @@ def test_training_that_goes_on_while_files_are_written_does_not_reach_them(world
         assert_same(restored, saved, rtol=0, atol=0)
 
 
-def test_a_save_that_was_killed_is_never_taken_for_a_checkpoint(world, model_folder, tmp_path):
+def test_an_interrupted_save_is_not_a_checkpoint(world, model_folder, tmp_path):
     save_and_go_on(world, model_folder(), tmp_path, "adamw")
     whole_one = tmp_path / FOLDER / "step_000005"
     killed = tmp_path / FOLDER / "step_000006.partial"
@@ -203,7 +203,7 @@ def test_a_save_that_was_killed_is_never_taken_for_a_checkpoint(world, model_fol
     assert checkpoints_of(world, tmp_path).restore(policy)[0] == 5
 
 
-def test_a_copy_that_somebody_made_beside_the_checkpoints_is_neither_resumed_nor_counted(world, model_folder, tmp_path):
+def test_a_users_copy_beside_the_checkpoints_is_neither_resumed_nor_counted(world, model_folder, tmp_path):
     save_and_go_on(world, model_folder(), tmp_path, "adamw")
     own = tmp_path / FOLDER / "step_000005"
     for name in ("step_best", "step_000009 copy"):
@@ -229,7 +229,7 @@ def half(file: Path) -> None:
         (lambda folder: (folder / "__0_0.distcp").unlink(), "rank 0: FileNotFoundError: .*"),
     ],
 )
-def test_a_checkpoint_that_was_damaged_is_told_in_one_line(world, model_folder, tmp_path, damage, cause):
+def test_a_damaged_checkpoint_is_one_line(world, model_folder, tmp_path, damage, cause):
     save_and_go_on(world, model_folder(), tmp_path, "adamw")
     folder = tmp_path / FOLDER / "step_000005"
     damage(folder)
@@ -238,7 +238,7 @@ def test_a_checkpoint_that_was_damaged_is_told_in_one_line(world, model_folder, 
         checkpoints_of(world, tmp_path).restore(policy)
 
 
-def test_a_deletion_that_was_killed_leaves_no_half_of_a_checkpoint(world, model_folder, tmp_path, monkeypatch):
+def test_an_interrupted_deletion_leaves_no_partial_checkpoint(world, model_folder, tmp_path, monkeypatch):
     policy = policy_of(config_with(model_folder(), "adamw"), world)
     checkpoints = checkpoints_of(world, tmp_path, keep_last=1)
     for step in (1, 2):
@@ -341,7 +341,7 @@ def test_only_the_newest_checkpoints_are_kept(world, model_folder, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_run_that_is_stopped_before_its_first_step_can_be_continued(world, model_folder, tmp_path, optimizer):
+def test_a_run_stopped_before_its_first_step_can_be_resumed(world, model_folder, tmp_path, optimizer):
     config = config_with(model_folder(), optimizer)
     policy = policy_of(config, world)
     checkpoints = checkpoints_of(world, tmp_path)

@@ -99,7 +99,7 @@ def test_weights_are_woken_and_written_before_the_cache_is_mapped():
     assert Stage().rollout(0) == SYNCED
 
 
-def test_the_optimizer_leaves_before_the_cache_is_mapped_and_returns_after_the_engine_sleeps():
+def test_the_optimizer_is_offloaded_before_the_cache_is_mapped_and_returns_after_the_engine_sleeps():
     assert Stage(offloads=True).rollout(0) == [
         "policy scores [3, 1, 2]",
         "wake weights",
@@ -123,7 +123,7 @@ def test_the_engine_sleeps_and_the_optimizer_returns_when_generation_fails(error
     assert stage.events[-3:] == ["generate", "sleep", "optimizer to device"]
 
 
-def test_nothing_is_generated_from_weights_that_are_not_the_policys():
+def test_a_failed_freshness_check_prevents_generation():
     stage = Stage(stale=True)
     with pytest.raises(RunError, match="stale"):
         stage.rollout(0)
@@ -141,7 +141,7 @@ def test_the_first_phase_of_a_resumed_run_writes_the_weights_whatever_the_step()
     assert [stage.rollout(step) == SYNCED for step in (2, 3, 4)] == [True, False, True]
 
 
-def test_a_sync_can_be_asked_for_between_its_turns():
+def test_a_sync_can_be_requested_between_regular_syncs():
     stage = Stage(sync_frequency=100)
     stage.rollout(0)
     assert stage.rollout(50, sync=True) == SYNCED
@@ -199,7 +199,7 @@ def test_a_step_is_measured_phase_by_phase():
     assert stage.clock.read().keys() == seconds | {"memory/generate_gib", "memory/train_gib"}
 
 
-def test_what_the_freshness_check_measured_is_told_until_the_next_phase():
+def test_the_freshness_result_is_kept_until_the_next_phase():
     stage = Stage(sync_frequency=2)
     told = []
     for step in range(3):

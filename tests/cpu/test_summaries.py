@@ -58,7 +58,7 @@ def test_too_many_failed_rewards_stop_the_run_with_the_first_error():
         check_reward_errors(groups(), RolloutConfig(max_reward_errors=0.2))
 
 
-def test_scores_of_an_opponent_are_not_among_those_that_may_fail():
+def test_scores_of_an_opponent_do_not_count_as_failures():
     failed = replace(rollout_of([1], [2]), score=Score(reward=None, error="KeyError: 'x'"))
     fine = group_of(0, [rollout_of([1], [2])] * 4)
 
@@ -90,11 +90,11 @@ def test_a_rollout_that_sampled_nothing_has_no_staleness():
         ([], "none of its groups is trained yet, their turns wait for the end of their games"),
     ],
 )
-def test_a_batch_that_teaches_nothing_says_why(rewards, line):
+def test_a_batch_without_a_training_signal_says_why(rewards, line):
     batch = [group_of(n, [rollout_of([1], [2], reward=one) for one in group]) for n, group in enumerate(rewards)]
     assert lack_of_signal(batch) == line
 
 
-def test_advantages_that_come_ready_made_teach_whatever_the_rewards_are():
+def test_given_advantages_are_a_training_signal_whatever_the_rewards_are():
     judged = [replace(rollout_of([1], [2], reward=1.0), advantages=[0.5])] * 2
     assert lack_of_signal([group_of(0, judged)]) is None

@@ -32,8 +32,7 @@ class Pair:
     def __init__(self, world: World, model: Path, **changes: Any) -> None:
         os.environ.update(library_environment("INFO"))
         # The engine's own imports read the variables above.
-        from colocated_grpo.build.run import build_engine
-        from colocated_grpo.build.weights import build_opponent, build_sync, read_opponent
+        from colocated_grpo.build.policy import build_engine, build_opponent, build_sync, read_opponent
 
         self.world = world
         self.config = Config.model_validate(settings(model, **changes))

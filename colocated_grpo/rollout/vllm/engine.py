@@ -43,7 +43,8 @@ class VLLMEngine:
             self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._worker = self._engine.model_executor.driver_worker.worker
-        self.max_num_seqs = config.engine.max_num_seqs
+        assert config.engine.max_num_seqs is not None  # with_max_num_seqs has set it
+        self.max_num_seqs: int = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization"))
         self._requests: Requests = (MixedRequests if needs_text(config) else CoreRequests)(self._engine)
         self._keys: dict[str, Hashable] = {}

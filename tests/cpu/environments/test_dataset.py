@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, DatasetDict
 
-from colocated_grpo.build.run import hold_out
+from colocated_grpo.build.data import draw_held_out
 from colocated_grpo.config import Config
 from colocated_grpo.config.schema import EvaluationConfig
 from colocated_grpo.environments import EnvironmentSetupError, build_environments, dataset
@@ -86,7 +86,7 @@ def test_a_run_whose_rows_are_too_few_to_evaluate_on_any_says_so(tmp_path, rows,
     path = write(tmp_path / "rows.jsonl", ROWS[:rows])
     lines = []
     evaluated = SimpleNamespace(evaluation=EvaluationConfig(every=every))
-    hold_out(evaluated, environments(path, **{"held_out": None} | fields), SimpleNamespace(note=lines.append))
+    draw_held_out(evaluated, environments(path, **{"held_out": None} | fields), SimpleNamespace(note=lines.append))
     line = f"environments '{path}': of 9 rows none is held out for evaluation; set held_out or eval_split"
     assert lines == [line] * told
 

@@ -21,7 +21,7 @@ from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.prompt_queue import FixedShares, Job, Replicated, SharedCounter, Sharing
+from colocated_grpo.rollout.prompt_queue import Dispatch, DynamicDispatch, Job, ReplicatedDispatch, StaticDispatch
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Completion, Group, Prompt, Score
 from tests.support.fakes import FakeEngine, completion_of
@@ -76,7 +76,7 @@ def collector_of(
     engine: FakeEngine,
     scorer: Scorer,
     world: World,
-    sharing: Sharing | None = None,
+    dispatch: Dispatch | None = None,
     *,
     workers: int = 4,
     timeout: float = 30.0,
@@ -89,7 +89,7 @@ def collector_of(
         {"fake": scorer},
         text_of,
         world,
-        sharing or SharedCounter(world.store, world.size),
+        dispatch or DynamicDispatch(world.store, world.size),
         seed=0,
         reward_workers=workers,
         reward_timeout=timeout,
@@ -145,7 +145,7 @@ def test_seeds_depend_on_the_job_the_prompt_and_the_sibling_and_are_all_differen
     assert len({request.seed for request in engine.submitted}) == len(engine.submitted) == 24
 
 
-def test_single_completions_enter_the_engine_together_and_keep_its_seats_taken():
+def test_single_completions_are_admitted_together_and_keep_all_slots_busy():
     steps, entered = [1 + 7 * index % 40 for index in range(256)], []
     engine = FakeEngine(
         max_num_seqs=32,
@@ -165,7 +165,7 @@ def test_no_more_completions_run_than_the_engine_has_room_for():
     assert engine.most_running == 4
 
 
-def test_the_shared_counter_is_not_asked_again_once_it_is_empty():
+def test_an_exhausted_counter_is_not_incremented_again():
     asked = []
 
     class CountingStore(dist.HashStore):
@@ -174,12 +174,12 @@ def test_the_shared_counter_is_not_asked_again_once_it_is_empty():
             return super().add(key, amount)
 
     engine = FakeEngine(decode_steps=lambda request: 50 if request.key == (3, 0) else 1)
-    sharing = SharedCounter(CountingStore(), num_engines=2)
-    collector_of(engine, SumScorer(), single_rank(), sharing).collect(job_of(4))
+    dispatch = DynamicDispatch(CountingStore(), num_engines=2)
+    collector_of(engine, SumScorer(), single_rank(), dispatch).collect(job_of(4))
     assert len(asked) == 5
 
 
-def test_rewards_run_while_others_still_generate():
+def test_rewards_run_while_other_completions_decode():
     scored = threading.Event()
     engine = FakeEngine(
         # Prompt 1 decodes on until prompt 0 has its reward: without overlap this never ends.
@@ -248,7 +248,7 @@ def test_rewards_that_hang_cost_nothing_to_those_queued_behind_them(never):
     assert [group.prompt.text for group in groups if group.rollouts[0].score.error] == ["p0", "p1", "p9"]
 
 
-def test_a_reward_that_always_hangs_is_not_waited_for_once_for_every_prompt(never):
+def test_a_reward_that_always_hangs_costs_one_timeout_and_not_one_for_every_prompt(never):
     began = []
     judge = Judge(lambda prompt: (began.append(prompt.text), never.wait()))
     groups = collector_of(FakeEngine(), judge, single_rank(), workers=2, timeout=0.1).collect(job_of(16))
@@ -256,7 +256,7 @@ def test_a_reward_that_always_hangs_is_not_waited_for_once_for_every_prompt(neve
     assert len(began) == 4
 
 
-def test_time_in_the_queue_is_no_time_of_the_reward():
+def test_queueing_time_does_not_count_toward_the_reward_timeout():
     begun = threading.Semaphore(0)
     # Each lasts for 0.1 s: together they take longer than one may.
     judge = Judge(lambda prompt: begun.acquire(timeout=0.1))
@@ -287,7 +287,7 @@ def test_an_async_reward_that_blocks_its_loop_costs_the_next_batch_nothing(never
     assert rewards_of(collector.collect(replace(job, prompts=job.prompts[1:]))) == [[1.0] * 3] * 4
 
 
-def test_a_loop_is_kept_for_its_clients_as_long_as_it_answers():
+def test_an_event_loop_is_kept_as_long_as_it_responds():
     loop = event_loops.SharedLoop("test")
     first = loop.get()
     loop.leave_if_blocked()
@@ -306,23 +306,23 @@ def test_a_stop_ends_the_batch_and_leaves_nothing_running():
     assert not engine.running
 
 
-def test_fixed_shares_give_prompt_i_to_engine_i_modulo_the_engines():
-    shares = [FixedShares(engine, 3).open(job_of(8)) for engine in range(3)]
-    assert [list(iter(share.take, None)) for share in shares] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+def test_static_dispatch_gives_prompt_i_to_engine_i_modulo_the_engines():
+    queues = [StaticDispatch(engine, 3).open(job_of(8)) for engine in range(3)]
+    assert [list(iter(queue.take, None)) for queue in queues] == [[0, 3, 6], [1, 4, 7], [2, 5]]
 
 
-def test_the_shared_counter_gives_each_prompt_once_and_no_engine_more_than_an_even_share_at_the_start():
+def test_dynamic_dispatch_gives_each_prompt_once_and_no_engine_starts_with_more_than_an_even_part():
     store = dist.HashStore()
-    first, second = SharedCounter(store, 2).open(job_of(5)), SharedCounter(store, 2).open(job_of(5))
-    taken = [share.take() for share in (first, second, second, second, first, first, second)]
+    first, second = DynamicDispatch(store, 2).open(job_of(5)), DynamicDispatch(store, 2).open(job_of(5))
+    taken = [queue.take() for queue in (first, second, second, second, first, first, second)]
     assert taken == [0, 1, 2, 3, 4, None, None]
-    assert first.most_running == 3 * 3
+    assert first.max_running == 3 * 3
 
 
-def test_replicated_engines_all_generate_everything_and_one_counts():
-    shares = [Replicated(counts=rank == 0).open(job_of(3)) for rank in range(2)]
-    assert [list(iter(share.take, None)) for share in shares] == [[0, 1, 2]] * 2
-    assert [share.counts for share in shares] == [True, False]
+def test_replicated_engines_all_complete_every_prompt_and_one_result_is_used():
+    queues = [ReplicatedDispatch(counts=rank == 0).open(job_of(3)) for rank in range(2)]
+    assert [list(iter(queue.take, None)) for queue in queues] == [[0, 1, 2]] * 2
+    assert [queue.counts for queue in queues] == [True, False]
 
 
 # Two ranks
@@ -344,7 +344,7 @@ def uneven_work(world: World) -> tuple[list[list[Group]], int]:
     return batches, part
 
 
-def test_a_slow_rank_takes_fewer_prompts_and_hangs_nobody():
+def test_a_slow_rank_takes_fewer_prompts_and_blocks_no_other_rank():
     (slow_batches, slow_part), (fast_batches, fast_part) = run_on_ranks(uneven_work, 2)
     assert slow_batches == fast_batches
     assert slow_part + fast_part == 3 * 20 * 2
@@ -356,9 +356,9 @@ def test_a_slow_rank_takes_fewer_prompts_and_hangs_nobody():
 def with_each_sharing(world: World) -> list[tuple[list[Group], int]]:
     outcomes = []
     ways = {
-        "counter": SharedCounter(world.store, world.size),
-        "fixed": FixedShares(world.rank, world.size),
-        "replicated": Replicated(counts=world.is_main),
+        "counter": DynamicDispatch(world.store, world.size),
+        "fixed": StaticDispatch(world.rank, world.size),
+        "replicated": ReplicatedDispatch(counts=world.is_main),
     }
     for way in ways.values():
         engine = FakeEngine()
@@ -368,7 +368,7 @@ def with_each_sharing(world: World) -> list[tuple[list[Group], int]]:
     return outcomes
 
 
-def test_which_rank_serves_a_prompt_changes_no_completion_and_no_score():
+def test_completions_and_scores_do_not_depend_on_the_rank_that_serves_a_prompt():
     ranks = run_on_ranks(with_each_sharing, 2)
     everything = [groups for rank in ranks for groups, _ in rank]
     assert all(groups == everything[0] for groups in everything)
@@ -388,7 +388,7 @@ def stop_on_rank_1(world: World) -> str:
     return "finished"
 
 
-def test_a_stop_that_one_rank_hears_of_stops_all():
+def test_a_stop_request_to_one_rank_stops_all():
     assert run_on_ranks(stop_on_rank_1, 2) == ["stopped", "stopped"]
 
 

@@ -21,7 +21,7 @@ from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.prompt_queue import FixedShares, Job, Replicated, SharedCounter, Sharing
+from colocated_grpo.rollout.prompt_queue import Dispatch, DynamicDispatch, Job, ReplicatedDispatch, StaticDispatch
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Group, Prompt, Rollout
@@ -74,7 +74,7 @@ def collector_of(
     engine: FakeEngine,
     episodes: Mapping[str, Episode],
     world: World | None = None,
-    sharing: Sharing | None = None,
+    dispatch: Dispatch | None = None,
     *,
     tokenizer: PreTrainedTokenizerFast = TOKENIZER,
     tool_timeout: float = 30.0,
@@ -88,7 +88,7 @@ def collector_of(
         {"fake": SumScorer()},
         text_of,
         world,
-        sharing or SharedCounter(world.store, world.size),
+        dispatch or DynamicDispatch(world.store, world.size),
         seed=0,
         reward_workers=2,
         reward_timeout=30.0,
@@ -108,7 +108,7 @@ def rollouts_of(groups: list[Group]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-def test_a_rollout_is_what_was_read_and_sampled_token_by_token():
+def test_a_rollout_holds_observed_and_sampled_tokens_in_order():
     engine = FakeEngine()
     groups = play(talk(3), job_of(4), engine)
     answers = {request.key: (request, completion_of(request)) for request in engine.submitted}
@@ -158,14 +158,14 @@ def test_single_completions_and_episodes_share_a_batch():
             assert rollout.score.reward == (sum(sampled) if index % 2 else 2.0)
 
 
-def test_a_group_of_one_episode_is_played_for_held_out_prompts():
+def test_a_held_out_prompt_runs_a_group_of_one_episode():
     assert [len(group.rollouts) for group in play(talk(2), job_of(3, group_size=1))] == [1, 1, 1]
 
 
 # Room
 
 
-def test_an_episode_never_exceeds_its_room_and_ends_with_length():
+def test_an_episode_never_exceeds_its_context_and_ends_with_length():
     groups = play(talk(50, max_tokens=7), job_of(8))
     for rollout in rollouts_of(groups):
         used = len(rollout.token_ids) - rollout.prompt_length
@@ -174,7 +174,7 @@ def test_an_episode_never_exceeds_its_room_and_ends_with_length():
         assert rollout.score.reward == 0.0 and rollout.score.error is None
 
 
-def test_an_episode_may_give_its_own_reward_when_the_room_ends():
+def test_an_episode_may_return_a_reward_when_its_context_is_full():
     async def run(item, model):
         try:
             while True:
@@ -188,7 +188,7 @@ def test_an_episode_may_give_its_own_reward_when_the_room_ends():
         assert rollout.finish_reason == "length"
 
 
-def test_a_turn_without_a_bound_gets_all_the_room_that_is_left():
+def test_a_turn_without_max_tokens_may_use_the_rest_of_the_context():
     engine = FakeEngine()
 
     async def run(item, model):
@@ -209,7 +209,7 @@ def test_a_turn_without_a_bound_gets_all_the_room_that_is_left():
 # Failures
 
 
-def test_what_user_code_raises_costs_that_episode_only():
+def test_an_exception_of_user_code_costs_only_its_episode():
     async def run(item, model):
         turn = await model.generate(5)
         if sum(turn.token_ids) % 2:
@@ -233,7 +233,7 @@ def test_what_user_code_raises_costs_that_episode_only():
         (TimeoutError("a tool's own"), "TimeoutError: a tool's own"),
     ],
 )
-def test_exits_and_cancellations_of_user_code_are_errors_like_others(error, line):
+def test_system_exit_and_cancellation_in_user_code_are_errors_of_the_episode(error, line):
     async def run(item, model):
         raise error
 
@@ -285,7 +285,7 @@ def test_a_conversation_out_of_order_is_refused(run, line):
     assert all(rollout.score.error.startswith(line) for rollout in rollouts_of(play(Play(run))))
 
 
-def test_the_engine_is_idle_after_a_batch_even_where_an_episode_ended_before_its_turn():
+def test_an_episode_that_ends_before_its_turn_leaves_no_running_request():
     async def run(item, model):
         turn = asyncio.ensure_future(model.generate(3))
         while engine.most_running < 2:
@@ -298,7 +298,7 @@ def test_the_engine_is_idle_after_a_batch_even_where_an_episode_ended_before_its
     assert not engine.running
 
 
-def test_siblings_do_not_see_what_one_does_to_the_item():
+def test_siblings_do_not_see_changes_of_the_item():
     async def run(item, model):
         item["seen"] = item.get("seen", 0) + 1
         await model.generate(2)
@@ -322,7 +322,7 @@ def test_a_tool_that_never_answers_costs_its_episode_only():
     assert any(late.loss_mask)
 
 
-def test_time_that_the_engine_takes_is_not_the_tools_time():
+def test_sampling_time_does_not_count_toward_the_tool_timeout():
     engine = FakeEngine(decode_steps=lambda request: 40, on_step=lambda: time.sleep(0.01))
     for rollout in rollouts_of(play(talk(2), job_of(2), engine, tool_timeout=0.3)):
         assert rollout.score.reward == 2.0
@@ -336,8 +336,8 @@ def never():
     event.set()
 
 
-def test_an_episode_that_blocks_the_event_loop_is_left_behind_and_the_next_batch_plays_on(never, monkeypatch):
-    monkeypatch.setattr(episodes_module, "GRACE", 0.1)
+def test_an_episode_that_blocks_its_event_loop_is_abandoned_and_the_next_batch_runs(never, monkeypatch):
+    monkeypatch.setattr(episodes_module, "GRACE_SECONDS", 0.1)
 
     async def run(item, model):
         await model.generate(3)
@@ -354,9 +354,9 @@ def test_an_episode_that_blocks_the_event_loop_is_left_behind_and_the_next_batch
     collector.close()
 
 
-def test_an_episode_that_blocks_is_left_behind_though_requests_from_outside_never_end(never, monkeypatch):
-    monkeypatch.setattr(episodes_module, "GRACE", 0.05)
-    monkeypatch.setattr(collect_module, "LOOK_SECONDS", 0.01)
+def test_a_blocking_episode_is_abandoned_while_requests_from_outside_keep_the_engine_busy(never, monkeypatch):
+    monkeypatch.setattr(episodes_module, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(collect_module, "OVERDUE_CHECK_SECONDS", 0.01)
 
     async def run(item, model):
         never.wait()
@@ -375,8 +375,8 @@ def loops() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "episodes"}
 
 
-def test_a_thread_that_was_left_behind_ends_with_its_last_episode(never, monkeypatch):
-    monkeypatch.setattr(episodes_module, "GRACE", 0.05)
+def test_an_abandoned_thread_ends_with_its_last_episode(never, monkeypatch):
+    monkeypatch.setattr(episodes_module, "GRACE_SECONDS", 0.05)
     before = loops()
 
     async def run(item, model):
@@ -415,8 +415,8 @@ def test_closing_ends_the_thread_and_every_episode_on_it():
     assert not thread.is_alive()
 
 
-def test_an_episode_that_will_not_be_cancelled_is_left_behind(monkeypatch):
-    monkeypatch.setattr(episodes_module, "GRACE", 0.1)
+def test_an_episode_that_suppresses_cancellation_is_abandoned(monkeypatch):
+    monkeypatch.setattr(episodes_module, "GRACE_SECONDS", 0.1)
     left = asyncio.Event()
 
     async def run(item, model):
@@ -457,7 +457,7 @@ def test_a_stop_ends_episodes_that_generate_and_episodes_that_wait_for_tools():
 # Concurrency
 
 
-def test_sixty_four_episodes_with_a_slow_tool_take_hardly_longer_than_one():
+def test_sixty_four_episodes_wait_for_a_slow_tool_in_parallel():
     turns, tool_seconds = 3, 0.2
 
     async def run(item, model):
@@ -476,7 +476,7 @@ def test_sixty_four_episodes_with_a_slow_tool_take_hardly_longer_than_one():
     assert seconds / turns <= 0.6
 
 
-def test_nothing_spins_while_every_episode_waits_for_its_tool():
+def test_the_driver_sleeps_while_every_episode_waits_for_its_tool():
     steps = []
 
     async def run(item, model):
@@ -505,7 +505,7 @@ def eight_turns_and_one(world: World) -> tuple[list[Group], int]:
         return float(model.turns)
 
     engine = FakeEngine()
-    collector = collector_of(engine, {"play": Play(run)}, world, FixedShares(world.rank, world.size))
+    collector = collector_of(engine, {"play": Play(run)}, world, StaticDispatch(world.rank, world.size))
     groups = collector.collect(job_of(6, room=400))
     collector.close()
     return groups, len(engine.submitted)
@@ -520,20 +520,20 @@ def test_ranks_whose_episodes_take_eight_turns_and_one_do_not_hang():
 
 def replicated_and_counter(world: World) -> list[list[Group]]:
     outcomes = []
-    for sharing in (Replicated(counts=world.is_main), SharedCounter(world.store, world.size)):
-        collector = collector_of(FakeEngine(), {"play": talk(3)}, world, sharing)
+    for dispatch in (ReplicatedDispatch(counts=world.is_main), DynamicDispatch(world.store, world.size)):
+        collector = collector_of(FakeEngine(), {"play": talk(3)}, world, dispatch)
         outcomes.append(collector.collect(job_of(5)))
         collector.close()
     return outcomes
 
 
-def test_which_rank_plays_an_episode_changes_nothing_in_it():
+def test_an_episode_does_not_depend_on_the_rank_that_runs_it():
     outcomes = [groups for rank in run_on_ranks(replicated_and_counter, 2) for groups in rank]
     assert all(groups == outcomes[0] for groups in outcomes)
 
 
-def test_a_request_of_an_episode_that_was_left_behind_reaches_no_engine(never, monkeypatch):
-    monkeypatch.setattr(episodes_module, "GRACE", 0.1)
+def test_requests_of_abandoned_episodes_never_reach_the_engine(never, monkeypatch):
+    monkeypatch.setattr(episodes_module, "GRACE_SECONDS", 0.1)
     passed = threading.Event()
 
     async def run(item, model):

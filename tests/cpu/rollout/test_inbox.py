@@ -13,7 +13,7 @@ import pytest
 
 from colocated_grpo.rollout import inbox as inbox_module
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
-from colocated_grpo.rollout.inbox import MOST_STEPS_HELD, Driver, Inbox
+from colocated_grpo.rollout.inbox import MAX_STEPS_QUEUED, Driver, Inbox
 from colocated_grpo.types import Completion
 from tests.support.fakes import FakeEngine, completion_of
 
@@ -41,7 +41,7 @@ def test_requests_from_many_threads_get_their_own_completions():
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(client, range(8)))
         done.set()
-        inbox.ring()
+        inbox.wake()
         return answers
 
     with ThreadPoolExecutor(1) as pool:
@@ -53,7 +53,7 @@ def test_requests_from_many_threads_get_their_own_completions():
     assert driver.running == 0
 
 
-def test_the_drivers_own_requests_come_back_from_step_and_never_from_a_future():
+def test_requests_of_the_driver_are_returned_by_step_and_have_no_future():
     inbox = Inbox()
     driver = Driver(FakeEngine(decode_steps=lambda request: 2), inbox)
     driver.submit([request_of((0, 0), seed=5), request_of((0, 1), seed=6)])
@@ -83,7 +83,7 @@ def steps_until_submitted(driver: Driver, engine: FakeEngine, requests: int) -> 
 
 
 @pytest.mark.parametrize(("guests", "steps"), [(4, 30), (40, 3), (120, 1)])
-def test_requests_enter_when_their_empty_seats_have_cost_as_much_as_their_entry_will(guests, steps):
+def test_requests_are_admitted_when_free_slots_have_lost_as_many_steps_as_an_admission_costs(guests, steps):
     inbox, engine = Inbox(), FakeEngine(max_num_seqs=512, decode_steps=lambda request: 1000)
     driver = busy(engine, inbox, 40)  # to whom an entry costs three steps each
     for guest in range(guests):
@@ -91,7 +91,7 @@ def test_requests_enter_when_their_empty_seats_have_cost_as_much_as_their_entry_
     assert steps_until_submitted(driver, engine, 40 + guests) == steps
 
 
-def test_a_request_goes_in_with_what_comes_after_it_and_the_next_wait_begins_anew():
+def test_queued_requests_are_admitted_together_and_the_count_starts_again():
     inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 1000)
     driver = busy(engine, inbox, 20)
     for guest in range(4):
@@ -105,19 +105,19 @@ def test_a_request_goes_in_with_what_comes_after_it_and_the_next_wait_begins_ane
     assert len(engine.submitted) == 24
 
 
-def test_a_request_that_is_given_up_while_it_waits_never_reaches_the_engine():
+def test_a_request_cancelled_while_queued_never_reaches_the_engine():
     inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 1000)
     driver = busy(engine, inbox, 40)
     guest = inbox.put(request_of("guest"))
     driver.step()
     guest.cancel()
-    for _ in range(2 * MOST_STEPS_HELD):
+    for _ in range(2 * MAX_STEPS_QUEUED):
         driver.step()
     assert (len(engine.submitted), driver.running) == (40, 40)
     assert engine.events == []
 
 
-def test_seats_that_fall_free_are_taken_together():
+def test_freed_slots_are_filled_together():
     steps = {(0, sibling): 2 + sibling for sibling in range(32)}  # one falls free with each step
     engine = FakeEngine(max_num_seqs=32, decode_steps=lambda request: steps.get(request.key, 100))
     driver = Driver(engine, Inbox())
@@ -131,7 +131,7 @@ def test_seats_that_fall_free_are_taken_together():
     assert seated == [32] * 16 + [36] * 8
 
 
-def test_a_request_for_which_there_is_a_seat_waits_no_longer_for_company_than_it_may():
+def test_a_queued_request_with_a_free_slot_is_admitted_after_max_steps_queued():
     engine = FakeEngine(max_num_seqs=64, decode_steps=lambda request: 1000)
     driver = busy(engine, Inbox(), 40)
     driver.submit([request_of((1, 0))])
@@ -139,10 +139,10 @@ def test_a_request_for_which_there_is_a_seat_waits_no_longer_for_company_than_it
     while len(engine.submitted) == 40:
         driver.step()
         steps += 1
-    assert steps == MOST_STEPS_HELD + 1
+    assert steps == MAX_STEPS_QUEUED + 1
 
 
-def test_own_requests_that_had_no_seat_when_all_was_given_up_never_reach_the_engine():
+def test_queued_requests_of_the_driver_are_dropped_by_an_abort():
     engine = FakeEngine(max_num_seqs=2)
     driver = Driver(engine, Inbox())
     driver.submit([request_of((0, sibling)) for sibling in range(4)])
@@ -154,7 +154,7 @@ def test_own_requests_that_had_no_seat_when_all_was_given_up_never_reach_the_eng
 
 
 @pytest.mark.parametrize("period", [2, 3, 9])
-def test_who_comes_first_is_seated_first_although_others_never_cease_to_come(period):
+def test_requests_are_admitted_in_order_of_arrival_under_a_steady_load(period):
     # Two seats fall free together, every so many steps.
     engine, inbox = FakeEngine(max_num_seqs=16, decode_steps=lambda request: 2 + request.key[1] // 2 * period), Inbox()
     driver = Driver(engine, inbox)
@@ -172,8 +172,8 @@ def test_who_comes_first_is_seated_first_although_others_never_cease_to_come(per
     assert ("own", 0) in dict(finished)
 
 
-def test_a_request_that_the_engine_refuses_costs_the_next_one_no_time(monkeypatch):
-    monkeypatch.setattr(inbox_module, "PATIENCE", 30.0)
+def test_a_rejected_request_does_not_delay_the_next_one(monkeypatch):
+    monkeypatch.setattr(inbox_module, "IDLE_SECONDS", 30.0)
 
     class Choosy(FakeEngine):
         def submit(self, requests):
@@ -200,7 +200,7 @@ def test_asyncio_waits_for_a_completion_with_wrap_future():
     async def two_turns() -> list[Completion]:
         turns = [await asyncio.wrap_future(inbox.put(request_of(turn, seed=turn))) for turn in range(2)]
         done.set()
-        inbox.ring()
+        inbox.wake()
         return turns
 
     with ThreadPoolExecutor(1) as pool:
@@ -210,7 +210,7 @@ def test_asyncio_waits_for_a_completion_with_wrap_future():
 
 
 def test_a_driver_without_work_sleeps_until_a_request_comes(monkeypatch):
-    monkeypatch.setattr(inbox_module, "PATIENCE", 30.0)
+    monkeypatch.setattr(inbox_module, "IDLE_SECONDS", 30.0)
     inbox = Inbox()
     driver = Driver(FakeEngine(decode_steps=lambda request: 1), inbox)
     asleep = threading.Event()
@@ -238,15 +238,15 @@ def test_a_driver_without_work_sleeps_until_a_request_comes(monkeypatch):
     assert futures[0].result(0) == completion_of(request_of("late"))
 
 
-def test_an_idle_driver_comes_back_by_itself_so_that_a_stop_is_seen(monkeypatch):
-    monkeypatch.setattr(inbox_module, "PATIENCE", 0.01)
+def test_an_idle_step_returns_so_that_a_stop_request_is_seen(monkeypatch):
+    monkeypatch.setattr(inbox_module, "IDLE_SECONDS", 0.01)
     assert Driver(FakeEngine(), Inbox()).step() == []
 
 
-def test_a_ring_before_the_wait_is_not_lost(monkeypatch):
-    monkeypatch.setattr(inbox_module, "PATIENCE", 30.0)
+def test_a_wake_before_the_wait_is_not_lost(monkeypatch):
+    monkeypatch.setattr(inbox_module, "IDLE_SECONDS", 30.0)
     inbox = Inbox()
-    inbox.ring()
+    inbox.wake()
     started = time.monotonic()
     assert Driver(FakeEngine(), inbox).step() == []
     assert time.monotonic() - started < 10
@@ -267,7 +267,7 @@ def test_a_cancelled_request_leaves_the_engine_and_its_key_is_free_again():
     assert again.result(0) == completion_of(request_of("a", seed=3))
 
 
-def test_giving_up_a_waiting_request_leaves_the_running_one_with_its_key_alone():
+def test_cancelling_a_queued_request_leaves_a_running_one_with_the_same_key_alone():
     inbox = Inbox()
     driver = Driver(FakeEngine(decode_steps=lambda request: 3), inbox)
     running = inbox.put(request_of("a", seed=1))
@@ -282,12 +282,12 @@ def test_a_request_cancelled_before_it_was_served_never_reaches_the_engine():
     engine, inbox = FakeEngine(), Inbox()
     driver = Driver(engine, inbox)
     inbox.put(request_of("a")).cancel()
-    inbox.ring()
+    inbox.wake()
     assert driver.step() == []
     assert engine.submitted == []
 
 
-def test_a_cancel_that_comes_with_the_completion_hurts_nobody():
+def test_a_cancel_at_the_moment_of_completion_does_no_harm():
     inbox = Inbox()
     driver = Driver(FakeEngine(decode_steps=lambda request: 1, on_step=lambda: future.cancel()), inbox)
     future = inbox.put(request_of("a"))
@@ -298,14 +298,14 @@ def test_a_cancel_that_comes_with_the_completion_hurts_nobody():
     assert driver.running == 0
 
 
-def test_two_requests_under_way_cannot_share_a_key():
+def test_two_running_requests_cannot_have_the_same_key():
     inbox = Inbox()
     driver = Driver(FakeEngine(), inbox)
     first, second = inbox.put(request_of("a", seed=1)), inbox.put(request_of("a", seed=2))
     while driver.step() or not first.done():
         pass
     assert first.result(0) == completion_of(request_of("a", seed=1))
-    with pytest.raises(ValueError, match="request key 'a' is already under way"):
+    with pytest.raises(ValueError, match="request key 'a' is already running"):
         second.result(0)
 
 
@@ -313,7 +313,7 @@ def streamed(key: Hashable, seed: int = 0) -> Request:
     return replace(request_of(key, seed), stream=True)
 
 
-def test_a_listener_hears_each_piece_of_its_own_request_but_the_last():
+def test_a_listener_receives_each_delta_of_its_own_request_but_the_last():
     inbox = Inbox()
     engine = FakeEngine()
     driver = Driver(engine, inbox)
@@ -339,7 +339,7 @@ def test_without_listeners_deltas_are_not_read(monkeypatch):
     assert future.result(0) == completion_of(request_of("a", 4))
 
 
-def test_a_listener_of_a_request_that_was_given_up_hears_no_more():
+def test_the_listener_of_a_cancelled_request_is_not_called_again():
     inbox = Inbox()
     driver = Driver(FakeEngine(), inbox)
     heard: list[TokenDelta] = []
@@ -360,7 +360,7 @@ class Picky(FakeEngine):
             super().submit([request])
 
 
-def test_a_request_that_the_engine_refuses_costs_its_sender_only():
+def test_a_rejected_request_affects_only_its_sender():
     inbox = Inbox()
     driver = Driver(Picky(decode_steps=lambda request: 1), inbox)
     long = Request(key="long", token_ids=[1, 2, 3], seed=0, sampling=SAMPLING)
@@ -372,7 +372,7 @@ def test_a_request_that_the_engine_refuses_costs_its_sender_only():
     assert driver.running == 0
 
 
-def test_an_abort_cancels_what_runs_and_what_waits_and_the_inbox_lives_on():
+def test_an_abort_cancels_running_and_queued_requests_and_later_ones_are_served():
     engine, inbox = FakeEngine(decode_steps=lambda request: 9), Inbox()
     driver = Driver(engine, inbox)
     running = inbox.put(request_of("running"))
@@ -391,7 +391,7 @@ def test_an_abort_cancels_what_runs_and_what_waits_and_the_inbox_lives_on():
     assert engine.events == ["abort"]
 
 
-def test_draining_ends_what_is_under_way_and_leaves_the_rest_for_later():
+def test_draining_finishes_running_requests_and_keeps_new_ones_queued():
     engine, inbox = FakeEngine(decode_steps=lambda request: 5), Inbox()
     driver = Driver(engine, inbox)
     under_way, given_up = inbox.put(request_of("under way")), inbox.put(request_of("given up"))

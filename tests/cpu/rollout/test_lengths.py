@@ -65,7 +65,7 @@ def play(source: LongestFirst, steps: range, n: int) -> list[list[int]]:
     return orders
 
 
-def test_prompts_that_ran_longest_the_last_time_come_first():
+def test_prompts_with_the_longest_last_completions_come_first():
     source = LongestFirst(Rows(["math"] * 4))
     prompts = source.next(4)
     assert rows_of(prompts) == [0, 1, 2, 3], "nothing is known yet"
@@ -78,11 +78,11 @@ def test_prompts_that_ran_longest_the_last_time_come_first():
     assert rows_of(source.next(4)) == [3, 2, 1, 0], "the last length counts, not the mean of all"
 
 
-def test_what_becomes_of_the_groups_is_for_the_source_to_say():
+def test_the_source_decides_which_groups_are_trained():
     assert LongestFirst(Rows(["math"])).record([group_of(prompt_of(0), 1)]) == Settled(now=[1])
 
 
-def test_a_new_prompt_is_expected_to_run_as_long_as_its_source_does_and_a_new_source_as_everything():
+def test_a_new_prompt_has_the_mean_length_of_its_source_and_a_new_source_that_of_all():
     expected = ExpectedLengths()
     assert expected(prompt_of(0)) == 0
     expected.record([group_of(prompt_of(1, "math"), 10, 20), group_of(prompt_of(2, "math"), 25)])
@@ -93,7 +93,7 @@ def test_a_new_prompt_is_expected_to_run_as_long_as_its_source_does_and_a_new_so
     assert expected(prompt_of(9, "new")) == 30
 
 
-def test_only_what_was_sampled_after_the_prompt_counts():
+def test_prompt_tokens_do_not_count_as_length():
     expected = ExpectedLengths()
     prompt = Prompt(index=0, token_ids=[1] * 500, text="", item={}, source="math")
     expected.record([group_of(prompt, 4)])
@@ -129,7 +129,7 @@ def test_a_saved_state_does_not_change_with_the_run():
     assert json.dumps(state) == before
 
 
-def test_the_prompts_not_seen_for_longest_are_forgotten_first(monkeypatch):
+def test_least_recently_sampled_prompts_are_forgotten_first(monkeypatch):
     monkeypatch.setattr(lengths, "REMEMBERED", 3)
     expected = ExpectedLengths()
     for row in (0, 1, 2, 0, 3):

@@ -19,7 +19,7 @@ from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.mixed import MixedSupply
-from colocated_grpo.rollout.prompt_queue import FixedShares
+from colocated_grpo.rollout.prompt_queue import StaticDispatch
 from colocated_grpo.rollout.supply import PromptSupply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.serving.load_balancer import LeastBusy
@@ -125,7 +125,7 @@ class Both:
             {"own": Judge()},
             lambda tokens: "",
             world,
-            FixedShares(world.rank, world.size),
+            StaticDispatch(world.rank, world.size),
             seed=0,
             reward_workers=1,
             reward_timeout=10.0,
@@ -163,7 +163,7 @@ def of_own_engine(both: Both) -> list[Completion]:
     return [future.result(10) for future in futures]
 
 
-def test_each_batch_holds_both_kinds_and_each_side_settles_its_own():
+def test_each_batch_holds_groups_of_both_sides_and_each_side_settles_its_own():
     with only_rank() as world:
         both = Both(world, FakeEngine(), lambda: False, of_own_engine)
         steps = []
@@ -184,7 +184,7 @@ def test_each_batch_holds_both_kinds_and_each_side_settles_its_own():
     assert state == {"sampled": {"given": 2 * PROMPTS}, "served": {"read": 2, "taken": []}}
 
 
-def test_requests_that_were_held_for_long_are_told_when_the_engine_wakes(monkeypatch):
+def test_a_note_says_when_requests_were_pending_for_long(monkeypatch):
     monkeypatch.setattr(supply, "LONGEST_HOLD", -1.0)
     with only_rank() as world:
         both = Both(world, FakeEngine(), lambda: False, of_own_engine)
@@ -195,7 +195,7 @@ def test_requests_that_were_held_for_long_are_told_when_the_engine_wakes(monkeyp
     assert [note.partition(" for ")[0] for note in both.notes] == ["atropos: requests were held"]
 
 
-def test_a_restored_supply_goes_on_with_both_sides():
+def test_a_restored_supply_continues_both_sides():
     with only_rank() as world:
         both = Both(world, FakeEngine(), lambda: False, of_own_engine)
         both.supply.load_state_dict({"sampled": {"given": 8}, "served": {"read": 5}})
@@ -223,7 +223,7 @@ def test_requests_from_outside_are_answered_while_prompts_are_sampled():
     assert any(answered)
 
 
-def test_a_stop_while_prompts_are_sampled_ends_the_serving_too():
+def test_a_stop_while_prompts_are_sampled_also_ends_serving():
     with only_rank() as world:
         engine = FakeEngine(decode_steps=lambda request: 10**9, on_step=lambda: stop.set())
         stop, never = threading.Event(), threading.Event()
@@ -238,7 +238,7 @@ def test_a_stop_while_prompts_are_sampled_ends_the_serving_too():
     assert not engine.running
 
 
-def test_the_state_of_a_step_that_is_stopped_is_as_before_it_but_for_what_came_from_outside():
+def test_a_stopped_step_leaves_the_state_before_it_and_keeps_groups_from_outside():
     """Its prompts are sampled again by the resumed run; a batch from outside comes only once."""
     stop = threading.Event()
     with only_rank() as world:
@@ -275,7 +275,7 @@ def answered_by_the_idle_rank(world: World) -> tuple[bool, list[str], dict[str, 
     return bool(answers and answers[0]), [group.prompt.text for group in groups], state["served"]
 
 
-def test_a_rank_that_has_sampled_its_share_answers_requests_while_others_sample():
+def test_a_rank_without_further_prompts_serves_requests_while_others_sample():
     (answered, groups, state), (_, same, nothing) = run_on_ranks(answered_by_the_idle_rank, 2)
     assert answered
     assert (state, nothing) == ({"read": 0, "taken": [0]}, None)

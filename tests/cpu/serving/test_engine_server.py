@@ -121,7 +121,7 @@ class Served:
     def close(self) -> None:
         self.ended.set()
         for inbox in self.inboxes:
-            inbox.ring()
+            inbox.wake()
         for thread in self.threads:
             thread.join()
         self.server.close()
@@ -375,7 +375,7 @@ def test_a_client_that_leaves_within_a_stream_frees_its_place_in_the_engine(serv
     assert len(served.engines[0].running) == 2
     answer.close()
     connection.close()
-    until(lambda: len(served.inboxes[0]._given_up) == 2)
+    until(lambda: len(served.inboxes[0]._cancelled) == 2)
     steps.allow(10)
     until(lambda: not served.engines[0].running)
     gc.collect()

@@ -50,7 +50,7 @@ def played(world: World, folder: Path, weights: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("weights", "ranks"), [("copied", 2), ("shared", 1)])
-def test_the_opponent_plays_with_its_own_weights_and_leaves_the_policys_behind(weights, ranks):
+def test_the_opponent_samples_with_its_own_weights_and_the_policys_are_restored(weights, ranks):
     for facts in run_on_ranks(played, ranks, tiny_model(), weights, timeout=300.0):
         before, after = facts["opponent"][:REFRESH_EVERY], facts["opponent"][REFRESH_EVERY:]
         policy_before, policy_behind = facts["policy"][::2], facts["policy"][1::2]
@@ -73,7 +73,7 @@ def test_a_run_has_one_frozen_model():
         check(entry(name="runs/a/final_model"), entry())
 
 
-def test_frozen_seats_need_a_model_that_plays_them():
+def test_frozen_seats_need_an_opponent_model():
     with pytest.raises(ConfigError) as caught:
         check({**entry(), "opponent": None})
     assert str(caught.value) == (

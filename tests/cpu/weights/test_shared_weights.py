@@ -71,10 +71,10 @@ def test_what_the_optimizer_writes_is_what_the_engine_computes_with(architecture
     assert facts["padding"] == 0
 
 
-def test_an_engine_that_lays_its_weights_out_otherwise_is_refused_in_one_line(tmp_path):
+def test_an_engine_with_another_weight_layout_is_rejected_in_one_line(tmp_path):
     with ForkedRun(tmp_path, settings(tiny_model("gpt2"), weights="shared")) as run:
         assert run.wait() != 0
-        assert "weights=shared: the engine does not hold this model's weights" in run.stderr.splitlines()[-1]
+        assert "weights=shared: the engine stores this model's weights in another layout" in run.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_an_engine_that_lays_its_weights_out_otherwise_is_refused_in_one_line(tm
         ),
     ],
 )
-def test_settings_that_keep_weights_from_being_shared_are_named(changes, line):
+def test_settings_that_exclude_shared_weights_are_named(changes, line):
     rules.check(Config.model_validate(settings(Path("model"), **changes)))
     with pytest.raises(errors.ConfigError) as caught:
         rules.check(Config.model_validate(settings(Path("model"), weights="shared", **changes)))
@@ -97,7 +97,7 @@ def test_settings_that_keep_weights_from_being_shared_are_named(changes, line):
     assert "\n" not in str(caught.value)
 
 
-def test_sharing_takes_one_rank_and_may_name_the_type_of_both():
+def test_shared_weights_need_one_rank_and_one_type():
     same = {"engine": {"dtype": "bfloat16"}, "policy": {"compute_dtype": "bfloat16"}}
     config = Config.model_validate(settings(Path("model"), weights="shared", **same))
     rules.check(config)
@@ -131,14 +131,14 @@ def copied(tmp_path_factory) -> TrainingRun:
     return train(tmp_path_factory.mktemp("copied"), everything("copied"))
 
 
-def test_a_run_with_one_copy_is_the_run_with_two(copied, tmp_path):
+def test_a_run_with_shared_weights_equals_a_run_with_copied_weights(copied, tmp_path):
     shared = train(tmp_path, everything("shared"))
     assert [files.read_config(run.folder)["weights"] for run in (copied, shared)] == ["copied", "shared"]
     assert all(row["grad_norm"] > 0 for row in shared.rows(files.TRAIN))
     assert_same_run(shared, copied)
 
 
-def test_a_run_with_one_copy_that_is_killed_goes_on_as_if_nothing_had_happened(copied, tmp_path):
+def test_a_killed_run_with_shared_weights_resumes_exactly(copied, tmp_path):
     with ForkedRun(tmp_path, everything("shared")) as run:
         run.wait_for_step(2)
         run.kill()

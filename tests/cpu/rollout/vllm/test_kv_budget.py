@@ -25,7 +25,7 @@ BYTES_PER_TOKEN = 2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 2
 
 
 @pytest.mark.parametrize(("sequences", "full"), [(512, 256), (20, 10), (11, 8), (4, 4), (1, 1)])
-def test_half_of_the_sequences_have_room_for_their_full_length_and_never_fewer_than_a_few(tmp_path, sequences, full):
+def test_the_cache_holds_half_of_the_sequences_at_full_length_and_at_least_eight(tmp_path, sequences, full):
     folder = make_small_model(tmp_path / "model", "qwen3")
     lengths = {"max_prompt_tokens": 40, "max_completion_tokens": 60}
     config = config_of(folder, rollout=lengths, engine={"max_num_seqs": sequences})
@@ -46,18 +46,18 @@ def test_half_of_the_sequences_have_room_for_their_full_length_and_never_fewer_t
         (8, {"environments": [{"type": "atropos"}]}, 256),
     ],
 )
-def test_an_engine_has_a_seat_for_each_sequence_of_its_share_of_a_step(tmp_path, ranks, changes, seats):
+def test_max_num_seqs_covers_an_engines_part_of_a_step(tmp_path, ranks, changes, seats):
     """32 prompts of 8 completions."""
     assert with_max_num_seqs(config_of(tmp_path, **changes), ranks).engine.max_num_seqs == seats
 
 
 @pytest.mark.parametrize(("tensor_parallel", "heads_here"), [(1, 4), (2, 2), (8, 1)])
-def test_ranks_of_one_engine_share_the_heads_of_the_cache_but_no_head(tensor_parallel, heads_here):
+def test_tensor_parallel_ranks_split_key_value_heads_down_to_one_each(tensor_parallel, heads_here):
     config = Qwen3Config(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
     assert kv_bytes_per_token(config, 2, tensor_parallel) == 3 * 2 * heads_here * 16 * 2
 
 
-def test_a_model_without_heads_of_its_own_for_keys_has_as_many_as_queries():
+def test_a_model_without_num_key_value_heads_has_as_many_as_query_heads():
     assert kv_bytes_per_token(GPT2Config(n_layer=3, n_head=8, n_embd=48), 4) == 3 * 2 * 8 * 6 * 4
 
 
@@ -79,7 +79,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
-def test_weights_count_in_the_engines_type_and_once_whatever_files_hold_them(tmp_path, folder, kept_as, dtype):
+def test_weight_bytes_are_counted_once_in_the_engines_type(tmp_path, folder, kept_as, dtype):
     tensors = {name: t.to(kept_as) for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     torch.save(tensors, tmp_path / "pytorch_model.bin")
@@ -105,7 +105,7 @@ def gpu(monkeypatch, folder):
 
 
 @pytest.mark.parametrize("longest", [400, 4000])
-def test_on_a_gpu_the_cache_is_what_sequences_can_use_and_no_more_than_is_left_beside_weights(folder, gpu, longest):
+def test_on_a_gpu_the_cache_is_bounded_by_use_and_by_free_memory(folder, gpu, longest):
     spare = useful(2000)
     gpu(spare)
     expected = min(spare, max(MIN_CACHE, useful(longest)))
@@ -120,7 +120,7 @@ def test_a_gpu_without_room_for_the_smallest_cache_is_refused_in_one_line(folder
         sized(folder, "cuda", 4000)
 
 
-def test_a_size_or_a_share_that_the_user_names_is_taken(folder, gpu):
+def test_a_cache_size_or_utilization_from_the_config_is_used(folder, gpu):
     gpu(useful(2000))
     assert sized(folder, "cuda", 4000, gpu_memory_utilization=0.3) == {"gpu_memory_utilization": 0.3}
     both = {"kv_cache_memory_bytes": 123 << 20, "gpu_memory_utilization": 0.3}
@@ -129,5 +129,5 @@ def test_a_size_or_a_share_that_the_user_names_is_taken(folder, gpu):
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(100, MIN_CACHE), (4000, useful(4000)), (400_000, CPU_LIMIT)])
-def test_on_a_cpu_the_cache_has_a_least_and_a_most(folder, longest, expected):
+def test_on_a_cpu_the_cache_has_bounds(folder, longest, expected):
     assert sized(folder, "cpu", longest) == {"kv_cache_memory_bytes": expected}

@@ -242,13 +242,13 @@ def test_steady_steps_return_every_cache_block(facts, scene):
 
 
 @pytest.mark.parametrize("scene", ["all at once", "arriving one by one", "more than fit beside each other"])
-def test_the_model_computes_not_one_token_more(facts, scene):
+def test_steady_steps_compute_no_extra_token(facts, scene):
     alone, steady = (Counter(chain.from_iterable(way["steps"])) for way in facts[scene])
     assert steady == alone
 
 
 @pytest.mark.parametrize("scene", ["all at once", "more than fit beside each other"])
-def test_most_steps_need_no_scheduling_by_vllm(facts, scene):
+def test_most_steps_bypass_vllms_scheduler(facts, scene):
     alone, steady = facts[scene]
     print(scene, alone["by vllm"], steady["by vllm"], len(steady["steps"]))
     assert steady["by vllm"] < 0.5 * alone["by vllm"]

@@ -80,11 +80,11 @@ def test_log_probabilities_are_over_what_the_grammar_allows(replies):
         assert min(logprobs) < -1
 
 
-def test_free_replies_beside_them_are_what_they_are_alone(replies):
+def test_free_completions_beside_structured_ones_are_unchanged(replies):
     assert replies["free"] == replies["alone"]
 
 
-def test_a_turn_carries_its_pattern_only_where_it_is_asked_for():
+def test_a_turn_has_a_pattern_only_with_structured_true():
     for structured in (True, False):
         config = Config(model={"name": "none"}, environments=[{**TOWN, "structured": structured}])
         [prompt] = build_environments(config, TOKENIZER).open_source().next(1)

@@ -241,7 +241,7 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(facts):
     assert (len(free.token_ids), free.finish_reason) == (20, "length")
 
 
-def test_no_token_ends_a_completion_but_those_that_are_asked_for(facts):
+def test_only_the_named_stop_tokens_end_a_completion(facts):
     endless = facts["endless"]
     assert {(len(completion.token_ids), completion.finish_reason) for completion in endless} == {(40, "length")}
     assert any(facts["eos"] in completion.token_ids for completion in endless)
@@ -271,7 +271,7 @@ def test_an_abort_leaves_nothing_running_and_changes_no_later_completion(facts):
     assert later.token_ids == facts["seed 1"].token_ids
 
 
-def test_a_prefix_that_outlives_its_weights_gives_wrong_logprobs_so_a_sync_forgets_it(facts):
+def test_a_prefix_cached_with_old_weights_gives_wrong_logprobs_so_a_sync_drops_it(facts):
     assert facts["stale prefix error"] > 1e-2
     assert facts["fresh prefix error"] < 1e-4
     assert facts["version"] == 3

@@ -1,0 +1,161 @@
+"""The data side of a run: the model's files, environments and their prompts, and what turns prompts into groups."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from colocated_grpo.config.inputs import is_inline, shape_of
+from colocated_grpo.config.schema import Config
+from colocated_grpo.environments import Environments, build_environments
+from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.policy.checkpoint_files import fetch_model
+from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.rollout.collect import Collector
+from colocated_grpo.rollout.engine import Sampling
+from colocated_grpo.rollout.episodes import EpisodeRunner
+from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.lengths import LongestFirst
+from colocated_grpo.rollout.prompt_queue import build_dispatch
+from colocated_grpo.rollout.supply import Opponent, PromptSupply
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.tracking import NullTracker, Tracker
+from colocated_grpo.types import JsonObject, Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """Everything that is read from the model's folder but its weights."""
+
+    folder: Path
+    hf_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    """Every token that ends a completion."""
+    shape: JsonObject
+    """The entries of config.json that fix the shapes of the weights. A run is resumed with an equal shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Environments, and their prompts on the ranks that draw them."""
+
+    environments: Environments
+    source: LongestFirst | None
+    """Training prompts; on rank 0 only, and None if other processes supply all groups."""
+    held_out: list[Prompt]
+    """Prompts that are evaluated and never trained on; the same on every rank."""
+
+
+def read_model_files(config: Config, world: World) -> ModelFiles:
+    """Collective: rank 0 downloads the model if its name is not a folder."""
+    folder = fetch_model(config.model, world)
+    hf_config = read_model_config(config.model, folder)
+    tokenizer = load_tokenizer(config, folder)
+    return ModelFiles(
+        folder=folder,
+        hf_config=hf_config,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(tokenizer, folder),
+        shape=shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
+    )
+
+
+def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    template = config.model.chat_template
+    if template is not None:
+        tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
+    """The end-of-sequence tokens of the tokenizer and of the model's generation settings, ascending."""
+    ids = {tokenizer.eos_token_id}
+    settings = folder / "generation_config.json"
+    if settings.exists():
+        eos = json.loads(settings.read_text()).get("eos_token_id")
+        ids |= set(eos) if isinstance(eos, list) else {eos}
+    return tuple(sorted(ids - {None}))
+
+
+def build_data(config: Config, model: ModelFiles, world: World, tracker: Tracker | NullTracker) -> Data:
+    """Collective. User code is imported on every rank; datasets are read on rank 0 only."""
+    environments = build_environments(config, model.tokenizer)
+    source = LongestFirst(environments.open_source()) if world.is_main and environments.entries else None
+    held_out = world.from_main(lambda: draw_held_out(config, environments, tracker))
+    return Data(environments=environments, source=source, held_out=held_out)
+
+
+def draw_held_out(config: Config, environments: Environments, tracker: Tracker | NullTracker) -> list[Prompt]:
+    """Prompts that are evaluated and never trained on. Rank 0 only."""
+    if config.evaluation.every:
+        for line in environments.remarks():
+            tracker.note(line)
+    return environments.held_out(config.evaluation.prompts)
+
+
+def build_collector(
+    config: Config, driver: Driver, inbox: Inbox, data: Data, model: ModelFiles, world: World, stop: StopRequest
+) -> Collector:
+    rollout, codec, environments = config.rollout, ChatCodec(model.tokenizer), data.environments
+    episodes = EpisodeRunner(environments.episodes, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout)
+    return Collector(
+        driver,
+        episodes,
+        environments.scorers,
+        codec.turn_text,
+        world,
+        build_dispatch(config, world),
+        seed=config.seed,
+        reward_workers=rollout.reward_workers,
+        reward_timeout=rollout.reward_timeout,
+        stop_asked=stop.asked,
+    )
+
+
+def build_prompt_supply(
+    config: Config,
+    data: Data,
+    model: ModelFiles,
+    collector: Collector,
+    world: World,
+    stop: StopRequest,
+    opponent: Opponent | None,
+) -> PromptSupply | None:
+    """Prompts that this run samples itself; None if other processes supply all groups."""
+    if not data.environments.entries:
+        return None
+    prompts = config.rollout.prompts_per_step - round(config.atropos_share)
+    rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
+    sampling = training_sampling(config, model.stop_token_ids)
+    return PromptSupply(data.source, collector, world, stop.asked, rollout, sampling, opponent)
+
+
+def training_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_completion_tokens,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        stop=tuple(rollout.stop),
+        stop_token_ids=stop_tokens,
+    )
+
+
+def held_out_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
+    """Plain sampling at the evaluation's temperature, without top_p, top_k, min_p and penalties."""
+    return Sampling(
+        temperature=config.evaluation.temperature,
+        max_tokens=config.rollout.max_completion_tokens,
+        stop=tuple(config.rollout.stop),
+        stop_token_ids=stop_tokens,
+    )
