@@ -200,7 +200,7 @@ def test_a_restored_supply_continues_both_sides():
         both = Both(world, FakeEngine(), lambda: False, of_own_engine)
         both.supply.load_state_dict({"sampled": {"given": 8}, "served": {"read": 5}})
         groups = both.collect(2)
-        with pytest.raises(EnvironmentSetupError, match="without an atropos entry beside others"):
+        with pytest.raises(EnvironmentSetupError, match="had no atropos entry beside others"):
             both.supply.load_state_dict({"given": 8})
         both.supply.close()
     assert [group.prompt.text for group in groups[:PROMPTS]] == ["p8", "p9", "p10", "p11"]
