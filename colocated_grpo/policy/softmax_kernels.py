@@ -6,9 +6,10 @@ One program handles one row (token) or one block of a row. Logits are float32 [C
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from colocated_grpo.runtime.triton_jit import jit
 
 BLOCK = 4096
 
@@ -62,7 +63,7 @@ def logit_gradient(
     return out_CV
 
 
-@triton.jit
+@jit
 def _row_statistics(
     logits, targets, temperatures, logprobs, entropies, logsumexps, vocabulary, stride, BLOCK: tl.constexpr
 ):
@@ -89,11 +90,12 @@ def _row_statistics(
     logsumexp = peak + tl.log(total)
     target = tl.load(logits + tl.load(targets + row)) * scale
     tl.store(logprobs + row, target - logsumexp)
+    # pyrefly: ignore[unsupported-operation]  (Triton 3.9: the type of tl.sum is inferred as a tuple)
     tl.store(entropies + row, logsumexp - tl.sum(weighted * shrink, 0) / total)
     tl.store(logsumexps + row, logsumexp)
 
 
-@triton.jit
+@jit
 def _logit_gradient(
     logits,
     targets,
