@@ -19,7 +19,7 @@ from colocated_grpo.environments.base import Settled
 from colocated_grpo.errors import ReportedElsewhere, RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
-from colocated_grpo.policy.policy import dtype_of, known_or, score
+from colocated_grpo.policy.policy import dtype_of, fill_missing, score
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.runtime.checkpoint_folders import MODEL_SHAPE
@@ -172,14 +172,14 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
     with run.clock.time("pack"):
         rewards = [group_rewards(group) for group in groups]
         # Without a KL penalty a group of equal rewards has no gradient at all, unless its advantages came ready-made.
-        idle = [
+        without_gradient = [
             run.config.loss.kl.coef == 0 and is_constant(values) and all(r.advantages is None for r in g.rollouts)
             for g, values in zip(groups, rewards, strict=True)
         ]
         return pack(
             groups,
             group_advantages(rewards, run.config.advantage),
-            idle,
+            without_gradient,
             run.config.batch,
             rank=run.world.rank,
             world_size=run.world.size,
@@ -196,13 +196,15 @@ def with_logprobs(run: Run, batch: Batch) -> Batch:
     if several_updates and config.loss.old_logprobs == "trainer":
         batch = run.policy.with_old_logprobs(batch)
     if run.reference is not None:
-        batch = batch.map(lambda m: replace(m, ref_logprobs_N=ref_logprobs(run, m)))
+        batch = batch.map(
+            lambda m: replace(m, loss_inputs=replace(m.loss_inputs, ref_logprobs_N=ref_logprobs(run, m)))
+        )
     return batch
 
 
 def ref_logprobs(run: Run, micro_batch: MicroBatch) -> Tensor:
     """The environment's where it gave them, else the reference model's. Collective."""
-    return known_or(micro_batch.ref_logprobs_N, score(run.reference, micro_batch, run.world.device))
+    return fill_missing(micro_batch.loss_inputs.ref_logprobs_N, score(run.reference, micro_batch, run.world.device))
 
 
 def update(run: Run, batch: Batch) -> Metrics:

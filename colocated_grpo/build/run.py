@@ -21,7 +21,7 @@ from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.prompts import longest_token
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import Choreography, Clock, WeightSync
-from colocated_grpo.policy.activations import settle_micro_batches
+from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.masters import ShardedWeights
@@ -111,7 +111,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     sync = build_sync(policy, engine, world)
     opponent = build_opponent(config.opponent, frozen, policy, engine, sync, world)
     # The engine sleeps: what is free now is free while the policy trains.
-    config = settle_micro_batches(policy, config, world)
+    config = choose_micro_batch_size(policy, config, world)
     driver = Driver(engine, inbox)
     collector = build_collector(config, driver, inbox, environments, tokenizer, world, stop)
     sampled = None

@@ -12,7 +12,7 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.config.turns import OpponentConfig
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.checkpoint_files import fetch_model
-from colocated_grpo.policy.masters import WholeWeights
+from colocated_grpo.policy.masters import UnshardedWeights
 from colocated_grpo.policy.model import host_copy
 from colocated_grpo.policy.policy import Policy, build_model, compute_dtype
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
@@ -68,7 +68,7 @@ def build_opponent(
 def build_sync(policy: Policy, engine: VLLMEngine, world: World) -> WeightSync:
     """How the policy's weights reach the engine. Where both are to be one, they are from here on."""
     copies = copy_into(engine, policy.parameters(), world)
-    return share(copies, policy.weights.adopt) if isinstance(policy.weights, WholeWeights) else copies
+    return share(copies, policy.weights.adopt) if isinstance(policy.weights, UnshardedWeights) else copies
 
 
 def copy_into(
