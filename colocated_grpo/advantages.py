@@ -1,6 +1,6 @@
-"""From the rewards of sibling completions to advantages. Plain floats in, plain floats out.
+"""Advantages from the rewards of sibling completions. Plain floats in, plain floats out.
 
-A reward of None (not applicable, or failed) takes no part in any mean or standard deviation and gets advantage 0.
+A reward of None (not applicable, or failed) is excluded from every mean and standard deviation and gets advantage 0.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Rewards = Sequence[float | None]
 
 
 def group_advantages(groups: Sequence[Rewards], config: AdvantageConfig) -> list[list[float]]:
-    """One advantage per reward: reward - baseline, divided by a standard deviation + eps where `config.scale` says so.
+    """Return one advantage per reward: reward - baseline, divided by a standard deviation + eps unless scale is 'none'.
 
-    A group without reward variance gets exact zeros. `scale: batch` measures the deviation over all groups given, so
-    it needs the whole batch in one call; the other scales treat groups independently.
-    Standard deviations are the unbiased ones (n - 1), as in TRL. Raises ValueError on a NaN or infinite reward.
+    A group without reward variance gets exact zeros. `scale: batch` takes the deviation over all groups, so it needs
+    the whole batch in one call; the other scales treat groups independently.
+    Standard deviations are unbiased (n - 1), as in TRL. Raises ValueError on a NaN or infinite reward.
     """
     for index, rewards in enumerate(groups):
         _check_finite(rewards, index)
@@ -34,9 +34,9 @@ def group_advantages(groups: Sequence[Rewards], config: AdvantageConfig) -> list
 
 
 def is_constant(rewards: Rewards) -> bool:
-    """Whether no sibling differs from another in reward, so that every advantage of the group is 0.
+    """Return True if all siblings have the same reward, so that every advantage of the group is 0.
 
-    Such a group has no policy gradient. It still has one from a KL penalty: with kl.coef > 0 it must not be dropped.
+    Such a group has no policy gradient, but a KL penalty has one: with kl.coef > 0 the group must not be dropped.
     """
     return len(set(_scored(rewards))) < 2
 
@@ -44,7 +44,7 @@ def is_constant(rewards: Rewards) -> bool:
 def _centred(rewards: Rewards, leave_one_out: bool) -> list[float]:
     """Reward minus baseline; reward minus the mean of the n - 1 others equals (reward - mean) * n / (n - 1)."""
     if is_constant(rewards):
-        return [0.0] * len(rewards)  # a rounded mean of equal rewards would leave a tiny advantage / eps
+        return [0.0] * len(rewards)  # a mean with rounding error would give advantages that division by eps enlarges
     scored = _scored(rewards)
     mean = math.fsum(scored) / len(scored)
     factor = len(scored) / (len(scored) - 1) if leave_one_out else 1.0
@@ -62,4 +62,4 @@ def _std(values: Sequence[float]) -> float:
 def _check_finite(rewards: Rewards, index: int) -> None:
     for reward in _scored(rewards):
         if not math.isfinite(reward):
-            raise ValueError(f"group {index} has reward {reward}: a reward is a finite number, or None for no score")
+            raise ValueError(f"group {index} has reward {reward}: return a finite number, or None for no score")

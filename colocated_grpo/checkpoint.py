@@ -108,7 +108,7 @@ class Checkpoints:
             self._check_loadable(newest, record, tensors)
             dcp.load(tensors, checkpoint_id=newest, process_group=self._world.checkpoints)
         _restore_numbers(policy, tensors, self._world)
-        policy.restored(version)
+        policy.resume_at(version)
         return step, state
 
     def _tensors(self, policy: Policy) -> dict[str, Tensor]:

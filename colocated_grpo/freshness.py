@@ -1,4 +1,4 @@
-"""Proof, after a weight sync, that the engine samples from the policy's weights: both score the same tokens."""
+"""Check after a weight sync that the engine samples from the policy's weights: both score the same tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import RolloutEngine
 
-# Two correct 16-bit implementations of one model differ by rounding, on average 0.007 (mismatch/abs of
-# docs/results/step_qwen3-0.6b_1xh200.json); damaged weights have to stand out from that.
+# Two correct 16-bit implementations of a model differ by 0.007 on average, through rounding (mismatch/abs in
+# docs/results/step_qwen3-0.6b_1xh200.json). Damaged weights must exceed that clearly.
 TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 0.15, torch.float32: 1e-3}
 
 
 class FreshnessCheck:
-    """Compares engine and policy on probe tokens after every n-th sync."""
+    """Compares engine and policy on probe tokens after every `freshness.every`-th sync."""
 
     def __init__(
         self, policy: Policy, engine: RolloutEngine, engine_dtype: torch.dtype, config: FreshnessConfig
@@ -33,14 +33,17 @@ class FreshnessCheck:
         self._probe: list[int] = []
 
     def before_sync(self, probe: Sequence[int]) -> None:
-        """Score the probe with the policy, while the GPU still belongs to it. Collective."""
+        """Score the probe with the policy, before the GPU is handed to the engine. Collective."""
         due = self._config.every > 0 and self._syncs % self._config.every == 0 and len(probe) >= 2
         self._syncs += 1
         self._probe = list(probe[: self._config.probe_tokens])
         self._expected = self._policy_logprobs() if due else None
 
     def after_sync(self) -> float | None:
-        """Mean |engine - policy| of the probe's log-probabilities. Raises RunError above the tolerance."""
+        """Return the mean |engine - policy| of the probe's log-probabilities, or None if no check is due.
+
+        Raises RunError above the tolerance.
+        """
         if self._expected is None:
             return None
         actual = self._engine.score(self._probe)
@@ -51,7 +54,8 @@ class FreshnessCheck:
             raise RunError(
                 f"freshness: after the weight sync engine and policy disagree by {mean:.4g} on average "
                 f"(limit freshness.max_mean_diff={self._tolerance:g}; worst token: engine {actual[worst]:.4f}, "
-                f"policy {self._expected[worst]:.4f}): the engine does not hold the policy's weights"
+                f"policy {self._expected[worst]:.4f}): the engine does not have the policy's weights; look for engine "
+                "arguments that transform weights (quantization)"
             )
         return mean
 
@@ -66,6 +70,6 @@ class FreshnessCheck:
             temperature=1.0,
             trained=False,
         )
-        # As it stands: for the few tokens of a probe a compiled forward pass would first have to be made, in seconds.
+        # Eager: compiling a forward pass for the shape of a probe would take seconds.
         with torch.compiler.set_stance("force_eager"):
             return self._policy.score(build_micro_batch([sequence])).tolist()

@@ -1,6 +1,6 @@
-"""Statistics that add up over micro-batches and ranks on the device, and one function that makes them numbers.
+"""Statistics that are summed over micro-batches and ranks on the device, and their reduction to numbers.
 
-A mean of means is wrong as soon as two micro-batches differ in tokens, so nothing is divided before the end.
+A mean of means is wrong if micro-batches differ in tokens, so sums and counts are divided only at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stat(NamedTuple):
 
     @classmethod
     def ess(cls, total: Tensor | float, total_of_squares: Tensor | float, count: Tensor | float) -> Stat:
-        """Effective share of `count` weighted samples: total^2 / (count * total_of_squares), 1 for equal weights."""
+        """Effective sample size as a fraction of `count`: total^2 / (count * total_of_squares); 1 for equal weights."""
         return cls("ess", (total, total_of_squares, count))
 
 
@@ -47,11 +47,11 @@ _FINISH: dict[Kind, Callable[..., float | None]] = {
     "max": lambda value: None if value == -math.inf else value,
     "ess": lambda total, squares, count: total * total / (count * squares) if count and squares else None,
 }
-"""From reduced parts to the number shown; None where nobody had data."""
+"""From reduced parts to the logged number; None if no rank had data."""
 
 
 class Metrics:
-    """Statistics of one step on one rank. Adding never waits for the device."""
+    """Statistics of one step on one rank. `add` never synchronizes with the device."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -66,10 +66,10 @@ class Metrics:
 
 
 def reduce(metrics: Metrics, all_reduce_sum: AllReduce, all_reduce_max: AllReduce) -> dict[str, float]:
-    """Numbers over all micro-batches and ranks; names without data on any rank are left out.
+    """Return numbers over all micro-batches and ranks, without names that have no data on any rank.
 
-    Collective: every rank calls it with the same names, for values go by their place among the sorted names. Two
-    all-reduces and one host sync.
+    Collective: every rank must have the same names, because values are matched by their position in sorted order. Two
+    all-reduces and one synchronization with the device.
     """
     stats = metrics.ordered()
     maxima = _pack([stat for _, stat in stats if stat.kind == "max"], metrics.device)
@@ -88,7 +88,7 @@ def reduce(metrics: Metrics, all_reduce_sum: AllReduce, all_reduce_max: AllReduc
 
 
 def _pack(stats: list[Stat], device: torch.device) -> Tensor:
-    """All parts as one float64 vector: a run's token counts exceed what float32 counts exactly."""
+    """Return all parts as one float64 vector: float32 is exact only up to 2^24, fewer than a run's tokens."""
     parts = [_on_device(part, device) for stat in stats for part in stat.parts]
     return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device)
 
@@ -96,12 +96,12 @@ def _pack(stats: list[Stat], device: torch.device) -> Tensor:
 def _on_device(part: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(part, Tensor):
         return part.to(device, torch.float64)
-    return torch.full((), part, dtype=torch.float64, device=device)  # a fill, where a copy from the host would wait
+    return torch.full((), part, dtype=torch.float64, device=device)  # a fill does not synchronize; a copy would
 
 
 def _merge(name: str, left: Stat, right: Stat) -> Stat:
     if left.kind != right.kind:
-        raise ValueError(f"metric {name!r} is a {left.kind} and a {right.kind}: one name has one kind")
+        raise ValueError(f"metric {name!r} is both a {left.kind} and a {right.kind}; use one name per kind")
     combine = _larger if left.kind == "max" else _added
     return Stat(left.kind, tuple(combine(a, b) for a, b in zip(left.parts, right.parts, strict=True)))
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from colocated_grpo.advantages import group_advantages, is_constant
 from colocated_grpo.batching import Batch, MicroBatch, pack
@@ -21,7 +20,7 @@ from colocated_grpo.errors import ReportedElsewhere, RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
 from colocated_grpo.policy.masters import ShardedWeights
-from colocated_grpo.policy.policy import dtype_of, known_or, score
+from colocated_grpo.policy.policy import dtype_of, fill_missing, score
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.runtime.checkpoint_folders import MODEL_SHAPE
@@ -177,14 +176,14 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
     with run.clock.time("pack"):
         rewards = [group_rewards(group) for group in groups]
         # A group of equal rewards has no gradient, unless there is a KL penalty or it brings its own advantages.
-        idle = [
+        without_gradient = [
             run.config.loss.kl.coef == 0 and is_constant(values) and all(r.advantages is None for r in g.rollouts)
             for g, values in zip(groups, rewards, strict=True)
         ]
         return pack(
             groups,
             group_advantages(rewards, run.config.advantage),
-            idle,
+            without_gradient,
             run.config.batch,
             rank=run.world.rank,
             world_size=run.world.size,
@@ -202,13 +201,15 @@ def with_logprobs(run: Run, batch: Batch) -> Batch:
         batch = run.policy.with_old_logprobs(batch)
     reference = run.reference
     if reference is not None:
-        batch = batch.map(lambda m: replace(m, ref_logprobs_N=ref_logprobs(reference, m, run.world.device)))
+        batch = batch.map(lambda m: with_ref_logprobs(m, reference, run.world.device))
     return batch
 
 
-def ref_logprobs(reference: ShardedWeights, micro_batch: MicroBatch, device: torch.device) -> Tensor:
-    """[N] log-probabilities from the environment where it gave them, else from the reference model. Collective."""
-    return known_or(micro_batch.ref_logprobs_N, score(reference, micro_batch, device))
+def with_ref_logprobs(micro_batch: MicroBatch, reference: ShardedWeights, device: torch.device) -> MicroBatch:
+    """Add log-probabilities from the environment where it gave them, else from the reference model. Collective."""
+    inputs = micro_batch.loss_inputs
+    ref_logprobs_N = fill_missing(inputs.ref_logprobs_N, score(reference, micro_batch, device))
+    return replace(micro_batch, loss_inputs=replace(inputs, ref_logprobs_N=ref_logprobs_N))
 
 
 def update(run: Run, batch: Batch) -> Metrics:

@@ -1,9 +1,10 @@
-"""From groups and advantages to the micro-batches that each rank runs."""
+"""Packing of groups and advantages into the micro-batches that each rank runs."""
 
 from colocated_grpo.batching.micro_batch import (
     PADDING_TOKENS,
     MicroBatch,
-    SharedKeys,
+    PackedTokens,
+    PrefixKeys,
     TrainSequence,
     build_micro_batch,
 )
@@ -14,7 +15,8 @@ __all__ = [
     "Batch",
     "MicroBatch",
     "Minibatch",
-    "SharedKeys",
+    "PackedTokens",
+    "PrefixKeys",
     "TrainSequence",
     "build_micro_batch",
     "pack",

@@ -1,10 +1,10 @@
-"""One forward pass: rollouts side by side without padding, and of siblings that share their beginning that part once.
+"""Micro-batches: sequences packed side by side without padding, the common prefix of siblings stored once.
 
-Attention is all that mixes tokens, so a token's hidden state depends on what comes before it and not on who reads it: a
-prompt's keys and values serve every completion.
+Only attention mixes tokens, and a token's hidden state does not depend on the tokens after it. The keys and values of a
+prompt can therefore serve all of its completions.
 
-Shapes: T packed tokens, E keys that they see (T, and a copy of a shared beginning for each of its readers), U tokens of
-shared beginnings, R readers of the most read one, N scored tokens (the ones that the policy sampled).
+Shapes: T packed tokens, U tokens of common prefixes (the first U of T), E keys that the queries see (T, plus the copies
+of the prefix keys), R sequences of the prefix with most of them, N scored tokens (those that the policy sampled).
 """
 
 from __future__ import annotations
@@ -19,160 +19,179 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from colocated_grpo.losses import LossInputs
+
 PADDING_TOKENS = [0, 0]
-"""What a rank without work of its own runs: two tokens, one of them scored and masked out."""
+"""Tokens of a padding micro-batch: two, one of them scored and masked out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """One rollout ready for training.
+    """One rollout converted to arrays, on the rank that trains it.
 
-    Arrays, one conversion a rollout: of a list torch would read every Python number by itself.
+    Plans use `Outline` instead: they cover every rollout on every rank, where converting all tokens would be wasted.
+    Arrays, because torch converts a list number by number.
     """
 
     token_ids: np.ndarray
     scored: np.ndarray
     """Positions of sampled tokens, ascending; position 0 is never scored."""
     sampling_logprobs: np.ndarray
-    """Of the scored tokens, as `advantages`; NaN where the sampler's are not known."""
+    """One per scored token; NaN where the sampler gave none."""
     advantages: np.ndarray
+    """One per scored token."""
     temperature: float
     trained: bool
     ref_logprobs: np.ndarray | None = None
-    """From the environment; None: not given."""
+    """One per scored token, from the environment; None: not given."""
     group: int = 0
-    shared: int = 0
-    """Tokens at the beginning, none of them scored, that are those of every sequence beside it of the same group."""
+    prefix_length: int = 0
+    """Leading tokens, none of them scored, that are equal in all sequences of this group in the micro-batch."""
 
     @property
     def length(self) -> int:
         return len(self.token_ids)
 
 
-class SharedKeys(NamedTuple):
-    """Which keys queries see where rollouts share their beginning. Example: 5 and 3 tokens that share 2 give E = 10."""
+class PrefixKeys(NamedTuple):
+    """Keys that queries see where siblings have a common prefix.
+
+    The keys of each prefix come first, then those of each sequence, its prefix included. Example: sequences of 5 and 3
+    tokens with 2 in common give T = 6 and E = 2 + 5 + 3.
+    """
 
     rows_E: Tensor
-    """Row that each key comes from."""
+    """Row of T that each key is computed from."""
     keys_of_T: Tensor
-    """Where each row's own key is among them."""
+    """Index in E of each row's original key; all others are copies."""
     copies_UR: Tensor
-    """Where the further copies of the first U rows' keys are; -1 where there are fewer."""
+    """Indices in E of the copies of each prefix row's key; -1 pads rows with fewer copies."""
     cu_seqlens: Tensor
-    """Borders of the keys that each run sees: those of its shared beginning, then its own."""
+    """Boundaries in E of the keys of each run in `PackedTokens.cu_seqlens`."""
     max_seqlen: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """One forward pass of one rank. Example: two rollouts of 5 and 3 tokens give T = 8, cu_seqlens = [0, 5, 8].
+class PackedTokens:
+    """Input of one forward pass: the model predicts `targets_N` at rows `source_N`.
 
-    Of two that share their first 2 tokens: T = 6, cu_seqlens = [0, 2, 5, 6].
+    Example: two rollouts of 5 and 3 tokens give T = 8, cu_seqlens = [0, 5, 8]; with their first 2 tokens in common
+    T = 6, cu_seqlens = [0, 2, 5, 6].
     """
 
     input_ids_T: Tensor
     position_ids_T: Tensor
     cu_seqlens: Tensor
-    """Borders of the runs of consecutive tokens: whole rollouts, or shared beginnings and then what follows each."""
+    """int32 boundaries of the runs of consecutive tokens: common prefixes, then sequences without their prefixes."""
     max_seqlen: int
+    """Tokens of the longest run."""
     source_N: Tensor
-    """Row whose hidden state predicts the scored token, that of the token before it."""
+    """Row whose hidden state predicts the scored token: that of the token before it."""
     targets_N: Tensor
     temperature_N: Tensor
-    sequence_N: Tensor
-    num_sequences: int
-    loss_mask_N: Tensor
-    advantages_N: Tensor
-    sampling_logprobs_N: Tensor
-    old_logprobs_N: Tensor | None = None
-    ref_logprobs_N: Tensor | None = None
-    """As packed: from the environment, NaN where it gave none."""
-    shared_keys: SharedKeys | None = None
-    """None: nothing is shared, and the keys of each run are its own tokens'."""
+    prefix_keys: PrefixKeys | None = None
+    """None: no common prefixes, each run sees its own keys only."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids_T)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, its shared beginning included."""
-        return self.max_seqlen if self.shared_keys is None else self.shared_keys.max_seqlen
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence, its prefix included."""
+        return self.max_seqlen if self.prefix_keys is None else self.prefix_keys.max_seqlen
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Where a sequence's tokens are: its own from `start` on, those of its shared beginning from `prompt` on."""
+class MicroBatch:
+    """One forward pass of one rank, and what its loss needs."""
 
-    prompt: int
-    shared: int
-    start: int
-    length: int
-
-    def of(self, positions: np.ndarray) -> np.ndarray:
-        return np.where(positions < self.shared, self.prompt, self.start - self.shared) + positions
+    tokens: PackedTokens
+    loss_inputs: LossInputs
 
 
 def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
-    """Concatenate sequences; those of one group come one after the other. None: a stand-in, for aligned collectives."""
+    """Concatenate sequences; those of one group must be adjacent.
+
+    An empty list yields a padding micro-batch, so that a rank without work still joins the collectives.
+    """
     if not sequences:
-        return _stand_in()
-    rows = _place(sequences)
-    prompts = {r.prompt: seq.token_ids[: r.shared] for seq, r in zip(sequences, rows, strict=True) if r.shared}
-    pieces = [*prompts.values(), *(seq.token_ids[r.shared :] for seq, r in zip(sequences, rows, strict=True))]
-    begins = [0] * len(prompts) + [r.shared for r in rows]
+        return _padding_micro_batch()
+    places = _place(sequences)
+    pairs = list(zip(sequences, places, strict=True))
+    prefixes = {place.prefix: seq.token_ids[: place.prefix_length] for seq, place in pairs if place.prefix_length}
+    runs = [*prefixes.values(), *(seq.token_ids[place.prefix_length :] for seq, place in pairs)]
+    first_positions = [0] * len(prefixes) + [place.prefix_length for place in places]
+    lengths = np.array([len(run) for run in runs])
     scored = [len(seq.scored) for seq in sequences]
-    lengths = np.array([len(piece) for piece in pieces])
-    return MicroBatch(
-        input_ids_T=_joined(pieces),
-        position_ids_T=_joined([np.arange(begin, begin + len(p)) for begin, p in zip(begins, pieces, strict=True)]),
+    tokens = PackedTokens(
+        input_ids_T=_concatenated(runs),
+        position_ids_T=_concatenated(
+            [np.arange(first, first + n) for first, n in zip(first_positions, lengths, strict=True)]
+        ),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
         max_seqlen=int(lengths.max()),
-        source_N=_joined([r.of(seq.scored - 1) for seq, r in zip(sequences, rows, strict=True)]),
-        targets_N=_joined([seq.token_ids[seq.scored] for seq in sequences]),
+        source_N=_concatenated([place.rows(seq.scored - 1) for seq, place in pairs]),
+        targets_N=_concatenated([seq.token_ids[seq.scored] for seq in sequences]),
         temperature_N=_repeated(np.array([seq.temperature for seq in sequences], np.float32), scored),
+        prefix_keys=_prefix_keys(places, [*map(len, prefixes.values())]) if prefixes else None,
+    )
+    loss_inputs = LossInputs(
         sequence_N=_repeated(np.arange(len(sequences)), scored),
         num_sequences=len(sequences),
         loss_mask_N=_repeated(np.array([seq.trained for seq in sequences]), scored),
-        advantages_N=_joined([seq.advantages for seq in sequences]),
-        sampling_logprobs_N=_joined([seq.sampling_logprobs for seq in sequences]),
+        advantages_N=_concatenated([seq.advantages for seq in sequences]),
+        sampling_logprobs_N=_concatenated([seq.sampling_logprobs for seq in sequences]),
         ref_logprobs_N=_given_ref_logprobs(sequences),
-        shared_keys=_shared_keys(rows, [*map(len, prompts.values())]) if prompts else None,
     )
+    return MicroBatch(tokens=tokens, loss_inputs=loss_inputs)
 
 
-def _place(sequences: Sequence[TrainSequence]) -> list[_Rows]:
-    """Shared beginnings first, then what is each sequence's own. A sequence without siblings here shares nothing."""
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Rows of one sequence: its prefix starts at row `prefix`, the tokens after it at row `start`."""
+
+    prefix: int
+    prefix_length: int
+    start: int
+    length: int
+
+    def rows(self, positions: np.ndarray) -> np.ndarray:
+        return np.where(positions < self.prefix_length, self.prefix, self.start - self.prefix_length) + positions
+
+
+def _place(sequences: Sequence[TrainSequence]) -> list[_Place]:
+    """Put common prefixes first, then the rest of each sequence. A sequence without siblings here has no prefix."""
     groups = [list(members) for _, members in groupby(sequences, key=lambda seq: seq.group)]
-    shared = [members[0].shared if len(members) > 1 else 0 for members in groups]
-    prompts = np.cumsum([0, *shared]).tolist()
-    start, rows = prompts[-1], []
-    for members, prompt, length in zip(groups, prompts, shared, strict=False):
+    lengths = [members[0].prefix_length if len(members) > 1 else 0 for members in groups]
+    prefixes = np.cumsum([0, *lengths]).tolist()
+    start, places = prefixes[-1], []
+    for members, prefix, length in zip(groups, prefixes, lengths, strict=False):
         for seq in members:
-            rows.append(_Rows(prompt=prompt, shared=length, start=start, length=seq.length))
+            places.append(_Place(prefix=prefix, prefix_length=length, start=start, length=seq.length))
             start += seq.length - length
-    return rows
+    return places
 
 
-def _shared_keys(rows: Sequence[_Rows], prompts: Sequence[int]) -> SharedKeys:
-    """prompts: lengths of the shared beginnings, in the order of their rows."""
-    lengths = [*prompts, *(r.length for r in rows)]
-    begins = np.cumsum([0, *lengths])
-    shared = sum(prompts)
-    key_rows = np.concatenate([np.arange(shared), *(r.of(np.arange(r.length)) for r in rows)])
-    _, keys_of = np.unique(key_rows, return_index=True)  # the first of each row: copies come after it
-    readers: dict[int, list[int]] = {}
-    for r, begin in zip(rows, begins[len(prompts) :].tolist(), strict=False):
-        if r.shared:
-            readers.setdefault(r.prompt, []).append(begin)
-    copies = np.full((shared, max(map(len, readers.values()))), -1)
-    for length, (prompt, copied_to) in zip(prompts, readers.items(), strict=True):
-        copies[prompt : prompt + length, : len(copied_to)] = np.arange(length)[:, None] + copied_to
-    return SharedKeys(
-        rows_E=torch.from_numpy(key_rows),
-        keys_of_T=torch.from_numpy(keys_of),
+def _prefix_keys(places: Sequence[_Place], prefix_lengths: Sequence[int]) -> PrefixKeys:
+    """prefix_lengths: in the order of the prefixes' rows."""
+    lengths = [*prefix_lengths, *(place.length for place in places)]
+    boundaries = np.cumsum([0, *lengths])
+    num_prefix_rows = sum(prefix_lengths)
+    rows = np.concatenate([np.arange(num_prefix_rows), *(place.rows(np.arange(place.length)) for place in places)])
+    _, original_keys = np.unique(rows, return_index=True)  # the first key of each row: copies come after it
+    copies_of: dict[int, list[int]] = {}  # first row of a prefix -> where each copy of its keys starts in E
+    for place, start in zip(places, boundaries[len(prefix_lengths) :].tolist(), strict=False):
+        if place.prefix_length:
+            copies_of.setdefault(place.prefix, []).append(start)
+    copies = np.full((num_prefix_rows, max(map(len, copies_of.values()))), -1)
+    for length, (prefix, starts) in zip(prefix_lengths, copies_of.items(), strict=True):
+        copies[prefix : prefix + length, : len(starts)] = np.arange(length)[:, None] + starts
+    return PrefixKeys(
+        rows_E=torch.from_numpy(rows),
+        keys_of_T=torch.from_numpy(original_keys),
         copies_UR=torch.from_numpy(copies),
-        cu_seqlens=torch.from_numpy(begins.astype(np.int32)),
+        cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
         max_seqlen=max(lengths),
     )
 
@@ -181,10 +200,10 @@ def _given_ref_logprobs(sequences: Sequence[TrainSequence]) -> Tensor | None:
     if all(seq.ref_logprobs is None for seq in sequences):
         return None
     unknown = lambda seq: np.full(len(seq.scored), math.nan, np.float32)  # noqa: E731
-    return _joined([unknown(seq) if seq.ref_logprobs is None else seq.ref_logprobs for seq in sequences])
+    return _concatenated([unknown(seq) if seq.ref_logprobs is None else seq.ref_logprobs for seq in sequences])
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> Tensor:
+def _concatenated(arrays: Sequence[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays))
 
 
@@ -192,19 +211,22 @@ def _repeated(values: np.ndarray, counts: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.repeat(values, counts))
 
 
-def _stand_in() -> MicroBatch:
-    nothing = torch.zeros(1)
+def _padding_micro_batch() -> MicroBatch:
     return MicroBatch(
-        input_ids_T=torch.tensor(PADDING_TOKENS),
-        position_ids_T=torch.arange(2),
-        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
-        max_seqlen=2,
-        source_N=torch.tensor([0]),
-        targets_N=torch.tensor([0]),
-        temperature_N=torch.ones(1),
-        sequence_N=torch.tensor([0]),
-        num_sequences=1,
-        loss_mask_N=torch.tensor([False]),
-        advantages_N=nothing,
-        sampling_logprobs_N=nothing,
+        tokens=PackedTokens(
+            input_ids_T=torch.tensor(PADDING_TOKENS),
+            position_ids_T=torch.arange(2),
+            cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+            max_seqlen=2,
+            source_N=torch.tensor([0]),
+            targets_N=torch.tensor([0]),
+            temperature_N=torch.ones(1),
+        ),
+        loss_inputs=LossInputs(
+            sequence_N=torch.tensor([0]),
+            num_sequences=1,
+            loss_mask_N=torch.tensor([False]),
+            advantages_N=torch.zeros(1),
+            sampling_logprobs_N=torch.zeros(1),
+        ),
     )

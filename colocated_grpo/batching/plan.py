@@ -1,4 +1,4 @@
-"""Which rank runs which rollout in which micro-batch. Every rank computes the same answer from the same outlines."""
+"""Assignment of rollouts to ranks and micro-batches. Every rank computes the same plan from the same outlines."""
 
 from __future__ import annotations
 
@@ -10,74 +10,79 @@ from typing import NamedTuple
 
 from colocated_grpo.errors import RunError
 
-KEY_SHARE = 0.25
-"""Memory of one copy of a token's keys and values, over that of all it leaves for the backward pass. A little more than
-it is in common models (1/8), so that micro-batches with many copies stay within what was measured without any."""
-WORTH_SHARING = 0.97
-"""Sharing copies keys and values in every layer: it pays where it saves more than this part of the work leaves."""
+COPIED_KEY_COST = 0.25
+"""Memory of one copy of a token's keys and values, relative to all that the token keeps for the backward pass. Common
+models have about 1/8. The margin keeps micro-batches with many copies within the memory measured without any."""
+GROUPING_THRESHOLD = 0.97
+"""Plan by group only if that leaves less than this fraction of the work: every layer then copies keys and values."""
 
 
 class Outline(NamedTuple):
-    """A rollout as planning sees it; only the rank that trains it turns its tokens into arrays."""
+    """Size of one rollout, as planning needs it.
+
+    Every rank plans all rollouts of the batch; only the rank that trains a rollout converts it to a `TrainSequence`.
+    """
 
     group: int
     sibling: int
     length: int
     scored: int
-    """Tokens that the policy sampled."""
+    """Number of tokens that the policy sampled."""
     trained: bool
     """False: its tokens are scored but carry no loss (a truncated completion that is masked)."""
-    shared: int = 0
-    """Tokens at the beginning that all its siblings have too; they run once for those that run together."""
+    prefix_length: int = 0
+    """Leading tokens that all its siblings have in common; computed once for those in the same micro-batch."""
 
     @property
     def loss_tokens(self) -> int:
         return self.scored if self.trained else 0
 
 
-Shares = list[list[list[Outline]]]
-"""[rank][micro-batch]: equally many micro-batches a rank, some of them possibly empty."""
+Assignment = list[list[list[Outline]]]
+"""[rank][micro-batch]: equally many micro-batches on each rank, some of them possibly empty."""
 
 
-def plan(outlines: Sequence[Outline], budget: int, world_size: int) -> Shares:
-    """Deal rollouts to ranks and micro-batches: none above `budget` tokens, equally many a rank, loads balanced.
+def plan(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignment:
+    """Assign rollouts to ranks and micro-batches of at most `budget` tokens, equally many per rank, loads balanced.
 
-    Siblings come together where running their common beginning once takes less than balancing rollouts one by one.
-    At least one micro-batch a rank, possibly empty: a rank without work still joins the collectives.
+    Siblings go into the same micro-batch where computing their common prefix once takes less work than balancing
+    rollouts one by one. Each rank gets at least one micro-batch, possibly empty: it must join the collectives.
     """
     longest = max((outline.length for outline in outlines), default=0)
     if longest > budget:
         raise RunError(
-            f"batch.max_tokens_per_micro_batch={budget}: a rollout of {longest} tokens cannot be "
-            "packed; it was sampled before the run was resumed with less room"
+            f"batch.max_tokens_per_micro_batch={budget}: a rollout of {longest} tokens, sampled before the run was "
+            f"resumed, does not fit; set it to at least {longest}"
         )
-    apart = _apart([outline._replace(shared=0) for outline in outlines], budget, world_size)
-    together = _together(outlines, budget, world_size)
-    return together if _work(together) < WORTH_SHARING * _work(apart) else apart
+    individually = _plan_individually([outline._replace(prefix_length=0) for outline in outlines], budget, world_size)
+    by_group = _plan_by_group(outlines, budget, world_size)
+    return by_group if _work(by_group) < GROUPING_THRESHOLD * _work(individually) else individually
 
 
 def computed_tokens(micro_batch: Sequence[Outline]) -> int:
-    """Rows of one forward pass: beginnings that siblings share once."""
-    shared = {outline.group: outline.shared for outline in micro_batch}
-    return sum(outline.length - outline.shared for outline in micro_batch) + sum(shared.values())
+    """Return the number of rows in the forward pass: common prefixes count once."""
+    prefixes = {outline.group: outline.prefix_length for outline in micro_batch}
+    return sum(outline.length - outline.prefix_length for outline in micro_batch) + sum(prefixes.values())
 
 
-def _work(shares: Shares) -> int:
-    """Tokens that everybody waits for: ranks run their micro-batches in step, and the fullest sets the pace."""
-    return sum(max(map(computed_tokens, abreast)) for abreast in zip(*shares, strict=True))
+def _work(assignment: Assignment) -> int:
+    """Tokens on the critical path: ranks run their micro-batches in lockstep, and the fullest one sets the pace."""
+    return sum(max(map(computed_tokens, in_parallel)) for in_parallel in zip(*assignment, strict=True))
 
 
-def _apart(outlines: Sequence[Outline], budget: int, world_size: int) -> Shares:
-    """Longest first into the emptiest micro-batch (Graham's LPT rule): with many rollouts they end up differing by less
-    than a short one."""
+def _plan_individually(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignment:
+    """Put the longest first, into the emptiest micro-batch (Graham's LPT rule).
+
+    With many rollouts the loads then differ by less than a short one.
+    """
     longest_first = sorted(outlines, key=lambda outline: (-outline.length, outline.group, outline.sibling))
-    per_rank = _least_per_rank(sum(outline.length for outline in outlines), budget, world_size)
+    per_rank = _min_per_rank(sum(outline.length for outline in outlines), budget, world_size)
     while (bins := _fill_bins(longest_first, budget, per_rank * world_size)) is None:
         per_rank += 1
-    return _deal(bins, world_size)
+    return _distribute(bins, world_size)
 
 
-def _least_per_rank(tokens: int, budget: int, world_size: int) -> int:
+def _min_per_rank(tokens: int, budget: int, world_size: int) -> int:
     return max(1, -(-tokens // (budget * world_size)))
 
 
@@ -93,52 +98,52 @@ def _fill_bins(longest_first: Sequence[Outline], budget: int, count: int) -> lis
     return bins
 
 
-def _deal(bins: list[list[Outline]], world_size: int) -> Shares:
-    """Fullest bin to the rank with the least so far, among the ranks that still lack one this round."""
+def _distribute(bins: list[list[Outline]], world_size: int) -> Assignment:
+    """In each round every rank gets one bin; the fullest goes to the rank with the smallest load so far."""
     load = lambda bin: sum(outline.length for outline in bin)  # noqa: E731
-    shares: Shares = [[] for _ in range(world_size)]
+    assignment: Assignment = [[] for _ in range(world_size)]
     totals = [0] * world_size
     fullest_first = sorted(bins, key=load, reverse=True)
     for start in range(0, len(bins), world_size):
         ranks = sorted(range(world_size), key=totals.__getitem__)
         for rank, bin in zip(ranks, fullest_first[start : start + world_size], strict=True):
-            shares[rank].append(bin)
+            assignment[rank].append(bin)
             totals[rank] += load(bin)
-    return shares
+    return assignment
 
 
-def _together(outlines: Sequence[Outline], budget: int, world_size: int) -> Shares:
-    """Siblings side by side, cut where a micro-batch has its share of the work: ranks differ by less than a rollout."""
+def _plan_by_group(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignment:
+    """Keep siblings adjacent and cut the sequence of groups into equal work: ranks differ by less than a rollout."""
     longest_first = sorted(outlines, key=lambda outline: (outline.group, -outline.length, outline.sibling))
-    families = [list(siblings) for _, siblings in groupby(longest_first, key=lambda outline: outline.group)]
-    per_rank = _least_per_rank(computed_tokens(outlines), budget, world_size)
-    while (bins := _cut(families, budget, per_rank * world_size)) is None:
+    groups = [list(siblings) for _, siblings in groupby(longest_first, key=lambda outline: outline.group)]
+    per_rank = _min_per_rank(computed_tokens(outlines), budget, world_size)
+    while (bins := _cut(groups, budget, per_rank * world_size)) is None:
         per_rank += 1
-    of_ranks = (bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(world_size))
-    # Fullest first, as above: what it took from the allocator serves the others too.
-    return [sorted(share, key=computed_tokens, reverse=True) for share in of_ranks]
+    by_rank = (bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(world_size))
+    # Fullest first, as in `_distribute`: the memory that it takes from the allocator is reused by the others.
+    return [sorted(own, key=computed_tokens, reverse=True) for own in by_rank]
 
 
-def _cut(families: Sequence[list[Outline]], budget: int, count: int) -> list[list[Outline]] | None:
-    """Families one after the other into micro-batches, each with an even part of the work left; None: too few of them.
+def _cut(groups: Sequence[list[Outline]], budget: int, count: int) -> list[list[Outline]] | None:
+    """Fill `count` micro-batches with the groups in order, each with an equal part of the remaining work.
 
-    What no longer fits of the family at a border, where shorter siblings may, goes on in the next one.
+    Siblings that no longer fit, where shorter ones may, continue in the next micro-batch. None: `count` is too small.
     """
-    queue = deque(families)
+    queue = deque(groups)
     bins: list[list[Outline]] = []
-    # Most borders are between siblings, whose beginning then runs once more.
-    again = sum(family[0].shared for family in families) / max(1, len(families))
-    left = sum(map(computed_tokens, families)) + again * (count - 1)
+    # Most cuts fall between siblings, whose prefix is then computed once more.
+    expected_repeat = sum(siblings[0].prefix_length for siblings in groups) / max(1, len(groups))
+    remaining_work = sum(map(computed_tokens, groups)) + expected_repeat * (count - 1)
     for remaining in range(count, 0, -1):
-        bin = _Bin(fair=left / remaining if remaining > 1 else math.inf, budget=budget)
-        rest: list[Outline] = []
-        while queue and not rest:
-            family = queue.popleft()
-            rest = [outline for outline in family if not bin.takes(outline)]
-        if rest:
-            queue.appendleft(rest)
-        begun_again = rest[0].shared if rest and bin.holds_siblings_of(rest[0]) else 0
-        left += begun_again - again - bin.load
+        bin = _Bin(target_load=remaining_work / remaining if remaining > 1 else math.inf, budget=budget)
+        postponed: list[Outline] = []
+        while queue and not postponed:
+            siblings = queue.popleft()
+            postponed = [outline for outline in siblings if not bin.try_add(outline)]
+        if postponed:
+            queue.appendleft(postponed)
+        repeated = postponed[0].prefix_length if postponed and bin.has_siblings_of(postponed[0]) else 0
+        remaining_work += repeated - expected_repeat - bin.load
         bins.append(bin.outlines)
     return None if queue else bins
 
@@ -146,24 +151,25 @@ def _cut(families: Sequence[list[Outline]], budget: int, count: int) -> list[lis
 class _Bin:
     """A micro-batch while it is filled."""
 
-    def __init__(self, fair: float, budget: int) -> None:
+    def __init__(self, target_load: float, budget: int) -> None:
         self.outlines: list[Outline] = []
         self.load = 0
         """Tokens that it computes."""
-        self._held = 0.0
-        """Those, and the part of a token that copies of keys are worth."""
-        self._fair = fair
+        self._memory = 0.0
+        """The load, and COPIED_KEY_COST for each copied key; limited by the budget."""
+        self._target_load = target_load
         self._budget = budget
 
-    def holds_siblings_of(self, outline: Outline) -> bool:
+    def has_siblings_of(self, outline: Outline) -> bool:
         return bool(self.outlines) and self.outlines[-1].group == outline.group
 
-    def takes(self, outline: Outline) -> bool:
-        """Take it if there is room, or nothing yet."""
-        known = outline.shared if self.holds_siblings_of(outline) else 0
-        load, held = self.load + outline.length - known, self._held + outline.length - known + KEY_SHARE * known
-        if self.outlines and (load > self._fair or held > self._budget):
+    def try_add(self, outline: Outline) -> bool:
+        """Add it if it fits or the micro-batch is empty; return True if added."""
+        copied = outline.prefix_length if self.has_siblings_of(outline) else 0
+        added = outline.length - copied
+        load, memory = self.load + added, self._memory + added + COPIED_KEY_COST * copied
+        if self.outlines and (load > self._target_load or memory > self._budget):
             return False
         self.outlines.append(outline)
-        self.load, self._held = load, held
+        self.load, self._memory = load, memory
         return True

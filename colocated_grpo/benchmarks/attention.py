@@ -19,7 +19,7 @@ from torch import Tensor
 from colocated_grpo.benchmarks.alone import main_alone
 from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
 from colocated_grpo.benchmarks.roofline import Roofline
-from colocated_grpo.policy.attention_kernels import Attend, Runs, attend_padded, attend_varlen, has_fa4, whole_fa4
+from colocated_grpo.policy.attention_kernels import Attend, Runs, attend_only_fa4, attend_padded, attend_varlen, has_fa4
 
 
 class Problem(NamedTuple):
@@ -86,7 +86,7 @@ def kernels_for(problem: Problem) -> dict[str, Attend]:
     if not query.is_cuda:
         return {"padded": attend_padded}
     usable = has_fa4(query.shape[1], problem.key_TKD.shape[1], query.shape[2], query.dtype, query.device)
-    return {"varlen": attend_varlen} | ({"fa4": whole_fa4} if usable else {})
+    return {"varlen": attend_varlen} | ({"fa4": attend_only_fa4} if usable else {})
 
 
 def product_flops(problem: Problem) -> float:

@@ -24,7 +24,7 @@ from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, meet,
 from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_SHARE
 from colocated_grpo.config import Config
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.activations import settle_micro_batches
+from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import num_checkpointed
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
@@ -92,7 +92,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
 def settle_memory(policy: Policy, config: Config, world: World) -> Config:
     """As before a run's first step: optimizer state allocated, micro-batches sized. Peaks count anew."""
     policy.init_optimizer_state()
-    config = settle_micro_batches(policy, config, world)
+    config = choose_micro_batch_size(policy, config, world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
     return config
@@ -149,8 +149,8 @@ def _rollout(prompt: list[int], completion: list[int], reward: float, vocabulary
 def pack_all(groups: Sequence[Group], config: Config, world: World) -> Batch:
     """This rank's share of all groups, as the trainer packs a batch."""
     advantages = group_advantages([group_rewards(group) for group in groups], config.advantage)
-    idle = [False] * len(groups)
-    return pack(groups, advantages, idle, config.batch, rank=world.rank, world_size=world.size, shuffle_seed=0)
+    kept = [False] * len(groups)
+    return pack(groups, advantages, kept, config.batch, rank=world.rank, world_size=world.size, shuffle_seed=0)
 
 
 def train(policy: Policy, batch: Batch) -> None:
@@ -175,8 +175,10 @@ def speed(batch: Batch, parameters: int, seconds: float, roofline: Roofline, ran
 def packing(batch: Batch, world: World) -> dict[str, float]:
     """Tokens that run, against those that would if each micro-batch were padded to its longest sequence."""
     micro_batches = [micro_batch for minibatch in batch.minibatches for micro_batch in minibatch.micro_batches]
-    run = sum(world.gather_objects(sum(m.num_tokens for m in micro_batches)))
-    padded = sum(world.gather_objects(sum(m.num_sequences * m.longest for m in micro_batches)))
+    run = sum(world.gather_objects(sum(m.tokens.num_tokens for m in micro_batches)))
+    padded = sum(
+        world.gather_objects(sum(m.loss_inputs.num_sequences * m.tokens.longest_sequence for m in micro_batches))
+    )
     return {
         "tokens": batch.num_tokens,
         "micro_batches": len(micro_batches),

@@ -16,7 +16,7 @@ from colocated_grpo.config.turns import OpponentConfig
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import Choreography, Clock, WeightSync
 from colocated_grpo.policy.checkpoint_files import fetch_model
-from colocated_grpo.policy.masters import ShardedWeights, WholeWeights
+from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights
 from colocated_grpo.policy.model import host_copy
 from colocated_grpo.policy.policy import Policy, build_model, compute_dtype, dtype_of
 from colocated_grpo.rollout.engine import RolloutEngine
@@ -76,7 +76,7 @@ def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
 def build_sync(policy: Policy, engine: RolloutEngine, world: World) -> WeightSync:
     """The way of the policy's weights into the engine. With `weights: shared` both use one copy from here on."""
     copies = copy_into(engine, policy.parameters(), world)
-    return share(copies, policy.weights.adopt) if isinstance(policy.weights, WholeWeights) else copies
+    return share(copies, policy.weights.adopt) if isinstance(policy.weights, UnshardedWeights) else copies
 
 
 def copy_into(

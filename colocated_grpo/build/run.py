@@ -31,7 +31,7 @@ from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.prompts import longest_token
 from colocated_grpo.phases import Choreography, Clock
-from colocated_grpo.policy.activations import settle_micro_batches
+from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.masters import ShardedWeights
 from colocated_grpo.policy.policy import Policy
@@ -108,7 +108,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     sync = build_sync(policy, engine, world)
     opponent = build_opponent(config.opponent, opponent_shards, policy, engine, sync, world)
     # The engine sleeps, so memory that is free now is free while the policy trains.
-    config = settle_micro_batches(policy, config, world)
+    config = choose_micro_batch_size(policy, config, world)
 
     driver = Driver(engine, inbox)
     collector = build_collector(config, driver, inbox, data, model, world, stop)

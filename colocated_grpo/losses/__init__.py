@@ -1,15 +1,15 @@
 """Policy-gradient objectives over packed tokens. Pure: no torch.distributed, no vllm, no transformers."""
 
-from colocated_grpo.losses.inputs import Counts, LossFn, LossInputs, LossOutput, SplitLoss
-from colocated_grpo.losses.objectives import make_denominator, make_loss, make_split_loss
+from colocated_grpo.losses.inputs import ChunkedLoss, Counts, LossFn, LossInputs, LossOutput
+from colocated_grpo.losses.objectives import make_chunked_loss, make_denominator, make_loss
 
 __all__ = [
+    "ChunkedLoss",
     "Counts",
     "LossFn",
     "LossInputs",
     "LossOutput",
-    "SplitLoss",
+    "make_chunked_loss",
     "make_denominator",
     "make_loss",
-    "make_split_loss",
 ]

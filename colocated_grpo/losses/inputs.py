@@ -1,4 +1,7 @@
-"""What a loss reads and returns, as plain data. T = packed tokens of one micro-batch, S = completions in it."""
+"""Inputs and outputs of a loss, as plain data.
+
+Shapes: N scored tokens of one micro-batch (those that the policy sampled), S completions in it.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,33 @@ from colocated_grpo.metrics import Stat
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """One micro-batch; position t holds the log-probability OF token t (already shifted)."""
+    """Constants that a loss compares the current log-probabilities with.
 
-    logprobs_T: Tensor
-    """Current policy, with grad."""
-    old_logprobs_T: Tensor | None
-    """Trainer, before this batch's first update. None: on-policy, the current values stand in as constants."""
-    sampling_logprobs_T: Tensor
-    """From the engine, at the sampling temperature."""
-    ref_logprobs_T: Tensor | None
-    """Frozen reference; needed where kl.coef > 0 and kl.target is 'reference'."""
-    advantages_T: Tensor
-    loss_mask_T: Tensor
-    """bool. Where False every other tensor may hold anything, NaN included."""
-    sequence_T: Tensor
-    """int64 index of the completion each token belongs to, 0..S-1, padding included. A completion is never split over
-    micro-batches: its mean and its sequence ratio need all of its tokens."""
+    Element n of every tensor belongs to the n-th scored token; log-probabilities are already shifted to the token that
+    they predict.
+    """
+
+    sequence_N: Tensor
+    """int64 index of each token's completion, 0..S-1. A completion is never split over micro-batches: its mean and its
+    sequence ratio need all of its tokens."""
     num_sequences: int
+    """S."""
+    loss_mask_N: Tensor
+    """bool. Where False, every other tensor may hold anything, NaN included."""
+    advantages_N: Tensor
+    sampling_logprobs_N: Tensor
+    """From the engine, at the sampling temperature. NaN where the sampler gave none: fill these before the loss."""
+    old_logprobs_N: Tensor | None = None
+    """From the trainer, before this batch's first update. None: on-policy, the detached current values replace them."""
+    ref_logprobs_N: Tensor | None = None
+    """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. As packed: those that the
+    environment gave, NaN elsewhere, or None if it gave none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
+    """Result of a loss on one micro-batch."""
+
     loss_sum: Tensor
     """Scalar with grad; the caller divides it by `make_denominator(...)(counts)`."""
     metrics: dict[str, Stat]
@@ -41,10 +50,10 @@ class LossOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What one optimizer step averages over, summed over all ranks.
+    """Token and completion counts of one optimizer step, summed over all ranks.
 
-    Groups dropped for constant rewards are INCLUDED: their policy gradient is zero, so leaving them out of the forward
-    pass then changes the cost of a step and not its gradient. So are completions without any trained token.
+    Groups dropped for constant rewards are INCLUDED: their policy gradient is zero, so dropping them from the forward
+    pass changes the cost of a step and not its gradient. Completions without any trained token are included too.
     """
 
     tokens: int
@@ -52,11 +61,12 @@ class Counts:
     sequences: int
     """Completions of the minibatch."""
     batch_tokens: int
-    """Trained tokens of the whole batch, all its minibatches together, one epoch."""
+    """Trained tokens of the whole batch, over all its minibatches, one epoch."""
     minibatches: int
     """Optimizer steps per epoch over that batch."""
 
 
-LossFn = Callable[[LossInputs], LossOutput]
-SplitLoss = Callable[[LossInputs], Callable[[slice, Tensor], Tensor]]
-"""(inputs whose logprobs_T is not read) -> ((tokens, their log-probabilities) -> their part of loss_sum)."""
+LossFn = Callable[[Tensor, LossInputs], LossOutput]
+"""(logprobs_N with grad, inputs) -> loss sum and metrics."""
+ChunkedLoss = Callable[[LossInputs], Callable[[slice, Tensor], Tensor]]
+"""(inputs) -> a function (token range, logprobs of that range) -> the range's part of loss_sum."""

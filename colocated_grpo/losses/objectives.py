@@ -1,7 +1,8 @@
-"""Policy-gradient objectives over packed tokens, each one composed once from its settings.
+"""Policy-gradient objectives over packed tokens, each composed once from its settings.
 
-T = packed tokens of one micro-batch, S = completions in it. A loss returns a sum; the caller divides it by a count over
-all ranks, so the gradient does not depend on how a minibatch is cut into micro-batches. All arithmetic is float32.
+Shapes: N scored tokens of one micro-batch, C tokens of one chunk of them. A loss returns a sum. The caller divides it
+by a count over all ranks, so the gradient does not depend on how a minibatch is split into micro-batches. All
+arithmetic is float32.
 
 Per token:  policy * correction + kl.coef * k3, then one of two sums:
   completion mean (grpo, gspo): sum over completions of the mean over their trained tokens
@@ -17,112 +18,113 @@ from torch import Tensor
 
 from colocated_grpo.config.losses import LossConfig
 from colocated_grpo.losses import parts
-from colocated_grpo.losses.inputs import Counts, LossFn, LossInputs, LossOutput, SplitLoss
+from colocated_grpo.losses.inputs import ChunkedLoss, Counts, LossFn, LossInputs, LossOutput
 from colocated_grpo.metrics import Stat
 
 
 def make_loss(config: LossConfig) -> LossFn:
     """Compose the objective that `config` describes.
 
-    The returned function never waits for the device. Positions with loss_mask False contribute exactly zero to value
-    and gradient. A NaN or infinity at a trained position, in any tensor that this objective reads, makes loss_sum and
-    its gradient NaN. Metrics are means over trained tokens; loss/* of grpo and gspo are means over completions.
+    The returned function never synchronizes with the device. Positions with loss_mask False contribute exactly zero to
+    value and gradient. A NaN or infinity at a trained position, in any tensor that this objective reads, makes loss_sum
+    and its gradient NaN. Metrics are means over trained tokens; loss/* of grpo and gspo are means over completions.
     """
-    recipe, terms = _RECIPES[config.type], _make_terms(config)
+    recipe, make_terms = _RECIPES[config.type], _compose_terms(config)
 
-    def loss(inputs: LossInputs) -> LossOutput:
-        inputs = parts.trained_part(inputs)
-        share_T = recipe.share(inputs)
-        found = terms(inputs, share_T)
+    def loss(logprobs_N: Tensor, inputs: LossInputs) -> LossOutput:
+        logprobs_N, inputs = parts.apply_mask(logprobs_N, inputs)
+        weights_N = recipe.token_weights(inputs)
+        terms = make_terms(logprobs_N, inputs, weights_N)
         metrics = {
-            "loss/policy": parts.mean(found.policy_T, share_T),
-            "ratio": parts.mean(found.ratio_T, inputs.loss_mask_T),
-            "correction/weight": parts.mean(found.weight_T, inputs.loss_mask_T),
-            **{name: parts.mean(where_T, inputs.loss_mask_T) for name, where_T in found.clipped.items()},
-            **found.penalty_metrics,
+            "loss/policy": parts.weighted_mean(terms.policy_N, weights_N),
+            "ratio": parts.weighted_mean(terms.ratio_N, inputs.loss_mask_N),
+            "correction/weight": parts.weighted_mean(terms.correction_N, inputs.loss_mask_N),
+            **{name: parts.weighted_mean(where_N, inputs.loss_mask_N) for name, where_N in terms.clipped.items()},
+            **terms.penalty_metrics,
             **parts.mismatch(inputs),
         }
-        return LossOutput(loss_sum=_total(found, share_T, inputs), metrics=metrics)
+        return LossOutput(loss_sum=_weighted_sum(terms, weights_N, logprobs_N), metrics=metrics)
 
     return loss
 
 
-def make_split_loss(config: LossConfig) -> SplitLoss | None:
-    """The same loss_sum in parts, for a caller that never holds all log-probabilities at once.
+def make_chunked_loss(config: LossConfig) -> ChunkedLoss | None:
+    """Compose the same loss_sum for a caller that never holds all log-probabilities at once.
 
-    None where a token's loss depends on other tokens' log-probabilities: gspo, and corrections by completion.
+    None where a token's loss depends on other tokens' log-probabilities: gspo, and corrections at sequence level.
     """
-    recipe, terms = _RECIPES[config.type], _make_terms(config)
+    recipe, make_terms = _RECIPES[config.type], _compose_terms(config)
     by_completion = config.correction.level == "sequence" and config.correction.mode != "off"
     if recipe.ratio is parts.sequence_ratio or (by_completion and config.old_logprobs != "sampling"):
         return None
 
-    def split(constants: LossInputs) -> Callable[[slice, Tensor], Tensor]:
-        share_T = recipe.share(replace(constants, loss_mask_T=constants.loss_mask_T.float()))
+    def over_chunks(inputs: LossInputs) -> Callable[[slice, Tensor], Tensor]:
+        weights_N = recipe.token_weights(replace(inputs, loss_mask_N=inputs.loss_mask_N.float()))
 
-        def part(tokens: slice, logprobs_C: Tensor) -> Tensor:
-            inputs = parts.trained_part(_cut(constants, tokens, logprobs_C))
-            return _total(terms(inputs, share_T[tokens]), share_T[tokens], inputs)
+        def chunk_loss(tokens: slice, logprobs_C: Tensor) -> Tensor:
+            logprobs_C, chunk = parts.apply_mask(logprobs_C, _chunk_of(inputs, tokens))
+            weights_C = weights_N[tokens]
+            return _weighted_sum(make_terms(logprobs_C, chunk, weights_C), weights_C, logprobs_C)
 
-        return part
+        return chunk_loss
 
-    return split
+    return over_chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Terms:
-    """Of each token, before its share of the sum."""
+    """Terms of each token's loss, before they are weighted and summed."""
 
-    ratio_T: Tensor
-    weight_T: Tensor
-    policy_T: Tensor
-    penalty_T: Tensor
+    ratio_N: Tensor
+    correction_N: Tensor
+    policy_N: Tensor
+    penalty_N: Tensor
     clipped: dict[str, Tensor]
     penalty_metrics: dict[str, Stat]
 
 
-def _make_terms(config: LossConfig) -> Callable[[LossInputs, Tensor], _Terms]:
+def _compose_terms(config: LossConfig) -> Callable[[Tensor, LossInputs, Tensor], _Terms]:
     recipe = _RECIPES[config.type]
-    surrogate, correction, penalty = recipe.surrogate(config), parts.make_correction(config), parts.make_penalty(config)
+    surrogate = recipe.surrogate(config)
+    correction, penalty = parts.make_correction(config), parts.make_kl_penalty(config)
     behaviour = parts.sampling_logprobs if config.old_logprobs == "sampling" else parts.trainer_logprobs
 
-    def terms(inputs: LossInputs, share_T: Tensor) -> _Terms:
-        ratio_T = recipe.ratio(inputs.logprobs_T - behaviour(inputs), inputs)
-        surrogate_T, clipped = surrogate(ratio_T, inputs)
-        weight_T = correction(inputs)
-        penalty_T, penalty_metrics = penalty(inputs, share_T)
+    def make_terms(logprobs_N: Tensor, inputs: LossInputs, weights_N: Tensor) -> _Terms:
+        ratio_N = recipe.ratio(logprobs_N - behaviour(inputs), inputs)
+        surrogate_N, clipped = surrogate(ratio_N, logprobs_N, inputs)
+        correction_N = correction(inputs)
+        penalty_N, penalty_metrics = penalty(logprobs_N, inputs, weights_N)
         return _Terms(
-            ratio_T=ratio_T,
-            weight_T=weight_T,
-            policy_T=surrogate_T * weight_T,
-            penalty_T=penalty_T,
+            ratio_N=ratio_N,
+            correction_N=correction_N,
+            policy_N=surrogate_N * correction_N,
+            penalty_N=penalty_N,
             clipped=clipped,
             penalty_metrics=penalty_metrics,
         )
 
-    return terms
+    return make_terms
 
 
-def _total(found: _Terms, share_T: Tensor, inputs: LossInputs) -> Tensor:
-    return parts.with_visible_failure(((found.policy_T + found.penalty_T) * share_T).sum(), inputs)
+def _weighted_sum(terms: _Terms, weights_N: Tensor, logprobs_N: Tensor) -> Tensor:
+    return parts.propagate_nan(((terms.policy_N + terms.penalty_N) * weights_N).sum(), logprobs_N)
 
 
-def _cut(inputs: LossInputs, tokens: slice, logprobs_C: Tensor) -> LossInputs:
-    old_T, ref_T = inputs.old_logprobs_T, inputs.ref_logprobs_T
+def _chunk_of(inputs: LossInputs, tokens: slice) -> LossInputs:
+    old_N, ref_N = inputs.old_logprobs_N, inputs.ref_logprobs_N
     return replace(
         inputs,
-        logprobs_T=logprobs_C,
-        old_logprobs_T=None if old_T is None else old_T[tokens],
-        sampling_logprobs_T=inputs.sampling_logprobs_T[tokens],
-        ref_logprobs_T=None if ref_T is None else ref_T[tokens],
-        advantages_T=inputs.advantages_T[tokens],
-        loss_mask_T=inputs.loss_mask_T[tokens],
-        sequence_T=inputs.sequence_T[tokens],
+        sequence_N=inputs.sequence_N[tokens],
+        loss_mask_N=inputs.loss_mask_N[tokens],
+        advantages_N=inputs.advantages_N[tokens],
+        sampling_logprobs_N=inputs.sampling_logprobs_N[tokens],
+        old_logprobs_N=None if old_N is None else old_N[tokens],
+        ref_logprobs_N=None if ref_N is None else ref_N[tokens],
     )
 
 
 def make_denominator(config: LossConfig, max_completion_tokens: int) -> Callable[[Counts], float]:
-    """What the loss sum of one minibatch, over all ranks, is divided by; at least 1."""
+    """Return the divisor of a minibatch's loss sum over all ranks; at least 1."""
     denominator = _RECIPES[config.type].denominator
     return lambda counts: float(max(1.0, denominator(counts, max_completion_tokens)))
 
@@ -134,8 +136,8 @@ def _sequences(counts: Counts, max_completion_tokens: int) -> float:
     return counts.sequences
 
 
-def _token_slots(counts: Counts, max_completion_tokens: int) -> float:
-    """Dr. GRPO: a constant per completion, so that no length is favoured; never the longest length seen."""
+def _max_tokens(counts: Counts, max_completion_tokens: int) -> float:
+    """Dr. GRPO: a constant per completion. The longest completion seen instead would favour some lengths."""
     return counts.sequences * max_completion_tokens
 
 
@@ -157,28 +159,47 @@ def _mean_minibatch_tokens(counts: Counts, max_completion_tokens: int) -> float:
 class _Recipe:
     ratio: parts.Ratio
     surrogate: Callable[..., parts.Surrogate]
-    share: Callable[[LossInputs], Tensor]
+    """Called with the objective's own config."""
+    token_weights: Callable[[LossInputs], Tensor]
     """Weight of each token in the sum; zero at masked positions."""
     denominator: Callable[[Counts, int], float]
 
 
 _RECIPES = {
     "grpo": _Recipe(
-        ratio=parts.token_ratio, surrogate=parts.make_clipped, share=parts.completion_mean, denominator=_sequences
+        ratio=parts.token_ratio,
+        surrogate=parts.make_clipped,
+        token_weights=parts.completion_mean,
+        denominator=_sequences,
     ),
     "dr_grpo": _Recipe(
-        ratio=parts.token_ratio, surrogate=parts.make_clipped, share=parts.token_sum, denominator=_token_slots
+        ratio=parts.token_ratio,
+        surrogate=parts.make_clipped,
+        token_weights=parts.token_sum,
+        denominator=_max_tokens,
     ),
     "bnpo": _Recipe(
-        ratio=parts.token_ratio, surrogate=parts.make_clipped, share=parts.token_sum, denominator=_minibatch_tokens
+        ratio=parts.token_ratio,
+        surrogate=parts.make_clipped,
+        token_weights=parts.token_sum,
+        denominator=_minibatch_tokens,
     ),
     "dapo": _Recipe(
-        ratio=parts.token_ratio, surrogate=parts.make_clipped, share=parts.token_sum, denominator=_mean_minibatch_tokens
+        ratio=parts.token_ratio,
+        surrogate=parts.make_clipped,
+        token_weights=parts.token_sum,
+        denominator=_mean_minibatch_tokens,
     ),
     "cispo": _Recipe(
-        ratio=parts.token_ratio, surrogate=parts.make_cispo, share=parts.token_sum, denominator=_mean_minibatch_tokens
+        ratio=parts.token_ratio,
+        surrogate=parts.make_cispo,
+        token_weights=parts.token_sum,
+        denominator=_mean_minibatch_tokens,
     ),
     "gspo": _Recipe(
-        ratio=parts.sequence_ratio, surrogate=parts.make_clipped, share=parts.completion_mean, denominator=_sequences
+        ratio=parts.sequence_ratio,
+        surrogate=parts.make_clipped,
+        token_weights=parts.completion_mean,
+        denominator=_sequences,
     ),
 }

@@ -1,8 +1,8 @@
-"""Adafactor over FSDP2 shards (Shazeer & Stern 2018, arXiv 1804.04235), with a learning rate given from outside.
+"""Adafactor over FSDP2 shards (Shazeer & Stern 2018, arXiv 1804.04235), with an external learning rate.
 
-Written here because the versions in torch and transformers take norms and means that DTensor refuses in place. Rows of
-a matrix live on one rank, so row means are local; column means and update sizes take two all-reduces a step, for all
-parameters together.
+The versions in torch and transformers use norms and in-place means that DTensor does not support. Each row of a matrix
+is on one rank, so row means are local. Column means and update sizes take two all-reduces per step, for all parameters
+together.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ UPDATE_CLIP = 1.0
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Second moment of a matrix as outer product of row and column means: rows + columns floats, not rows * columns.
+    """Stores a matrix's second moment as row and column means: rows + columns floats instead of rows * columns.
 
-    all_reduce: sums a tensor over the ranks that hold the shards, in place.
+    all_reduce: sums a tensor in place over the ranks of the shards.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Adafactor(torch.optim.Optimizer):
         self._all_reduce = all_reduce
 
     @torch.no_grad()
+    # pyrefly: ignore[bad-override]  (torch's overloads also take a closure, which nothing here passes)
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -49,18 +50,18 @@ class Adafactor(torch.optim.Optimizer):
         for p in parameters:
             state = self.state[p] or self._init_state(p)
             state["step"] += 1
-            squared = local_part(p.grad).float().square().add_(EPS)
+            squared = _local_gradient(p).square().add_(EPS)
             if p.dim() == 2:
-                local_part(state["row"]).lerp_(squared.mean(1), _share_of_newest(state["step"]))
+                local_part(state["row"]).lerp_(squared.mean(1), _newest_weight(state["step"]))
                 column_sums.append(squared.sum(0))
             else:
-                local_part(state["second_moment"]).lerp_(squared, _share_of_newest(state["step"]))
+                local_part(state["second_moment"]).lerp_(squared, _newest_weight(state["step"]))
         matrices = [p for p in parameters if p.dim() == 2]
         for p, total in zip(matrices, self._sum_together(column_sums), strict=True):
-            self.state[p]["column"].lerp_(total / p.shape[0], _share_of_newest(self.state[p]["step"]))
+            self.state[p]["column"].lerp_(total / p.shape[0], _newest_weight(self.state[p]["step"]))
 
     def _apply(self, parameters: Sequence[nn.Parameter], lr: float, weight_decay: float) -> None:
-        updates = [local_part(p.grad).float() * self._inverse_root(p) for p in parameters]
+        updates = [_local_gradient(p) * self._inverse_root(p) for p in parameters]
         squared_sizes = self._sum_together([update.square().sum()[None] for update in updates])
         for p, update, squared_size in zip(parameters, updates, squared_sizes, strict=True):
             rms = (squared_size / p.numel()).sqrt()
@@ -72,11 +73,11 @@ class Adafactor(torch.optim.Optimizer):
         state = self.state[p]
         if p.dim() != 2:
             return local_part(state["second_moment"]).rsqrt()
-        # The mean over all rows equals the mean over all columns, and every rank has the columns.
+        # The mean over all rows equals the mean over all columns, and every rank has all columns.
         row = local_part(state["row"]) / state["column"].mean()
         return row.rsqrt()[:, None] * state["column"].rsqrt()
 
-    def _init_state(self, p: nn.Parameter) -> dict:
+    def _init_state(self, p: nn.Parameter) -> dict[str, Tensor]:
         state = self.state[p]
         state["step"] = torch.zeros((), dtype=torch.float32)
         if p.dim() == 2:
@@ -94,15 +95,22 @@ class Adafactor(torch.optim.Optimizer):
         return list(flat.split([len(part) for part in parts]))
 
 
-def _share_of_newest(step: Tensor) -> float:
+def _local_gradient(p: nn.Parameter) -> Tensor:
+    """This rank's rows of the gradient, in float32."""
+    assert p.grad is not None
+    return local_part(p.grad).float()
+
+
+def _newest_weight(step: Tensor) -> float:
     """1 - beta2, with beta2 = 1 - step ** -0.8."""
     return float(step) ** -DECAY_POWER
 
 
 def _rows_of(p: Tensor) -> Tensor:
-    """Zeros, one for each row, sharded like the rows of `p`."""
+    """Return one zero per row, sharded like the rows of `p`."""
     own = local_part(p)
     local = torch.zeros(len(own), dtype=torch.float32, device=own.device)
     if not isinstance(p, DTensor):
         return local
-    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=(p.shape[0],), stride=(1,))
+    shape = torch.Size((p.shape[0],))
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=shape, stride=(1,))

@@ -1,4 +1,4 @@
-"""Transformer blocks that can recompute their activations, one by one."""
+"""Activation checkpointing of transformer blocks, switchable for each block."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Block(ActivationWrapper):
-    """One transformer block. While `checkpointed`, its forward keeps only its input; backward runs it again.
+    """One transformer block. If `checkpointed`, forward keeps only its input and backward computes it again.
 
-    The base class hands missing attributes through: models ask their blocks for the kind of attention, for example.
+    The base class forwards missing attributes to the block: models read, for example, its attention type.
     """
 
     def __init__(self, block: nn.Module, *, checkpointed: bool) -> None:
@@ -22,20 +22,20 @@ class Block(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
-        # Gradients first: without them both kinds of blocks share one compiled forward.
+        # Gradient mode first: without gradients, checkpointed and other blocks then share one compiled forward.
         if torch.is_grad_enabled() and self.checkpointed:
-            # Nothing draws random numbers (dropout is off), and saving the generator's state would wait for the device.
+            # Nothing draws random numbers (dropout is off), and saving the RNG state would synchronize with the device.
             return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         return block(*args, **kwargs)
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
-    """In the order of the forward pass."""
+    """Return the prepared blocks in the order of the forward pass."""
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
 def set_checkpointed(model: nn.Module, count: int) -> None:
-    """Let the first `count` blocks recompute: the others' activations are gone when backward reaches these."""
+    """Checkpoint only the first `count` blocks: backward reaches them last, with the others' activations freed."""
     for index, block in enumerate(blocks_of(model)):
         block.checkpointed = index < count
 

@@ -1,10 +1,11 @@
-"""Read the files of a Hugging Face checkpoint: config, tokenizer, and single tensors or slices of them."""
+"""Download a Hugging Face checkpoint and read single tensors, or rows of them, from its files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -21,9 +22,9 @@ WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"
 
 
 def fetch_model(config: ModelConfig, world: World) -> Path:
-    """The model's folder. A Hub name is downloaded once a node; the other ranks find it in the cache. Collective."""
+    """Return the model's folder. A Hub name is downloaded once per node, into the Hub cache. Collective."""
     if Path(config.name).is_dir():
-        return Path(config.name).absolute()  # a reward may change the working folder of the process
+        return Path(config.name).absolute()  # a reward function may change the working directory of the process
 
     def download() -> Path:
         folder = Path(snapshot_download(config.name, revision=config.revision, allow_patterns=WANTED_FILES))
@@ -41,7 +42,7 @@ def fetch_model(config: ModelConfig, world: World) -> Path:
 
 
 class CheckpointReader:
-    """Tensors of a checkpoint by name, read from disk only when asked for, and only the rows asked for."""
+    """Tensors of a checkpoint by name. `read` loads only the requested rows from disk."""
 
     def __init__(self, folder: Path) -> None:
         self._readers: dict[str, Callable[[slice], Tensor]] = {}
@@ -67,9 +68,10 @@ class CheckpointReader:
         return set(self._readers)
 
     def read(self, name: str, rows: slice) -> Tensor:
-        """Rows along the first dimension, in the checkpoint's own type."""
+        """Return rows along the first dimension, in the checkpoint's own type."""
         return self._readers[name](rows)
 
 
-def _rows(tensor_slice, rows: slice) -> Tensor:
+def _rows(tensor_slice: Any, rows: slice) -> Tensor:
+    """tensor_slice: a PySafeSlice, a type that safetensors does not export. A scalar has no rows."""
     return tensor_slice[rows] if tensor_slice.get_shape() else tensor_slice[...]

@@ -1,4 +1,4 @@
-"""Write the policy as a Hugging Face folder that transformers and vLLM load."""
+"""Export of the policy as a Hugging Face folder that transformers and vLLM load."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def export(
     dtype: torch.dtype,
     world: World,
 ) -> None:
-    """Write weights in `dtype`, config, tokenizer and the source's generation settings to `target`. Collective.
+    """Write weights in `dtype`, config, tokenizer and the `source` model's generation settings to `target`. Collective.
 
-    Tensors are gathered one at a time, and rank 0 holds one file's worth of them. The folder appears under its own name
-    only when it is whole.
+    Tensors are gathered one at a time, and rank 0 buffers at most one file (FILE_BYTES) of them. The folder is renamed
+    to `target` once it is complete.
     """
     partial = target.with_name(target.name + ".partial")
     writer = _Writer(partial) if world.is_main else None
     for name, tensor in _full_tensors(policy, dtype):
         if writer is not None:
-            with _told_in_one_line(target.parent):
+            with _write_errors_in_one_line(target.parent):
                 writer.add(name, tensor.cpu().contiguous())
     if writer is not None:
-        with _told_in_one_line(target.parent):
+        with _write_errors_in_one_line(target.parent):
             writer.close()
             hf_config.dtype = dtype
             hf_config.save_pretrained(partial)
@@ -54,8 +54,8 @@ def export(
 
 
 @contextmanager
-def _told_in_one_line(folder: Path) -> Iterator[None]:
-    """For a full disk, safetensors and tokenizers have errors of their own kinds."""
+def _write_errors_in_one_line(folder: Path) -> Iterator[None]:
+    """Convert any error to a RunError: safetensors and tokenizers raise types of their own for a full disk."""
     try:
         yield
     except Exception as error:
@@ -69,7 +69,7 @@ def _full_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Ten
 
 
 class _Writer:
-    """Collects tensors into safetensors files of about FILE_BYTES, and the index over them."""
+    """Writes tensors to safetensors files of at most FILE_BYTES (or one tensor), and their index."""
 
     def __init__(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,7 +95,7 @@ class _Writer:
         return self._folder / f"part-{index:05d}.safetensors"
 
     def close(self) -> None:
-        """Give the files the names that loaders look for: their number is known only now."""
+        """Write the last file and the index. Only now is the number of files known, which their names contain."""
         self._flush()
         count = len(self._files)
         if count == 1:

@@ -1,9 +1,9 @@
-"""FlashAttention 4 over packed sequences, as an operator that torch.compile keeps whole.
+"""FlashAttention 4 over packed sequences, as a custom operator that torch.compile does not look into.
 
-On Hopper it takes 0.7 of the time of FlashAttention 2, which is what torch has, for sequences of 512 tokens, and half
-of it for long ones: docs/results/attention_1xh200.json. Its kernels come with vLLM and are compiled when first called,
-in seconds.
-T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size.
+On Hopper it takes 0.7 of the time of torch's FlashAttention 2 for sequences of 512 tokens, and half of it for long
+ones: docs/results/attention_1xh200.json. Its kernels are bundled with vLLM and compiled on the first call, in seconds.
+
+Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ HEAD_SIZES = (64, 128)
 
 
 class Kernels(NamedTuple):
+    """vLLM's private entry points."""
+
     forward: Callable[..., tuple[Tensor | None, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @cache
 def kernels() -> Kernels:
-    """Raises ImportError where vLLM has none, or not what they are compiled with."""
+    """Import the kernels. Raises ImportError if vLLM lacks them, or their compiler is not installed."""
     from vllm.vllm_flash_attn.cute import interface
 
     return Kernels(interface._flash_attn_fwd, interface._flash_attn_bwd)
@@ -36,14 +38,15 @@ def kernels() -> Kernels:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of each run's queries to its keys, the last query to all of them.
+    """Compute causal attention of each run's queries to its keys; the last query sees all of them.
 
     query: [T, H, D], key and value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. Returns [T, H, D] and the logsumexps
     [H, T] in float32, which have no gradient.
     """
     out, logsumexp, *_ = kernels().forward(
-        query, key, value, **_causal(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
+        query, key, value, **_settings(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
     )
+    assert out is not None and logsumexp is not None
     return out, logsumexp
 
 
@@ -67,7 +70,7 @@ def attend_backward(
     longest_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; grad and out: [T, H, D]."""
+    """Compute the gradients of query, key and value; grad and out: [T, H, D]."""
     return kernels().backward(
         query,
         key,
@@ -75,9 +78,9 @@ def attend_backward(
         out,
         grad,
         logsumexp,
-        **_causal(cu_q, cu_k, longest_q, longest_k, scale),
+        **_settings(cu_q, cu_k, longest_q, longest_k, scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        # Theirs would be laid out like the inputs; these are as the compiler was told.
+        # By default the kernel lays gradients out like the inputs; the fake below promises contiguous ones.
         dq=query.new_empty(query.shape),
         dk=key.new_empty(key.shape),
         dv=value.new_empty(value.shape),
@@ -89,8 +92,8 @@ def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k,
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _causal(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float) -> dict[str, Any]:
-    """What both kernels are told beside their tensors."""
+def _settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float) -> dict[str, Any]:
+    """Arguments that both kernels have in common."""
     return {
         "cu_seqlens_q": cu_q,
         "cu_seqlens_k": cu_k,
@@ -101,13 +104,13 @@ def _causal(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: f
     }
 
 
-def _remember(ctx, inputs, output) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, cu_q, cu_k, *ctx.sizes = inputs
     ctx.save_for_backward(query, key, value, *output, cu_q, cu_k)
 
 
-def _gradients(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *attend_backward(grad, *ctx.saved_tensors, *ctx.sizes), None, None, None, None, None
 
 
-attend.register_autograd(_gradients, setup_context=_remember)
+attend.register_autograd(_backward, setup_context=_save_for_backward)

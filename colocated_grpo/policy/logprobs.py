@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies straight from hidden states; the full logits never exist.
+"""Log-probabilities and entropies directly from hidden states; the full logits are never stored.
 
 Shapes: N scored tokens, H hidden size, V vocabulary, C tokens of one chunk.
 """
@@ -6,9 +6,15 @@ Shapes: N scored tokens, H hidden size, V vocabulary, C tokens of one chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+RowStatistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(logits_CV, targets_C, temperature_C) -> log p(target), entropy, log-sum-exp."""
+LogitGradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype, float | None], Tensor]
+"""(logits_CV, targets_C, temperature_C, logsumexp_C, grad_C, dtype, softcap) -> gradient of the logits [C, V]."""
 
 
 def linear_logprobs(
@@ -20,9 +26,9 @@ def linear_logprobs(
     chunk_tokens: int,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy of softmax(hidden @ weight.T / temperature) for every token, both [N] float32.
+    """Return log p(target) and entropy of softmax(hidden @ weight.T / temperature) per token, both [N] float32.
 
-    Gradients flow through the log-probabilities only; the entropy is for metrics. Logits are float32 and exist for
+    Gradients flow through the log-probabilities only; the entropy is for metrics. Logits are float32 and stored for
     `chunk_tokens` tokens at a time; the backward pass computes them again.
     softcap: final logits are softcap * tanh(logits / softcap) before the temperature (gemma2, gemma3).
     """
@@ -39,20 +45,28 @@ def linear_loss(
     chunk_tokens: int,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A loss over the log-probabilities of `linear_logprobs`, with those and the entropies, [N] each, as constants.
+    """Return a loss over the log-probabilities of `linear_logprobs`, and those and the entropies, [N], as constants.
 
-    loss_of(tokens, their log-probabilities) -> their part of the loss, a scalar; parts add up. Both gradients are made
-    while a chunk's logits exist, so the backward pass does not compute them a second time: three products of the size
-    of the logits instead of four.
+    loss_of(token range, logprobs of that range) -> its part of the loss, a scalar; parts add up. Both gradients are
+    computed while a chunk's logits exist, so the backward pass does not compute the logits again: three matrix products
+    of that size instead of four.
     """
     return _LinearLoss.apply(hidden_NH, weight_VH, targets_N, temperature_N, loss_of, chunk_tokens, softcap)
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, targets_N, temperature_N, chunk_tokens, softcap):
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        temperature_N: Tensor,
+        chunk_tokens: int,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
         statistics, _ = _row_operations(hidden_NH.device)
-        # Not rows of one tensor: FSDP warns of an output that is a view.
+        # Separate tensors instead of rows of one: FSDP warns about outputs that are views.
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         entropy_N, logsumexp_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         for chunk in _chunks(len(hidden_NH), chunk_tokens):
@@ -60,14 +74,15 @@ class _LinearLogprobs(torch.autograd.Function):
             logprobs_N[chunk], entropy_N[chunk], logsumexp_N[chunk] = statistics(
                 logits_CV, targets_N[chunk], temperature_N[chunk]
             )
-            del logits_CV  # before the next chunk's are made, or two chunks exist at once
+            del logits_CV  # before the next chunk's are allocated, or two chunks exist at once
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperature_N, logsumexp_N)
         ctx.settings = chunk_tokens, softcap
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx, grad_N, _grad_entropy):
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    def backward(ctx: Any, grad_N: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, temperature_N, logsumexp_N = ctx.saved_tensors
         chunk_tokens, softcap = ctx.settings
         gradients = _Gradients(hidden_NH, weight_VH, softcap)
@@ -80,7 +95,16 @@ class _LinearLogprobs(torch.autograd.Function):
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, targets_N, temperature_N, loss_of, chunk_tokens, softcap):
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        temperature_N: Tensor,
+        loss_of: Callable[[slice, Tensor], Tensor],
+        chunk_tokens: int,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         statistics, _ = _row_operations(hidden_NH.device)
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         entropy_N = torch.empty_like(logprobs_N)
@@ -90,7 +114,7 @@ class _LinearLoss(torch.autograd.Function):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, softcap)
             rows = targets_N[chunk], temperature_N[chunk]
             logprobs_C, entropy_N[chunk], logsumexp_C = statistics(logits_CV, *rows)
-            part, grad_C = _value_and_slope(loss_of, chunk, logprobs_C)
+            part, grad_C = _value_and_gradient(loss_of, chunk, logprobs_C)
             loss += part
             logprobs_N[chunk] = logprobs_C
             gradients.add(chunk, logits_CV, *rows, logsumexp_C, grad_C)
@@ -100,12 +124,15 @@ class _LinearLoss(torch.autograd.Function):
         return loss, logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx, grad, *_constants):
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    def backward(ctx: Any, grad: Tensor, *_constants: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         return grad_hidden_NH * grad, grad_weight_VH * grad, None, None, None, None, None
 
 
-def _value_and_slope(loss_of: Callable[[slice, Tensor], Tensor], chunk: slice, logprobs_C: Tensor):
+def _value_and_gradient(
+    loss_of: Callable[[slice, Tensor], Tensor], chunk: slice, logprobs_C: Tensor
+) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         leaf_C = logprobs_C.detach().requires_grad_()
         part = loss_of(chunk, leaf_C)
@@ -114,13 +141,13 @@ def _value_and_slope(loss_of: Callable[[slice, Tensor], Tensor], chunk: slice, l
 
 
 class _Gradients:
-    """Gradients of hidden states and weight, filled chunk by chunk from logits, which are overwritten."""
+    """Gradients of hidden states and weight, filled chunk by chunk. `add` overwrites the logits."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, softcap: float | None) -> None:
         self._inputs = hidden_NH, weight_VH
         self._softcap = softcap
         self.hidden_NH = torch.empty_like(hidden_NH)
-        # One accumulator for all chunks: float32, or the sum over chunks would lose what a single matmul keeps.
+        # Chunks accumulate in float32: a 16-bit sum would lose digits that a single matmul keeps.
         self._weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         _, self._logit_gradient = _row_operations(hidden_NH.device)
 
@@ -149,7 +176,7 @@ def _chunks(total: int, size: int) -> list[slice]:
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None) -> Tensor:
-    """Float32 logits [C, V], soft-capped where the model does so."""
+    """Return float32 logits [C, V], soft-capped if the model caps them."""
     if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
         logits_CV = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
     else:
@@ -158,23 +185,23 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None) -> Tens
 
 
 def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
-    """total += left @ right, in the accumulator's float32 without an intermediate in 16 bits."""
+    """total += left @ right in float32, without a 16-bit intermediate."""
     if left_VC.is_cuda and left_VC.dtype != torch.float32:
         torch.addmm(total_VH, left_VC, right_CH, out_dtype=torch.float32, out=total_VH)
     else:
         total_VH.addmm_(left_VC.float(), right_CH.float())
 
 
-def _row_operations(device: torch.device):
+def _row_operations(device: torch.device) -> tuple[RowStatistics, LogitGradient]:
     if device.type == "cuda":
-        from colocated_grpo.policy import softmax_kernels as kernels  # Triton exists beside CUDA only
+        from colocated_grpo.policy import softmax_kernels as kernels  # CPU builds of torch may come without Triton
 
         return kernels.row_statistics, kernels.logit_gradient
     return _row_statistics, _logit_gradient
 
 
 def _row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain form of `softmax_kernels.row_statistics`."""
+    """The same as `softmax_kernels.row_statistics`, in plain torch."""
     scaled_CV = logits_CV / temperature_C[:, None]
     logsumexp_C = torch.logsumexp(scaled_CV, dim=-1)
     probs_CV = (scaled_CV - logsumexp_C[:, None]).exp_()
@@ -191,10 +218,13 @@ def _logit_gradient(
     dtype: torch.dtype,
     softcap: float | None,
 ) -> Tensor:
-    """The plain form of `softmax_kernels.logit_gradient`: d logp / d logits = (onehot - softmax) / temperature."""
+    """The same as `softmax_kernels.logit_gradient`, in plain torch.
+
+    d logp / d logits = (onehot - softmax) / temperature.
+    """
     probs_CV = (logits_CV / temperature_C[:, None]).sub_(logsumexp_C[:, None]).exp_()
     scale_C1 = (grad_C / temperature_C)[:, None]
     grad_CV = probs_CV.mul_(-scale_C1).scatter_add_(1, targets_C[:, None], scale_C1)
     if softcap is not None:
-        grad_CV *= 1 - (logits_CV / softcap).square()  # slope of the cap, from its own value
+        grad_CV *= 1 - (logits_CV / softcap).square()  # derivative of the cap, in terms of its value
     return grad_CV.to(dtype)

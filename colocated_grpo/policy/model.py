@@ -1,12 +1,14 @@
-"""From a model name to a sharded module: meta device -> checkpointing -> compile -> fully_shard -> own rows from disk.
+"""From a model name to a sharded module: meta device -> checkpointing -> compile -> fully_shard -> read own rows.
 
 No rank ever holds the whole model: parameters are created without storage, and each rank reads only its rows.
+
+Shapes: T packed tokens, N scored tokens, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,10 +19,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from colocated_grpo.batching import SharedKeys
+from colocated_grpo.batching import PackedTokens
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.policy.attention import PACKED
@@ -30,44 +32,28 @@ from colocated_grpo.policy.logprobs import linear_logprobs
 from colocated_grpo.runtime.distributed import local_part
 
 Head = Callable[..., tuple[Tensor, ...]]
-"""`linear_logprobs`, or anything else called like it."""
-
-
-STATEFUL = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""transformers' names for layers in which a token gets more of the tokens before it than their keys and values."""
+"""`linear_logprobs`, or a function with its signature except for the outputs."""
+STATEFUL_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""transformers' names for layers that carry a state from token to token, in addition to keys and values or instead."""
 COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
-"""Inductor would choose how norms reduce by the number of tokens and compile once for few and once for many: the second
-time in a run's first step, for the rehearsals before it are small."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedTokens:
-    """Input of one forward pass, as in a micro-batch: the model predicts targets_N at rows source_N."""
-
-    input_ids_T: Tensor
-    position_ids_T: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    source_N: Tensor
-    targets_N: Tensor
-    temperature_N: Tensor
-    shared_keys: SharedKeys | None
+"""By default Inductor chooses the reduction of norms by the number of tokens and compiles once for few and once for
+many. The second compilation would fall into a run's first step, because the trial steps before it are small."""
 
 
 class PackedLM(nn.Module):
-    """A causal language model whose forward returns log-probabilities of chosen tokens, or a loss, instead of logits.
+    """A causal language model whose forward returns log-probabilities of given tokens, or a loss, instead of logits.
 
-    Everything that touches parameters, the head included, happens inside `forward`, so that FSDP's hooks see it.
+    All use of parameters, the output layer's included, happens inside `forward`, where FSDP's hooks gather them.
     """
 
-    def __init__(self, lm: nn.Module, chunk_tokens: int) -> None:
+    def __init__(self, lm: PreTrainedModel, chunk_tokens: int) -> None:
         super().__init__()
         self.lm = lm
         self.chunk_tokens = chunk_tokens
         self.softcap = getattr(lm.config, "final_logit_softcapping", None)
 
     def forward(self, tokens: PackedTokens, head: Head = linear_logprobs) -> tuple[Tensor, ...]:
-        """What `head` makes of the scored tokens: by default log-probabilities and entropies, both [N] float32."""
+        """Apply `head` to the scored tokens; by default return log-probabilities and entropies, both [N] float32."""
         hidden_1TH = self.lm.base_model(
             input_ids=tokens.input_ids_T[None],
             position_ids=tokens.position_ids_T[None],
@@ -76,11 +62,13 @@ class PackedLM(nn.Module):
             cu_seq_lens_k=tokens.cu_seqlens,
             max_length_q=tokens.max_seqlen,
             max_length_k=tokens.max_seqlen,
-            shared_keys=tokens.shared_keys,
+            prefix_keys=tokens.prefix_keys,
         ).last_hidden_state
+        output_layer = self.lm.get_output_embeddings()
+        assert output_layer is not None
         return head(
             hidden_1TH[0, tokens.source_N],
-            self.lm.get_output_embeddings().weight,
+            output_layer.weight,
             tokens.targets_N,
             temperature_N=tokens.temperature_N,
             chunk_tokens=self.chunk_tokens,
@@ -88,15 +76,17 @@ class PackedLM(nn.Module):
         )
 
     def hf_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters under the names that a Hugging Face checkpoint gives them; a tied head appears once."""
+        """Return parameters by their name in a Hugging Face checkpoint; a tied output layer appears once."""
         return {checkpoint_name(name): parameter for name, parameter in self.named_parameters()}
 
 
 def checkpoint_name(name: str) -> str:
+    """Return the checkpoint's name of one of PackedLM's parameters."""
     return name.removeprefix("lm.").replace("_checkpoint_wrapped_module.", "")
 
 
 def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
+    """Read config.json of the model in `folder`. Raises ConfigError for models that scale their logits."""
     hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     for key in ("logit_scale", "logits_scaling"):
         if getattr(hf_config, key, None) not in (None, 1, 1.0):
@@ -107,33 +97,34 @@ def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
 def build_empty(
     hf_config: PretrainedConfig, chunk_tokens: int, *, trust_remote_code: bool, attention: str = PACKED
 ) -> PackedLM:
-    """The module tree with parameters on the meta device and real buffers (rotary frequencies).
+    """Build the module tree with parameters on the meta device and real buffers (rotary frequencies).
 
-    attention: an implementation's name.
+    attention: name of an implementation registered with transformers.
+    Raises ConfigError for layers that packing does not support.
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         lm = AutoModelForCausalLM.from_config(
             hf_config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
     kinds = set(getattr(lm.config, "layer_types", None) or ())
-    if lm._is_stateful or STATEFUL & kinds:
-        # Packed sequences would run into one another, and what follows a shared beginning would not know its state.
+    if lm._is_stateful or STATEFUL_LAYER_TYPES & kinds:
+        # The state would leak from one packed sequence into the next, and would be missing after a common prefix.
         raise ConfigError(
             f"model type {hf_config.model_type!r}: layers that carry a state from token to token (linear attention, "
             "Mamba, convolutions) are not supported"
         )
     if "chunked_attention" in kinds:
         raise ConfigError(f"model type {hf_config.model_type!r}: attention within chunks is not supported")
-    lm.tie_weights()  # creating parameters empty gave each its own tensor
+    lm.tie_weights()  # init_empty_weights gave tied parameters separate tensors
     head = lm.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise ConfigError(f"model type {hf_config.model_type!r}: an output layer with a bias is not supported")
-    # Dropout off for good: the engine samples without it. Gradients do not depend on the module's mode.
+    # Eval mode turns dropout off, because the engine samples without it. It does not affect gradients.
     return PackedLM(lm, chunk_tokens).eval()
 
 
 def transformer_blocks(lm: nn.Module) -> nn.ModuleList:
-    """The list of decoder blocks: of the ModuleLists of one class the one with most parameters."""
+    """Return the list of decoder blocks: the ModuleList with most parameters among those of a single class."""
     lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList) and len(module)]
     uniform = [modules for modules in lists if len({type(block) for block in modules}) == 1]
     if not uniform:
@@ -142,7 +133,7 @@ def transformer_blocks(lm: nn.Module) -> nn.ModuleList:
 
 
 def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> None:
-    """Let each transformer block recompute its activations and compile, in place."""
+    """Wrap each transformer block for activation checkpointing and compilation, in place."""
     blocks = transformer_blocks(model.lm)
     for index, module in enumerate(blocks):
         blocks[index] = Block(module, checkpointed=checkpointed)
@@ -151,49 +142,53 @@ def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> No
 
 
 def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: bool) -> None:
-    """Apply FSDP2 to each prepared block, then to the rest, in place. offloaded: as in `load_shards`."""
+    """Apply FSDP2 to each prepared block, then to the whole model, in place. offloaded: as in `load_shards`."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if offloaded else OffloadPolicy()
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    # What the whole model is given stays as it is: 0.7 is no bfloat16, and the engine sampled with 0.7.
+    # Do not cast the inputs of the whole model: a temperature of 0.7, used by the engine, is not exact in bfloat16.
     precision = replace(precision, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is a local sum over a global count: ranks add up, FSDP must not average.
+            # The loss is a local sum divided by a global count: gradients are summed over ranks, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if mesh.size() == 1 and not offloaded:
-        # Nobody to gather from: compute weights are made once an optimizer step, not in each pass of a micro-batch.
+        assert isinstance(model, FSDPModule)
+        # No other ranks: cast the weights once per optimizer step instead of in each pass of each micro-batch.
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
 
 
 def host_copy(model: PackedLM, dtype: torch.dtype, *, pinned: bool) -> dict[str, DTensor]:
-    """This rank's shards in `dtype` in host memory, under checkpoint names: weights to write somewhere, not to compute
-    with. pinned: for copies to the device at full speed."""
+    """Copy this rank's shards in `dtype` to host memory, by checkpoint name.
+
+    The copies serve as the source of a weight sync, not for computing. pinned: page-locked, for full copy speed.
+    """
     copies = {}
     for name, parameter in model.hf_parameters().items():
+        assert isinstance(parameter, DTensor)
         local = parameter.to_local().detach().to("cpu", dtype)
         meta = TensorMeta(parameter.shape, parameter.stride(), dtype)
         spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-        # As FSDP2 makes its own: from_local would move the rows to the mesh's device.
+        # The constructor that FSDP2 uses itself: from_local would move the rows to the mesh's device.
         copies[name] = DTensor(local.pin_memory() if pinned else local, spec, requires_grad=False)
     return copies
 
 
-def free_gathered(model: PackedLM) -> None:
-    """Let go of gathered parameters: a later forward pass would use them whatever became of the shards."""
+def reshard(model: PackedLM) -> None:
+    """Free gathered parameters. Otherwise a later forward pass would use them even if the shards have changed."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloaded: bool) -> None:
-    """Give the parameters storage and fill this rank's rows from the checkpoint in `folder`.
+    """Allocate the parameters and read this rank's rows from the checkpoint in `folder`.
 
-    device: where the model computes. offloaded: its parameters rest in host memory between uses (FSDP2 CPU offload).
+    device: where the model computes. offloaded: parameters stay in host memory between uses (FSDP2 CPU offload).
     """
     _allocate(model, torch.device("cpu") if offloaded else device, device)
     read_parameters(model.hf_parameters(), model.lm.base_model_prefix, folder)
@@ -201,9 +196,10 @@ def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloade
 
 @torch.no_grad()
 def read_parameters(parameters: Mapping[str, nn.Parameter], prefix: str, folder: Path) -> None:
-    """Read parameters, of shards this rank's rows, from the checkpoint in `folder`.
+    """Read parameters from the checkpoint in `folder`; of sharded ones only this rank's rows.
 
-    prefix: of the base model's names ("model"), which a checkpoint may have or lack.
+    prefix: the base model's ("model"); names in the checkpoint may have or lack it.
+    Raises ConfigError if tensors are missing.
     """
     reader = CheckpointReader(folder)
     names = reader.names()
@@ -222,7 +218,7 @@ def read_parameters(parameters: Mapping[str, nn.Parameter], prefix: str, folder:
 
 
 def _allocate(model: PackedLM, parameters_on: torch.device, buffers_on: torch.device) -> None:
-    """Storage for parameters, and buffers moved; `to_empty` alone would lose the values of the buffers."""
+    """Allocate parameters and move buffers; `to_empty` alone would lose the values of the buffers."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=parameters_on)
     for name, buffer in model.named_buffers():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from colocated_grpo.runtime.distributed import local_part
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-    """The optimizer named by `config.type`, over sharded parameters."""
+    """Build the optimizer named by `config.type`, over sharded or plain parameters."""
     return BUILDERS[config.type](list(parameters), config, lr)
 
 
@@ -53,21 +53,26 @@ BUILDERS = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
 
 
 class LocalShardOptimizer(torch.optim.Optimizer):
-    """Runs an optimizer that knows nothing of DTensors on each rank's own rows; right for element-wise updates.
+    """Runs an optimizer without DTensor support on each rank's rows; correct for element-wise updates.
 
-    `shards` are the keys of `state`, in the order of the parameters. Quantised state is per rank: it resumes only on
-    as many ranks as saved it.
+    `shards` are the keys of `state`, in the order of the parameters. Quantised state differs from rank to rank: a
+    checkpoint of it resumes only on the same number of ranks.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], build) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        build: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    ) -> None:
         self._parameters = parameters
         self.shards = [nn.Parameter(local_part(p).detach()) for p in parameters]
         self.inner = build(self.shards)
         super().__init__(parameters, {})
-        # The schedule writes the learning rate into `param_groups`; both see one list.
+        # One list for both optimizers: the learning-rate schedule writes to `param_groups`.
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
+    # pyrefly: ignore[bad-override]  (torch's overloads also take a closure, which nothing here passes)
     def step(self, closure: None = None) -> None:
         for parameter, own in zip(self._parameters, self.shards, strict=True):
             own.grad = None if parameter.grad is None else local_part(parameter.grad)
@@ -80,7 +85,7 @@ class LocalShardOptimizer(torch.optim.Optimizer):
 
 
 def learning_rate(config: PolicyConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total_steps`."""
+    """Return the learning rate of optimizer step `step` (from 0) of `total_steps`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
@@ -95,9 +100,9 @@ _SHAPES = {
 
 
 class OptimizerOffload:
-    """Moves optimizer state to host memory and back without changing any tensor's identity.
+    """Moves optimizer state to host memory and back; the tensor objects stay the same.
 
-    Device storage is given back by resizing it to nothing; host buffers are pinned and allocated once.
+    Device storage is freed by resizing it to zero. Host buffers are pinned and allocated once.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -120,7 +125,7 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def _device_tensors(self) -> list[Tensor]:
-        # With gradients on, local_part() makes a new view each time: no key would ever be found again.
+        # With gradients enabled, local_part() returns a new view each time, which would not be found as a key again.
         values = (value for state in self._optimizer.state.values() for value in state.values())
         tensors = (local_part(value) for value in values if isinstance(value, Tensor))
         return [tensor for tensor in tensors if tensor.is_cuda and tensor.numel() > 1]

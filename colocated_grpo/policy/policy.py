@@ -5,45 +5,49 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from colocated_grpo.batching import Batch, MicroBatch, Minibatch, SharedKeys
+from colocated_grpo.batching import Batch, MicroBatch, Minibatch, PackedTokens, PrefixKeys
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
-from colocated_grpo.losses import make_denominator
+from colocated_grpo.losses import LossInputs, make_denominator
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.attention import implementation_for
-from colocated_grpo.policy.masters import ShardedWeights, Weights, WholeWeights
+from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, Weights
 from colocated_grpo.policy.model import PackedLM, build_empty, load_shards, prepare_blocks, shard
-from colocated_grpo.policy.objective import make_objective, packed_tokens
+from colocated_grpo.policy.objective import make_objective
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 from colocated_grpo.runtime.distributed import World, whole
 
+Packed = TypeVar("Packed", MicroBatch, PackedTokens, LossInputs)
+
 
 def dtype_of(setting: Literal["auto", "bfloat16", "float16", "float32"], *, auto: torch.dtype) -> torch.dtype:
+    """Return the torch dtype of a setting. auto: what the setting 'auto' stands for."""
     return auto if setting == "auto" else getattr(torch, setting)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the type of weights and activations in forward and backward passes."""
     return dtype_of(config.policy.compute_dtype, auto=torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> Weights:
-    """The checkpoint in `folder`, to be trained."""
+    """Load the checkpoint in `folder` for training. Collective."""
     if config.weights == "shared":
         model = _build_empty(config, hf_config, world)
-        return WholeWeights(model, folder, world.device, compute_dtype(config, world.device))
+        return UnshardedWeights(model, folder, world.device, compute_dtype(config, world.device))
     return ShardedWeights(build_model(config, hf_config, folder, world, offloaded=config.policy.cpu_offload))
 
 
 def build_model(
     config: Config, hf_config: PretrainedConfig, folder: Path, world: World, *, offloaded: bool
 ) -> PackedLM:
-    """A sharded copy of the checkpoint in `folder`. offloaded: it rests in host memory."""
+    """Load the checkpoint in `folder` with FSDP2. offloaded: it stays in host memory between uses. Collective."""
     model = _build_empty(config, hf_config, world)
     shard(model, world.mesh, compute_dtype(config, world.device), offloaded=offloaded)
     load_shards(model, folder, world.device, offloaded=offloaded)
@@ -51,7 +55,7 @@ def build_model(
 
 
 def _build_empty(config: Config, hf_config: PretrainedConfig, world: World) -> PackedLM:
-    """Without storage; its blocks recompute and compile as settings say."""
+    """Build the model without storage, its blocks prepared for checkpointing and compilation as configured."""
     dtype, longest = compute_dtype(config, world.device), config.max_sequence_tokens
     model = build_empty(
         hf_config,
@@ -66,24 +70,24 @@ def _build_empty(config: Config, hf_config: PretrainedConfig, world: World) -> P
 
 @torch.no_grad()
 def score(weights: Weights, micro_batch: MicroBatch, device: torch.device) -> Tensor:
-    """Log-probabilities [N] of a micro-batch's scored tokens, without gradient. Collective."""
-    logprobs_N, _ = weights.model(packed_tokens(_to(micro_batch, device)))
+    """Return the log-probabilities [N] of a micro-batch's scored tokens, without gradient. Collective."""
+    logprobs_N, _ = weights.model(_on_device(micro_batch.tokens, device))
     weights.release()
     return logprobs_N
 
 
-def known_or(known_N: Tensor | None, scored_N: Tensor) -> Tensor:
-    """`known_N`, and `scored_N` where it is None or NaN; on the device of the scores."""
-    if known_N is None:
+def fill_missing(given_N: Tensor | None, scored_N: Tensor) -> Tensor:
+    """Return `given_N` with NaN replaced by `scored_N`, or `scored_N` if it is None; on the device of `scored_N`."""
+    if given_N is None:
         return scored_N
-    known_N = known_N.to(scored_N.device)
-    return torch.where(known_N.isnan(), scored_N, known_N)
+    given_N = given_N.to(scored_N.device)
+    return torch.where(given_N.isnan(), scored_N, given_N)
 
 
 class Policy:
     """Owns the model's weights, their optimizer and the learning-rate schedule.
 
-    Every method that touches the model is collective: all ranks call it with as many micro-batches.
+    Every method that runs the model is collective: all ranks call it with equally many micro-batches.
     """
 
     def __init__(self, config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> None:
@@ -102,7 +106,7 @@ class Policy:
         self.offload = OptimizerOffload(self.optimizer) if config.policy.offload_optimizer else None
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The fp32 master weights by checkpoint name, in the same order on every rank."""
+        """Return the fp32 master weights by checkpoint name, in the same order on every rank."""
         return self.weights.masters()
 
     def num_parameters(self) -> int:
@@ -110,51 +114,58 @@ class Policy:
 
     @property
     def optimizer_state_is_local(self) -> bool:
-        """Whether plain tensors in the optimizer's state belong to this rank alone."""
+        """True if plain tensors in the optimizer's state differ from rank to rank."""
         return isinstance(self.optimizer, LocalShardOptimizer)
 
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by parameter name; its values may be replaced."""
-        parameters = self.parameters()
-        keys = self.optimizer.shards if self.optimizer_state_is_local else parameters.values()
-        return {name: self.optimizer.state[key] for name, key in zip(parameters, keys, strict=True)}
+        """Return the optimizer's state by parameter name. The inner dicts are the optimizer's own: changes apply."""
+        parameters, optimizer = self.parameters(), self.optimizer
+        keys = optimizer.shards if isinstance(optimizer, LocalShardOptimizer) else parameters.values()
+        return {name: optimizer.state[key] for name, key in zip(parameters, keys, strict=True)}
 
     def with_old_logprobs(self, batch: Batch) -> Batch:
-        """The batch with `old_logprobs_N` from the current weights: the ratio's denominator once weights have moved."""
-        return batch.map(lambda micro_batch: replace(micro_batch, old_logprobs_N=self.score(micro_batch)))
-
-    def with_sampling_logprobs(self, batch: Batch) -> Batch:
-        """The batch with the current policy's log-probabilities where the sampler's are not known."""
+        """Return the batch with `old_logprobs_N` from the current weights. Call before the first of several updates."""
 
         def fill(micro_batch: MicroBatch) -> MicroBatch:
-            scored_N = self.score(micro_batch)
-            return replace(micro_batch, sampling_logprobs_N=known_or(micro_batch.sampling_logprobs_N, scored_N))
+            old_N = self.score(micro_batch)
+            return replace(micro_batch, loss_inputs=replace(micro_batch.loss_inputs, old_logprobs_N=old_N))
+
+        return batch.map(fill)
+
+    def with_sampling_logprobs(self, batch: Batch) -> Batch:
+        """Return the batch with the current policy's log-probabilities where the sampler gave none."""
+
+        def fill(micro_batch: MicroBatch) -> MicroBatch:
+            inputs = micro_batch.loss_inputs
+            filled_N = fill_missing(inputs.sampling_logprobs_N, self.score(micro_batch))
+            return replace(micro_batch, loss_inputs=replace(inputs, sampling_logprobs_N=filled_N))
 
         return batch.map(fill)
 
     def score(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the log-probabilities [N] of the scored tokens under the current weights, without gradient."""
         return score(self.weights, micro_batch, self.device)
 
     def forward_backward(self, minibatch: Minibatch, metrics: Metrics) -> None:
-        """Accumulate the minibatch's gradient, adding this rank's statistics to `metrics`."""
+        """Accumulate the minibatch's gradient and add this rank's statistics to `metrics`."""
         denominator = self._denominator(minibatch.counts)
         parts = len(minibatch.micro_batches)
         for index, micro_batch in enumerate(minibatch.micro_batches):
             self.weights.before_forward(last=index == parts - 1)
-            loss, stats = self._objective(self.model, _to(micro_batch, self.device), denominator)
+            loss, stats = self._objective(self.model, _on_device(micro_batch, self.device), denominator)
             loss.backward()
-            # All ranks hold equally many parts: these weights add up to one for each minibatch.
+            # All ranks have equally many micro-batches: these weights add up to 1 for each minibatch.
             metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})
         self.weights.release()
 
     def optimizer_step(self, metrics: Metrics) -> None:
-        """Clip, check, update. Raises RunError before the update on a non-finite gradient norm."""
+        """Clip the gradient and update. Raises RunError before the update if the gradient norm is not finite."""
         parameters = list(self.parameters().values())
         norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         grad_norm = norm.item()
         if not math.isfinite(grad_norm):
             raise RunError(
-                f"optimizer step {self.version}: the gradient norm is {grad_norm}; weights are left as they were. "
+                f"optimizer step {self.version}: the gradient norm is {grad_norm}; no weight was changed. "
                 "Resume from the last checkpoint with a lower policy.lr or policy.grad_clip"
             )
         nn.utils.clip_grads_with_norm_(parameters, self._config.grad_clip, norm)
@@ -167,16 +178,16 @@ class Policy:
         self.version += 1
         metrics.add({"grad_norm": Stat.mean(grad_norm, 1.0), "lr": Stat.mean(lr, 1.0)})
 
-    def restored(self, version: int) -> None:
-        """Call when parameters and optimizer state were overwritten with those of `version`."""
+    def resume_at(self, version: int) -> None:
+        """Continue from `version`. Call after parameters and optimizer state were overwritten with those of it."""
         self.weights.publish()
         self.version = version
 
     def init_optimizer_state(self) -> None:
-        """Allocate the optimizer's state unless it is there: memory measured afterwards is what a training step leaves.
+        """Allocate the optimizer's state if it is not: memory measured afterwards is what a training step leaves.
 
-        A step with zero gradients and learning rate zero leaves weights and moments as they are; only step counters
-        move, and those are put back.
+        A step with zero gradients and learning rate zero changes neither weights nor moments. It advances the step
+        counters, which are reset here.
         """
         if self.optimizer.state:
             return
@@ -190,17 +201,20 @@ class Policy:
             state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
 
 
-def _to(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The same on the device, where it arrives when the device gets to it."""
-    moved = {field.name: _moved(getattr(micro_batch, field.name), device) for field in fields(micro_batch)}
-    if micro_batch.shared_keys is not None:
-        moved["shared_keys"] = SharedKeys(*(_moved(value, device) for value in micro_batch.shared_keys))
-    return MicroBatch(**moved)
+def _on_device(data: Packed, device: torch.device) -> Packed:
+    """Return a copy with all tensors on the device, nested ones included. The copy is asynchronous."""
+    return replace(data, **{field.name: _moved(getattr(data, field.name), device) for field in fields(data)})
 
 
 def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, PackedTokens):
+        return _on_device(value, device)
+    if isinstance(value, LossInputs):
+        return _on_device(value, device)
+    if isinstance(value, PrefixKeys):
+        return PrefixKeys(*(_moved(item, device) for item in value))
     if not isinstance(value, Tensor):
         return value
     if device.type == "cuda" and value.device.type == "cpu":
-        value = value.pin_memory()  # of other memory a copy would wait for all that the device still has to do
+        value = value.pin_memory()  # from pageable memory the copy would first wait for all queued device work
     return value.to(device, non_blocking=True)

@@ -1,20 +1,22 @@
 """Triton kernels between the two matrix products of the log-probability operator: each reads the logits once.
 
-One program handles one row (token) or one block of a row. Logits are float32 [C, V] with contiguous rows.
+One program handles one row (token), block by block. Logits are float32 [C, V] with contiguous rows: C tokens of one
+chunk, V vocabulary.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from colocated_grpo.runtime.triton_jit import jit
 
 BLOCK = 4096
 
 
 def row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target), entropy and log-sum-exp of logits / temperature, each [C] float32."""
+    """Return log p(target), entropy and log-sum-exp of logits / temperature, each [C] float32."""
     rows, vocabulary = logits_CV.shape
     outputs = torch.empty(3, rows, dtype=torch.float32, device=logits_CV.device)
     _row_statistics[(rows,)](
@@ -39,9 +41,9 @@ def logit_gradient(
     dtype: torch.dtype,
     softcap: float | None,
 ) -> Tensor:
-    """Gradient of sum(grad * log p(target)) with respect to the logits before their cap, [C, V] in `dtype`.
+    """Return the gradient of sum(grad * log p(target)) with respect to the logits before their cap, [C, V] in `dtype`.
 
-    It takes the memory of the logits: a second matrix of their size would be the largest tensor of a training step.
+    It overwrites the logits' memory: a second matrix of their size would be the largest tensor of a training step.
     """
     rows, vocabulary = logits_CV.shape
     out_CV = logits_CV.view(dtype)[:, :vocabulary]
@@ -62,7 +64,7 @@ def logit_gradient(
     return out_CV
 
 
-@triton.jit
+@jit
 def _row_statistics(
     logits, targets, temperatures, logprobs, entropies, logsumexps, vocabulary, stride, BLOCK: tl.constexpr
 ):
@@ -89,11 +91,12 @@ def _row_statistics(
     logsumexp = peak + tl.log(total)
     target = tl.load(logits + tl.load(targets + row)) * scale
     tl.store(logprobs + row, target - logsumexp)
+    # pyrefly: ignore[unsupported-operation]  (Triton 3.9: the type of tl.sum is inferred as a tuple)
     tl.store(entropies + row, logsumexp - tl.sum(weighted * shrink, 0) / total)
     tl.store(logsumexps + row, logsumexp)
 
 
-@triton.jit
+@jit
 def _logit_gradient(
     logits,
     targets,

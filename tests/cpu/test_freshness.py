@@ -73,7 +73,7 @@ class Scorer:
         self.lengths: list[int] = []
 
     def score(self, micro_batch: Any) -> torch.Tensor:
-        self.lengths.append(len(micro_batch.sampling_logprobs_N))
+        self.lengths.append(len(micro_batch.loss_inputs.sampling_logprobs_N))
         return torch.full((self.lengths[-1],), self.logprob)
 
 

@@ -12,7 +12,7 @@ import torch
 from colocated_grpo.batching import Minibatch
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.activations import fit_micro_batches, made_up_micro_batch, measure, rehearse
+from colocated_grpo.policy.activations import dummy_micro_batch, fit_to_memory, measure, run_trial_step
 from colocated_grpo.policy.blocks import num_checkpointed, set_checkpointed
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import Shape
@@ -45,16 +45,16 @@ def test_as_few_blocks_recompute_as_free_memory_demands_and_training_stays_withi
     policy = policy_of(config, world)
     policy.init_optimizer_state()
 
-    fit_micro_batches(policy, config, world)
+    fit_to_memory(policy, config, world)
     assert num_checkpointed(policy.model) == 0
 
-    with occupied_but_for(0.6 * measure(policy, config).needed(TOKENS, SHAPE.layers)):
-        fit_micro_batches(policy, config, world)
+    with occupied_but_for(0.6 * measure(policy, config).bytes_needed(TOKENS, SHAPE.layers)):
+        fit_to_memory(policy, config, world)
         count = num_checkpointed(policy.model)
         assert 0 < count < SHAPE.layers
 
         sizes = (TOKENS, TOKENS - 1500, TOKENS - 200, TOKENS)
-        micro_batches = [made_up_micro_batch(config, tokens) for tokens in sizes]
+        micro_batches = [dummy_micro_batch(config, tokens) for tokens in sizes]
         counts = Counts(tokens=4 * TOKENS, sequences=64, batch_tokens=4 * TOKENS, minibatches=1)
         for _ in range(2):
             policy.forward_backward(Minibatch(micro_batches=micro_batches, counts=counts), Metrics(policy.device))
@@ -63,4 +63,4 @@ def test_as_few_blocks_recompute_as_free_memory_demands_and_training_stays_withi
 
         set_checkpointed(policy.model, 0)
         with pytest.raises(torch.OutOfMemoryError):
-            rehearse(policy, config, TOKENS)
+            run_trial_step(policy, config, TOKENS)

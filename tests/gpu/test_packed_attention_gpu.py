@@ -11,7 +11,7 @@ import torch
 
 from colocated_grpo.batching import build_micro_batch
 from colocated_grpo.policy.attention import copied
-from colocated_grpo.policy.attention_kernels import Runs, attend_padded, attend_varlen, has_fa4, whole_fa4
+from colocated_grpo.policy.attention_kernels import Runs, attend_only_fa4, attend_padded, attend_varlen, has_fa4
 from tests.support.small_policy import sequence_of
 
 pytestmark = pytest.mark.gpu
@@ -61,11 +61,13 @@ def shared_keys(count_kv: int, size: int) -> tuple[partial, Runs, list[torch.Ten
         for own in siblings
     ]
     micro_batch = build_micro_batch(sequences)
-    shared = micro_batch.shared_keys
+    shared = micro_batch.tokens.prefix_keys
     shared = shared._replace(**{n: t.cuda() for n, t in shared._asdict().items() if isinstance(t, torch.Tensor)})
-    runs = Runs(micro_batch.cu_seqlens.cuda(), micro_batch.max_seqlen, shared.cu_seqlens, shared.max_seqlen)
+    runs = Runs(
+        micro_batch.tokens.cu_seqlens.cuda(), micro_batch.tokens.max_seqlen, shared.cu_seqlens, shared.max_seqlen
+    )
     counts = HEADS, count_kv, count_kv
-    tensors = [heads(count, micro_batch.num_tokens, seed, size) for seed, count in enumerate(counts)]
+    tensors = [heads(count, micro_batch.tokens.num_tokens, seed, size) for seed, count in enumerate(counts)]
     return partial(copied, shared=shared), runs, tensors
 
 
@@ -76,7 +78,7 @@ def as_they_are(keys: torch.Tensor) -> torch.Tensor:
 def fa4_or_skip(kv_heads: int, size: int):
     if not has_fa4(HEADS, kv_heads, size, torch.bfloat16, torch.device("cuda", 0)):
         pytest.skip("this device, or this vLLM, has no FlashAttention 4")
-    return whole_fa4
+    return attend_only_fa4
 
 
 @pytest.mark.parametrize("window", [None, 2, 16])

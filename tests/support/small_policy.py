@@ -1,4 +1,4 @@
-"""Tiny policies and made-up rollouts for the tests of the trainer's side."""
+"""Tiny policies and synthetic rollouts for tests of the training side."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torch.distributed.tensor import DTensor
 from colocated_grpo.batching import Batch, MicroBatch, TrainSequence, pack
 from colocated_grpo.config import Config
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.model import free_gathered, read_model_config
+from colocated_grpo.policy.model import read_model_config, reshard
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 
-# An odd vocabulary and odd layer sizes: the rows of most parameters do not divide evenly over two ranks.
+# Odd sizes: the rows of most parameters do not divide evenly over two ranks.
 SHAPE = replace(TINY, hidden=36, heads=2, kv_heads=1, head_dim=18, intermediate=45, vocab=151, max_positions=64)
-# Large enough for attention and logits to differ between tokens, small enough for float32 to agree to 1e-5.
+# Large enough that attention and logits differ between tokens, small enough that float32 results agree to 1e-5.
 INIT_STD = 0.15
 
 
 def make_small_model(
     folder: Path, architecture: str, *, tied: bool = True, edits: dict[str, Any] | None = None
 ) -> Path:
-    """A model of two layers. `edits` go into its config.json."""
+    """Write a model of two layers; `edits` are merged into its config.json."""
     make_model(folder, architecture=architecture, shape=replace(SHAPE, tied=tied), init_std=INIT_STD)
     if edits:
         file = folder / "config.json"
@@ -68,7 +68,7 @@ def rollout_of(
     observed: int = 0,
     logprob: float = -2.0,
 ) -> Rollout:
-    """One turn. `observed`: so many tokens in the middle of the completion come from an environment."""
+    """One turn. observed: number of tokens in the middle of the completion that come from an environment."""
     sampled = [True] * len(completion)
     middle = (len(completion) - observed) // 2
     sampled[middle : middle + observed] = [False] * observed
@@ -92,7 +92,7 @@ def group_of(index: int, rollouts: Sequence[Rollout]) -> Group:
 
 
 def random_groups(count: int, group_size: int, seed: int = 0) -> list[Group]:
-    """Prompts of 1-6 tokens, completions of 1-12, rewards that differ, two temperatures."""
+    """Groups with prompts of 1-6 tokens, completions of 1-12, random rewards and one of two temperatures."""
     rng = random.Random(seed)
     tokens = lambda least, most: [rng.randrange(SHAPE.vocab) for _ in range(rng.randint(least, most))]  # noqa: E731
     groups = []
@@ -106,18 +106,21 @@ def random_groups(count: int, group_size: int, seed: int = 0) -> list[Group]:
     return groups
 
 
-def decided(groups: Sequence[Group], seed: int = 1) -> list[Group]:
-    """The same groups, bringing a different advantage for each sampled token."""
+def with_own_advantages(groups: Sequence[Group], seed: int = 1) -> list[Group]:
+    """Return the groups with a random advantage for each sampled token."""
     rng = random.Random(seed)
     own = lambda rollout: [rng.gauss(0, 1) for _ in range(sum(rollout.loss_mask))]  # noqa: E731
     return [replace(group, rollouts=[replace(r, advantages=own(r)) for r in group.rollouts]) for group in groups]
 
 
-def pack_for(world: World, groups: Sequence[Group], config: Config, idle: Sequence[bool] | None = None) -> Batch:
+def pack_for(
+    world: World, groups: Sequence[Group], config: Config, without_gradient: Sequence[bool] | None = None
+) -> Batch:
+    """Pack the groups, with random advantages per token, for this rank."""
     return pack(
-        decided(groups),
+        with_own_advantages(groups),
         [[0.0] * len(group.rollouts) for group in groups],
-        idle or [False] * len(groups),
+        without_gradient or [False] * len(groups),
         config.batch,
         rank=world.rank,
         world_size=world.size,
@@ -126,7 +129,7 @@ def pack_for(world: World, groups: Sequence[Group], config: Config, idle: Sequen
 
 
 def train(policy: Policy, batch: Batch, steps: int = 1) -> Metrics:
-    """One optimizer step for each minibatch, `steps` times over."""
+    """Take one optimizer step per minibatch, `steps` times over."""
     metrics = Metrics(policy.device)
     for _ in range(steps):
         for minibatch in batch.minibatches:
@@ -136,7 +139,7 @@ def train(policy: Policy, batch: Batch, steps: int = 1) -> Metrics:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of all rows. Collective for sharded tensors."""
+    """Return a copy of all rows. Collective for sharded tensors."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
@@ -146,33 +149,44 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
-    free_gathered(policy.model)  # gradients stand on the shards
+    reshard(policy.model)  # gradients are on the sharded parameters
     return {name: whole(parameter.grad) for name, parameter in policy.parameters().items()}
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float, atol: float) -> None:
-    """Equal names and close values; the message says which tensor differs."""
+    """Assert equal names and close values; the message names the tensor that differs."""
     assert list(actual) == list(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def rows_of(micro_batch: MicroBatch) -> list[Tensor]:
-    """The rows of each sequence's tokens, in order; those of a shared beginning belong to several."""
-    shared = micro_batch.shared_keys
-    if shared is None:
-        return [torch.arange(start, end) for start, end in pairwise(micro_batch.cu_seqlens.tolist())]
-    runs = [shared.rows_E[start:end] for start, end in pairwise(shared.cu_seqlens.tolist())]
-    return runs[-micro_batch.num_sequences :]
+    """Return the rows of each sequence's tokens, in order. Rows of a common prefix belong to several sequences."""
+    tokens, keys = micro_batch.tokens, micro_batch.tokens.prefix_keys
+    if keys is None:
+        return [torch.arange(start, end) for start, end in pairwise(tokens.cu_seqlens.tolist())]
+    runs = [keys.rows_E[start:end] for start, end in pairwise(keys.cu_seqlens.tolist())]
+    return runs[-micro_batch.loss_inputs.num_sequences :]
+
+
+def with_old_logprobs(micro_batch: MicroBatch) -> MicroBatch:
+    """Use the sampler's log-probabilities as old ones: ratios differ from 1, and the loss depends on the weights."""
+    inputs = micro_batch.loss_inputs
+    return replace(micro_batch, loss_inputs=replace(inputs, old_logprobs_N=inputs.sampling_logprobs_N))
+
+
+def with_ref_logprobs(micro_batch: MicroBatch) -> MicroBatch:
+    inputs = micro_batch.loss_inputs
+    return replace(micro_batch, loss_inputs=replace(inputs, ref_logprobs_N=inputs.sampling_logprobs_N))
 
 
 def positions_of(rows: Tensor, chosen: Tensor) -> Tensor:
-    """Positions in a sequence with these rows of some of its rows."""
+    """Return the positions of the chosen rows in a sequence with these rows."""
     return torch.stack([(rows == row).nonzero()[0, 0] for row in chosen]) if len(chosen) else chosen
 
 
 def sequence_of(length: int) -> TrainSequence:
-    """Its second token alone is scored."""
+    """Only its second token is scored."""
     return TrainSequence(
         token_ids=np.ones(length, np.int64),
         scored=np.array([1]),

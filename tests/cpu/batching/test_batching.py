@@ -1,4 +1,4 @@
-"""Packing: every sequence once, in budget, equally many forwards on every rank, and nothing lost on the way."""
+"""Packing: every sequence once, within the budget, equally many micro-batches on every rank, nothing lost."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from tests.support.small_policy import group_of, positions_of, random_groups, ro
 BUDGET = 32
 LONGEST = 24
 
-
-# No token of a stand-in: a truncated completion without loss may look like one otherwise.
+# Not 0, the padding token: a truncated completion without loss could equal a padding micro-batch.
 prompts = st.lists(st.integers(1, 99), min_size=1, max_size=8)
 
 
@@ -44,9 +43,9 @@ def rollouts(draw, prompt: list[int]) -> Rollout:
 
 @st.composite
 def siblings(draw) -> list[Rollout]:
-    """All of one prompt, or each of its own: turns of a game may differ and still begin alike."""
-    prompt, apart = draw(prompts), draw(st.booleans())
-    return [draw(rollouts(draw(prompts) if apart else prompt)) for _ in range(draw(st.integers(2, 4)))]
+    """With one prompt, or with different ones, as in turns of a game: these can have a common prefix too."""
+    prompt, different = draw(prompts), draw(st.booleans())
+    return [draw(rollouts(draw(prompts) if different else prompt)) for _ in range(draw(st.integers(2, 4)))]
 
 
 groups_of_rollouts = st.lists(siblings(), min_size=1, max_size=8).map(
@@ -55,13 +54,13 @@ groups_of_rollouts = st.lists(siblings(), min_size=1, max_size=8).map(
 world_sizes = st.integers(1, 4)
 
 
-def pack_everywhere(groups, config, world_size, idle=None, advantages=None, shuffle_seed=0):
-    """The batch of each rank."""
+def pack_on_all_ranks(groups, config, world_size, without_gradient=None, advantages=None, shuffle_seed=0):
+    """Return the batch of each rank."""
     return [
         pack(
             groups,
             advantages or values_of(groups),
-            idle or [False] * len(groups),
+            without_gradient or [False] * len(groups),
             config,
             rank=rank,
             world_size=world_size,
@@ -72,34 +71,34 @@ def pack_everywhere(groups, config, world_size, idle=None, advantages=None, shuf
 
 
 def values_of(groups: list[Group]) -> list[list[float]]:
-    """A different number for each rollout."""
+    """Return a different advantage for each rollout."""
     return [[index + sibling / 8 for sibling in range(len(group.rollouts))] for index, group in enumerate(groups)]
 
 
-def is_stand_in(micro_batch: MicroBatch) -> bool:
-    return micro_batch.input_ids_T.tolist() == PADDING_TOKENS
+def is_padding(micro_batch: MicroBatch) -> bool:
+    return micro_batch.tokens.input_ids_T.tolist() == PADDING_TOKENS
 
 
 def unpack(micro_batch: MicroBatch) -> list[tuple]:
-    """What training sees of each sequence: tokens, then (position, target, temperature, advantage, ...) as scored."""
-    sequences = []
+    """Return each sequence as training sees it: tokens, then (position, target, temperature, ...) per scored token."""
+    tokens, inputs, sequences = micro_batch.tokens, micro_batch.loss_inputs, []
     for index, rows in enumerate(rows_of(micro_batch)):
-        own = (micro_batch.sequence_N == index).nonzero()[:, 0]
+        own = (inputs.sequence_N == index).nonzero()[:, 0]
         scored = zip(
-            (positions_of(rows, micro_batch.source_N[own]) + 1).tolist(),
-            micro_batch.targets_N[own].tolist(),
-            micro_batch.temperature_N[own].tolist(),
-            micro_batch.advantages_N[own].tolist(),
-            micro_batch.sampling_logprobs_N[own].tolist(),
-            micro_batch.loss_mask_N[own].tolist(),
+            (positions_of(rows, tokens.source_N[own]) + 1).tolist(),
+            tokens.targets_N[own].tolist(),
+            tokens.temperature_N[own].tolist(),
+            inputs.advantages_N[own].tolist(),
+            inputs.sampling_logprobs_N[own].tolist(),
+            inputs.loss_mask_N[own].tolist(),
             strict=True,
         )
-        sequences.append((tuple(micro_batch.input_ids_T[rows].tolist()), tuple(scored)))
+        sequences.append((tuple(tokens.input_ids_T[rows].tolist()), tuple(scored)))
     return sequences
 
 
 def expected_sequence(rollout: Rollout, value: float, mask_truncated: bool) -> tuple:
-    """`value`: its advantage, unless it brings its own."""
+    """value: its advantage, unless it has its own."""
     trained = not (mask_truncated and rollout.finish_reason == "length")
     numbers = iter([value] * len(rollout.token_ids) if rollout.advantages is None else rollout.advantages)
     scored = tuple(
@@ -114,8 +113,8 @@ def expected_sequence(rollout: Rollout, value: float, mask_truncated: bool) -> t
 def test_every_sequence_is_packed_exactly_once_and_survives_the_round_trip(groups, world_size, mask_truncated):
     config = BatchConfig(max_tokens_per_micro_batch=BUDGET, mask_truncated=mask_truncated)
     advantages = values_of(groups)
-    batches = pack_everywhere(groups, config, world_size, advantages=advantages)
-    parts = [m for batch in batches for m in batch.minibatches[0].micro_batches if not is_stand_in(m)]
+    batches = pack_on_all_ranks(groups, config, world_size, advantages=advantages)
+    parts = [m for batch in batches for m in batch.minibatches[0].micro_batches if not is_padding(m)]
     expected = Counter(
         expected_sequence(rollout, value, mask_truncated)
         for group, values in zip(groups, advantages, strict=True)
@@ -123,27 +122,29 @@ def test_every_sequence_is_packed_exactly_once_and_survives_the_round_trip(group
     )
     assert Counter(sequence for part in parts for sequence in unpack(part)) == expected
     for part in parts:
-        rows = rows_of(part)
-        assert part.cu_seqlens[-1] == part.num_tokens == len(torch.cat(rows).unique()), "no padding"
-        assert all(part.position_ids_T[own].tolist() == list(range(len(own))) for own in rows)
-        assert part.max_seqlen == part.cu_seqlens.diff().max()
-        assert part.num_sequences == len(rows)
+        rows, packed = rows_of(part), part.tokens
+        assert packed.cu_seqlens[-1] == packed.num_tokens == len(torch.cat(rows).unique()), "no padding"
+        assert all(packed.position_ids_T[own].tolist() == list(range(len(own))) for own in rows)
+        assert packed.max_seqlen == packed.cu_seqlens.diff().max()
+        assert part.loss_inputs.num_sequences == len(rows)
     tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
     assert all(batch.num_tokens == tokens for batch in batches)
-    assert all(batch.computed_tokens == sum(part.num_tokens for part in parts) for batch in batches)
+    assert all(batch.computed_tokens == sum(part.tokens.num_tokens for part in parts) for batch in batches)
 
 
 @given(groups_of_rollouts, world_sizes, st.integers(1, 3), st.lists(st.booleans(), min_size=8, max_size=8))
-def test_no_micro_batch_exceeds_the_budget_and_every_rank_has_equally_many(groups, world_size, minibatches, idle):
+def test_no_micro_batch_exceeds_the_budget_and_every_rank_has_equally_many(
+    groups, world_size, minibatches, without_gradient
+):
     config = BatchConfig(max_tokens_per_micro_batch=BUDGET, minibatches=minibatches)
-    batches = pack_everywhere(groups, config, world_size, idle[: len(groups)])
+    batches = pack_on_all_ranks(groups, config, world_size, without_gradient[: len(groups)])
     filled = min(minibatches, len(groups))
     assert {len(batch.minibatches) for batch in batches} == {filled}, "no optimizer step on nothing"
     for part in range(filled):
-        of_ranks = [batch.minibatches[part].micro_batches for batch in batches]
-        assert all(m.num_tokens <= BUDGET for micro_batches in of_ranks for m in micro_batches)
-        assert len({len(micro_batches) for micro_batches in of_ranks}) == 1
-        assert of_ranks[0], "a rank without work still joins the collectives"
+        by_rank = [batch.minibatches[part].micro_batches for batch in batches]
+        assert all(m.tokens.num_tokens <= BUDGET for micro_batches in by_rank for m in micro_batches)
+        assert len({len(micro_batches) for micro_batches in by_rank}) == 1
+        assert by_rank[0], "a rank without work still joins the collectives"
         assert batches[0].minibatches[part].counts.minibatches == filled
         assert all(batch.minibatches[part].counts == batches[0].minibatches[part].counts for batch in batches)
 
@@ -155,22 +156,20 @@ def outlines_of(lengths: list[int]) -> list[Outline]:
 
 
 def rank_loads(lengths: list[int], budget: int, world_size: int) -> list[int]:
-    shares = plan(outlines_of(lengths), budget, world_size)
-    return [sum(seq.length for bin in share for seq in bin) for share in shares]
+    return [sum(seq.length for bin in bins for seq in bin) for bins in plan(outlines_of(lengths), budget, world_size)]
 
 
 @given(st.lists(st.integers(LONGEST // 2, LONGEST), max_size=30), world_sizes)
-def test_long_sequences_that_hardly_share_a_micro_batch_stay_in_budget(lengths, world_size):
-    shares = plan(outlines_of(lengths), BUDGET, world_size)
-    assert all(sum(seq.length for seq in bin) <= BUDGET for share in shares for bin in share)
-    assert len({len(share) for share in shares}) == 1
-    assert sorted(seq.length for share in shares for bin in share for seq in bin) == sorted(lengths)
+def test_sequences_close_to_the_budget_stay_within_it(lengths, world_size):
+    assignment = plan(outlines_of(lengths), BUDGET, world_size)
+    assert all(sum(seq.length for seq in bin) <= BUDGET for bins in assignment for bin in bins)
+    assert len({len(bins) for bins in assignment}) == 1
+    assert sorted(seq.length for bins in assignment for bin in bins for seq in bin) == sorted(lengths)
 
 
-def test_a_sequence_that_no_micro_batch_holds_is_refused_in_one_line():
-    with pytest.raises(
-        RunError, match=r"max_tokens_per_micro_batch=64: a rollout of 65 tokens cannot be packed"
-    ) as caught:
+def test_a_sequence_longer_than_the_budget_is_rejected_in_one_line():
+    message = r"max_tokens_per_micro_batch=64: a rollout of 65 tokens, .* set it to at least 65"
+    with pytest.raises(RunError, match=message) as caught:
         plan(outlines_of([65, 3]), 64, world_size=2)
     assert "\n" not in str(caught.value)
 
@@ -182,7 +181,7 @@ def test_loads_of_the_ranks_differ_by_less_than_one_micro_batch(lengths, world_s
     assert max(loads) - min(loads) <= BUDGET
 
 
-def test_the_rank_with_less_so_far_gets_the_fuller_micro_batch():
+def test_the_rank_with_the_smaller_load_gets_the_fuller_micro_batch():
     assert rank_loads([30, 28, 22, 20], 30, 2) == [50, 50]
 
 
@@ -195,23 +194,25 @@ def test_many_sequences_balance_to_within_five_percent(lengths, world_size):
 
 @given(st.lists(st.integers(2, LONGEST), min_size=1, max_size=40), world_sizes)
 def test_the_number_of_micro_batches_stays_close_to_the_least_possible(lengths, world_size):
-    """Bins that could not take one more of the longest sequence are more than BUDGET - LONGEST full."""
-    bins = sum(len(share) for share in plan(outlines_of(lengths), BUDGET, world_size))
+    """A micro-batch without room for another sequence of the longest length has more than BUDGET - LONGEST tokens."""
+    bins = sum(len(own) for own in plan(outlines_of(lengths), BUDGET, world_size))
     at_most = sum(lengths) // (BUDGET - LONGEST) + world_size
     assert bins <= max(world_size, at_most)
 
 
-def test_idle_groups_are_left_out_of_the_forward_but_counted():
+def test_groups_without_gradient_are_not_computed_but_counted():
     groups = random_groups(4, 3)
     config = BatchConfig(max_tokens_per_micro_batch=1000)
-    idle = [False, True, False, True]
-    (kept,) = pack_everywhere(groups, config, 1)
-    (dropped,) = pack_everywhere(groups, config, 1, idle)
-    (asked_to_keep,) = pack_everywhere(groups, config.model_copy(update={"drop_constant_groups": False}), 1, idle)
+    without_gradient = [False, True, False, True]
+    (kept,) = pack_on_all_ranks(groups, config, 1)
+    (dropped,) = pack_on_all_ranks(groups, config, 1, without_gradient)
+    (not_dropped,) = pack_on_all_ranks(
+        groups, config.model_copy(update={"drop_constant_groups": False}), 1, without_gradient
+    )
     assert dropped.minibatches[0].counts == kept.minibatches[0].counts
     assert dropped.minibatches[0].counts.sequences == 12
-    assert dropped.minibatches[0].micro_batches[0].num_sequences == 6
-    assert asked_to_keep.num_tokens == kept.num_tokens > dropped.num_tokens
+    assert dropped.minibatches[0].micro_batches[0].loss_inputs.num_sequences == 6
+    assert not_dropped.num_tokens == kept.num_tokens > dropped.num_tokens
 
 
 def test_truncated_completions_are_scored_without_loss_and_their_tokens_are_not_counted():
@@ -219,48 +220,48 @@ def test_truncated_completions_are_scored_without_loss_and_their_tokens_are_not_
     cut = rollout_of([1], [5, 6], finish_reason="length")
     groups = [group_of(0, [finished, cut])]
     for mask_truncated, trained, tokens in [(True, [3], 3), (False, [2, 3], 5)]:
-        (batch,) = pack_everywhere(
+        (batch,) = pack_on_all_ranks(
             groups, BatchConfig(max_tokens_per_micro_batch=BUDGET, mask_truncated=mask_truncated), 1
         )
         (micro_batch,) = batch.minibatches[0].micro_batches
-        per_sequence = micro_batch.sequence_N[micro_batch.loss_mask_N].bincount().tolist()
+        per_sequence = micro_batch.loss_inputs.sequence_N[micro_batch.loss_inputs.loss_mask_N].bincount().tolist()
         assert sorted(count for count in per_sequence if count) == trained
         assert batch.minibatches[0].counts.tokens == batch.minibatches[0].counts.batch_tokens == tokens
         assert batch.minibatches[0].counts.sequences == 2
-        assert len(micro_batch.targets_N) == 5
+        assert len(micro_batch.tokens.targets_N) == 5
 
 
-def test_observed_tokens_are_read_but_never_scored():
-    (batch,) = pack_everywhere(
+def test_observed_tokens_are_inputs_but_never_scored():
+    (batch,) = pack_on_all_ranks(
         [group_of(0, [rollout_of([7], [1, 2, 3, 4], observed=2)])], BatchConfig(max_tokens_per_micro_batch=BUDGET), 1
     )
     (micro_batch,) = batch.minibatches[0].micro_batches
-    assert micro_batch.input_ids_T.tolist() == [7, 1, 2, 3, 4]
-    assert micro_batch.targets_N.tolist() == [1, 4]
-    assert micro_batch.source_N.tolist() == [0, 3]
+    assert micro_batch.tokens.input_ids_T.tolist() == [7, 1, 2, 3, 4]
+    assert micro_batch.tokens.targets_N.tolist() == [1, 4]
+    assert micro_batch.tokens.source_N.tolist() == [0, 3]
 
 
-@pytest.mark.parametrize("nothing", ["every group is idle", "fewer sequences than ranks"])
-def test_a_rank_without_work_gets_a_stand_in_that_carries_no_loss(nothing):
+@pytest.mark.parametrize("all_dropped", [True, False], ids=["no group has a gradient", "fewer sequences than ranks"])
+def test_a_rank_without_work_gets_a_padding_micro_batch_without_loss(all_dropped):
     groups = [group_of(0, [rollout_of([1], [2, 3])])]
-    idle = [nothing == "every group is idle"]
-    batches = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 2, idle)
-    without_work = [batch for batch in batches if is_stand_in(batch.minibatches[0].micro_batches[0])]
-    assert len(without_work) == (2 if idle[0] else 1)
-    stand_in = without_work[0].minibatches[0].micro_batches[0]
-    assert stand_in.cu_seqlens.tolist() == [0, 2]
-    assert stand_in.source_N.max() < stand_in.num_tokens
+    batches = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 2, [all_dropped])
+    without_work = [batch for batch in batches if is_padding(batch.minibatches[0].micro_batches[0])]
+    assert len(without_work) == (2 if all_dropped else 1)
+    padding = without_work[0].minibatches[0].micro_batches[0]
+    assert padding.tokens.cu_seqlens.tolist() == [0, 2]
+    assert padding.tokens.source_N.max() < padding.tokens.num_tokens
+    assert not padding.loss_inputs.loss_mask_N.any()
     assert without_work[0].minibatches[0].counts.sequences == 1
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 5))
 def test_minibatches_partition_the_groups_and_keep_siblings_together(count, minibatches, shuffle_seed):
     groups = [group_of(index, [rollout_of([index], [50, 51])] * 2) for index in range(count)]
-    (batch,) = pack_everywhere(
+    (batch,) = pack_on_all_ranks(
         groups, BatchConfig(max_tokens_per_micro_batch=BUDGET, minibatches=minibatches), 1, shuffle_seed=shuffle_seed
     )
     prompts = [
-        Counter(tokens[0] for m in part.micro_batches if not is_stand_in(m) for tokens, _ in unpack(m))
+        Counter(tokens[0] for m in part.micro_batches if not is_padding(m) for tokens, _ in unpack(m))
         for part in batch.minibatches
     ]
     assert sum(prompts, Counter()) == Counter(dict.fromkeys(range(count), 2))
@@ -271,112 +272,114 @@ def test_minibatches_partition_the_groups_and_keep_siblings_together(count, mini
     assert {part.counts.batch_tokens for part in batch.minibatches} == {4 * count}
 
 
-def test_minibatches_are_shuffled_by_the_seed_and_by_nothing_else():
+def test_only_the_seed_decides_how_minibatches_are_shuffled():
     groups = random_groups(8, 2)
     config = BatchConfig(max_tokens_per_micro_batch=BUDGET, minibatches=4)
 
     def first_minibatch(seed: int, groups: list[Group] = groups) -> list:
-        (batch,) = pack_everywhere(groups, config, 1, shuffle_seed=seed)
+        (batch,) = pack_on_all_ranks(groups, config, 1, shuffle_seed=seed)
         return [unpack(m) for m in batch.minibatches[0].micro_batches]
 
     assert first_minibatch(1) == first_minibatch(1)
     assert len({repr(first_minibatch(seed)) for seed in range(6)}) > 1
 
 
-def test_imbalance_is_what_the_fullest_rank_has_above_the_mean():
+def test_imbalance_is_the_excess_of_the_fullest_rank_over_the_mean():
     groups = [group_of(0, [rollout_of([1], [2] * 5), rollout_of([1], [2])])]
     even, uneven = (
-        pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), world_size)[0].imbalance
+        pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), world_size)[0].imbalance
         for world_size in (1, 2)
     )
     assert even == 0.0
     assert uneven == pytest.approx(6 / 4 - 1)
 
 
-def test_targets_follow_their_sources_across_sequence_borders():
+def test_each_target_is_predicted_by_the_token_before_it_in_its_own_sequence():
     micro_batch = build_micro_batch([sequence_of(3), sequence_of(2)])
-    assert micro_batch.source_N.tolist() == [0, 3]
-    assert micro_batch.sequence_N.tolist() == [0, 1]
+    assert micro_batch.tokens.source_N.tolist() == [0, 3]
+    assert micro_batch.loss_inputs.sequence_N.tolist() == [0, 1]
 
 
-def test_a_rollout_that_sampled_nothing_is_not_packed_and_still_counts():
-    said, silent = rollout_of([1, 2], [3, 4]), rollout_of([5, 6], [])
-    groups = [group_of(0, [said, silent]), group_of(1, [silent, silent])]
-    batches = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), world_size=2)
-    packed = [m for batch in batches for part in batch.minibatches for m in part.micro_batches if not is_stand_in(m)]
-    assert [micro_batch.input_ids_T.tolist() for micro_batch in packed] == [[1, 2, 3, 4]]
+def test_a_rollout_without_sampled_tokens_is_not_packed_but_counted():
+    sampled, empty = rollout_of([1, 2], [3, 4]), rollout_of([5, 6], [])
+    groups = [group_of(0, [sampled, empty]), group_of(1, [empty, empty])]
+    batches = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), world_size=2)
+    packed = [m for batch in batches for part in batch.minibatches for m in part.micro_batches if not is_padding(m)]
+    assert [micro_batch.tokens.input_ids_T.tolist() for micro_batch in packed] == [[1, 2, 3, 4]]
     assert batches[0].minibatches[0].counts.sequences == 4
     assert batches[0].minibatches[0].counts.tokens == 2
 
 
 def siblings_of(prompt: list[int], *completions: int, group: int = 0) -> Group:
-    """Completions of so many tokens."""
+    """completions: their lengths."""
     return group_of(group, [rollout_of(prompt, [50 + index] * length) for index, length in enumerate(completions)])
 
 
-def test_a_beginning_that_siblings_share_is_there_once_and_seen_by_each():
-    (batch,) = pack_everywhere([siblings_of([1, 2], 3, 1)], BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
+def test_a_common_prefix_is_packed_once_and_seen_by_each_sibling():
+    (batch,) = pack_on_all_ranks([siblings_of([1, 2], 3, 1)], BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
     (micro_batch,) = batch.minibatches[0].micro_batches
-    assert micro_batch.input_ids_T.tolist() == [1, 2, 50, 50, 50, 51]
-    assert micro_batch.position_ids_T.tolist() == [0, 1, 2, 3, 4, 2]
-    assert micro_batch.cu_seqlens.tolist() == [0, 2, 5, 6]
-    assert micro_batch.source_N.tolist() == [1, 2, 3, 1], "both first tokens follow the last one of the prompt"
-    shared = micro_batch.shared_keys
-    assert shared.rows_E.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5]
-    assert shared.cu_seqlens.tolist() == [0, 2, 7, 10]
-    assert shared.keys_of_T.tolist() == [0, 1, 4, 5, 6, 9]
-    assert shared.copies_UR.tolist() == [[2, 7], [3, 8]]
+    tokens = micro_batch.tokens
+    assert tokens.input_ids_T.tolist() == [1, 2, 50, 50, 50, 51]
+    assert tokens.position_ids_T.tolist() == [0, 1, 2, 3, 4, 2]
+    assert tokens.cu_seqlens.tolist() == [0, 2, 5, 6]
+    assert tokens.source_N.tolist() == [1, 2, 3, 1], "both first sampled tokens follow the last prompt token"
+    keys = tokens.prefix_keys
+    assert keys.rows_E.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5]
+    assert keys.cu_seqlens.tolist() == [0, 2, 7, 10]
+    assert keys.keys_of_T.tolist() == [0, 1, 4, 5, 6, 9]
+    assert keys.copies_UR.tolist() == [[2, 7], [3, 8]]
     assert (batch.num_tokens, batch.computed_tokens) == (8, 6)
 
 
-def test_siblings_share_no_more_than_all_of_them_have_and_no_sampled_token():
+def test_a_common_prefix_is_common_to_all_siblings_and_contains_no_sampled_token():
     longer = rollout_of([1, 2, 9], [7, 7, 7, 7])
     groups = [group_of(0, [rollout_of([1, 2, 3], [7, 7, 7]), rollout_of([1, 2], [3, 7, 7]), longer])]
-    (batch,) = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
+    (batch,) = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
     (micro_batch,) = batch.minibatches[0].micro_batches
-    assert micro_batch.input_ids_T.tolist() == [1, 2, 9, 7, 7, 7, 7, 3, 7, 7, 7, 3, 7, 7]
+    assert micro_batch.tokens.input_ids_T.tolist() == [1, 2, 9, 7, 7, 7, 7, 3, 7, 7, 7, 3, 7, 7]
 
 
-def family_outlines(groups: int, siblings: int, shared: int, own: Callable[[], int]) -> list[Outline]:
+def outlines_of_groups(groups: int, siblings: int, prefix: int, own: Callable[[], int]) -> list[Outline]:
     return [
-        Outline(group=g, sibling=s, length=shared + own(), scored=1, trained=True, shared=shared)
+        Outline(group=g, sibling=s, length=prefix + own(), scored=1, trained=True, prefix_length=prefix)
         for g in range(groups)
         for s in range(siblings)
     ]
 
 
-def test_work_with_shared_prompts_is_even_over_ranks_and_nearly_as_small_as_it_can_be():
+def test_work_with_common_prompts_is_balanced_over_ranks_and_close_to_the_minimum():
     lengths = random.Random(0)
-    outlines = family_outlines(32, 16, shared=80, own=lambda: lengths.randint(1, 900))
+    outlines = outlines_of_groups(32, 16, prefix=80, own=lambda: lengths.randint(1, 900))
     least = computed_tokens(outlines)
     for world_size in (1, 2, 4, 8):
-        shares = plan(outlines, 16_384, world_size)
-        loads = [sum(map(computed_tokens, share)) for share in shares]
+        assignment = plan(outlines, 16_384, world_size)
+        loads = [sum(map(computed_tokens, bins)) for bins in assignment]
         assert sum(loads) <= 1.01 * least
         assert max(loads) <= 1.01 * sum(loads) / world_size
-        assert len(shares[0]) <= 1.1 * least / 16_384 / world_size + 1
-        assert sorted(o for share in shares for bin in share for o in bin) == outlines
+        assert len(assignment[0]) <= 1.1 * least / 16_384 / world_size + 1
+        assert sorted(o for bins in assignment for bin in bins for o in bin) == outlines
 
 
-def test_siblings_stay_apart_where_their_beginning_is_not_worth_it():
-    outlines = family_outlines(8, 4, shared=2, own=lambda: 400)
-    shares = plan(outlines, 1024, 2)
-    assert all(outline.shared == 0 for share in shares for bin in share for outline in bin)
+def test_a_short_common_prefix_is_not_used():
+    outlines = outlines_of_groups(8, 4, prefix=2, own=lambda: 400)
+    assignment = plan(outlines, 1024, 2)
+    assert all(outline.prefix_length == 0 for bins in assignment for bin in bins for outline in bin)
 
 
-def test_copies_of_a_long_beginning_s_keys_count_as_a_part_of_the_budget():
-    outlines = family_outlines(1, 64, shared=1000, own=lambda: 10)
-    shares = plan(outlines, 4000, 1)
-    sizes = sorted(len(bin) for bin in shares[0])
-    assert len(sizes) == 6, "in five one would hold 13, too many for 1010 + 12 * (10 + 1000 / 4)"
+def test_copies_of_prefix_keys_count_towards_the_budget():
+    outlines = outlines_of_groups(1, 64, prefix=1000, own=lambda: 10)
+    (bins,) = plan(outlines, 4000, 1)
+    sizes = sorted(len(bin) for bin in bins)
+    assert len(sizes) == 6, "with five, one would get 13: 1010 + 12 * (10 + 1000 / 4) > 4000"
     assert sizes[-1] - sizes[0] <= 3, "and evenly"
 
 
-def test_micro_batches_are_built_when_they_are_asked_for_and_every_time_alike():
+def test_micro_batches_are_built_anew_and_alike_on_each_access():
     groups = random_groups(4, 3)
-    (batch,) = pack_everywhere(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
+    (batch,) = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
     micro_batches = batch.minibatches[0].micro_batches
     first, again = (list(micro_batches) for _ in range(2))
     assert len(first) == len(micro_batches) > 1
     assert [unpack(m) for m in first] == [unpack(m) for m in again]
     assert not any(a is b for a, b in zip(first, again, strict=True))
+    assert [unpack(m) for m in micro_batches[1:]] == [unpack(m) for m in first[1:]]

@@ -178,7 +178,7 @@ def test_siblings_of_a_long_prompt_train_faster_together_than_apart(world, monke
     siblings = [rollout_of([8] * 256, [9] * (16 + sibling), reward=float(sibling % 2)) for sibling in range(8)]
     groups = [group_of(index, siblings) for index in range(2)]
     together = train.pack_all(groups, config, world)
-    monkeypatch.setattr(plan, "WORTH_SHARING", 0.0)
+    monkeypatch.setattr(plan, "GROUPING_THRESHOLD", 0.0)
     apart = train.pack_all(groups, config, world)
 
     assert apart.computed_tokens == apart.num_tokens == together.num_tokens > 4 * together.computed_tokens

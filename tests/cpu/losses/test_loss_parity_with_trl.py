@@ -1,6 +1,6 @@
-"""TRL 1.16's own rollout scoring and loss code on padded rows against ours on packed tokens, on the same numbers.
+"""TRL 1.16's rollout scoring and loss code on padded rows against ours on packed tokens, on the same numbers.
 
-A stand-in object carries what `GRPOTrainer` methods read from `self`; everything that computes is TRL's.
+A namespace replaces the trainer object that `GRPOTrainer` methods read settings from; all arithmetic is TRL's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REWARDS = [1.0, 0.0, 0.25, None, 2.0, -1.0, 0.5, 0.5]
 LENGTHS = [5, 2, 7, 3, 1, 6, 4, 7]
 MAX_COMPLETION_TOKENS = 9
 
-# One row per objective: our settings, and TRL's names for the same.
+# One row per objective: our settings, and the same in TRL's names.
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 OBJECTIVES = {
     "grpo": (GRPOConfig, CLIP, {"loss_type": "grpo"}),
@@ -182,29 +182,29 @@ def our_advantages(config: AdvantageConfig) -> list[float]:
 def our_loss_and_gradient(
     config: LossConfig, rows: Rows, advantages: list[float], on_policy: bool, minibatches: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The same completions packed without padding; the gradient comes back in TRL's padded shape."""
+    """Compute our loss on the same completions, packed; the gradient has TRL's padded shape."""
     current = rows.current.clone().requires_grad_()
     packed = rows.mask
     inputs = LossInputs(
-        logprobs_T=current[packed],
-        old_logprobs_T=None if on_policy else rows.old[packed],
-        sampling_logprobs_T=rows.sampling[packed],
-        ref_logprobs_T=rows.ref[packed],
-        advantages_T=torch.tensor(advantages).unsqueeze(1).expand_as(rows.old)[packed],
-        loss_mask_T=rows.trained[packed],
-        sequence_T=torch.arange(len(LENGTHS)).unsqueeze(1).expand_as(rows.old)[packed],
+        old_logprobs_N=None if on_policy else rows.old[packed],
+        sampling_logprobs_N=rows.sampling[packed],
+        ref_logprobs_N=rows.ref[packed],
+        advantages_N=torch.tensor(advantages).unsqueeze(1).expand_as(rows.old)[packed],
+        loss_mask_N=rows.trained[packed],
+        sequence_N=torch.arange(len(LENGTHS)).unsqueeze(1).expand_as(rows.old)[packed],
         num_sequences=len(LENGTHS),
     )
     tokens = int(rows.trained.sum())
     counts = Counts(tokens=tokens, sequences=len(LENGTHS), batch_tokens=tokens, minibatches=minibatches)
-    loss = make_loss(config)(inputs).loss_sum / make_denominator(config, MAX_COMPLETION_TOKENS)(counts)
+    loss_sum = make_loss(config)(current[packed], inputs).loss_sum
+    loss = loss_sum / make_denominator(config, MAX_COMPLETION_TOKENS)(counts)
     return loss.detach(), torch.autograd.grad(loss, current)[0]
 
 
 def assert_equal(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
-    assert theirs[1].abs().max() > 1e-3  # both zero would be equal as well
+    assert theirs[1].abs().max() > 1e-3  # two zeros would be equal too
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
@@ -225,7 +225,7 @@ def test_loss_and_gradient_equal_trl(objective: str, correction: str, kl_coef: f
 
 
 @pytest.mark.parametrize("objective", ["dapo", "cispo"])
-def test_a_minibatch_is_divided_by_trls_share_of_the_batch_tokens(objective: str):
+def test_a_minibatch_is_divided_by_the_same_part_of_the_batch_tokens_as_in_trl(objective: str):
     config_class, ours, theirs = OBJECTIVES[objective]
     rows = Rows()
     trainer = trl_trainer(rows, minibatches=3, **theirs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -28,12 +28,19 @@ from colocated_grpo.metrics import Metrics, reduce
 
 OFF = CorrectionConfig(mode="off")
 ALL_LOSSES = [GRPOConfig, DrGRPOConfig, DAPOConfig, BNPOConfig, CISPOConfig, GSPOConfig]
-# Every tensor takes part: ratio, correction and both penalties.
+# Together these read every tensor: ratio, correction and both penalties.
 BUSY_SETTINGS = [
     {"kl": KLConfig(coef=0.1), "correction": CorrectionConfig(level=level, mode=mode, cap=1.3, floor=floor)}
     for level in ("token", "sequence")
     for mode, floor in (("truncate", 0.0), ("mask", 0.7))
 ] + [{"kl": KLConfig(coef=0.1, target="rollout"), "old_logprobs": "sampling"}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(LossInputs):
+    """Both arguments of a loss in one object, so that tests can replace any tensor by name."""
+
+    logprobs_N: Tensor
 
 
 def make_inputs(
@@ -43,52 +50,52 @@ def make_inputs(
     mask: list[bool] | None = None,
     mismatch: list[float] | None = None,
     reference: list[float] | None = None,
-) -> LossInputs:
-    """Tokens given by policy / old, old / sampler (`mismatch`) and reference / policy; every old probability is 1/2."""
-    old_T = torch.full((len(ratios),), math.log(0.5))
-    logprobs_T = (old_T + torch.tensor(ratios).log()).requires_grad_()
-    sequence_T = torch.tensor(sequence or [0] * len(ratios))
-    return LossInputs(
-        logprobs_T=logprobs_T,
-        old_logprobs_T=old_T,
-        sampling_logprobs_T=old_T - torch.tensor(mismatch or [1.0] * len(ratios)).log(),
-        ref_logprobs_T=None if reference is None else logprobs_T.detach() + torch.tensor(reference).log(),
-        advantages_T=torch.tensor(advantages),
-        loss_mask_T=torch.tensor(mask or [True] * len(ratios)),
-        sequence_T=sequence_T,
-        num_sequences=int(sequence_T.max()) + 1,
+) -> Example:
+    """Make tokens from ratios: policy / old, old / sampler (`mismatch`), reference / policy; old is always 1/2."""
+    old_N = torch.full((len(ratios),), math.log(0.5))
+    logprobs_N = (old_N + torch.tensor(ratios).log()).requires_grad_()
+    sequence_N = torch.tensor(sequence or [0] * len(ratios))
+    return Example(
+        logprobs_N=logprobs_N,
+        old_logprobs_N=old_N,
+        sampling_logprobs_N=old_N - torch.tensor(mismatch or [1.0] * len(ratios)).log(),
+        ref_logprobs_N=None if reference is None else logprobs_N.detach() + torch.tensor(reference).log(),
+        advantages_N=torch.tensor(advantages),
+        loss_mask_N=torch.tensor(mask or [True] * len(ratios)),
+        sequence_N=sequence_N,
+        num_sequences=int(sequence_N.max()) + 1,
     )
 
 
-def random_inputs(seed: int, lengths: list[int], spread: float = 0.3) -> LossInputs:
-    """Off-policy tokens of completions of these lengths, about a quarter of them masked."""
+def random_inputs(seed: int, lengths: list[int], spread: float = 0.3) -> Example:
+    """Make off-policy tokens of completions of these lengths, about a quarter of them masked."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
 
     def noise() -> Tensor:
         return spread * torch.randn(num_tokens, generator=generator)
 
-    old_T = -2 * torch.rand(num_tokens, generator=generator)
-    return LossInputs(
-        logprobs_T=(old_T + noise()).requires_grad_(),
-        old_logprobs_T=old_T,
-        sampling_logprobs_T=old_T + noise(),
-        ref_logprobs_T=old_T + noise(),
-        advantages_T=torch.randn(num_tokens, generator=generator),
-        loss_mask_T=torch.rand(num_tokens, generator=generator) > 0.25,
-        sequence_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+    old_N = -2 * torch.rand(num_tokens, generator=generator)
+    return Example(
+        logprobs_N=(old_N + noise()).requires_grad_(),
+        old_logprobs_N=old_N,
+        sampling_logprobs_N=old_N + noise(),
+        ref_logprobs_N=old_N + noise(),
+        advantages_N=torch.randn(num_tokens, generator=generator),
+        loss_mask_N=torch.rand(num_tokens, generator=generator) > 0.25,
+        sequence_N=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         num_sequences=len(lengths),
     )
 
 
-def loss_and_gradient(config: LossConfig, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    loss_sum = make_loss(config)(inputs).loss_sum
-    return loss_sum.detach(), torch.autograd.grad(loss_sum, inputs.logprobs_T)[0]
+def loss_and_gradient(config: LossConfig, inputs: Example) -> tuple[Tensor, Tensor]:
+    loss_sum = make_loss(config)(inputs.logprobs_N, inputs).loss_sum
+    return loss_sum.detach(), torch.autograd.grad(loss_sum, inputs.logprobs_N)[0]
 
 
-def metrics_of(config: LossConfig, inputs: LossInputs) -> dict[str, float]:
+def metrics_of(config: LossConfig, inputs: Example) -> dict[str, float]:
     metrics = Metrics("cpu")
-    metrics.add(make_loss(config)(inputs).metrics)
+    metrics.add(make_loss(config)(inputs.logprobs_N, inputs).metrics)
     return reduce(metrics, lambda tensor: None, lambda tensor: None)
 
 
@@ -103,14 +110,14 @@ def test_grpo_is_the_mean_of_each_completion_summed_over_completions():
 
 
 @pytest.mark.parametrize("config_class", [DrGRPOConfig, DAPOConfig, BNPOConfig])
-def test_token_sums_weigh_every_token_the_same(config_class: type):
+def test_token_sums_weight_every_token_equally(config_class: type):
     inputs = make_inputs([1.1, 0.9, 1.0], [2.0, 2.0, -1.0], sequence=[0, 0, 1])
     loss, gradient = loss_and_gradient(config_class(), inputs)
     assert_close(loss, torch.tensor(-(1.1 * 2 + 0.9 * 2 - 1.0)))
     assert_close(gradient, torch.tensor([-1.1 * 2, -0.9 * 2, 1.0]))
 
 
-def test_cispo_weighs_reinforce_by_the_truncated_ratio_as_a_constant():
+def test_cispo_weights_reinforce_by_the_truncated_ratio_as_a_constant():
     inputs = make_inputs([1.5, 3.0, 3.0], [2.0, 2.0, -1.0])
     loss, gradient = loss_and_gradient(CISPOConfig(clip_high=2.0), inputs)
     logprobs = [math.log(0.5 * ratio) for ratio in (1.5, 3.0, 3.0)]
@@ -139,12 +146,12 @@ def test_gspo_clips_whole_completions():
 @pytest.mark.parametrize(
     ("advantage", "ratio", "used", "has_gradient"),
     [
-        (1.0, 0.5, 0.5, True),  # too unlikely and good: pull it back up
+        (1.0, 0.5, 0.5, True),  # good and less likely than before: raise it
         (1.0, 1.1, 1.1, True),
-        (1.0, 1.5, 1.3, False),  # likely enough
-        (-1.0, 0.5, 0.8, False),  # unlikely enough
+        (1.0, 1.5, 1.3, False),  # good and likely enough
+        (-1.0, 0.5, 0.8, False),  # bad and unlikely enough
         (-1.0, 0.9, 0.9, True),
-        (-1.0, 1.5, 1.5, True),  # too likely and bad: push it down
+        (-1.0, 1.5, 1.5, True),  # bad and more likely than before: lower it
     ],
 )
 def test_ppo_quadrants(advantage: float, ratio: float, used: float, has_gradient: bool):
@@ -161,7 +168,7 @@ def test_dual_clip_bounds_the_ratio_of_bad_tokens_only():
     assert_close(gradient, torch.tensor([0.0, 2.0, 0.0]))
 
 
-def test_dual_clip_inside_the_clip_range_is_refused():
+def test_dual_clip_inside_the_clip_range_is_rejected():
     with pytest.raises(ValueError, match=r"dual_clip=1.2 must be above 1 \+ clip_high = 1.28"):
         DAPOConfig(dual_clip=1.2)
 
@@ -178,7 +185,7 @@ def test_dual_clip_inside_the_clip_range_is_refused():
         (OFF, [1.0, 1.0, 1.0]),
     ],
 )
-def test_correction_weighs_each_token(correction: CorrectionConfig, weights: list[float]):
+def test_correction_weights_each_token(correction: CorrectionConfig, weights: list[float]):
     inputs = make_inputs([1.1] * 3, [1.0] * 3, sequence=[0, 0, 1], mismatch=[0.5, 1.5, 4.0])
     config = DAPOConfig(correction=correction)
     loss, gradient = loss_and_gradient(config, inputs)
@@ -194,7 +201,7 @@ def test_sequence_correction_multiplies_over_trained_tokens_only():
     assert_close(loss, torch.tensor(-1.5))
 
 
-def test_a_sequence_weight_too_large_for_float32_is_still_capped():
+def test_a_sequence_weight_too_large_for_float32_is_capped():
     inputs = make_inputs([1.0] * 100, [1.0] * 100, mismatch=[3.0] * 100)
     loss, gradient = loss_and_gradient(DAPOConfig(correction=CorrectionConfig(level="sequence", cap=2.0)), inputs)
     assert_close(loss, torch.tensor(-200.0))
@@ -202,25 +209,25 @@ def test_a_sequence_weight_too_large_for_float32_is_still_capped():
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
-def test_with_sampling_as_denominator_the_ratio_is_against_the_sampler_and_nothing_is_corrected(on_policy: bool):
+def test_with_sampling_as_old_logprobs_the_ratio_is_against_the_sampler_and_not_corrected_again(on_policy: bool):
     config = DAPOConfig(old_logprobs="sampling", correction=CorrectionConfig(cap=1.01))
     inputs = make_inputs([1.1], [-1.0], mismatch=[1.5])
     if on_policy:
-        inputs = replace(inputs, old_logprobs_T=None)
+        inputs = replace(inputs, old_logprobs_N=None)
     loss, gradient = loss_and_gradient(config, inputs)
     assert_close(loss, torch.tensor(1.1 * 1.5))
     assert_close(gradient, torch.tensor([1.1 * 1.5]))
 
 
 def test_on_policy_correction_compares_the_current_policy_with_the_sampler():
-    inputs = replace(make_inputs([1.5], [1.0], mismatch=[1.2]), old_logprobs_T=None)
+    inputs = replace(make_inputs([1.5], [1.0], mismatch=[1.2]), old_logprobs_N=None)
     loss, gradient = loss_and_gradient(DAPOConfig(correction=CorrectionConfig(cap=5.0)), inputs)
     assert_close(loss, torch.tensor(-1.5 * 1.2))
     assert_close(gradient, torch.tensor([-1.5 * 1.2]))
 
 
 @pytest.mark.parametrize("target", ["reference", "rollout"])
-def test_kl_is_k3_to_its_target_and_is_not_weighed_by_the_correction(target: str):
+def test_kl_is_k3_to_its_target_and_is_not_weighted_by_the_correction(target: str):
     x = {"reference": 1.6, "rollout": 1 / (1.1 * 0.25)}[target]  # target / policy
     config = DAPOConfig(kl=KLConfig(coef=0.5, target=target), correction=CorrectionConfig(cap=2.0))
     inputs = make_inputs([1.1, 1.1], [1.0, 1.0], mismatch=[0.25, 0.25], reference=[1.6, 1.6], mask=[True, False])
@@ -230,9 +237,9 @@ def test_kl_is_k3_to_its_target_and_is_not_weighed_by_the_correction(target: str
     assert metrics_of(config, inputs)["kl"] == pytest.approx(x - math.log(x) - 1)
 
 
-def test_a_kl_penalty_without_reference_logprobs_is_refused():
-    with pytest.raises(ValueError, match="needs ref_logprobs_T"):
-        make_loss(GRPOConfig(kl=KLConfig(coef=0.1)))(make_inputs([1.0], [1.0]))
+def test_a_kl_penalty_without_reference_logprobs_is_rejected():
+    with pytest.raises(ValueError, match="needs ref_logprobs_N"):
+        loss_and_gradient(GRPOConfig(kl=KLConfig(coef=0.1)), make_inputs([1.0], [1.0]))
 
 
 @pytest.mark.parametrize(
@@ -257,62 +264,62 @@ def test_denominators(config: LossConfig, expected: float):
 
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
 @pytest.mark.parametrize("settings", BUSY_SETTINGS)
-def test_masked_positions_contribute_exactly_zero_whatever_they_hold(config_class: type, settings: dict):
+def test_masked_positions_contribute_exactly_zero_whatever_their_values(config_class: type, settings: dict):
     config, clean = config_class(**settings), random_inputs(seed=1, lengths=[3, 5, 1, 4])
-    garbage = torch.tensor([math.nan, math.inf, -math.inf, 1e38]).repeat(4)[: len(clean.loss_mask_T)]
-    masked_T = ~clean.loss_mask_T
-    assert masked_T.sum() >= 3
+    garbage = torch.tensor([math.nan, math.inf, -math.inf, 1e38]).repeat(4)[: len(clean.loss_mask_N)]
+    masked_N = ~clean.loss_mask_N
+    assert masked_N.sum() >= 3
 
-    def spoiled(values_T: Tensor, shift: int) -> Tensor:
-        return torch.where(masked_T, garbage.roll(shift), values_T.detach())
+    def with_garbage(values_N: Tensor, shift: int) -> Tensor:
+        return torch.where(masked_N, garbage.roll(shift), values_N.detach())
 
     dirty = replace(
         clean,
-        logprobs_T=spoiled(clean.logprobs_T, 0).requires_grad_(),
-        old_logprobs_T=spoiled(clean.old_logprobs_T, 1),
-        sampling_logprobs_T=spoiled(clean.sampling_logprobs_T, 2),
-        ref_logprobs_T=spoiled(clean.ref_logprobs_T, 3),
-        advantages_T=spoiled(clean.advantages_T, 0),
+        logprobs_N=with_garbage(clean.logprobs_N, 0).requires_grad_(),
+        old_logprobs_N=with_garbage(clean.old_logprobs_N, 1),
+        sampling_logprobs_N=with_garbage(clean.sampling_logprobs_N, 2),
+        ref_logprobs_N=with_garbage(clean.ref_logprobs_N, 3),
+        advantages_N=with_garbage(clean.advantages_N, 0),
     )
     (loss, gradient), (clean_loss, clean_gradient) = loss_and_gradient(config, dirty), loss_and_gradient(config, clean)
     assert torch.equal(loss, clean_loss) and torch.equal(gradient, clean_gradient)
-    assert gradient[masked_T].eq(0).all() and gradient.ne(0).any()
+    assert gradient[masked_N].eq(0).all() and gradient.ne(0).any()
     assert metrics_of(config, dirty) == metrics_of(config, clean)
 
 
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    "name", ["logprobs_T", "old_logprobs_T", "sampling_logprobs_T", "ref_logprobs_T", "advantages_T"]
+    "name", ["logprobs_N", "old_logprobs_N", "sampling_logprobs_N", "ref_logprobs_N", "advantages_N"]
 )
 @pytest.mark.parametrize("settings", BUSY_SETTINGS[:4])
-def test_a_bad_number_at_a_trained_position_shows_in_loss_and_gradient(
+def test_nan_or_infinity_at_a_trained_position_makes_loss_and_gradient_nan(
     config_class: type, name: str, bad: float, settings: dict
 ):
     inputs = random_inputs(seed=1, lengths=[3, 5])
-    values_T = getattr(inputs, name).detach().clone()
-    values_T[int(inputs.loss_mask_T.nonzero()[0])] = bad
-    inputs = replace(inputs, **{name: values_T})
-    inputs.logprobs_T.requires_grad_()
+    values_N = getattr(inputs, name).detach().clone()
+    values_N[int(inputs.loss_mask_N.nonzero()[0])] = bad
+    inputs = replace(inputs, **{name: values_N})
+    inputs.logprobs_N.requires_grad_()
     loss, gradient = loss_and_gradient(config_class(**settings), inputs)
     assert loss.isnan() and gradient.isnan().any()
-    assert gradient[~inputs.loss_mask_T].eq(0).all()
+    assert gradient[~inputs.loss_mask_N].eq(0).all()
 
 
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
 @pytest.mark.parametrize("settings", BUSY_SETTINGS[::4])
 @pytest.mark.parametrize("log_ratio", [-1000.0, 95.0, 1000.0])
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
-def test_a_token_that_the_policy_has_left_far_behind_does_not_end_the_run(
+def test_an_extreme_policy_ratio_leaves_loss_and_gradient_finite(
     config_class: type, settings: dict, log_ratio: float, advantage: float
 ):
     inputs = random_inputs(seed=1, lengths=[3, 5])
-    first = int(inputs.loss_mask_T.nonzero()[0])
-    far_T = inputs.old_logprobs_T.clone()
-    far_T[first] -= log_ratio
-    advantages_T = inputs.advantages_T.clone()
-    advantages_T[first] = advantage
-    inputs = replace(inputs, old_logprobs_T=far_T, sampling_logprobs_T=far_T, advantages_T=advantages_T)
+    first = int(inputs.loss_mask_N.nonzero()[0])
+    far_N = inputs.old_logprobs_N.clone()
+    far_N[first] -= log_ratio
+    advantages_N = inputs.advantages_N.clone()
+    advantages_N[first] = advantage
+    inputs = replace(inputs, old_logprobs_N=far_N, sampling_logprobs_N=far_N, advantages_N=advantages_N)
     loss, gradient = loss_and_gradient(config_class(**settings), inputs)
     assert loss.isfinite() and gradient.isfinite().all()
     assert gradient.count_nonzero() > 1
@@ -320,23 +327,23 @@ def test_a_token_that_the_policy_has_left_far_behind_does_not_end_the_run(
 
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
 @pytest.mark.parametrize("reference", [-1000.0, 1000.0])
-def test_a_token_that_the_reference_is_far_from_does_not_end_the_run(config_class: type, reference: float):
+def test_an_extreme_reference_ratio_leaves_the_gradient_finite(config_class: type, reference: float):
     inputs = random_inputs(seed=1, lengths=[3, 5])
-    first = int(inputs.loss_mask_T.nonzero()[0])
-    inputs.ref_logprobs_T[first] += reference
+    first = int(inputs.loss_mask_N.nonzero()[0])
+    inputs.ref_logprobs_N[first] += reference
     _, gradient = loss_and_gradient(config_class(kl=KLConfig(coef=0.1)), inputs)
     _, without = loss_and_gradient(config_class(), inputs)
     assert gradient.isfinite().all()
-    # Where the reference finds the token far less likely the penalty still pulls; the other way round it has no word.
+    # The penalty keeps its gradient where the reference finds the token far less likely, and loses it where far more.
     assert (gradient[first] - without[first] > 0.005) == (reference < 0)
 
 
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
 @pytest.mark.parametrize("settings", BUSY_SETTINGS)
-def test_ordinary_ratios_are_left_as_they_are_bit_for_bit(monkeypatch, config_class: type, settings: dict):
+def test_the_log_ratio_bound_changes_no_bit_of_ordinary_ratios(monkeypatch, config_class: type, settings: dict):
     inputs = random_inputs(seed=7, lengths=[3, 5, 9, 2, 6], spread=2.0)
     loss, gradient = loss_and_gradient(config_class(**settings), inputs)
-    monkeypatch.setattr("colocated_grpo.losses.parts.FURTHEST", math.inf)
+    monkeypatch.setattr("colocated_grpo.losses.parts.MAX_LOG_RATIO", math.inf)
     unbounded_loss, unbounded_gradient = loss_and_gradient(config_class(**settings), inputs)
     assert torch.equal(loss, unbounded_loss) and torch.equal(gradient, unbounded_gradient)
 
@@ -344,7 +351,7 @@ def test_ordinary_ratios_are_left_as_they_are_bit_for_bit(monkeypatch, config_cl
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
 def test_a_micro_batch_without_trained_tokens_is_zero_and_can_be_differentiated(config_class: type):
     inputs = random_inputs(seed=2, lengths=[2, 3])
-    inputs = replace(inputs, loss_mask_T=torch.zeros_like(inputs.loss_mask_T), advantages_T=torch.full((5,), math.nan))
+    inputs = replace(inputs, loss_mask_N=torch.zeros_like(inputs.loss_mask_N), advantages_N=torch.full((5,), math.nan))
     loss, gradient = loss_and_gradient(config_class(kl=KLConfig(coef=0.1)), inputs)
     assert loss == 0 and torch.equal(gradient, torch.zeros(5))
     assert metrics_of(config_class(), inputs) == {"mismatch/max": 0.0}
@@ -353,20 +360,20 @@ def test_a_micro_batch_without_trained_tokens_is_zero_and_can_be_differentiated(
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
 def test_on_policy_the_gradient_is_reinforce_with_baseline(config_class: type):
     inputs = random_inputs(seed=3, lengths=[3, 5, 2])
-    advantages_T = torch.tensor([0.5, -2.0, 1.0])[inputs.sequence_T]
-    inputs = replace(inputs, old_logprobs_T=None, advantages_T=advantages_T)
+    advantages_N = torch.tensor([0.5, -2.0, 1.0])[inputs.sequence_N]
+    inputs = replace(inputs, old_logprobs_N=None, advantages_N=advantages_N)
     _, gradient = loss_and_gradient(config_class(correction=OFF), inputs)
-    share_T = inputs.loss_mask_T.float()
+    weights_N = inputs.loss_mask_N.float()
     if config_class in (GRPOConfig, GSPOConfig):
-        share_T = share_T / torch.zeros(3).index_add(0, inputs.sequence_T, share_T)[inputs.sequence_T]
-    assert_close(gradient, -inputs.advantages_T * share_T)
+        weights_N = weights_N / torch.zeros(3).index_add(0, inputs.sequence_N, weights_N)[inputs.sequence_N]
+    assert_close(gradient, -inputs.advantages_N * weights_N)
 
 
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_that_of_equal_old_logprobs(config_class: type):
+def test_without_old_logprobs_the_detached_current_ones_are_used(config_class: type):
     inputs = random_inputs(seed=4, lengths=[4, 3])
-    explicit = replace(inputs, old_logprobs_T=inputs.logprobs_T.detach())
-    implicit = replace(inputs, old_logprobs_T=None)
+    explicit = replace(inputs, old_logprobs_N=inputs.logprobs_N.detach())
+    implicit = replace(inputs, old_logprobs_N=None)
     assert_close(loss_and_gradient(config_class(), implicit), loss_and_gradient(config_class(), explicit))
     assert metrics_of(config_class(), implicit)["ratio"] == 1.0
 
@@ -379,7 +386,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_that_of_equal_ol
     config_class=st.sampled_from(ALL_LOSSES),
     busy=st.sampled_from(BUSY_SETTINGS),
 )
-def test_gradient_does_not_depend_on_how_a_batch_is_split(
+def test_the_gradient_does_not_depend_on_how_a_batch_is_split(
     seed: int, lengths: list[int], cut: int, config_class: type, busy: dict
 ):
     config, whole = config_class(**busy), random_inputs(seed, lengths)
@@ -391,12 +398,12 @@ def test_gradient_does_not_depend_on_how_a_batch_is_split(
     assert_close(torch.cat(gradients), gradient, rtol=1e-5, atol=1e-6)
 
 
-def part_of(whole: LossInputs, first: int, end: int) -> LossInputs:
-    tokens = (whole.sequence_T >= first) & (whole.sequence_T < end)
+def part_of(whole: Example, first: int, end: int) -> Example:
+    tokens = (whole.sequence_N >= first) & (whole.sequence_N < end)
     tensors = {name: value[tokens].detach() for name, value in vars(whole).items() if isinstance(value, Tensor)}
-    tensors["logprobs_T"].requires_grad_()
-    tensors["sequence_T"] -= first
-    return LossInputs(**tensors, num_sequences=end - first)
+    tensors["logprobs_N"].requires_grad_()
+    tensors["sequence_N"] -= first
+    return Example(**tensors, num_sequences=end - first)
 
 
 @settings(deadline=None, max_examples=40)
@@ -405,7 +412,7 @@ def test_the_order_of_tokens_does_not_matter(seed: int, config_class: type, busy
     inputs = random_inputs(seed, [3, 4, 2])
     order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
     shuffled = {name: value[order].detach() for name, value in vars(inputs).items() if isinstance(value, Tensor)}
-    shuffled["logprobs_T"].requires_grad_()
+    shuffled["logprobs_N"].requires_grad_()
     loss, gradient = loss_and_gradient(config_class(**busy), inputs)
     shuffled_loss, shuffled_gradient = loss_and_gradient(config_class(**busy), replace(inputs, **shuffled))
     assert_close(shuffled_loss, loss, rtol=1e-5, atol=1e-5)
@@ -415,19 +422,21 @@ def test_the_order_of_tokens_does_not_matter(seed: int, config_class: type, busy
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
 def test_half_precision_inputs_are_computed_in_float32(config_class: type):
     inputs = random_inputs(seed=6, lengths=[4, 4])
-    names = [name for name in vars(inputs) if name.endswith(("logprobs_T", "advantages_T"))]
+    names = [name for name in vars(inputs) if name.endswith(("logprobs_N", "advantages_N"))]
     halved = {name: getattr(inputs, name).detach().bfloat16() for name in names}
     half, full = replace(inputs, **halved), replace(inputs, **{name: v.float() for name, v in halved.items()})
     loss = make_loss(config_class())
-    assert torch.equal(loss(half).loss_sum, loss(full).loss_sum) and loss(half).loss_sum.dtype == torch.float32
+    half_sum, full_sum = (loss(example.logprobs_N, example).loss_sum for example in (half, full))
+    assert torch.equal(half_sum, full_sum) and half_sum.dtype == torch.float32
 
 
 @pytest.mark.parametrize("config_class", ALL_LOSSES)
-def test_nothing_is_read_back_from_the_device_and_metrics_carry_no_graph(config_class: type):
+def test_the_loss_does_not_synchronize_with_the_device_and_metrics_are_detached(config_class: type):
     inputs = random_inputs(seed=7, lengths=[4, 4])
     on_meta = {name: v.to("meta") for name, v in vars(inputs).items() if isinstance(v, Tensor)}
     for busy in BUSY_SETTINGS:
-        output = make_loss(config_class(**busy))(replace(inputs, **on_meta))  # a meta tensor has no value to read
+        example = replace(inputs, **on_meta)
+        output = make_loss(config_class(**busy))(example.logprobs_N, example)  # a meta tensor has no value to read
         assert output.loss_sum.requires_grad
         assert not any(part.requires_grad for stat in output.metrics.values() for part in stat.parts)
 
@@ -466,15 +475,16 @@ def test_mismatch_metrics_compare_trainer_and_sampler_before_truncation():
 def test_a_tiny_mismatch_keeps_its_digits_in_float32():
     x = 1e-3
     inputs = make_inputs([1.0], [1.0], mismatch=[math.exp(x)])
-    x = float(inputs.old_logprobs_T - inputs.sampling_logprobs_T)
+    x = float(inputs.old_logprobs_N - inputs.sampling_logprobs_N)
     assert metrics_of(GRPOConfig(), inputs)["mismatch/kl"] == pytest.approx(math.expm1(x) - x, rel=1e-3)
 
 
-@pytest.mark.parametrize(("config_class", "share"), [(GRPOConfig, [0.5, 0.5, 1.0]), (DAPOConfig, [1.0, 1.0, 1.0])])
-def test_loss_terms_are_in_the_units_of_the_loss(config_class: type, share: list[float]):
+@pytest.mark.parametrize(("config_class", "weights"), [(GRPOConfig, [0.5, 0.5, 1.0]), (DAPOConfig, [1.0, 1.0, 1.0])])
+def test_loss_metrics_are_weighted_like_the_loss(config_class: type, weights: list[float]):
     config = config_class(kl=KLConfig(coef=0.5), correction=OFF)
     inputs = make_inputs([1.1, 0.9, 1.0], [2.0, 2.0, -1.0], sequence=[0, 0, 1], reference=[2.0, 1.0, 1.0])
     metrics = metrics_of(config, inputs)
     policy = [-2.2, -1.8, 1.0]
-    assert metrics["loss/policy"] == pytest.approx(sum(p * s for p, s in zip(policy, share, strict=True)) / sum(share))
-    assert metrics["loss/kl"] == pytest.approx(0.5 * (1 - math.log(2)) * share[0] / sum(share))
+    mean = sum(value * weight for value, weight in zip(policy, weights, strict=True)) / sum(weights)
+    assert metrics["loss/policy"] == pytest.approx(mean)
+    assert metrics["loss/kl"] == pytest.approx(0.5 * (1 - math.log(2)) * weights[0] / sum(weights))

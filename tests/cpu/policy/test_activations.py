@@ -15,12 +15,12 @@ from colocated_grpo.policy import activations
 from colocated_grpo.policy.activations import (
     Footprint,
     candidate_sizes,
-    fewest_blocks,
-    fit_micro_batches,
-    made_up_micro_batch,
-    rehearse,
-    sample_sizes,
-    settle_micro_batches,
+    choose_micro_batch_size,
+    dummy_micro_batch,
+    fit_to_memory,
+    min_checkpointed_blocks,
+    run_trial_step,
+    trial_sizes,
 )
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed, set_checkpointed
 from colocated_grpo.runtime.distributed import World
@@ -46,11 +46,11 @@ EVERYTHING = 4 * GIB + 14 * 1.1 * GIB
 
 
 def chosen(free: float, tokens: int = TOKENS) -> int:
-    return fewest_blocks(FOOTPRINT, SAVED, tokens=tokens, free=free, blocks=BLOCKS)
+    return min_checkpointed_blocks(FOOTPRINT, SAVED, tokens=tokens, free=free, blocks=BLOCKS)
 
 
 def test_no_block_is_checkpointed_where_everything_fits_exactly():
-    assert FOOTPRINT.needed(TOKENS, BLOCKS) == pytest.approx(EVERYTHING)
+    assert FOOTPRINT.bytes_needed(TOKENS, BLOCKS) == pytest.approx(EVERYTHING)
     assert chosen(EVERYTHING + 1) == 0
 
 
@@ -82,14 +82,14 @@ def test_a_rehearsal_is_an_eighth_of_a_micro_batch_and_fills_a_chunk_of_logits_a
         batch, policy = {"max_tokens_per_micro_batch": tokens}, {"logprob_chunk_tokens": chunk}
         return config_of(model_folder(), batch=batch, policy=policy, rollout={"max_completion_tokens": 16})
 
-    sizes = [sample_sizes(config(tokens)) for tokens in (128, 1024, 8192, 16_384, 65_536)]
+    sizes = [trial_sizes(config(tokens)) for tokens in (128, 1024, 8192, 16_384, 65_536)]
     assert sizes == [(64, 128), (128, 256), (512, 1024), (1024, 2048), (1024, 2048)]
-    for size in sample_sizes(config(8192)):
-        micro_batch = made_up_micro_batch(config(8192), size)
-        assert micro_batch.num_tokens == size
-        assert micro_batch.longest <= config(8192).max_sequence_tokens
-        assert micro_batch.shared_keys is not None
-        assert size + 2048 >= len(micro_batch.targets_N) > 2048
+    for size in trial_sizes(config(8192)):
+        micro_batch = dummy_micro_batch(config(8192), size)
+        assert micro_batch.tokens.num_tokens == size
+        assert micro_batch.tokens.longest_sequence <= config(8192).max_sequence_tokens
+        assert micro_batch.tokens.prefix_keys is not None
+        assert size + 2048 >= len(micro_batch.tokens.targets_N) > 2048
 
 
 def update_with(world: World, folder, count: int) -> tuple[dict, list[int], dict]:
@@ -170,7 +170,7 @@ def rehearsed(world: World, folder, loss: dict) -> dict:
         return {"version": policy.version, "random": random_state, "states": states, "weights": weights_of(policy)}
 
     before = trace()
-    rehearse(policy, config, 32)
+    run_trial_step(policy, config, 32)
     after = trace()
     assert all(parameter.grad is None for parameter in policy.model.parameters())
     for one in policies:
@@ -179,7 +179,7 @@ def rehearsed(world: World, folder, loss: dict) -> dict:
 
 
 def with_references(micro_batch):
-    return replace(micro_batch, ref_logprobs_N=micro_batch.sampling_logprobs_N)
+    return replace(micro_batch, ref_logprobs_N=micro_batch.loss_inputs.sampling_logprobs_N)
 
 
 def assert_left_no_trace(facts: dict) -> None:
@@ -213,7 +213,7 @@ def fitted(world: World, folder, free_by_rank: list[float], tokens: int | str = 
 
     activations.measure, activations.usable_bytes = measure, lambda device: free_by_rank[world.rank]
     try:
-        return fit_micro_batches(policy, config, world), num_checkpointed(policy.model)
+        return fit_to_memory(policy, config, world), num_checkpointed(policy.model)
     except RunError as error:
         return str(error)
 
@@ -268,7 +268,7 @@ def test_an_open_size_holds_the_longest_sequence(model_folder):
 def test_on_cpu_an_open_size_is_settled_without_measuring(world, model_folder, longest, tokens):
     rollout = {"max_prompt_tokens": 100, "max_completion_tokens": longest - 100}
     config = config_of(model_folder(), batch={"max_tokens_per_micro_batch": "auto", "epochs": 2}, rollout=rollout)
-    settled = settle_micro_batches(policy_of(config, world), config, world)
+    settled = choose_micro_batch_size(policy_of(config, world), config, world)
     assert settled.batch.max_tokens_per_micro_batch == tokens
     assert settled.batch.epochs == 2
 

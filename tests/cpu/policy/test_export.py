@@ -52,11 +52,11 @@ def logprobs_from(folder: Path, micro_batch) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     logits = []
     for index, rows in enumerate(rows_of(micro_batch)):
-        sources = positions_of(rows, micro_batch.source_N[micro_batch.sequence_N == index])
+        sources = positions_of(rows, micro_batch.tokens.source_N[micro_batch.loss_inputs.sequence_N == index])
         with torch.no_grad():
-            logits.append(model(micro_batch.input_ids_T[None, rows]).logits[0, sources])
-    log_probs = torch.log_softmax(torch.cat(logits).float() / micro_batch.temperature_N[:, None], -1)
-    return log_probs.gather(1, micro_batch.targets_N[:, None])[:, 0]
+            logits.append(model(micro_batch.tokens.input_ids_T[None, rows]).logits[0, sources])
+    log_probs = torch.log_softmax(torch.cat(logits).float() / micro_batch.tokens.temperature_N[:, None], -1)
+    return log_probs.gather(1, micro_batch.tokens.targets_N[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])

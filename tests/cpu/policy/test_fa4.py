@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from colocated_grpo.batching import build_micro_batch
 from colocated_grpo.policy import attention_kernels, fa4, policy
 from colocated_grpo.policy.attention import PACKED, PACKED_FA4, implementation_for
-from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_padded, has_fa4, whole_fa4
+from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_only_fa4, attend_padded, has_fa4
 from tests.support.small_policy import config_of, policy_of, sequence_of
 
 GPU = torch.device("cuda", 0)
@@ -111,7 +111,7 @@ def test_a_policy_that_is_built_for_it_scores_like_any_other(world, model_folder
 )
 def test_short_runs_windows_and_other_heads_are_left_to_torchs_kernels(monkeypatch, length, window, sizes, taken):
     monkeypatch.setattr(attention_kernels, "attend_varlen", lambda *_: "varlen")
-    monkeypatch.setattr(attention_kernels, "whole_fa4", lambda *_: "fa4")
+    monkeypatch.setattr(attention_kernels, "attend_only_fa4", lambda *_: "fa4")
     cu = torch.tensor([0, length, 2 * length])
     query, value = (torch.zeros(2 * length, 1, size) for size in sizes)
     assert attend_fa4(query, query, value, Runs(cu, length, cu, length), None, window) == taken
@@ -172,7 +172,7 @@ def problem() -> tuple[list[torch.Tensor], Runs, torch.Tensor]:
 def test_the_operator_hands_its_kernels_what_they_need_for_values_and_gradients(plain_kernels, scaling, compiled):
     tensors, runs, grad = problem()
     results = []
-    for attend in (attend_padded, whole_fa4):
+    for attend in (attend_padded, attend_only_fa4):
         form = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager") if compiled else attend
         out = form(*tensors, runs, scaling, None)
         results.append([out, *torch.autograd.grad(out, tensors, grad)])

@@ -82,17 +82,19 @@ def test_attention_to_a_shared_beginning_equals_attention_to_one_of_its_own(kv_h
     rows = rows_of(micro_batch)
     lengths = [3, 9, 5, 6, 9, 5]
     assert [len(own) for own in rows] == lengths
-    assert micro_batch.num_tokens == sum(lengths) - 2 * 4 - 3, "each beginning is there once"
-    tensors = [heads(count, seed, (micro_batch.num_tokens,)) for seed, count in enumerate((4, kv_heads, kv_heads))]
+    assert micro_batch.tokens.num_tokens == sum(lengths) - 2 * 4 - 3, "each beginning is there once"
+    tensors = [
+        heads(count, seed, (micro_batch.tokens.num_tokens,)) for seed, count in enumerate((4, kv_heads, kv_heads))
+    ]
     for tensor in tensors:
         tensor.requires_grad_()
     shared = packed_attention(
         nn.Module(),
         *tensors,
         None,
-        cu_seq_lens_q=micro_batch.cu_seqlens,
-        max_length_q=micro_batch.max_seqlen,
-        shared_keys=micro_batch.shared_keys,
+        cu_seq_lens_q=micro_batch.tokens.cu_seqlens,
+        max_length_q=micro_batch.tokens.max_seqlen,
+        shared_keys=micro_batch.tokens.prefix_keys,
         scaling=0.3,
         sliding_window=window,
     )[0][:, torch.cat(rows)]

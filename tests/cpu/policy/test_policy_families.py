@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.model import PackedTokens, build_empty, free_gathered, read_model_config
+from colocated_grpo.policy.model import PackedTokens, build_empty, read_model_config, reshard
 from colocated_grpo.policy.policy import build_model
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks
@@ -50,7 +50,7 @@ def micro_batch_of(world: World, folder: Path) -> MicroBatch:
 
 
 def upstream_of(micro_batch: MicroBatch) -> torch.Tensor:
-    return torch.randn(len(micro_batch.targets_N), generator=torch.Generator().manual_seed(3))
+    return torch.randn(len(micro_batch.tokens.targets_N), generator=torch.Generator().manual_seed(3))
 
 
 def packed_forward(world: World, folder: Path, micro_batch: MicroBatch, **policy) -> tuple[torch.Tensor, dict]:
@@ -60,7 +60,7 @@ def packed_forward(world: World, folder: Path, micro_batch: MicroBatch, **policy
     tokens = PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
     logprobs, _ = model(tokens)
     (logprobs * upstream_of(micro_batch)).sum().backward()
-    free_gathered(model)  # gradients stand on the shards
+    reshard(model)  # gradients stand on the shards
     return logprobs.detach(), {name: whole(p.grad) for name, p in model.hf_parameters().items()}
 
 
@@ -69,10 +69,12 @@ def one_by_one_forward(folder: Path, micro_batch: MicroBatch) -> tuple[torch.Ten
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     logprobs = []
     for index, rows in enumerate(rows_of(micro_batch)):
-        own = micro_batch.sequence_N == index
-        logits = model(micro_batch.input_ids_T[None, rows]).logits[0, positions_of(rows, micro_batch.source_N[own])]
-        log_probs = torch.log_softmax(logits.float() / micro_batch.temperature_N[own, None], dim=-1)
-        logprobs.append(log_probs.gather(1, micro_batch.targets_N[own, None])[:, 0])
+        own = micro_batch.loss_inputs.sequence_N == index
+        logits = model(micro_batch.tokens.input_ids_T[None, rows]).logits[
+            0, positions_of(rows, micro_batch.tokens.source_N[own])
+        ]
+        log_probs = torch.log_softmax(logits.float() / micro_batch.tokens.temperature_N[own, None], dim=-1)
+        logprobs.append(log_probs.gather(1, micro_batch.tokens.targets_N[own, None])[:, 0])
     logprobs = torch.cat(logprobs)
     (logprobs * upstream_of(micro_batch)).sum().backward()
     return logprobs.detach(), {name: p.grad for name, p in model.named_parameters()}
@@ -113,7 +115,7 @@ def test_the_temperature_is_not_rounded_to_the_compute_type(world, model_folder)
     tokens = PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
     hidden_NH, temperature_N = model(tokens, lambda hidden_NH, *_, temperature_N, **__: (hidden_NH, temperature_N))
     assert hidden_NH.dtype == torch.bfloat16
-    assert torch.equal(temperature_N, micro_batch.temperature_N)
+    assert torch.equal(temperature_N, micro_batch.tokens.temperature_N)
     assert not torch.equal(temperature_N, temperature_N.bfloat16().float())
 
 

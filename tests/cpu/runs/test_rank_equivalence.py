@@ -13,7 +13,6 @@ from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,
     config_of,
-    decided,
     gradients_of,
     group_of,
     pack_for,
@@ -22,6 +21,7 @@ from tests.support.small_policy import (
     rollout_of,
     train,
     weights_of,
+    with_own_advantages,
 )
 
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo"]
@@ -45,11 +45,12 @@ def one_gradient(world: World, folder, loss: str, budget: int, groups, constant=
     metrics = Metrics(world.device)
     batch = pack_for(world, groups, config, constant)
     policy.forward_backward(batch.minibatches[0], metrics)
+    loss_inputs = [micro_batch.loss_inputs for micro_batch in batch.minibatches[0].micro_batches]
     return {
         "gradient": gradients_of(policy),
         "metrics": reduce(metrics, world.sum_, world.max_),
-        "micro_batches": len(batch.minibatches[0].micro_batches),
-        "sequences": sum(m.num_sequences for m in batch.minibatches[0].micro_batches if m.loss_mask_N.any()),
+        "micro_batches": len(loss_inputs),
+        "sequences": sum(inputs.num_sequences for inputs in loss_inputs if inputs.loss_mask_N.any()),
     }
 
 
@@ -101,14 +102,14 @@ def test_uneven_shares_and_ranks_without_work_do_not_change_the_gradient(world, 
 
 
 def test_dropping_a_group_of_equal_rewards_does_not_change_the_gradient(world, model_folder):
-    groups = decided(random_groups(2, 3))
+    groups = with_own_advantages(random_groups(2, 3))
     equal = group_of(2, [rollout_of([1, 2], [3] * length) for length in (3, 5, 7)])
     config = config_of(model_folder(), loss={"type": "grpo"})
     gradients = []
     for constant in (False, True):
         policy = policy_of(config, world)
-        idle = [False, False, constant]
-        batch = pack([*groups, equal], [[0.0] * 3] * 3, idle, config.batch, rank=0, world_size=1, shuffle_seed=0)
+        zeros, without_gradient = [[0.0] * 3] * 3, [False, False, constant]
+        batch = pack([*groups, equal], zeros, without_gradient, config.batch, rank=0, world_size=1, shuffle_seed=0)
         policy.forward_backward(batch.minibatches[0], Metrics(world.device))
         gradients.append(gradients_of(policy))
     assert_same(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)

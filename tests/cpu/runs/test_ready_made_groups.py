@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colocated_grpo.policy.policy import known_or
+from colocated_grpo.policy.policy import fill_missing
 from colocated_grpo.trainer import make_batch, update
 from colocated_grpo.types import Group
 
@@ -40,11 +40,11 @@ def test_the_trainer_fills_in_what_the_sampler_did_not_tell_and_nothing_else(wor
     batch = pack_for(world, groups(), config_of(model_folder()))
     ((before,),) = ([*minibatch.micro_batches] for minibatch in batch.minibatches)
     ((after,),) = ([*minibatch.micro_batches] for minibatch in policy.with_sampling_logprobs(batch).minibatches)
-    missing = before.sampling_logprobs_N.isnan()
+    missing = before.loss_inputs.sampling_logprobs_N.isnan()
     assert (missing.sum(), (~missing).sum()) == (5, 5)
     expected = policy.score(before)
-    torch.testing.assert_close(after.sampling_logprobs_N[missing], expected[missing], rtol=0, atol=0)
-    assert set(after.sampling_logprobs_N[~missing].tolist()) <= {-3.0, -2.0}
+    torch.testing.assert_close(after.loss_inputs.sampling_logprobs_N[missing], expected[missing], rtol=0, atol=0)
+    assert set(after.loss_inputs.sampling_logprobs_N[~missing].tolist()) <= {-3.0, -2.0}
 
 
 def test_given_reference_logprobs_go_before_the_reference_model(world, model_folder):
@@ -53,14 +53,14 @@ def test_given_reference_logprobs_go_before_the_reference_model(world, model_fol
     batch = pack_for(world, [group_of(0, [given, rollout_of([1, 2], [5])])], config_of(model_folder()))
     (micro_batch,) = batch.minibatches[0].micro_batches
     scored = torch.tensor([-1.0, -2.0, -3.0])
-    assert sorted(known_or(micro_batch.ref_logprobs_N, scored).tolist()) == [-8.0, -7.0, -3.0]
+    assert sorted(fill_missing(micro_batch.loss_inputs.ref_logprobs_N, scored).tolist()) == [-8.0, -7.0, -3.0]
 
 
 def test_nothing_given_leaves_everything_to_the_reference_model(world, model_folder):
     batch = pack_for(world, groups(), config_of(model_folder()))
     (micro_batch,) = batch.minibatches[0].micro_batches
-    assert micro_batch.ref_logprobs_N is None
-    assert known_or(None, torch.tensor([-1.0])).tolist() == [-1.0]
+    assert micro_batch.loss_inputs.ref_logprobs_N is None
+    assert fill_missing(None, torch.tensor([-1.0])).tolist() == [-1.0]
 
 
 def test_a_minibatch_that_holds_no_group_takes_no_optimizer_step(world, model_folder, policy):
@@ -77,5 +77,5 @@ def test_equal_rewards_with_advantages_of_their_own_are_trained(world, model_fol
     plain = group_of(0, [rollout_of([1], [2, 3], reward=1.0)] * 2)
     decided = group_of(1, [replace(rollout_of([1], [4, 5], reward=1.0), advantages=[0.5, -0.5])] * 2)
     (micro_batch,) = make_batch(run, 0, [plain, decided]).minibatches[0].micro_batches
-    assert micro_batch.targets_N.tolist() == [4, 5, 4, 5]
-    assert micro_batch.advantages_N.tolist() == [0.5, -0.5, 0.5, -0.5]
+    assert micro_batch.tokens.targets_N.tolist() == [4, 5, 4, 5]
+    assert micro_batch.loss_inputs.advantages_N.tolist() == [0.5, -0.5, 0.5, -0.5]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from colocated_grpo.losses import make_loss, make_split_loss
+from colocated_grpo.losses import make_chunked_loss, make_loss
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.objective import packed_tokens, split_objective, whole_objective
+from colocated_grpo.policy.objective import fused_objective, packed_tokens, unfused_objective
 from colocated_grpo.policy.policy import _to
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
@@ -30,12 +30,14 @@ def test_both_objectives_give_the_same_loss_metrics_and_gradients_in_16_bits(wor
     micro_batch = _to(minibatch.micro_batches[0], world.device)
     # A sampler that is a little off, so that ratios lie inside and outside of the clip range.
     sampled_N = policy.score(micro_batch)
-    micro_batch = replace(micro_batch, sampling_logprobs_N=sampled_N + 0.2 * micro_batch.advantages_N.sign())
+    micro_batch = replace(
+        micro_batch, sampling_logprobs_N=sampled_N + 0.2 * micro_batch.loss_inputs.advantages_N.sign()
+    )
     assert len(packed_tokens(micro_batch).targets_N) > 64
 
     loss_fn = make_loss(config.loss)
     results = []
-    for objective in (whole_objective(loss_fn), split_objective(loss_fn, make_split_loss(config.loss))):
+    for objective in (unfused_objective(loss_fn), fused_objective(loss_fn, make_chunked_loss(config.loss))):
         value, stats = objective(policy.model, micro_batch, 50.0)
         value.backward()
         metrics = Metrics(world.device)

@@ -14,9 +14,9 @@ import torch
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import CheckpointConfig, Config
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.activations import rehearse
+from colocated_grpo.policy.activations import run_trial_step
 from colocated_grpo.policy.blocks import Block
-from colocated_grpo.policy.masters import ShardedWeights, WholeWeights
+from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks
@@ -63,7 +63,7 @@ def trained(world: World, config: Config, steps: int = 2) -> tuple[Policy, dict[
 
 def with_old_logprobs(micro_batch):
     """Ratios that are not one: the loss then depends on the weights' values, not on their gradient alone."""
-    return replace(micro_batch, old_logprobs_N=micro_batch.sampling_logprobs_N)
+    return replace(micro_batch, old_logprobs_N=micro_batch.loss_inputs.sampling_logprobs_N)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -75,7 +75,7 @@ def test_losses_and_weights_after_several_steps_equal_those_of_fsdp(world, model
         trained(world, config_with(folder, weights, compute_dtype=dtype)) for weights in WAYS
     )
     assert isinstance(sharded.weights, ShardedWeights)
-    assert isinstance(plain.weights, WholeWeights)
+    assert isinstance(plain.weights, UnshardedWeights)
     assert metrics == expected
     assert metrics["loss"] != 0
     assert_same(weights_of(plain), weights_of(sharded), rtol=0, atol=0)
@@ -122,7 +122,7 @@ def test_no_gradient_in_16_bit_outlives_the_backward_pass(world, model_folder):
     policy = policy_of(config, world)
     policy.forward_backward(pack_for(world, random_groups(6, 4), config).minibatches[0], Metrics(world.device))
     assert all(parameter.grad is None for parameter in policy.model.parameters())
-    rehearse(policy, config, 32)
+    run_trial_step(policy, config, 32)
     assert all(master.grad is None for master in policy.parameters().values())
 
 

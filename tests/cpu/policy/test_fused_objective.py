@@ -14,9 +14,9 @@ from torch.testing import assert_close
 
 from colocated_grpo.batching import TrainSequence, build_micro_batch
 from colocated_grpo.config.losses import CorrectionConfig, GRPOConfig, GSPOConfig
-from colocated_grpo.losses import make_loss, make_split_loss
+from colocated_grpo.losses import make_chunked_loss, make_loss
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.objective import split_objective, whole_objective
+from colocated_grpo.policy.objective import fused_objective, unfused_objective
 from tests.cpu.losses.test_losses import ALL_LOSSES, BUSY_SETTINGS, loss_and_gradient, random_inputs
 from tests.support.small_policy import config_of, gradients_of, make_small_model, policy_of
 
@@ -33,7 +33,7 @@ from tests.support.small_policy import config_of, gradients_of, make_small_model
 def test_parts_add_up_to_the_loss_and_its_gradient(seed, lengths, size, config_class, busy, on_policy):
     config, inputs = config_class(**busy), random_inputs(seed, lengths)
     inputs = replace(inputs, old_logprobs_T=None) if on_policy else inputs
-    split = make_split_loss(config)
+    split = make_chunked_loss(config)
     if split is None:
         assert config.correction.level == "sequence"
         return
@@ -49,7 +49,7 @@ def test_parts_add_up_to_the_loss_and_its_gradient(seed, lengths, size, config_c
 
 @pytest.mark.parametrize("config", [GSPOConfig(), GRPOConfig(correction=CorrectionConfig(level="sequence"))])
 def test_a_loss_that_looks_across_tokens_cannot_be_split(config):
-    assert make_split_loss(config) is None
+    assert make_chunked_loss(config) is None
 
 
 def sequences_of(lengths: list[int]) -> list[TrainSequence]:
@@ -76,7 +76,7 @@ def test_both_objectives_give_the_same_loss_metrics_and_gradients(world, tmp_pat
     micro_batch = build_micro_batch(sequences_of([7, 4, 9]))
     loss_fn = make_loss(config.loss)
     results = []
-    for objective in (whole_objective(loss_fn), split_objective(loss_fn, make_split_loss(config.loss))):
+    for objective in (unfused_objective(loss_fn), fused_objective(loss_fn, make_chunked_loss(config.loss))):
         value, stats = objective(policy.model, micro_batch, 5.0)
         value.backward()
         metrics = Metrics("cpu")
