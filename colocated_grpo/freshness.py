@@ -1,4 +1,8 @@
-"""Check after a weight sync that the engine samples from the policy's weights: both score the same tokens."""
+"""Checks that the engine samples from the policy's weights.
+
+After a weight sync both score the same tokens. That is a prefill, so a fault in decode attention, sampling kernels or
+scheduling would pass; it shows in the log-probabilities of samples, which are compared with the policy's in each step.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,20 @@ class FreshnessCheck:
     """Compares engine and policy on probe tokens after every `freshness.every`-th sync."""
 
     def __init__(
-        self, policy: Policy, engine: RolloutEngine, engine_dtype: torch.dtype, config: FreshnessConfig
+        self,
+        policy: Policy,
+        engine: RolloutEngine,
+        engine_dtype: torch.dtype,
+        config: FreshnessConfig,
+        *,
+        temperature: float = 1.0,
     ) -> None:
+        """temperature: of training samples. Differences of log-probabilities grow with its inverse."""
         self._policy = policy
         self._engine = engine
         self._config = config
         self._tolerance = config.max_mean_diff or max(TOLERANCE[policy.dtype], TOLERANCE[engine_dtype])
+        self._sample_tolerance = self._tolerance / min(1.0, temperature)
         self._syncs = 0
         self._expected: list[float] | None = None
         self._probe: list[int] = []
@@ -58,6 +70,19 @@ class FreshnessCheck:
                 "arguments that transform weights (quantization)"
             )
         return mean
+
+    def check_samples(self, mean_diff: float) -> None:
+        """Raise RunError if mismatch/on_policy exceeds the tolerance at the sampling temperature.
+
+        mean_diff: mean |sampling - policy's log-probability| over plain samples of the policy's current weights. Left out
+        are top_p, top_k, min_p, penalties, structured output, stale samples and those of other processes.
+        """
+        if self._config.every > 0 and not mean_diff <= self._sample_tolerance:  # NaN fails too
+            raise RunError(
+                f"mismatch/on_policy={mean_diff:.4g}: samples of the current weights have other log-probabilities in "
+                f"the engine than in the policy (limit {self._sample_tolerance:g}, from freshness.max_mean_diff); the weights "
+                "agree, so decoding, sampling or scheduling in the engine is faulty; try engine.enforce_eager=true"
+            )
 
     def _policy_logprobs(self) -> list[float]:
         length = len(self._probe)

@@ -123,6 +123,7 @@ def train(run: Run) -> str:
                 metrics = update(run, with_logprobs(run, batch))
             metrics.add(run.choreography.freshness)
             row |= reduce(metrics, run.world.sum_, run.world.max_)
+            run.freshness.check_samples(row.get("mismatch/on_policy", 0.0))
             if run.checkpoints.due(step + 1):
                 with run.clock.time("checkpoint"):
                     save(run, step + 1, goal_reached=settled.finished)
@@ -188,7 +189,17 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
             rank=run.world.rank,
             world_size=run.world.size,
             shuffle_seed=derive_seed(run.config.seed, "minibatches", step),
+            policy_version=None if moves_ahead_of_sampler(run.config) else run.policy.version,
         )
+
+
+def several_updates(config: Config) -> bool:
+    return config.batch.minibatches * config.batch.epochs > 1
+
+
+def moves_ahead_of_sampler(config: Config) -> bool:
+    """True if later updates of a batch are compared with the sampler directly, after the weights have moved."""
+    return several_updates(config) and config.loss.old_logprobs == "sampling"
 
 
 def with_logprobs(run: Run, batch: Batch) -> Batch:
@@ -196,8 +207,7 @@ def with_logprobs(run: Run, batch: Batch) -> Batch:
     config = run.config
     if batch.lacks_sampling_logprobs:
         batch = run.policy.with_sampling_logprobs(batch)
-    several_updates = config.batch.minibatches * config.batch.epochs > 1
-    if several_updates and config.loss.old_logprobs == "trainer":
+    if several_updates(config) and config.loss.old_logprobs == "trainer":
         batch = run.policy.with_old_logprobs(batch)
     reference = run.reference
     if reference is not None:

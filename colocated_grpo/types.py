@@ -83,6 +83,9 @@ class Rollout:
     score: Score
     advantages: list[float] | None = None
     """Of each sampled token, given by the environment; None: computed from the group's rewards."""
+    plain: bool = False
+    """Sampled by this run's engine without top_p, top_k, min_p, penalties or a pattern: the policy of the same version
+    must then give the same log-probabilities, up to rounding."""
     ref_logprobs: list[float] | None = None
     """From the environment, 0.0 where loss_mask is False. None: the trainer's reference model is asked."""
 

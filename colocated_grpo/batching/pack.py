@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import overload
 
 import numpy as np
@@ -82,12 +83,14 @@ def pack(
     rank: int,
     world_size: int,
     shuffle_seed: int,
+    policy_version: int | None = None,
 ) -> Batch:
     """Split groups into minibatches and pack this rank's rollouts of each.
 
     advantages: [group][sibling], for every token that the sibling sampled; a rollout's own advantages take precedence.
     without_gradient: [group], True where no token has a gradient; dropped if config.drop_constant_groups.
     config: with max_tokens_per_micro_batch decided, not 'auto'.
+    policy_version: of the weights to be trained; plain samples of them are marked on-policy. None: none are marked.
     Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
     """
     budget = config.max_tokens_per_micro_batch
@@ -97,7 +100,8 @@ def pack(
         random.Random(shuffle_seed).shuffle(order)
     outlines = [_outlines(index, group, config) for index, group in enumerate(groups)]
     batch_tokens = sum(outline.loss_tokens for siblings in outlines for outline in siblings)
-    build = lambda bin: build_micro_batch([_sequence(outline, groups, advantages) for outline in bin])  # noqa: E731
+    sequence = partial(_sequence, groups=groups, advantages=advantages, policy_version=policy_version)
+    build = lambda bin: build_micro_batch([sequence(outline) for outline in bin])  # noqa: E731
     minibatches, loads, num_tokens, num_padding = [], [0] * world_size, 0, 0
     count = min(config.minibatches, len(groups))  # a source may return fewer groups, even none
     for part in range(count):
@@ -150,7 +154,9 @@ def _common_prefix_length(group: Group) -> int:
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
-def _sequence(outline: Outline, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> TrainSequence:
+def _sequence(
+    outline: Outline, groups: Sequence[Group], advantages: Sequence[Sequence[float]], policy_version: int | None
+) -> TrainSequence:
     rollout = groups[outline.group].rollouts[outline.sibling]
     scored = np.flatnonzero(rollout.loss_mask)
     own_advantages, ref_logprobs = rollout.advantages, rollout.ref_logprobs
@@ -164,6 +170,7 @@ def _sequence(outline: Outline, groups: Sequence[Group], advantages: Sequence[Se
         else np.array(own_advantages, np.float32),
         temperature=rollout.temperature,
         trained=outline.trained,
+        on_policy=rollout.plain and rollout.policy_version == policy_version,
         ref_logprobs=None if ref_logprobs is None else _at(scored, ref_logprobs),
         group=outline.group,
         prefix_length=outline.prefix_length,

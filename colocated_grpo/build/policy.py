@@ -14,7 +14,7 @@ from colocated_grpo.build.data import ModelFiles
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.turns import OpponentConfig
 from colocated_grpo.freshness import FreshnessCheck
-from colocated_grpo.phases import Choreography, Clock, WeightSync
+from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights
 from colocated_grpo.policy.model import host_copy
@@ -111,8 +111,6 @@ def build_opponent(
     )
 
 
-def build_choreography(
-    config: Config, policy: Policy, engine: RolloutEngine, sync: WeightSync, clock: Clock
-) -> Choreography:
-    freshness = FreshnessCheck(policy, engine, engine_dtype(config, policy), config.freshness)
-    return Choreography(policy, engine, sync, freshness, clock, config.sync_frequency)
+def build_freshness(config: Config, policy: Policy, engine: RolloutEngine) -> FreshnessCheck:
+    dtype, temperature = engine_dtype(config, policy), config.rollout.temperature
+    return FreshnessCheck(policy, engine, dtype, config.freshness, temperature=temperature)

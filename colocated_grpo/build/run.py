@@ -19,8 +19,8 @@ from colocated_grpo.build.data import (
     read_model_files,
 )
 from colocated_grpo.build.policy import (
-    build_choreography,
     build_engine,
+    build_freshness,
     build_opponent,
     build_reference,
     build_sync,
@@ -30,6 +30,7 @@ from colocated_grpo.build.policy import (
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.prompts import longest_token
+from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
@@ -69,6 +70,7 @@ class Run:
     collector: Collector
     supply: Supply
     choreography: Choreography
+    freshness: FreshnessCheck
     clock: Clock
     held_out: list[Prompt]
     held_out_sampling: Sampling
@@ -117,6 +119,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     supply = join_supplies(sampled, served)
     if state:
         supply.load_state_dict(state["source"])
+    freshness = build_freshness(config, policy, engine)
     return Run(
         config=config,
         world=world,
@@ -128,7 +131,8 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         engine=engine,
         collector=collector,
         supply=supply,
-        choreography=build_choreography(config, policy, engine, sync, clock),
+        choreography=Choreography(policy, engine, sync, freshness, clock, config.sync_frequency),
+        freshness=freshness,
         clock=clock,
         held_out=data.held_out,
         held_out_sampling=held_out_sampling(config, model.stop_token_ids),

@@ -36,6 +36,9 @@ class LossInputs:
     ref_logprobs_N: Tensor | None = None
     """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. As packed: those that the
     environment gave, NaN elsewhere, or None if it gave none."""
+    on_policy_N: Tensor | None = None
+    """bool. Tokens sampled plainly by the weights of `old_logprobs_N`: sampling and old log-probabilities must agree up
+    to rounding. None: not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

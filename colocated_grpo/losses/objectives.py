@@ -111,7 +111,7 @@ def _weighted_sum(terms: _Terms, weights_N: Tensor, logprobs_N: Tensor) -> Tenso
 
 
 def _chunk_of(inputs: LossInputs, tokens: slice) -> LossInputs:
-    old_N, ref_N = inputs.old_logprobs_N, inputs.ref_logprobs_N
+    old_N, ref_N, on_policy_N = inputs.old_logprobs_N, inputs.ref_logprobs_N, inputs.on_policy_N
     return replace(
         inputs,
         sequence_N=inputs.sequence_N[tokens],
@@ -120,6 +120,7 @@ def _chunk_of(inputs: LossInputs, tokens: slice) -> LossInputs:
         sampling_logprobs_N=inputs.sampling_logprobs_N[tokens],
         old_logprobs_N=None if old_N is None else old_N[tokens],
         ref_logprobs_N=None if ref_N is None else ref_N[tokens],
+        on_policy_N=None if on_policy_N is None else on_policy_N[tokens],
     )
 
 

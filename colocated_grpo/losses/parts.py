@@ -119,17 +119,21 @@ def mismatch(inputs: LossInputs) -> dict[str, Stat]:
     """Statistics of the sampler-trainer mismatch over trained tokens, before any truncation.
 
     kl: k3 estimate of KL(sampler || trainer). abs, max: |log difference|. outside: fraction of ratios outside [0.5, 2].
-    ess: (sum w)^2 / (n * sum w^2) of the ratios w; 1 - ess is the fraction of samples that correction would waste.
+    on_policy: abs over on-policy tokens alone, where it is rounding. ess: (sum w)^2 / (n * sum w^2) of the ratios w;
+    1 - ess is the fraction of samples that correction would waste.
     """
     mask_N, log_ratio_N = inputs.loss_mask_N, _log_mismatch(inputs)
     distance_N, weight_N = log_ratio_N.abs(), log_ratio_N.exp() * mask_N
-    return {
+    metrics = {
         "mismatch/kl": weighted_mean(_k3(log_ratio_N), mask_N),
         "mismatch/abs": weighted_mean(distance_N, mask_N),
         "mismatch/max": Stat.max(distance_N.amax()),
         "mismatch/outside": weighted_mean(distance_N > math.log(2), mask_N),
         "mismatch/ess": Stat.ess(weight_N.sum(), weight_N.square().sum(), mask_N.sum()),
     }
+    if inputs.on_policy_N is not None:
+        metrics["mismatch/on_policy"] = weighted_mean(distance_N, mask_N * inputs.on_policy_N)
+    return metrics
 
 
 def make_kl_penalty(config: PolicyLoss) -> Penalty:

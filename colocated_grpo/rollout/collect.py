@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from colocated_grpo.environments.base import Scorer
-from colocated_grpo.rollout.engine import Request
+from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver
 from colocated_grpo.rollout.prompt_queue import Dispatch, Job, PromptQueue
@@ -108,7 +108,7 @@ class Collector:
     def _group(self, job: Job, call: RewardCall) -> Group:
         texts, scores = call.judged() or self._failed(call.completions)
         rollouts = [
-            _rollout(call.prompt, completion, score, text, job.sampling.temperature)
+            _rollout(call.prompt, completion, score, text, job.sampling)
             for completion, score, text in zip(call.completions, scores, texts, strict=True)
         ]
         return Group(prompt=call.prompt, rollouts=rollouts)
@@ -201,7 +201,7 @@ def _played(job: Job, batch: _Batch) -> dict[int, Group]:
     return {index: Group(prompt=job.prompts[index], rollouts=rollouts) for index, rollouts in batch.played.items()}
 
 
-def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, temperature: float) -> Rollout:
+def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, sampling: Sampling) -> Rollout:
     before, sampled = len(prompt.token_ids), len(completion.token_ids)
     return Rollout(
         token_ids=[*prompt.token_ids, *completion.token_ids],
@@ -211,6 +211,7 @@ def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, te
         text=text,
         finish_reason=completion.finish_reason,
         policy_version=completion.policy_version,
-        temperature=temperature,
+        temperature=sampling.temperature,
         score=score,
+        plain=sampling.is_plain and prompt.pattern is None,
     )

@@ -26,6 +26,11 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """True if tokens are drawn from the model's whole distribution, only divided by the temperature."""
+        return (self.top_p, self.top_k, self.min_p, self.repetition_penalty) == (1.0, 0, 0.0, 1.0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:

@@ -154,7 +154,8 @@ class EpisodeRunner:
         return f"no turn and no result within rollout.tool_timeout={self._tool_timeout:g} s"
 
     def _rollout(self, playing: _Playing, score: Score) -> Rollout:
-        return _conversation_of(playing).rollout(score, playing.job.sampling.temperature)
+        sampling = playing.job.sampling
+        return replace(_conversation_of(playing).rollout(score, sampling.temperature), plain=sampling.is_plain)
 
     # The methods below run on the event loop.
 

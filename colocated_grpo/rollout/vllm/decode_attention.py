@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from colocated_grpo.runtime.triton_jit import jit
+
 FEWEST_SEQUENCES = 32
 HEAD_SIZES = (64, 128, 256)
 USUAL_HEAD_SIZE = 128
@@ -146,7 +148,7 @@ def _shared_memory(device: torch.device) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
-@triton.jit
+@jit
 def _decode(
     query,
     keys,

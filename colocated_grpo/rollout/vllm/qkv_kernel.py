@@ -19,6 +19,8 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
+from colocated_grpo.runtime.triton_jit import jit
+
 HEAD_SIZES = (64, 128, 256)
 NUMBERS_PER_WARP = 1024
 Forward = Callable[..., Tensor]
@@ -97,7 +99,7 @@ def normalize_rotate_and_store(attention: Any, qkv: Tensor, positions: Tensor, c
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _prepare(
     qkv, blocks, slots, num_slots, positions, query_weight, key_weight, cos_sin,
     epsilon, token_stride, block_stride, head_stride, place_stride,

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
+from colocated_grpo.runtime.triton_jit import jit
+
 LANES = 1024
 """Lanes of one part. Each draws four tokens at a time, because Philox makes four numbers at once."""
 PROGRAMS = 1024
@@ -107,7 +109,7 @@ def sample(
     return sampled_B, logsumexp_B
 
 
-@triton.jit
+@jit
 def _race(weight, bits, noisy):
     """weight / E with E exponential of rate 1, from 32 random bits; the argmax is then a draw in proportion to weight.
 
@@ -119,12 +121,12 @@ def _race(weight, bits, noisy):
     return tl.where(noisy, weight / tl.maximum(exponential, 1e-30), weight)
 
 
-@triton.jit
+@jit
 def _read(row, at, vocabulary):
     return tl.load(row + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _sample_part(
     logits, rows, temperature, seeds, positions, best, token, top, mass,
     vocabulary, stride, size, LANES: tl.constexpr,
@@ -177,7 +179,7 @@ def _sample_part(
     tl.store(mass + out, tl.sum(sums * tl.exp(peak - safe), 0))
 
 
-@triton.jit
+@jit
 def _join_parts(best, token, top, mass, sampled, logsumexp, parts, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
