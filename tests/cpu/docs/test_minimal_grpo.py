@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.tools.make_model import main as make_model
-
 from tests.support.paths import ROOT
 
 EXAMPLE = ROOT / "docs/examples/minimal_grpo.py"
