@@ -82,14 +82,16 @@ def is_setting(name: str) -> bool:
 def test_every_path_that_a_page_names_exists(page):
     paths = [span for span in spans(page) if is_path(span)]
     assert paths
-    assert [path for path in paths if not is_there(path)] == []
+    missing = [path for path in paths if not is_there(path)]
+    assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_symbol_that_a_page_names_exists(page):
     symbols = [span for span in spans(page) if is_symbol(span) and not is_path(span)]
     assert symbols
-    assert [symbol for symbol in symbols if not is_defined(symbol)] == []
+    missing = [symbol for symbol in symbols if not is_defined(symbol)]
+    assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -98,20 +100,23 @@ def test_every_symbol_stands_in_the_file_that_the_page_names_for_it(page):
     pairs = re.findall(r"`([A-Za-z_]\w*)` \(`([\w/]+\.py)`\)", page.read_text())
     assert pairs
     files = {name: [top / path for top in TOPS if (top / path).exists()] for name, path in pairs}
-    assert [name for name, found in files.items() if not set(found) & set(definitions().get(name, []))] == []
+    missing = [name for name, found in files.items() if not set(found) & set(definitions().get(name, []))]
+    assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_module_in_a_command_exists(page):
     modules = re.findall(r"-m (colocated_grpo[\w.]*)", page.read_text())
-    assert [name for name in modules if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()] == []
+    missing = [name for name in modules if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
+    assert not missing
 
 
 def test_every_file_that_the_example_points_to_exists():
     paths = re.findall(r"\b(?:\w+/)+(?:\w+\.py)?|\b\w+\.py\b", EXAMPLE.read_text())
     named = [path for path in paths if path not in ("runs/", "docs/")]
     assert len(named) > 10
-    assert [path for path in named if not is_there(path)] == []
+    missing = [path for path in named if not is_there(path)]
+    assert not missing
 
 
 @pytest.mark.parametrize("symbol", ["Choreography.rollout_phase", "policy.lr", "PATCHES", "trainer.train"])
