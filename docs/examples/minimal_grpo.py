@@ -3,8 +3,8 @@
     python docs/examples/minimal_grpo.py
 
 The first run makes a model of one million parameters that half knows how to sort digits (30 s). 90 steps of GRPO then
-raise its held-out reward from 0.39 to 0.88. The step is the one of `colocated_grpo`, in the same order and without
-everything the algorithm can do without. "Beyond:" says what the trainer adds at that place, and in which file.
+raise its held-out reward from 0.39 to 0.88. A step does what a step of `colocated_grpo` does, in the same order, minus
+everything that the algorithm does not need. "Beyond:" says what the trainer adds at that place, and in which file.
 
 Where this departs from the GRPO paper (DeepSeekMath, arXiv 2402.03300), and why:
 
@@ -37,7 +37,7 @@ from typing import NamedTuple
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process: weights are copied, not sent
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM would pin OpenMP threads to cores, the trainer's included
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# Waiting OpenMP threads soon sleep. By default they spin for long: on a busy machine that made steps 20 x slower.
+# Let waiting OpenMP threads sleep soon. By default they spin: on a busy machine that made steps 20 x slower.
 os.environ.update({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000", **os.environ})
 
 import torch
@@ -110,7 +110,7 @@ def build_engine(model: str) -> LLM:
         max_num_seqs=PROMPTS * GROUP_SIZE,
         kv_cache_memory_bytes=256 << 20,
         enforce_eager=True,
-        logprobs_mode="processed_logprobs",  # after temperature; the default is before, and all weights would be wrong
+        logprobs_mode="processed_logprobs",  # after temperature; the default is before, and biases every ratio
         generation_config="vllm",  # else a file in the model's folder may switch on a top-p that the loss ignores
         skip_tokenizer_init=True,  # tokens in, tokens out
         enable_chunked_prefill=DEVICE == "cuda",  # the CPU backend cannot resume a seeded prompt that was cut in two
