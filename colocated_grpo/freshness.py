@@ -74,14 +74,14 @@ class FreshnessCheck:
     def check_samples(self, mean_diff: float) -> None:
         """Raise RunError if mismatch/on_policy exceeds the tolerance at the sampling temperature.
 
-        mean_diff: mean |sampling - policy's log-probability| over plain samples of the policy's current weights. Left out
-        are top_p, top_k, min_p, penalties, structured output, stale samples and those of other processes.
+        mean_diff: mean |sampling - policy's log-probability| over plain samples of the current weights. It leaves out
+        top_p, top_k, min_p, penalties, structured output, stale samples and samples of other processes.
         """
         if self._config.every > 0 and not mean_diff <= self._sample_tolerance:  # NaN fails too
             raise RunError(
                 f"mismatch/on_policy={mean_diff:.4g}: samples of the current weights have other log-probabilities in "
-                f"the engine than in the policy (limit {self._sample_tolerance:g}, from freshness.max_mean_diff); the weights "
-                "agree, so decoding, sampling or scheduling in the engine is faulty; try engine.enforce_eager=true"
+                f"the engine than in the policy (limit {self._sample_tolerance:g}, from freshness.max_mean_diff); the "
+                "weights agree, so decoding, sampling or scheduling is faulty; try engine.enforce_eager=true"
             )
 
     def _policy_logprobs(self) -> list[float]:

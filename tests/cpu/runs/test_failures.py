@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.support.faulty_runs import failed, faulty
 from tests.support.training_runs import (
     ForkedRun,
     LaunchedRun,
-    Settings,
-    TrainingRun,
     deterministic,
     launch,
     settings,
@@ -20,37 +18,6 @@ from tests.support.training_runs import (
 )
 
 SECONDS_TO_END = 30
-
-# User code is imported on every rank: the way in for faults, without touching the product.
-FAULTY_TASK = """
-import os, threading
-from colocated_grpo.environments.tasks.sorting import Sorting
-RANK = os.environ["RANK"]
-
-class Faulty(Sorting):
-    def score(self, item, completion):
-        return judge() if judge else super().score(item, completion)
-
-judge = None
-"""
-
-
-def faulty(tmp_path: Path, fault: str, **changes: object) -> Settings:
-    """A run whose task is the sorting task; `fault` is statements of its module, which may set `judge`."""
-    path = tmp_path / "faulty.py"
-    path.write_text(FAULTY_TASK + fault)
-    return settings(
-        tiny_model(), environments=[{"type": "task", "name": f"{path}:Faulty"}], evaluation={"every": 0}, **changes
-    )
-
-
-def failed(run: TrainingRun) -> TrainingRun:
-    """A run that ends by itself with an error and leaves no process."""
-    with run:
-        assert run.wait() != 0, run.tail()
-        assert run.processes() == []
-        return run
-
 
 BREAKS_ON_RANK_1 = """
 import colocated_grpo.trainer as trainer
@@ -89,7 +56,7 @@ sync = ColocatedSync.sync
 def corrupted(self):
     sync(self)
     if RANK == "1":
-        self._model.get_parameter("model.layers.0.mlp.down_proj.weight").data.mul_(1.5)
+        self._engine.model.get_parameter("model.layers.0.mlp.down_proj.weight").data.mul_(1.5)
 ColocatedSync.sync = corrupted
 """
 

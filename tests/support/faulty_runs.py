@@ -1,0 +1,37 @@
+"""Runs with a fault inside the trainer or the engine, which user code brings in: the product stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.training_runs import Settings, TrainingRun, settings, tiny_model
+
+# User code is imported on every rank.
+FAULTY_TASK = """
+import os, threading
+from colocated_grpo.environments.tasks.sorting import Sorting
+RANK = os.environ["RANK"]
+
+class Faulty(Sorting):
+    def score(self, item, completion):
+        return judge() if judge else super().score(item, completion)
+
+judge = None
+"""
+
+
+def faulty(tmp_path: Path, fault: str, **changes: object) -> Settings:
+    """Settings of a run with the sorting task. fault: statements of the task's module, which may set `judge`."""
+    path = tmp_path / "faulty.py"
+    path.write_text(FAULTY_TASK + fault)
+    return settings(
+        tiny_model(), environments=[{"type": "task", "name": f"{path}:Faulty"}], evaluation={"every": 0}, **changes
+    )
+
+
+def failed(run: TrainingRun) -> TrainingRun:
+    """Wait for a run to end with an error, and check that it leaves no process."""
+    with run:
+        assert run.wait() != 0, run.tail()
+        assert run.processes() == []
+        return run
