@@ -150,31 +150,31 @@ def test_games_and_tasks_are_mixed_by_weight_and_each_keeps_its_groups():
     prompts = source.next(8)
     assert sum(prompt.source == "sorting" for prompt in prompts) == 2
     settled = source.record([judged(made, prompt, WORDS) for prompt in prompts])
-    assert {prompts[place].source for place in settled.now} == {"sorting"}
-    assert len(settled.now) == 2
-    assert settled.late == []
+    assert {prompts[place].source for place in settled.trained_now} == {"sorting"}
+    assert len(settled.trained_now) == 2
+    assert settled.released == []
 
 
 def test_without_delayed_rewards_every_group_is_trained_at_once():
     made = built(town(credit="phase"))
     for _, settled in play(made, made.open_source(), 30, 5):
-        assert (settled.now, settled.late) == ([0, 1, 2, 3, 4], [])
+        assert (settled.trained_now, settled.released) == ([0, 1, 2, 3, 4], [])
 
 
 def test_a_delayed_reward_is_added_to_the_completion_that_was_carried_out():
     made = built(echo({"commit": "best"}, length=2, pays=10.0))
     source = made.open_source()
     (_, first), (_, second) = play(made, source, 2, 1)
-    assert (first.now, first.late) == ([], [])
-    assert second.now == []
-    assert rewards_of(second.late) == [[1.0, 13.0, 2.0]] * 2
-    assert second.late[0].rollouts[1].score.parts["return"] == 10.0
-    assert [group.prompt.index for group in second.late] == [0, 1]
+    assert (first.trained_now, first.released) == ([], [])
+    assert second.trained_now == []
+    assert rewards_of(second.released) == [[1.0, 13.0, 2.0]] * 2
+    assert second.released[0].rollouts[1].score.parts["return"] == 10.0
+    assert [group.prompt.index for group in second.released] == [0, 1]
 
 
 def test_a_turn_that_waits_too_long_is_trained_once_and_without_its_return():
     made = built(echo({"max_wait": 2}, length=4, pays=10.0))
-    late = [rewards_of(settled.late) for _, settled in play(made, made.open_source(), 6, 1)]
+    late = [rewards_of(settled.released) for _, settled in play(made, made.open_source(), 6, 1)]
     plain, with_return = [1.0, 3.0, 2.0], [11.0, 3.0, 2.0]
     # The first turn is given up two steps after it was sampled; the game ends with the fourth.
     assert late == [[], [], [plain], [with_return] * 3, [], []]
@@ -185,10 +185,10 @@ def test_every_group_of_town_is_trained_exactly_once(credit):
     made = built(town({"max_wait": 30}, credit=credit, games=2))
     source = made.open_source()
     told = play(made, source, 60, 4)
-    trained = [group.prompt.index for _, settled in told for group in settled.late]
+    trained = [group.prompt.index for _, settled in told for group in settled.released]
     waiting = told[-1][1].metrics["town/turns_waiting"]
     assert len(set(trained)) == len(trained) == 240 - waiting
-    returned = [r for _, s in told for g in s.late for r in g.rollouts if "return" in r.score.parts]
+    returned = [r for _, s in told for g in s.released for r in g.rollouts if "return" in r.score.parts]
     assert len(returned) > 50
     assert {abs(r.score.parts["return"]) for r in returned if credit == "terminal"} <= {0.0, 1.0}
 
@@ -266,7 +266,7 @@ def test_turns_of_the_opponent_come_on_top_and_are_carried_out_but_not_trained(p
         settled = source.record(groups)
         assert settled.metrics["Echo/opponent_turns"] == len(prompts) - 4
         assert settled.metrics["Echo/reward/talk"] == sum(map(len, WORDS)) / len(WORDS), "of the policy's replies only"
-        trained += [groups[place] for place in settled.now] + settled.late
+        trained += [groups[place] for place in settled.trained_now] + settled.released
     assert by_opponent
     assert all(turn.left % 2 == 0 for turn in by_opponent)
     assert {turn for turn, _ in environment_of(source).committed} >= {turn.id for turn in by_opponent}
@@ -281,7 +281,7 @@ def test_a_step_in_which_every_game_waits_for_the_opponent_ends_too():
     assert len(first) == 20
     assert all(prompt.by_opponent for prompt in first)
     settled = source.record([judged(made, prompt, WORDS[:1]) for prompt in first])
-    assert settled.now == []
+    assert settled.trained_now == []
     assert [prompt.by_opponent for prompt in source.next(20)] == [False] * 20
 
 
@@ -367,7 +367,7 @@ def test_numbers_of_other_kinds_are_plain_ones_before_they_reach_a_file():
     source = made.open_source()
     group = judged(made, source.next(1)[0], WORDS)
     assert [type(part) for part in group.rollouts[0].score.parts.values()] == [float]
-    [late] = source.record([group]).late
+    [late] = source.record([group]).released
     assert rewards_of([late]) == [[1.5, 3.0, 2.0]]
     assert type(late.rollouts[0].score.reward) is float
     json.dumps(source.state_dict())
