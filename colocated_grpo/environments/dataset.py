@@ -76,7 +76,7 @@ class DatasetRows:
         return item
 
     def _load(self, split: str) -> list[Item] | Dataset:
-        """Read and check all rows: found later, a bad row would end the run at its step, and again after each resume."""
+        """Read the rows and check them now: a bad row found later would end the run, and again after each resume."""
         if not self._is_file():
             dataset = self._load_hub(split)
             self._check_columns(dataset, split)

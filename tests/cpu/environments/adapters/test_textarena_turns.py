@@ -383,7 +383,7 @@ def test_turns_that_are_too_long_to_ask_are_played_by_a_script_and_not_credited(
     made = built(TIC_TAC_TOE, max_prompt_tokens=750)
     source = made.open_source()
     told = play(made, source, 20)
-    assert source.dropped > 10
+    assert source.num_dropped > 10
     games = [game for _, settled in told for game in settled.games]
     assert any(len(game["events"]) >= 7 for game in games)
     assert all(len(prompt.token_ids) <= 750 for prompts, _ in told for prompt in prompts)
