@@ -49,7 +49,7 @@ class DatasetRows:
 
     @property
     def held_out_note(self) -> str | None:
-        """A line for the log if held_out is not set and a tenth of the rows rounds to none."""
+        """A line for the log if held_out is not set and a tenth of the rows rounds down to zero."""
         if self.config.held_out is not None or len(self.held_out):
             return None
         return (

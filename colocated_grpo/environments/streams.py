@@ -73,7 +73,7 @@ class TaskStream(FixedItems):
         if item is None:
             raise EnvironmentSetupError(
                 f"environments {self.name!r}: prompts_from() ended after {self.taken} items; it must be endless: "
-                "remove it, and prompts() restarts when it ends"
+                "define only prompts() for a finite task"
             )
         self.taken += 1
         return item

@@ -16,7 +16,7 @@ from colocated_grpo.environments.user_code.loading import construct, load_object
 from colocated_grpo.types import Completion, Prompt, Score
 
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
-"""Item keys that are not passed as columns: TRL passes arguments of its own in their place."""
+"""Item keys that are not passed as columns, as in TRL."""
 PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 """Arguments that do not come from columns."""
 KEYWORD_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
@@ -96,7 +96,7 @@ class RewardFunction:
 
 
 class RewardScorer:
-    """Weighted sum of reward functions. As in TRL, None is left out of the sum, and only None gives no reward."""
+    """Weighted sum of reward functions. As in TRL, None is left out of the sum; if all are None, so is the reward."""
 
     def __init__(self, functions: Sequence[RewardFunction], max_steps: int) -> None:
         self.functions = functions
@@ -104,7 +104,7 @@ class RewardScorer:
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
         by_function = [self._call(function, prompt, completions, texts) for function in self.functions]
-        return [self._combine(outcomes) for outcomes in zip(*by_function, strict=True)]
+        return [self._combine(results) for results in zip(*by_function, strict=True)]
 
     def check_columns(self, item: Item) -> None:
         """Raise EnvironmentSetupError if a function requires a column that the item lacks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from colocated_grpo.environments.chat import Message
 from colocated_grpo.types import JsonObject
@@ -85,7 +85,7 @@ class TurnEnvironment(Protocol[TurnT]):
         """Score completions from the turn alone. Must be pure: called from threads and processes without the game."""
         ...
 
-    def commit(self, turn: TurnT, completion: str) -> Any:
+    def commit(self, turn: TurnT, completion: str) -> object:
         """Carry out one completion. Called once per sampled turn, in the order in which the turns were handed out."""
         ...
 

@@ -38,7 +38,7 @@ class ReusableLoop:
             return self._loop
 
     def retire_if_blocked(self) -> None:
-        """Make later callers get a new loop if this one runs no callback within GRACE: their coroutines would hang."""
+        """Let later callers start a new loop if this one runs no callback within GRACE: their coroutines would hang."""
         with self._lock:
             if self._loop is None:
                 return

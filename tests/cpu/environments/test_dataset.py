@@ -267,6 +267,13 @@ def test_a_csv_row_with_more_or_fewer_cells_than_the_header_is_named_with_its_li
         environments(path, held_out=0).open_source()
 
 
+def test_empty_lines_of_a_csv_file_are_skipped(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("question,answer\n\na,1\n\n\nb,2\n")
+    prompts = environments(path, held_out=0, shuffle=False).open_source().next(2)
+    assert [prompt.item for prompt in prompts] == [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+
+
 def test_a_resume_with_another_number_of_rows_is_rejected(tmp_path, file):
     state = environments(file).open_source().state_dict()
     shorter = environments(write(tmp_path / "short.jsonl", ROWS[:8])).open_source()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colocated_grpo import environments
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.conversation import Conversation
@@ -253,6 +254,10 @@ def test_slips_of_the_teacher_change_labels_and_never_inputs():
 
 
 # Names
+
+
+def test_the_earlier_name_of_context_exhausted_can_still_be_caught():
+    assert environments.OutOfRoom is environments.ContextExhausted
 
 
 USER_EPISODE = """
