@@ -4,7 +4,7 @@ from colocated_grpo.environments.base import BatchSource, EnvironmentSetupError,
 from colocated_grpo.environments.build import Environments, build_environments
 from colocated_grpo.environments.conversation import AssistantMessage, ContextExhausted, Conversation
 
-# The documented name of earlier versions: episodes of users may catch it.
+# The name in earlier versions: user episodes may catch it.
 OutOfRoom = ContextExhausted
 
 __all__ = [

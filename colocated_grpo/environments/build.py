@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PromptedConfig = TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | TurnsSourceConfig
-"""Entries whose prompts this run samples itself."""
+"""Entries whose prompts this run samples itself. Groups of the others arrive from Atropos."""
 MAX_DROPPED_HELD_OUT = 1000
 """Held-out items that may be dropped before the search for usable ones ends."""
 
@@ -50,7 +50,7 @@ class Environment(Protocol):
 
 
 class ScoredEnvironment(Environment, Protocol):
-    """An environment whose completions are scored one by one."""
+    """An environment with a scorer: every completion is a single message."""
 
     @property
     def scorer(self) -> Scorer: ...

@@ -15,7 +15,7 @@ Message = JsonObject
 
 
 class ChatCodec:
-    """Decodes sampled messages, for display only, and encodes the messages between two of them."""
+    """Decodes sampled messages and encodes the messages between two of them. Sampled text is never encoded again."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer

@@ -15,7 +15,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 Template = Annotated[str, StringConstraints(pattern=r"\{question\}")]
 """Text around {question}. Without the placeholder every prompt would be the same."""
 HELD_OUT_ONE_IN = 10
-"""One of so many questions is held out."""
+"""One in ten questions is held out."""
 MAX_MISSES = 1000
 """Consecutive draws without a new question of the split, after which its questions count as exhausted."""
 PARTIAL_CREDIT = 0.5
@@ -23,7 +23,10 @@ PARTIAL_CREDIT = 0.5
 
 
 def in_split(question: str, split: Split) -> bool:
-    """Assign the question by its hash, whatever the seed: no run trains on a question that another run holds out."""
+    """Return whether the question belongs to the split.
+
+    Its hash decides, whatever the seed: no run trains on a question that another run holds out.
+    """
     digest = sha256(question.encode()).digest()
     held_out = int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
     return held_out == (split == "held_out")
