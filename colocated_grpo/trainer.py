@@ -15,7 +15,7 @@ from colocated_grpo.advantages import group_advantages, is_constant
 from colocated_grpo.batching import Batch, MicroBatch, pack
 from colocated_grpo.build.run import GOAL_REACHED, Run, build_run, describe
 from colocated_grpo.config.schema import Config
-from colocated_grpo.environments.base import Settled
+from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.errors import ReportedElsewhere, RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
@@ -138,7 +138,7 @@ def train(run: Run) -> str:
     return FINISHED
 
 
-def rollout(run: Run, step: int) -> tuple[list[Group], Settled]:
+def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     """Generate the groups of this step, after an evaluation if one is due. Raises Stopped on every rank."""
     order = run.supply.order(step)
     with run.choreography.rollout_phase(step, probe=order.probe):
@@ -148,7 +148,7 @@ def rollout(run: Run, step: int) -> tuple[list[Group], Settled]:
             groups = order.collect()
     check_reward_errors(groups, run.config.rollout)
     settled = run.supply.settle(groups)
-    chosen = [groups[place] for place in settled.now] + settled.late
+    chosen = [groups[place] for place in settled.trained_now] + settled.released
     if step == 0 and (lack := lack_of_signal(chosen)):
         run.tracker.note(f"first batch: {lack}")
     # By prompt index: training and logs do not depend on the order in which groups finished.

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from colocated_grpo.atropos.source import AtroposSource
-from colocated_grpo.environments.base import Settled
+from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.supply import Order
@@ -205,8 +205,8 @@ class ServedSupply:
         self._probe = groups[0].rollouts[0].token_ids
         return groups
 
-    def settle(self, groups: list[Group]) -> Settled:
-        return Settled(now=list(range(len(groups))), metrics=self._role.settle())
+    def settle(self, groups: list[Group]) -> BatchResult:
+        return BatchResult(trained_now=list(range(len(groups))), metrics=self._role.settle())
 
     def state_dict(self) -> dict[str, Any] | None:
         return self._role.state_dict()

@@ -95,7 +95,7 @@ def build_data(config: Config, model: ModelFiles, world: World, tracker: Tracker
 def draw_held_out(config: Config, environments: Environments, tracker: Tracker | NullTracker) -> list[Prompt]:
     """Prompts that are evaluated and never trained on. Rank 0 only."""
     if config.evaluation.every:
-        for line in environments.remarks():
+        for line in environments.held_out_notes():
             tracker.note(line)
     return environments.held_out(config.evaluation.prompts)
 
@@ -109,7 +109,7 @@ def build_collector(
         driver,
         episodes,
         environments.scorers,
-        codec.turn_text,
+        codec.message_text,
         world,
         build_dispatch(config, world),
         seed=config.seed,

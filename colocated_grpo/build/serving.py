@@ -147,7 +147,7 @@ def make_reader(
         max_tokens=limits.max_tokens,
         recompute_logprobs=atropos.missing_logprobs == "recompute",
         origins=origins,
-        decode=ChatCodec(tokenizer).turn_text,
+        decode=ChatCodec(tokenizer).message_text,
     )
 
 

@@ -1,11 +1,16 @@
-"""Where prompts and rewards come from: tasks, datasets with reward functions, episodes, games, user code."""
+"""Sources of prompts and rewards: tasks, datasets with reward functions, episodes, games and user code."""
 
 from colocated_grpo.environments.base import BatchSource, EnvironmentSetupError, Episode, Scorer, Task
 from colocated_grpo.environments.build import Environments, build_environments
-from colocated_grpo.environments.conversation import Conversation, OutOfRoom, Turn
+from colocated_grpo.environments.conversation import AssistantMessage, ContextExhausted, Conversation
+
+# The name in earlier versions: user episodes may catch it.
+OutOfRoom = ContextExhausted
 
 __all__ = [
+    "AssistantMessage",
     "BatchSource",
+    "ContextExhausted",
     "Conversation",
     "EnvironmentSetupError",
     "Environments",
@@ -13,6 +18,5 @@ __all__ = [
     "OutOfRoom",
     "Scorer",
     "Task",
-    "Turn",
     "build_environments",
 ]

@@ -1,4 +1,4 @@
-"""What an environment is made of. The contracts that tasks, scorers and sources keep."""
+"""Contracts of environments: tasks, episodes, scorers and the source of training prompts."""
 
 from __future__ import annotations
 
@@ -8,82 +8,91 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.environments.conversation import Conversation
-from colocated_grpo.types import Completion, Group, Prompt, Score
+from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Score
 
 Split = Literal["train", "held_out"]
+Item = dict[str, Any]
+"""One instance of a task: "prompt" (text or chat messages) and whatever the scorer or the episode needs."""
 
 
 class EnvironmentSetupError(ConfigError):
-    """An environment cannot be built or cannot give prompts; the message is one line for the user."""
+    """An environment cannot be built or yields no usable prompts. The message is one line for the user."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Questions and their judge in one object."""
+    """Prompts and the scoring of their completions in one object."""
 
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        """Items with a "prompt" (text or chat messages) and whatever score() needs.
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
+        """Yield items.
 
-        The same arguments give the same sequence, or a run cannot be resumed. A train sequence that ends is
-        started again; a held-out one may end.
+        The same arguments must yield the same sequence, or a run cannot be resumed. A finite "train" sequence is
+        restarted when it ends; a "held_out" one may end.
         """
+        ...
 
-    def score(self, item: dict[str, Any], completion: str) -> float | dict[str, float] | None:
-        """The reward, or named parts of which "reward" trains; None: not applicable. Called from several threads."""
+    def score(self, item: Item, completion: str) -> float | dict[str, float] | None:
+        """Return the reward, named parts of which "reward" trains, or None if not applicable. Must be thread-safe."""
+        ...
 
 
 @runtime_checkable
 class Seekable(Protocol):
-    """A task or an episode whose sequences have no end and can be entered anywhere: a long run then resumes at once."""
+    """A task or an episode with endless sequences and random access, so that a long run resumes at once."""
 
-    def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[dict[str, Any]]:
-        """What prompts() gives after its first `start` items, without making those."""
+    def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[Item]:
+        """Yield what prompts() yields after its first `start` items, without generating those."""
+        ...
 
 
 @runtime_checkable
 class Episode(Protocol):
-    """Conversations of several turns: the policy speaks, the environment answers, until it knows the reward.
+    """Multi-turn conversations: policy and environment alternate until the reward is known.
 
-    One object plays all episodes of a rank, many at once: what belongs to one episode lives inside `run`.
+    One object runs all episodes of a rank concurrently: keep the state of an episode in local variables of `run`.
     """
 
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        """As Task.prompts: items with the "prompt" that opens the conversation, and whatever run() needs."""
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
+        """As Task.prompts; "prompt" opens the conversation."""
+        ...
 
-    async def run(self, item: dict[str, Any], model: Conversation) -> float | dict[str, float] | None:
-        """One episode; its reward, as Task.score gives it. Runs on an event loop: blocking work goes to threads.
+    async def run(self, item: Item, model: Conversation) -> float | dict[str, float] | None:
+        """Run one episode and return its reward, as Task.score does.
 
-        What it raises costs this episode only. OutOfRoom may pass: the reward is then 0.
+        All episodes run on one event loop: move blocking work to threads. An exception costs this episode only.
+        ContextExhausted need not be caught: the reward is then 0.
         """
+        ...
 
 
 class Scorer(Protocol):
-    """Judge of one environment; may be called from several threads at once."""
+    """Scores the completions of one environment. Must be thread-safe."""
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
-        """One score for each completion of the prompt. User code that raises costs its completion only: Score.error."""
+        """Return one score per completion. An exception in user code costs its completion only: Score.error."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
-    """What becomes of a step's groups. Plain data: rank 0 decides, every rank is told."""
+class BatchResult:
+    """How the source settled one batch of groups. Plain data: computed on rank 0 and broadcast to every rank."""
 
-    now: list[int]
-    """Positions, among the groups given, of those that are trained in this step. The others are held back or lost."""
-    late: list[Group] = field(default_factory=list)
-    """Groups held back in earlier steps that are trained now."""
+    trained_now: list[int]
+    """Positions, among the recorded groups, of those trained in this step. The others are pending or dropped."""
+    released: list[Group] = field(default_factory=list)
+    """Pending groups of earlier steps that are trained now."""
     metrics: dict[str, float] = field(default_factory=dict)
-    games: list[dict[str, Any]] = field(default_factory=list)
-    """Records of ended games, for the run folder."""
+    games: list[JsonObject] = field(default_factory=list)
+    """Records of games that ended, for the run folder."""
     finished: bool = False
-    """The source has nothing more to teach: the run ends after this step."""
+    """The environment's goal is reached: the run ends after this step."""
 
 
-def joined(parts: Sequence[Settled]) -> Settled:
-    """All as one. Their positions are already those among the groups of all."""
-    return Settled(
-        now=sorted(place for part in parts for place in part.now),
-        late=[group for part in parts for group in part.late],
+def merge_results(parts: Sequence[BatchResult]) -> BatchResult:
+    """Merge results whose positions already index the batch as a whole."""
+    return BatchResult(
+        trained_now=sorted(position for part in parts for position in part.trained_now),
+        released=[group for part in parts for group in part.released],
         metrics={name: value for part in parts for name, value in part.metrics.items()},
         games=[game for part in parts for game in part.games],
         finished=any(part.finished for part in parts),
@@ -91,17 +100,18 @@ def joined(parts: Sequence[Settled]) -> Settled:
 
 
 class BatchSource(Protocol):
-    """Where training prompts come from. Lives on rank 0 only."""
+    """Source of training prompts. Lives on rank 0 only."""
 
     def next(self, n: int) -> list[Prompt]:
-        """`n` prompts for the policy, and those that an opponent has to answer; fewer where all games wait for it."""
+        """Return `n` prompts for the policy plus those for an opponent; fewer if all games await the opponent."""
         ...
 
-    def record(self, groups: Sequence[Group]) -> Settled:
-        """Take in the scored groups of all prompts that the last next() gave."""
+    def record(self, groups: Sequence[Group]) -> BatchResult:
+        """Record the scored groups of every prompt of the last next() and decide which of them train."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data; after load_state_dict of it, next() gives what this source would have given."""
+    def state_dict(self) -> JsonObject:
+        """Return plain data. A source that loads it continues with the prompts that this one would have returned."""
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: JsonObject) -> None: ...

@@ -1,59 +1,72 @@
-"""Between chat messages and the tokens of a conversation under way."""
+"""Conversion between chat messages and the tokens of a running conversation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
+
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
+Message = JsonObject
+"""A chat message. Example: {"role": "user", "content": "3+4="}"""
 
 
 class ChatCodec:
-    """What a conversation needs of the tokenizer. Sampled tokens are decoded for people and never encoded again."""
+    """Decodes sampled messages and encodes the messages between two of them. Sampled text is never encoded again."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
-    def turn_text(self, token_ids: Sequence[int]) -> str:
-        """What the policy said, special tokens left out."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def message_text(self, token_ids: Sequence[int]) -> str:
+        """Decode an assistant message without its special tokens."""
+        return self._decode(token_ids, skip_special_tokens=True)
 
     def transcript(self, token_ids: Sequence[int]) -> str:
-        """Every token as text: the special ones show where a turn begins and ends."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        """Decode every token. Special tokens show where a message begins and ends."""
+        return self._decode(token_ids, skip_special_tokens=False)
 
-    def observation(self, said: str | Sequence[Message], last_token: int) -> list[int]:
-        """Tokens from the end of the policy's turn to the start of its next: its closing, the messages, the opening.
+    def observation(self, messages: str | Sequence[Message], last_token: int) -> list[int]:
+        """Return the tokens between two assistant messages: the end of the first, `messages`, the start of the second.
 
-        Text is one user message. last_token: the turn's last sampled token; a turn that ended by itself has closed
-        itself, one that was cut has not. A tokenizer without chat template reads the plain text of the messages.
+        Text stands for one user message. `last_token` is the last sampled token: if it is the closing token, the
+        closing token is not repeated. Without a chat template, the plain text of the messages is encoded.
         """
         if self._tokenizer.chat_template is None:
-            return self._tokenizer.encode(plain_text(said), add_special_tokens=False)
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
-        token_ids = self._after_turn(messages)
+            return self._tokenizer.encode(plain_text(messages), add_special_tokens=False)
+        chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        token_ids = self._after_assistant_message(chat)
         return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
 
-    def _after_turn(self, messages: list[Message]) -> list[int]:
-        """What two conversations that differ in the content of one assistant turn have in common behind it.
+    def _after_assistant_message(self, messages: list[Message]) -> list[int]:
+        """Return the common suffix of two conversations that differ in one assistant message only.
 
-        Found on tokens and from the end, so that it does not matter what a template puts in front (a system message,
-        the date, empty thoughts) nor whether its special tokens can be spelled as text.
+        Comparing tokens from the end makes this independent of what a template puts in front (a system message, the
+        date, empty thoughts), and works for special tokens that have no text form.
         """
         one, other = (self._render(content, messages) for content in ("a", "b"))
-        shared = 0
-        while shared < min(len(one), len(other)) and one[-1 - shared] == other[-1 - shared]:
-            shared += 1
-        return one[len(one) - shared :]
+        length = 0
+        while length < min(len(one), len(other)) and one[-1 - length] == other[-1 - length]:
+            length += 1
+        return one[len(one) - length :]
 
     def _render(self, content: str, messages: list[Message]) -> list[int]:
-        before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
-        rendered = self._tokenizer.apply_chat_template(before + messages, add_generation_prompt=True, return_dict=False)
-        return list(rendered)
+        start = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+        return render_tokens(self._tokenizer, start + messages)
+
+    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return cast(str, text)  # a list of texts only for a batch of sequences
 
 
-def plain_text(said: str | Sequence[Message]) -> str:
-    return said if isinstance(said, str) else "\n".join(str(message["content"]) for message in said)
+def render_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    """Return the tokens of a chat, ending with the opening of the next assistant message."""
+    token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return list(cast("list[int]", token_ids))  # typed as the union over all of its options
+
+
+def plain_text(messages: str | Sequence[Message]) -> str:
+    """Join the contents of the messages by newlines."""
+    return messages if isinstance(messages, str) else "\n".join(str(message["content"]) for message in messages)

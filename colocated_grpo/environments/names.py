@@ -1,4 +1,7 @@
-"""Names in the config that nothing has: what a launcher can tell of them. What is behind a name, building it shows."""
+"""Early check of the names in `environments`, by lookup alone: user code is not imported.
+
+The launcher runs it, so that a misspelled name fails before the ranks start.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.episodes import EPISODES
 from colocated_grpo.environments.registry import check_name
 from colocated_grpo.environments.rewards.functions import check_reward_name
-from colocated_grpo.environments.tasks import FORM, TASKS
+from colocated_grpo.environments.tasks import REASONING_GYM_FORM, TASKS
 from colocated_grpo.environments.turns.registry import TURN_ENVIRONMENTS
 
 
 def check_names(config: Config) -> None:
-    """Raise ConfigError where a name is neither built in nor installed, nor written as the user's own code is."""
+    """Raise ConfigError, one line per name, if a name is neither built in nor installed nor names user code."""
     lines = []
     for entry in config.environments:
         try:
@@ -32,7 +35,7 @@ def _check(entry: EnvironmentConfig) -> None:
         for reward in entry.rewards:
             check_reward_name(reward.name, f"environments {entry.name!r}: rewards")
     elif isinstance(entry, TaskSourceConfig):
-        check_name("task", entry.name, TASKS, FORM)
+        check_name("task", entry.name, TASKS, REASONING_GYM_FORM)
     elif isinstance(entry, EpisodeSourceConfig) and not is_adapted(entry.name):
         check_name("episode", entry.name, EPISODES, *FORMS)
     elif isinstance(entry, TurnsSourceConfig) and not is_adapted(entry.name):

@@ -1,42 +1,43 @@
-"""From the user's form of a prompt to the tokens that the model reads."""
+"""Conversion of an item's prompt into the tokens that the model reads."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.base import EnvironmentSetupError, Item
+from colocated_grpo.environments.chat import Message, render_tokens
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PATTERN = "colocated_grpo:reply_pattern"
-"""Key of an item under which a turn with structured output has the regular expression of its replies. No dataset has a
-column of this name."""
-BY_OPPONENT = "colocated_grpo:by_opponent"
-"""Key of an item that is true where the frozen opponent answers."""
+# The prefix keeps these keys apart from the columns of a dataset.
+PATTERN_KEY = "colocated_grpo:reply_pattern"
+"""Item key for the regular expression that constrains the completions."""
+BY_OPPONENT_KEY = "colocated_grpo:by_opponent"
+"""Item key that is true if the frozen opponent samples the completion."""
 
 
 class PromptEncoder:
-    """Text becomes one user message where the tokenizer has a chat template, else it is read as it stands.
+    """Encodes prompts.
 
-    Text that a template has rendered already, as its special tokens show, is read as it stands too. Chat messages
-    always go through the template, with the assistant's turn opened.
+    Chat messages are rendered by the chat template, with the assistant's message opened. Text becomes one user message
+    if the tokenizer has a chat template; text that contains special tokens was rendered before and is encoded as is.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
         self.tokenizer = tokenizer
         self.max_prompt_tokens = max_prompt_tokens
-        # Some tokenizers pad with an exclamation mark.
-        self._marks = [token for token in tokenizer.all_special_tokens if token[0] in "<[" and len(token) > 2]
-        self._most_letters = max_prompt_tokens * longest_token(tokenizer)
+        # Only tokens such as <|im_start|> or [INST] prove that a template was applied: some tokenizers pad with "!".
+        self._markers = [token for token in tokenizer.all_special_tokens if token[0] in "<[" and len(token) > 2]
+        self._max_characters = max_prompt_tokens * longest_token(tokenizer)
 
-    def encode(self, item: dict[str, Any], *, index: int, source: str) -> Prompt | None:
-        """None: longer than max_prompt_tokens, or empty."""
+    def encode(self, item: Item, *, index: int, source: str) -> Prompt | None:
+        """Return None if the prompt is empty or longer than max_prompt_tokens."""
         prompt = checked_prompt(item, source)
-        if sum(map(len, texts_of(prompt))) > self._most_letters:
-            return None  # megabytes would take seconds to tokenize, each time one is met
+        if sum(map(len, _texts(prompt))) > self._max_characters:
+            return None  # tokenizing megabytes would take seconds each time
         text, token_ids = self._render(prompt, source)
         if not 1 <= len(token_ids) <= self.max_prompt_tokens:
             return None
@@ -46,53 +47,54 @@ class PromptEncoder:
             text=text,
             item=item,
             source=source,
-            pattern=item.get(PATTERN),
-            by_opponent=item.get(BY_OPPONENT, False),
+            pattern=item.get(PATTERN_KEY),
+            by_opponent=item.get(BY_OPPONENT_KEY, False),
         )
 
-    def too_long(self, source: str, dropped: int) -> EnvironmentSetupError:
+    def no_usable_prompt(self, source: str, attempts: int) -> EnvironmentSetupError:
+        """Return the error for a source of which encode() dropped `attempts` consecutive prompts."""
         return EnvironmentSetupError(
-            f"environments {source!r}: {dropped} prompts in a row are empty or longer than "
-            f"rollout.max_prompt_tokens={self.max_prompt_tokens}; nothing is left to train on"
+            f"environments {source!r}: {attempts} consecutive prompts are empty or longer than "
+            f"rollout.max_prompt_tokens={self.max_prompt_tokens}; raise the limit or shorten the prompts"
         )
 
-    def _render(self, prompt: str | list[dict[str, Any]], source: str) -> tuple[str, list[int]]:
+    def _render(self, prompt: str | list[Message], source: str) -> tuple[str, list[int]]:
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
                 return prompt, list(self.tokenizer.encode(prompt))
-            if any(mark in prompt for mark in self._marks):
+            if any(marker in prompt for marker in self._markers):
                 return prompt, list(self.tokenizer.encode(prompt, add_special_tokens=False))
             prompt = [{"role": "user", "content": prompt}]
         elif self.tokenizer.chat_template is None:
             raise EnvironmentSetupError(
                 f"environments {source!r}: prompts are chat messages and the tokenizer has no chat template; "
-                "set model.chat_template or give prompts as text"
+                "set model.chat_template or use text prompts"
             )
         try:
             text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-            # Not encode(text): some tokenizers build the template's special tokens from ids and not from their text.
-            token_ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # the template is the model's or the user's code, run on the user's messages
+            # Not encode(text): in some tokenizers the template's special tokens have ids but no text form.
+            token_ids = render_tokens(self.tokenizer, prompt)
+        except Exception as error:  # the template is code of the model or the user, run on the user's messages
             raise EnvironmentSetupError(
-                f"environments {source!r}: the chat template refuses a prompt that ends with "
+                f"environments {source!r}: the chat template rejects a prompt that ends with "
                 f"{repr(prompt[-1])[:80]}: {one_line(error)}"
             ) from error
-        return text, list(token_ids)
+        return cast(str, text), token_ids
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Characters that one token stands for at most."""
+    """Return the number of characters of the longest token."""
     return max(map(len, tokenizer.get_vocab()))
 
 
-def texts_of(prompt: str | list[dict[str, Any]]) -> list[str]:
-    """The prompt itself, or what its messages say."""
+def _texts(prompt: str | list[Message]) -> list[str]:
+    """Return the prompt itself, or the text contents of its messages."""
     texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     return [text for text in texts if isinstance(text, str)]
 
 
-def checked_prompt(item: Any, source: str) -> str | list[dict[str, Any]]:
-    """The item's prompt; one clear line where an item or its prompt has another form."""
+def checked_prompt(item: Any, source: str) -> str | list[Message]:
+    """Return the item's prompt. Raises EnvironmentSetupError if the item or its prompt is malformed."""
     if not isinstance(item, dict) or "prompt" not in item:
         shape = f"the keys {', '.join(map(str, item))}" if isinstance(item, dict) else f"a {type(item).__name__}"
         raise EnvironmentSetupError(f"environments {source!r}: an item must be a dict with 'prompt', got {shape}")
@@ -100,20 +102,20 @@ def checked_prompt(item: Any, source: str) -> str | list[dict[str, Any]]:
     if isinstance(prompt, str) or (
         isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
     ):
-        for text in texts_of(prompt):
-            _check_letters(text, source)
+        for text in _texts(prompt):
+            _check_encodable(text, source)
         return prompt
     raise EnvironmentSetupError(
         f"environments {source!r}: a prompt must be text or a list of messages with a role, got {repr(prompt)[:80]}"
     )
 
 
-def _check_letters(text: str, source: str) -> None:
-    """No tokenizer takes halves of surrogate pairs, which JSON may hold where a text was cut within an emoji."""
+def _check_encodable(text: str, source: str) -> None:
+    """Reject lone surrogates. JSON may contain them if a text was cut within an emoji, and tokenizers raise on them."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         part = text[max(0, error.start - 20) : error.start + 20]
         raise EnvironmentSetupError(
-            f"environments {source!r}: a prompt holds half of a surrogate pair, which is no text: {part!r}"
+            f"environments {source!r}: a prompt contains a lone surrogate, which cannot be encoded: {part!r}"
         ) from None

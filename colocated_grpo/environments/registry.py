@@ -1,4 +1,4 @@
-"""Environments by name: built in, installed by another package, or the user's own code."""
+"""Lookup of environments by name: built in, installed by another package, or user code."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
+from colocated_grpo.types import JsonObject
 
 ENTRY_POINTS = "colocated_grpo.environments"
-OWN_CODE = ("module:object", "path/to/file.py:object")
+"""Entry point group in which packages register environments."""
+USER_CODE_FORMS = ("module:object", "path/to/file.py:object")
 
 
 def find_environment(
-    kind: str, name: str, args: dict[str, Any], built_in: Mapping[str, Callable[..., Any]], *forms: str
+    kind: str, name: str, args: JsonObject, built_in: Mapping[str, Callable[..., Any]], *forms: str
 ) -> Any:
-    """The environment behind `name`: a class is called with args, an instance takes none. The rest: `find_object`."""
+    """Return the environment called `name`: a class is called with args, an instance must come without."""
     found, key = find_object(kind, name, built_in, *forms), f"environments {name!r}"
     if isinstance(found, type):
         return construct(found, args, key)
     if args:
-        raise EnvironmentSetupError(f"{key}: args={args} given, but the object is an instance, not a class")
+        raise EnvironmentSetupError(f"{key}: args={args}: the object is an instance, not a class; remove args")
     return found
 
 
 def find_object(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]], *forms: str) -> Any:
-    """What `name` stands for. kind and forms (further ways to write a name) are for the error message."""
+    """Return the object called `name`. `kind` and `forms` (further forms of a name) are for the error line."""
     check_name(kind, name, built_in, *forms)
     key = f"environments {name!r}"
     if name in built_in:
@@ -38,14 +40,14 @@ def find_object(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]
 
 
 def check_name(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]], *forms: str) -> None:
-    """Raise one line where `name` is neither built in nor installed, nor written as the user's own code is."""
+    """Raise EnvironmentSetupError unless `name` is built in, installed, or of a form that names user code."""
     if ":" not in name and name not in built_in and name not in installed():
-        raise unknown_name("environments", kind, name, [*built_in, *installed(), *forms, *OWN_CODE])
+        raise unknown_name("environments", kind, name, [*built_in, *installed(), *forms, *USER_CODE_FORMS])
 
 
 @cache
 def installed() -> dict[str, EntryPoint]:
-    """Environments that other packages announce."""
+    """Return the environments that installed packages register, by name."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
@@ -57,7 +59,7 @@ def _load(point: EntryPoint, key: str) -> Any:
 
 
 def check_methods(found: Any, what: str, methods: tuple[str, ...], name: str) -> None:
-    """Raise one line that names what `found` lacks to be a task or an episode."""
+    """Raise EnvironmentSetupError if `found` lacks one of the methods. `what` is its kind, such as "a task"."""
     missing = [method for method in methods if not callable(getattr(found, method, None))]
     if missing:
         lacks = " and no ".join(f"{method}()" for method in missing)

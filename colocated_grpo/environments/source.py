@@ -1,103 +1,98 @@
-"""The stream of training prompts: several environments mixed by weight, with an exact cursor."""
+"""The source of training prompts: several environments mixed by weight, with a position that can be saved exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Settled, joined
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, merge_results
 from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.environments.streams import Stream
-from colocated_grpo.types import Group, Prompt
+from colocated_grpo.environments.streams import ItemStream
+from colocated_grpo.types import Group, JsonObject, Prompt
 
-LEAST_BY_OPPONENT = 16
-"""Turns that an opponent may take in one step, however few prompts the policy is given."""
+MIN_OPPONENT_LIMIT = 16
+"""Opponent turns that one step allows even if the policy gets fewer prompts."""
 
 
 class Mixture:
-    """Whose turn it is: the one furthest behind its share, so that counts never stray from the shares by a batch."""
+    """Deterministic mixing by weight: the next name is the one furthest behind its fraction of the counts."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())
-        self.shares = {name: weight / total for name, weight in weights.items()}
+        self.fractions = {name: weight / total for name, weight in weights.items()}
         self.counts = dict.fromkeys(weights, 0)
 
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-    def due(self) -> str:
-        position = self.total + 1
-        return max(self.shares, key=lambda name: self.shares[name] * position - self.counts[name])
+    def next_name(self) -> str:
+        position = sum(self.counts.values()) + 1
+        return max(self.fractions, key=lambda name: self.fractions[name] * position - self.counts[name])
 
 
 class PromptSource:
-    """The BatchSource of all entries of the config that give prompts."""
+    """The BatchSource over all environments that yield prompts."""
 
-    def __init__(self, streams: Mapping[str, Stream], weights: Mapping[str, float], encoder: PromptEncoder) -> None:
+    def __init__(self, streams: Mapping[str, ItemStream], weights: Mapping[str, float], encoder: PromptEncoder) -> None:
         self.streams = streams
         self.mixture = Mixture(weights)
         self.encoder = encoder
-        self.given = 0
-        """Prompts so far, those for an opponent included."""
-        self.dropped = 0
-        """Prompts left out so far because they were empty or too long."""
-        self._told = 0
-        """Of those, how many record() has counted."""
+        self.num_prompts = 0
+        """Prompts returned so far, those for an opponent included."""
+        self.num_dropped = 0
+        """Items skipped so far because their prompt was empty or too long."""
+        self._num_dropped_reported = 0
 
     def next(self, n: int) -> list[Prompt]:
         prompts: list[Prompt] = []
         by_opponent = 0
-        # Where every game waits for the opponent, asking for more would open new games without end.
-        while len(prompts) - by_opponent < n and by_opponent < max(n, LEAST_BY_OPPONENT):
+        # If every open game awaits the opponent, each further turn would start another game: hence the limit.
+        while len(prompts) - by_opponent < n and by_opponent < max(n, MIN_OPPONENT_LIMIT):
             prompts.append(self._next_prompt())
             by_opponent += prompts[-1].by_opponent
         return prompts
 
     def _next_prompt(self) -> Prompt:
-        name = self.mixture.due()
+        name = self.mixture.next_name()
         stream = self.streams[name]
-        for _ in range(stream.patience):
+        for _ in range(stream.max_attempts):
             item = stream.take()
-            prompt = self.encoder.encode(item, index=self.given, source=name)
+            prompt = self.encoder.encode(item, index=self.num_prompts, source=name)
             if prompt is not None:
-                self.given += 1
+                self.num_prompts += 1
                 self.mixture.counts[name] += not prompt.by_opponent
                 return prompt
             stream.reject(item)
-            self.dropped += 1
-        raise self.encoder.too_long(name, stream.patience)
+            self.num_dropped += 1
+        raise self.encoder.no_usable_prompt(name, stream.max_attempts)
 
-    def record(self, groups: Sequence[Group]) -> Settled:
-        parts: list[Settled] = []
+    def record(self, groups: Sequence[Group]) -> BatchResult:
+        parts: list[BatchResult] = []
         for name, stream in self.streams.items():
-            places = [place for place, group in enumerate(groups) if group.prompt.source == name]
-            one = stream.record([groups[place] for place in places])
-            parts.append(replace(one, now=[places[place] for place in one.now]))
-        settled = joined(parts)
-        settled.metrics["prompts_dropped"] = float(self.dropped - self._told)
-        self._told = self.dropped
-        return settled
+            positions = [position for position, group in enumerate(groups) if group.prompt.source == name]
+            part = stream.record([groups[position] for position in positions])
+            parts.append(replace(part, trained_now=[positions[index] for index in part.trained_now]))
+        result = merge_results(parts)
+        result.metrics["prompts_dropped"] = float(self.num_dropped - self._num_dropped_reported)
+        self._num_dropped_reported = self.num_dropped
+        return result
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {
             "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
             "counts": dict(self.mixture.counts),
-            "shares": self.mixture.shares,
-            "given": self.given,
-            "dropped": self.dropped,
+            "shares": self.mixture.fractions,
+            "given": self.num_prompts,
+            "dropped": self.num_dropped,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         if state["counts"].keys() != self.mixture.counts.keys():
             raise EnvironmentSetupError(
                 f"environments: the checkpoint has {', '.join(state['counts'])} and the config has "
-                f"{', '.join(self.mixture.counts)}; an exact resume needs the same ones"
+                f"{', '.join(self.mixture.counts)}; an exact resume needs the same environments"
             )
         for name, stream in self.streams.items():
             stream.load_state_dict(state["streams"][name])
-        if state["shares"] == self.mixture.shares:  # else: from now on, not back until what was given fits as well
+        # Changed weights apply from here on: with the old counts they would first make up for all earlier prompts.
+        if state["shares"] == self.mixture.fractions:
             self.mixture.counts = dict(state["counts"])
-        self.given = state["given"]
-        self.dropped = self._told = state["dropped"]
+        self.num_prompts = state["given"]
+        self.num_dropped = self._num_dropped_reported = state["dropped"]

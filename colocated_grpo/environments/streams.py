@@ -1,4 +1,4 @@
-"""Training items of one environment as an endless sequence whose position can be saved."""
+"""Endless streams of training items, one per environment, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -8,54 +8,59 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import islice
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Seekable, Settled, Task
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Episode, Item, Seekable, Split, Task
 from colocated_grpo.environments.user_code.loading import one_line
-from colocated_grpo.types import Group
+from colocated_grpo.types import Group, JsonObject
 
-DIGESTED = 64
-"""Rows of a dataset by which a resume knows it again."""
+DIGEST_ROWS = 64
+"""Rows of a dataset that are hashed, so that a resume detects other data without reading all of it."""
 
 
-class Stream(Protocol):
-    """Endless items. `patience`: items after which a caller that found none usable may give up."""
+class ItemStream(Protocol):
+    """Endless training items of one environment."""
 
-    patience: int
-
-    def take(self) -> dict[str, Any]: ...
-
-    def reject(self, item: dict[str, Any]) -> None:
-        """The item just taken cannot be asked."""
+    @property
+    def max_attempts(self) -> int:
+        """Consecutive unusable items after which the caller should give up."""
         ...
 
-    def record(self, groups: Sequence[Group]) -> Settled:
-        """The scored groups of all items taken since the last call."""
+    def take(self) -> Item:
+        """Return the next item."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def reject(self, item: Item) -> None:
+        """Report that the item just taken is not usable as a prompt."""
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def record(self, groups: Sequence[Group]) -> BatchResult:
+        """Record the scored groups of all items taken since the last call."""
+        ...
 
+    def state_dict(self) -> JsonObject: ...
 
-class Unmoved:
-    """What streams have in common whose items do not depend on what was answered."""
-
-    def reject(self, item: dict[str, Any]) -> None:
-        """The next item is as good."""
-
-    def record(self, groups: Sequence[Group]) -> Settled:
-        return Settled(now=list(range(len(groups))))
+    def load_state_dict(self, state: JsonObject) -> None: ...
 
 
-class TaskStream(Unmoved):
-    """Train prompts of a task or an episode, started again when they end.
+class FixedItems:
+    """Base of streams whose items do not depend on completions: every group trains at once."""
 
-    Resuming makes the items already taken once more, unless the task can be entered where it was left.
+    def reject(self, item: Item) -> None:
+        """Do nothing: the next item is independent of this one."""
+
+    def record(self, groups: Sequence[Group]) -> BatchResult:
+        return BatchResult(trained_now=list(range(len(groups))))
+
+
+class TaskStream(FixedItems):
+    """Training items of a task or an episode, restarted when they end.
+
+    A resume generates the items already taken again, unless the task is Seekable.
     """
 
-    patience = 1000
+    max_attempts = 1000
 
     def __init__(self, name: str, task: Task | Episode, seed: int) -> None:
         self.name = name
@@ -63,103 +68,113 @@ class TaskStream(Unmoved):
         self.seed = seed
         self.load_state_dict({"taken": 0})
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> Item:
         item = next(self.items, None)
         if item is None:
             raise EnvironmentSetupError(
-                f"environments {self.name!r}: prompts_from() ended after {self.taken} items; give only prompts() where "
-                "there is an end"
+                f"environments {self.name!r}: prompts_from() ended after {self.taken} items; it must be endless: "
+                "define only prompts() for a finite task"
             )
         self.taken += 1
         return item
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"taken": self.taken}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         self.taken = state["taken"]
         if isinstance(self.task, Seekable):
-            enter = partial(self.task.prompts_from, self.seed, "train", self.taken)
-            self.items = asked(self.name, "prompts_from(seed, 'train', start)", enter)
+            prompts_from = partial(self.task.prompts_from, self.seed, "train", self.taken)
+            self.items = _user_items(self.name, "prompts_from(seed, 'train', start)", prompts_from)
         else:
             self.items = islice(self._endless(), self.taken, None)
 
-    def _endless(self) -> Iterator[dict[str, Any]]:
+    def _endless(self) -> Iterator[Item]:
         while True:
             empty = True
-            for item in prompts_of(self.name, self.task, self.seed, "train"):
+            for item in task_items(self.name, self.task, self.seed, "train"):
                 empty = False
                 yield item
             if empty:
-                raise EnvironmentSetupError(f"environments {self.name!r}: prompts(seed, 'train') gave nothing")
+                raise EnvironmentSetupError(f"environments {self.name!r}: prompts(seed, 'train') yielded no item")
 
 
-def prompts_of(name: str, task: Task | Episode, seed: int, split: str) -> Iterator[dict[str, Any]]:
-    """What the task of the environment `name` asks in a split. Raises one line for whatever it raises."""
-    return asked(name, f"prompts(seed, {split!r})", partial(task.prompts, seed, split))
+def task_items(name: str, task: Task | Episode, seed: int, split: Split) -> Iterator[Item]:
+    """Yield the items of one split. Exceptions of the task become EnvironmentSetupError."""
+    return _user_items(name, f"prompts(seed, {split!r})", partial(task.prompts, seed, split))
 
 
-def asked(name: str, what: str, ask: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """The items of ask(), which is the user's; `what` it is in words."""
+def _user_items(name: str, call: str, items: Callable[[], Iterable[Item]]) -> Iterator[Item]:
+    """Yield from items(), which is user code. `call` names it in the error line."""
     try:
-        yield from ask()
+        yield from items()
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise EnvironmentSetupError(f"environments {name!r}: {what}: {one_line(error)}") from error
+        raise EnvironmentSetupError(f"environments {name!r}: {call}: {one_line(error)}") from error
 
 
-class RowStream(Unmoved):
-    """Rows of a dataset, epoch after epoch, each epoch in its own order when shuffled."""
+class Rows(Protocol):
+    """Rows by index: a list, or a memory-mapped Hugging Face dataset."""
 
-    def __init__(
-        self, name: str, rows: Sequence[dict[str, Any]], to_item: Callable[[int], dict[str, Any]], seed: int | None
-    ) -> None:
-        """seed: None keeps the file's order."""
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Item: ...
+
+
+class RowStream(FixedItems):
+    """Rows of a dataset, epoch after epoch. With a seed, every epoch has its own order."""
+
+    def __init__(self, name: str, rows: Rows, to_item: Callable[[int], Item], seed: int | None) -> None:
+        """seed: None keeps the order of the data."""
         self.name = name
         self.size = len(rows)
-        self.content = digest(rows)
+        self.content = sample_digest(rows)
         self.to_item = to_item
         self.seed = seed
         self.taken = 0
-        self.patience = self.size
 
-    def take(self) -> dict[str, Any]:
+    @property
+    def max_attempts(self) -> int:
+        return self.size
+
+    def take(self) -> Item:
         epoch, position = divmod(self.taken, self.size)
-        index = position if self.seed is None else shuffled(self.size, self.seed, epoch)[position]
+        index = position if self.seed is None else epoch_order(self.size, self.seed, epoch)[position]
         item = self.to_item(index)
         self.taken += 1
         return item
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"taken": self.taken, "rows": self.size, "content": self.content}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         if state["rows"] != self.size:
             raise EnvironmentSetupError(
-                f"environments {self.name!r}: the checkpoint was made with {state['rows']} training rows, "
-                f"now there are {self.size}; an exact resume needs the same data"
+                f"environments {self.name!r}: the checkpoint was saved with {state['rows']} training rows and there "
+                f"are {self.size} now; an exact resume needs the same data"
             )
         if state.get("content", self.content) != self.content:
             raise EnvironmentSetupError(
-                f"environments {self.name!r}: the checkpoint was made with other rows than the {self.size} that there "
-                "are now; an exact resume needs the same data"
+                f"environments {self.name!r}: the {self.size} training rows differ from those of the checkpoint; "
+                "an exact resume needs the same data"
             )
         self.taken = state["taken"]
 
 
-def digest(rows: Sequence[dict[str, Any]]) -> str:
-    """Of some rows at even distances, as reading all of a large dataset would take long."""
+def sample_digest(rows: Rows) -> str:
+    """Hash evenly spaced rows; hashing every row of a large dataset would take too long."""
     hashed = blake2b(digest_size=8)
-    for place in range(DIGESTED):
-        row = rows[place * (len(rows) - 1) // (DIGESTED - 1)]
-        # What JSON does not know (an image) may show itself differently each time: of that, the kind.
+    for step in range(DIGEST_ROWS):
+        row = rows[step * (len(rows) - 1) // (DIGEST_ROWS - 1)]
+        # repr() of a value that JSON lacks, such as an image, may differ between processes: hash its type only.
         hashed.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
     return hashed.hexdigest()
 
 
 @lru_cache(maxsize=4)
-def shuffled(size: int, seed: int, epoch: int) -> list[int]:
+def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
+    """Return the row indices of one epoch, shuffled."""
     order = list(range(size))
     Random(f"{seed}:{epoch}").shuffle(order)
     return order

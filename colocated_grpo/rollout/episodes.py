@@ -16,9 +16,9 @@ from functools import partial
 
 from colocated_grpo.environments.base import Episode
 from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import Conversation, OutOfRoom
+from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.scoring import as_score
-from colocated_grpo.environments.user_code.event_loops import leave_loop, start_loop
+from colocated_grpo.environments.user_code.event_loops import retire_loop, start_loop
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.inbox import Inbox
@@ -131,7 +131,7 @@ class EpisodeRunner:
     def _abandon_loop(self) -> None:
         """Later episodes get a new loop."""
         if self._loop is not None:
-            leave_loop(self._loop)
+            retire_loop(self._loop)
         self._loop = None
 
     def _end(self, playing: _Playing, _task: Future[Rollout]) -> None:
@@ -172,7 +172,7 @@ class EpisodeRunner:
             async with asyncio.timeout(self._tool_timeout) as playing.clock:
                 item = deepcopy(prompt.item)  # an episode may change it, and siblings must not see that
                 return as_score(await self._episodes[prompt.source].run(item, _conversation_of(playing)))
-        except OutOfRoom:
+        except ContextExhausted:
             return Score(reward=0.0)
         except BaseException as error:
             if playing.abandoned:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from colocated_grpo.environments import BatchSource
-from colocated_grpo.environments.base import Settled
+from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.types import Group, Prompt
 
 REMEMBERED = 1 << 16
@@ -83,7 +83,7 @@ class LongestFirst:
         # Sorting is stable: prompts without a known length keep the source's order, as a resumed run needs.
         return sorted(self._source.next(n), key=self._lengths, reverse=True)
 
-    def record(self, groups: Sequence[Group]) -> Settled:
+    def record(self, groups: Sequence[Group]) -> BatchResult:
         self._lengths.record(groups)
         return self._source.record(groups)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Settled, joined
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, merge_results
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.supply import Order, PromptSupply, Supply
 from colocated_grpo.types import Group
@@ -37,10 +37,10 @@ class MixedSupply:
         served_groups = served.collect()
         return _renumbered(gather(), 0) + _renumbered(served_groups, 1)
 
-    def settle(self, groups: list[Group]) -> Settled:
+    def settle(self, groups: list[Group]) -> BatchResult:
         first = self._num_sampled
         sampled, served = self._sampled.settle(groups[:first]), self._served.settle(groups[first:])
-        return joined([sampled, replace(served, now=[first + place for place in served.now])])
+        return merge_results([sampled, replace(served, trained_now=[first + place for place in served.trained_now])])
 
     def state_dict(self) -> dict[str, Any]:
         return {"sampled": self._sampled.state_dict(), "served": self._served.state_dict()}

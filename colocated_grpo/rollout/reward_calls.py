@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from colocated_grpo.environments.rewards.scoring import AWAITED
+from colocated_grpo.environments.rewards.scoring import REWARD_LOOP
 from colocated_grpo.types import Completion, Prompt, Score
 
 Judged = tuple[list[str], list[Score]]
@@ -78,7 +78,7 @@ class RewardCalls:
     def _replace_pool(self) -> None:
         """Abandon hanging calls with their threads, which cannot be ended, and start new workers."""
         self.close()
-        AWAITED.leave_if_blocked()
+        REWARD_LOOP.retire_if_blocked()
         self._pool = self._new_pool()
 
     def _new_pool(self) -> ThreadPoolExecutor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from colocated_grpo.config.schema import RolloutConfig
-from colocated_grpo.environments.base import Settled
+from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.rollout.collect import Collector, Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.lengths import LongestFirst
@@ -35,7 +35,7 @@ class Supply(Protocol):
         """Draw the work of a step. Raises Stopped on every rank after a stop request."""
         ...
 
-    def settle(self, groups: list[Group]) -> Settled:
+    def settle(self, groups: list[Group]) -> BatchResult:
         """Decide which of the collected groups are trained now. The returned metrics are rank 0's."""
         ...
 
@@ -125,7 +125,7 @@ class PromptSupply:
         self._before = source.state_dict()
         return source.next(self._config.prompts_per_step)
 
-    def settle(self, groups: list[Group]) -> Settled:
+    def settle(self, groups: list[Group]) -> BatchResult:
         self._before = None
         return self._world.from_main(lambda: self._main_source().record(groups))
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from colocated_grpo.environments.base import Episode, Split
 from colocated_grpo.environments.chat import ChatCodec, Message, plain_text
-from colocated_grpo.environments.conversation import Conversation, OutOfRoom
+from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.scoring import as_score
 from colocated_grpo.tools.warm_start import IGNORED, Lesson, WarmStart, encoded_prompts, probes, sample
 from colocated_grpo.types import Completion, Prompt, Score
@@ -73,7 +73,7 @@ class EpisodeLessons:
         conversation = Conversation(prompt, self._codec, self._settings.max_completion_tokens, together.sample)
         try:
             return as_score(await self._episode.run(prompt.item, conversation))
-        except OutOfRoom:
+        except ContextExhausted:
             return NO_SCORE
         finally:
             together.leave()
@@ -96,9 +96,9 @@ class _Taught(Conversation):
         self._tokenizer = tokenizer
         self._observations: list[str] = []
 
-    def observe(self, said: str | Sequence[Message]) -> None:
-        super().observe(said)
-        self._observations.append(plain_text(said))
+    def observe(self, messages: str | Sequence[Message]) -> None:
+        super().observe(messages)
+        self._observations.append(plain_text(messages))
 
     async def _speak(self, _token_ids: list[int], _max_tokens: int) -> Completion:
         said = self._tokenizer.encode(self._episode.teach(self._item, self._observations))

@@ -1,4 +1,4 @@
-"""A turn environment that is as small as one can be: a seat is asked for a word, and the game pays for its length."""
+"""A minimal turn environment: each turn asks for a word, and the reward is its length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class EchoTurn:
     id: str
     game: int
     left: int
-    """Turns until the end of the game, this one counted."""
+    """Turns until the end of the game, including this one."""
     trainable: bool = True
     phase: str = "talk"
 
@@ -26,21 +26,21 @@ class EchoTurn:
 
 
 @dataclass(frozen=True)
-class Worth:
+class EchoOutcome:
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Paid:
+class EchoReturn:
     turn_id: str
     value: float
 
 
 class Echo:
-    """`games` games of `length` turns, one open turn each; a game returns `pays` to each of its turns.
+    """`games` games of `length` turns, one open turn each. The end of a game returns `pays` to each of its turns.
 
-    frozen_seat: every second turn is the opponent's.
+    frozen_seat: every second turn belongs to the opponent. bad: the method that misbehaves.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class Echo:
         self.started += 1
         return [self._turn(self.started - 1)]
 
-    def score(self, turn: EchoTurn, completions: Sequence[str]) -> list[Worth]:
+    def score(self, turn: EchoTurn, completions: Sequence[str]) -> list[EchoOutcome]:
         if self.bad == "score":
             raise KeyError("no such word")
         number = Fraction if self.bad == "fractions" else float
-        return [Worth(number(len(text)), {"parse_rate": number("a" in text)}) for text in completions]
+        return [EchoOutcome(number(len(text)), {"parse_rate": number("a" in text)}) for text in completions]
 
     def commit(self, turn: EchoTurn, completion: str) -> None:
         if self.bad == "commit":
-            raise RuntimeError("the table\nfell over")
-        assert self._turn(turn.game) == turn, "not open"
+            raise RuntimeError("the game\nis broken")
+        assert self._turn(turn.game) == turn, "turn is not open"
         self.committed.append((turn.id, completion))
         self._turns.setdefault(turn.game, []).append(turn.id)
         self._advance(turn.game)
@@ -98,16 +98,16 @@ class Echo:
             self._ended.append(number)
             self.add_game()
 
-    def drain_returns(self) -> list[Paid]:
+    def drain_returns(self) -> list[EchoReturn]:
         if self.bad == "return":
-            return [Paid("0.1", float("inf"))]
-        return [Paid(turn, self.pays) for number in self._ended for turn in self._turns.get(number, [])]
+            return [EchoReturn("0.1", float("inf"))]
+        return [EchoReturn(turn, self.pays) for number in self._ended for turn in self._turns.get(number, [])]
 
     def drain_games(self) -> list[dict[str, Any]]:
         ended, self._ended = self._ended, []
         if self.bad == "record":
-            return [{"game": 0, "winner": "nobody", "score": Fraction(1, 3)}]
-        return [{"game": number, "winner": "nobody", "events": [{"game": number, "text": "hm"}]} for number in ended]
+            return [{"game": 0, "winner": "draw", "score": Fraction(1, 3)}]
+        return [{"game": number, "winner": "draw", "events": [{"game": number, "text": "hm"}]} for number in ended]
 
     def drain_stats(self) -> dict[str, float]:
         if self.bad == "stats":

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr
 from colocated_grpo.environments.adapters.gymnasium_views import View, view_of
 from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
-from colocated_grpo.environments.conversation import Conversation, OutOfRoom
+from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.answers import without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
 
@@ -69,7 +69,7 @@ class Gymnasium(SeededEpisode):
         env = self._idle.pop() if self._idle else self._new()
         said = self._begin(env, item["seed"])
         earned, invalid, over = 0.0, 0, False
-        with suppress(OutOfRoom):
+        with suppress(ContextExhausted):
             while not over and model.turns < self.max_turns:
                 if model.turns:
                     model.observe(said)

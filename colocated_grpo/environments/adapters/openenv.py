@@ -19,7 +19,7 @@ from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
 from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
-from colocated_grpo.environments.conversation import Conversation, OutOfRoom
+from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.answers import without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
 from colocated_grpo.web.client import JsonClient, Refused, Unavailable
@@ -97,7 +97,7 @@ class OpenEnv(SeededEpisode):
             said, over, earned, invalid = self._words(first), bool(first["done"]), 0.0, 0
             if said != item["said"]:
                 raise RuntimeError("the environment does not repeat itself from its seed: siblings would differ")
-            with suppress(OutOfRoom):
+            with suppress(ContextExhausted):
                 while not over and model.turns < self.max_turns:
                     if model.turns:
                         model.observe(said)

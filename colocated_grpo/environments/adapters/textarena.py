@@ -25,7 +25,7 @@ from colocated_grpo.environments.adapters.textarena_game import (
     words,
 )
 from colocated_grpo.environments.base import EnvironmentSetupError, Split
-from colocated_grpo.environments.conversation import Conversation, OutOfRoom
+from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 
 MOST_MOVES = 1000
 """Moves of the other seats in a row; more count as a game without end."""
@@ -83,7 +83,7 @@ class TextArena(SeededEpisode):
         game, chance, said = self._deal(item)
         if said is None or not item["prompt"].startswith(said):
             raise RuntimeError(f"{self.game} does not repeat itself from its seed: siblings would play different games")
-        with suppress(OutOfRoom):
+        with suppress(ContextExhausted):
             while said is not None and model.turns < self.max_turns:
                 if model.turns:
                     model.observe(said)

@@ -32,8 +32,8 @@ from colocated_grpo.environments.adapters.textarena_table import (
     TableSettings,
 )
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.turns.credit import shares_won
-from colocated_grpo.environments.user_code.loading import construct, with_named
+from colocated_grpo.environments.turns.credit import win_rates
+from colocated_grpo.environments.user_code.loading import construct, resolve_mode
 
 LATEST_GAMES = 100
 """Games over which win rates look back."""
@@ -80,7 +80,7 @@ class TextArenaTurns:
     """Deterministic: settings, seed and commits decide everything, also across snapshot and restore."""
 
     def __init__(self, seed: int, **args: Any) -> None:
-        self.settings = construct(TableSettings, with_named(args, "credit", CREDITS, KEY), KEY)
+        self.settings = construct(TableSettings, resolve_mode(args, "credit", CREDITS, KEY), KEY)
         check_known(self.settings.game)
         self._scripts = {
             label: script_of(label, f"{KEY}: args.players") for label in self.settings.players if label not in ASKED
@@ -203,7 +203,7 @@ class TextArenaTurns:
     def _returns_of(self, table: Table) -> list[TextArenaReturn]:
         asked = [said for said in table.said if said.turn_id]
         returns = []
-        for said, share in zip(asked, self.settings.credit.shares([said.seat for said in asked]), strict=True):
+        for said, share in zip(asked, self.settings.credit.weights([said.seat for said in asked]), strict=True):
             # The move that ended the game was paid for it when it was judged.
             value = 0.0 if said is table.said[-1] else share * table.rewards[said.seat]
             returns.append(TextArenaReturn(said.turn_id, value))
@@ -215,7 +215,7 @@ class TextArenaTurns:
         results = [(table.game.role(seat), reward) for seat, reward in seats]
         if len(set(self.settings.players)) > 1:
             results += [(table.player(seat).rpartition(":")[2], reward) for seat, reward in seats]
-        won = shares_won((_metric_name(name), reward) for name, reward in results)
+        won = win_rates((_metric_name(name), reward) for name, reward in results)
         return {"draw": float(table.ending == DRAW)} | won
 
     def _turn(self, table: Table) -> TextArenaTurn:

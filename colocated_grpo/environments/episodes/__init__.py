@@ -1,20 +1,20 @@
-"""The built-in episodes, and episodes by name."""
+"""The built-in episodes, and lookup of episodes by name."""
 
 from __future__ import annotations
 
 from inspect import iscoroutinefunction
-from typing import Any
 
 from colocated_grpo.environments.adapters import FORMS, build_adapter, is_adapted
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
 from colocated_grpo.environments.episodes.tool_use import ToolUse
 from colocated_grpo.environments.registry import check_methods, find_environment
+from colocated_grpo.types import JsonObject
 
 EPISODES = {"tool_use": ToolUse}
 
 
-def build_episode(name: str, args: dict[str, Any]) -> Episode:
-    """A built-in episode, one of another library, an installed one, or the user's 'module:object'."""
+def build_episode(name: str, args: JsonObject) -> Episode:
+    """Build a built-in episode, one of another library, an installed one, or the user's 'module:object'."""
     if is_adapted(name):
         return build_adapter(name, args)
     episode = find_environment("episode", name, args, EPISODES, *FORMS)

@@ -1,4 +1,4 @@
-"""Tools that are safe in the hands of a model: they run no code, touch nothing outside, and their cost is bounded."""
+"""Tools that are safe to expose to a model: no code is executed, no state is touched, and their cost is bounded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-LONGEST_EXPRESSION = 200
-MOST_BITS = 256
-"""Of a numerator or denominator; bounds the digits of every result and the cost of every step."""
-LARGEST_EXPONENT = 64
-RESULTS = 3
-"""Lines that a search gives."""
+MAX_EXPRESSION_LENGTH = 200
+MAX_BITS = 256
+"""Of a numerator or denominator. Bounds the digits of every result and the cost of every operation."""
+MAX_EXPONENT = 64
+MAX_RESULTS = 3
+"""Lines that a search returns."""
 WORD = re.compile(r"\w+")
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -27,13 +27,13 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 class ToolError(ValueError):
-    """The call is wrong; the message is for the model."""
+    """A bad call. The message is shown to the model."""
 
 
 def calculate(expression: str) -> str:
-    """Exact value of numbers, + - * / // % ** and parentheses; six digits where it is no whole number."""
-    if len(expression) > LONGEST_EXPRESSION:
-        raise ToolError(f"more than {LONGEST_EXPRESSION} characters")
+    """Evaluate numbers, + - * / // % ** and parentheses exactly. Non-integers are shown with six digits."""
+    if len(expression) > MAX_EXPRESSION_LENGTH:
+        raise ToolError(f"more than {MAX_EXPRESSION_LENGTH} characters")
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except ToolError:
@@ -63,23 +63,23 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1 or abs(exponent) > LARGEST_EXPONENT:
-        raise ToolError(f"an exponent must be a whole number of at most {LARGEST_EXPONENT}")
+    if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
+        raise ToolError(f"an exponent must be a whole number of at most {MAX_EXPONENT}")
     return base ** int(exponent)
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ToolError("the number is too large")
     return value
 
 
 def search(text: str, query: str) -> str:
-    """Lines of the text with most of the query's words, in the text's order where equal; case does not matter."""
+    """Return the lines with most of the query's words, ties in the text's order. Case is ignored."""
     wanted = set(WORD.findall(query.lower()))
     lines = text.splitlines()
     hits = {number: len(wanted & set(WORD.findall(line.lower()))) for number, line in enumerate(lines)}
     found = sorted((number for number in hits if hits[number]), key=lambda number: -hits[number])
     if not found:
         raise ToolError("nothing found")
-    return "\n".join(lines[number] for number in found[:RESULTS])
+    return "\n".join(lines[number] for number in found[:MAX_RESULTS])

@@ -1,4 +1,4 @@
-"""Where the answer stands in a completion, behind thoughts or between tags."""
+"""Extraction of the answer from a completion, after its thoughts or between tags."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ OPEN, CLOSE = "<answer>", "</answer>"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 
 
-def without_thoughts(reply: str) -> str:
-    """What follows the last </think>; all of it where there is none."""
-    return reply.rpartition("</think>")[2]
+def without_thoughts(text: str) -> str:
+    """Return what follows the last </think>, or all of the text if there is none."""
+    return text.rpartition("</think>")[2]
 
 
 def final_answer(completion: str) -> str:
-    """Inside of the last <answer>...</answer>; without one, the completion without its thoughts. Stripped."""
+    """Return the content of the last <answer>...</answer>, else the completion without its thoughts. Stripped."""
     end = completion.rfind(CLOSE)
     start = completion.rfind(OPEN, 0, end) if end >= 0 else -1
     if start >= 0:
@@ -23,6 +23,6 @@ def final_answer(completion: str) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """The last decimal number, thousands separators removed."""
+    """Return the last decimal number, without thousands separators."""
     numbers = NUMBER.findall(text)
     return numbers[-1].replace(",", "") if numbers else None

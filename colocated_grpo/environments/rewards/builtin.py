@@ -1,4 +1,4 @@
-"""Reward functions that come with the package, in TRL's signature; each takes text and chat completions."""
+"""The built-in reward functions, in TRL's signature. Each accepts text and chat completions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Completions = Sequence[str | list[dict[str, Any]]]
 
 
 def exact_match(completions: Completions, answer: Sequence[Any], **columns: Any) -> list[float]:
-    """1 if the final answer is the column `answer`, character by character."""
+    """Return 1 if the final answer equals the column `answer` exactly."""
     pairs = zip(_texts(completions), answer, strict=True)
     return [float(final_answer(text) == str(wanted).strip()) for text, wanted in pairs]
 
 
 def gsm8k(completions: Completions, answer: Sequence[str], **columns: Any) -> list[float | None]:
-    """1 if the number after the last #### (else the last number at all) is the one after #### in the column `answer`.
+    """Return 1 if the number after the last ####, or else the last number, equals the one after #### in `answer`.
 
-    None for a row whose answer holds no number.
+    None for a row whose column `answer` contains no number.
     """
     return [_same_number(text, gold) for text, gold in zip(_texts(completions), answer, strict=True)]
 
@@ -33,27 +33,27 @@ def math_verify(
     solution: Sequence[str] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """1 if math-verify finds the result equal to the column `answer` or `solution`; None where it cannot read that."""
+    """Return 1 if math-verify finds the result equal to column `answer` or `solution`; None if it cannot parse that."""
     gold = answer if answer is not None else solution
     if gold is None:
-        raise ValueError(f"needs a column 'answer' or 'solution'; there is: {', '.join(columns) or 'none'}")
+        raise ValueError(f"needs a column 'answer' or 'solution'; available: {', '.join(columns) or 'none'}")
     verdicts = [equal_math(str(wanted), text) for text, wanted in zip(_texts(completions), gold, strict=True)]
     return [None if verdict is None else float(verdict) for verdict in verdicts]
 
 
 def format_think(completions: Completions, **columns: Any) -> list[float]:
-    """1 if the completion is one <think>...</think> block and then an answer."""
+    """Return 1 if the completion is one <think>...</think> block followed by an answer."""
     return [float(_thinks_once(text.strip())) for text in _texts(completions)]
 
 
 def tool_call(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
-    """1 if the <tool_call> blocks are exactly the calls of the column `tool_calls`, in their order."""
+    """Return 1 if the <tool_call> blocks are exactly the calls of the column `tool_calls`, in order."""
     pairs = zip(_texts(completions), tool_calls, strict=True)
     return [float(is_exact(read_calls(text), expected_calls(wanted))) for text, wanted in pairs]
 
 
 def tool_call_partial(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
-    """As tool_call, with up to 1/2 for right names and arguments of calls that are not exact."""
+    """As tool_call, with up to 1/2 for right names and arguments if the calls are not exact."""
     pairs = zip(_texts(completions), tool_calls, strict=True)
     return [credit(read_calls(text), expected_calls(wanted)) for text, wanted in pairs]
 
@@ -63,7 +63,7 @@ def _texts(completions: Completions) -> list[str]:
 
 
 def _thinks_once(text: str) -> bool:
-    # String searches: a pattern for this backtracks for minutes on a long run of spaces.
+    # Plain string searches: a regular expression for this backtracks for minutes on a long run of spaces.
     single = text.count("<think>") == 1 and text.count("</think>") == 1
     return single and text.startswith("<think>") and not text.endswith("</think>")
 
@@ -73,11 +73,11 @@ def _same_number(text: str, gold: str) -> float | None:
     if wanted is None:
         return None
     given = last_number(text.rpartition("####")[2])
-    # Decimal: "72" equals "72.0", and a million digits cost a million steps, where int() would cost their square.
+    # Decimal: "72" equals "72.0", and the cost is linear in the digits, where that of int() is quadratic.
     return float(given is not None and Decimal(given) == Decimal(wanted))
 
 
-REWARDS: dict[str, Callable[..., list[float | None]]] = {
+REWARDS: dict[str, Callable[..., Sequence[float | None]]] = {
     "exact_match": exact_match,
     "format_think": format_think,
     "gsm8k": gsm8k,

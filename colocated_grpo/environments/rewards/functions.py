@@ -1,4 +1,4 @@
-"""Reward functions in TRL's signature, as the scorer of a dataset."""
+"""Scoring of a dataset by reward functions in TRL's signature."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from itertools import islice
 from typing import Any
 
 from colocated_grpo.config.sources import RewardConfig
-from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards.builtin import REWARDS
-from colocated_grpo.environments.rewards.scoring import as_number, settle
+from colocated_grpo.environments.rewards.scoring import as_number, resolve_awaitable
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
 from colocated_grpo.types import Completion, Prompt, Score
 
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
-GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+"""Item keys that are not passed as columns, as in TRL."""
+PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+"""Arguments that do not come from columns."""
+KEYWORD_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,20 +32,21 @@ class TrainerState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """One function's word on one completion."""
+class FunctionResult:
+    """Result of one reward function for one completion."""
 
     value: float | None = None
+    """None: not applicable, or failed."""
     error: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class WrongNumberOfRewards(ValueError):
-    """The function does not keep one reward per completion, so no value can be told to belong to one."""
+    """The result is not one reward per completion, so values cannot be assigned to completions."""
 
 
 class RewardFunction:
-    """A user's function with its name, its weight and the keyword arguments that it takes."""
+    """A reward function with its name, its weight and the keyword arguments that it accepts."""
 
     def __init__(self, name: str, weight: float, function: Callable[..., Any]) -> None:
         self.name = name
@@ -52,47 +55,48 @@ class RewardFunction:
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError as error:
-            raise EnvironmentSetupError(f"rewards: {name!r} has no signature to read: {one_line(error)}") from None
-        self.takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        self.takes = {parameter.name for parameter in parameters if parameter.kind in NAMED}
-        self.needs = {
+            raise EnvironmentSetupError(f"rewards: {name!r} has no readable signature: {one_line(error)}") from None
+        self.accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        self.accepted = {parameter.name for parameter in parameters if parameter.kind in KEYWORD_KINDS}
+        self.required = {
             parameter.name
             for parameter in parameters
-            if parameter.kind in NAMED and parameter.default is inspect.Parameter.empty
-        } - GIVEN
+            if parameter.kind in KEYWORD_KINDS and parameter.default is inspect.Parameter.empty
+        } - PROVIDED
 
     def check_columns(self, columns: set[str]) -> None:
-        if missing := sorted(self.needs - columns):
+        """Raise EnvironmentSetupError if a required column is missing."""
+        if missing := sorted(self.required - columns):
             raise EnvironmentSetupError(
-                f"reward {self.name!r} needs the column {missing[0]!r}; there is: {', '.join(sorted(columns))} "
+                f"reward {self.name!r} needs the column {missing[0]!r}; available: {', '.join(sorted(columns))} "
                 "(rename one with `columns`)"
             )
 
-    def outcomes(self, arguments: dict[str, Any], count: int) -> list[Outcome]:
-        """Call once for `count` completions; raises what the function raises."""
+    def results(self, arguments: dict[str, Any], count: int) -> list[FunctionResult]:
+        """Call the function once for `count` completions. Exceptions of the function propagate."""
         metrics: dict[str, float] = {}
         arguments["log_metric"] = lambda name, value: metrics.update({str(name): float(value)})
-        accepted = arguments if self.takes_all else {key: arguments[key] for key in arguments if key in self.takes}
-        result = settle(self.function(**accepted))
-        # Iterated, a mapping would give its keys and a set its values in an order of its own.
+        accepted = arguments if self.accepts_all else {key: arguments[key] for key in arguments if key in self.accepted}
+        result = resolve_awaitable(self.function(**accepted))
+        # Iterating would yield the keys of a mapping, and the values of a set in arbitrary order.
         if not isinstance(result, Iterable) or isinstance(result, str | Mapping | Set):
             raise WrongNumberOfRewards(f"{result!r} for {count} completions, not a list of {count} numbers")
-        endless = not isinstance(result, Sized)  # as a generator may be
-        values = list(islice(result, count + 1) if endless else result)
+        sized = isinstance(result, Sized)
+        values = list(result if sized else islice(result, count + 1))  # a generator may be endless
         if len(values) != count:
-            number = f"more than {count}" if endless and len(values) > count else len(values)
+            number = len(values) if sized or len(values) < count else f"more than {count}"
             raise WrongNumberOfRewards(f"{number} rewards for {count} completions")
-        return [self._outcome(value, metrics) for value in values]
+        return [self._result(value, metrics) for value in values]
 
-    def _outcome(self, value: Any, metrics: Mapping[str, float]) -> Outcome:
+    def _result(self, value: Any, metrics: Mapping[str, float]) -> FunctionResult:
         try:
-            return Outcome(value=as_number(value), metrics=metrics)
+            return FunctionResult(value=as_number(value), metrics=metrics)
         except (TypeError, ValueError, OverflowError) as error:
-            return Outcome(error=f"{self.name}: {one_line(error)}")
+            return FunctionResult(error=f"{self.name}: {one_line(error)}")
 
 
 class RewardScorer:
-    """Weighted sum of reward functions. None leaves a function out of the sum; all None give no reward, as in TRL."""
+    """Weighted sum of reward functions. As in TRL, None is left out of the sum; if all are None, so is the reward."""
 
     def __init__(self, functions: Sequence[RewardFunction], max_steps: int) -> None:
         self.functions = functions
@@ -100,29 +104,29 @@ class RewardScorer:
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
         by_function = [self._call(function, prompt, completions, texts) for function in self.functions]
-        return [self._combine(outcomes) for outcomes in zip(*by_function, strict=True)]
+        return [self._combine(results) for results in zip(*by_function, strict=True)]
 
-    def check_columns(self, item: dict[str, Any]) -> None:
-        """Raise one line if a function wants a column that the item lacks."""
+    def check_columns(self, item: Item) -> None:
+        """Raise EnvironmentSetupError if a function requires a column that the item lacks."""
         for function in self.functions:
             function.check_columns(item.keys() - NOT_COLUMNS)
 
     def _call(
         self, function: RewardFunction, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> list[Outcome]:
-        """All at once; if that raises, one by one, so that only the completions that cause it lose their reward."""
+    ) -> list[FunctionResult]:
+        """Call the function for all completions; if that raises, one by one, to isolate the completions that fail."""
         try:
             function.check_columns(prompt.item.keys() - NOT_COLUMNS)
-            return function.outcomes(self._arguments(prompt, completions, texts), len(completions))
+            return function.results(self._arguments(prompt, completions, texts), len(completions))
         except BaseException as error:  # see score_text
-            hopeless = isinstance(error, (WrongNumberOfRewards, EnvironmentSetupError))
-            if hopeless or len(completions) == 1:
-                return [Outcome(error=f"{function.name}: {one_line(error)}")] * len(completions)
+            systematic = isinstance(error, (WrongNumberOfRewards, EnvironmentSetupError))
+            if systematic or len(completions) == 1:
+                return [FunctionResult(error=f"{function.name}: {one_line(error)}")] * len(completions)
         pairs = zip(completions, texts, strict=True)
-        return [outcome for one, text in pairs for outcome in self._call(function, prompt, [one], [text])]
+        return [result for one, text in pairs for result in self._call(function, prompt, [one], [text])]
 
     def _arguments(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> dict[str, Any]:
-        """TRL's keyword arguments: plain strings for a text prompt, message lists for a chat prompt."""
+        """Return TRL's keyword arguments. Completions are strings for a text prompt, messages for a chat prompt."""
         count = len(completions)
         chat = not isinstance(prompt.item["prompt"], str)
         return {
@@ -131,22 +135,22 @@ class RewardScorer:
             "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts),
             "completion_ids": [list(completion.token_ids) for completion in completions],
             "trainer_state": TrainerState(global_step=completions[0].policy_version, max_steps=self.max_steps),
-            # TRL's table of completions has no counterpart here; functions that write to it still run.
+            # Adds columns to TRL's table of completions, which has no counterpart here: accepted and ignored.
             "log_extra": lambda column, values: None,
         }
 
-    def _combine(self, outcomes: Sequence[Outcome]) -> Score:
-        named = list(zip(self.functions, outcomes, strict=True))
-        parts = {name: value for outcome in outcomes for name, value in outcome.metrics.items()}
-        parts |= {function.name: outcome.value for function, outcome in named if outcome.value is not None}
-        if errors := [outcome.error for outcome in outcomes if outcome.error is not None]:
+    def _combine(self, results: Sequence[FunctionResult]) -> Score:
+        named = list(zip(self.functions, results, strict=True))
+        parts = {name: value for result in results for name, value in result.metrics.items()}
+        parts |= {function.name: result.value for function, result in named if result.value is not None}
+        if errors := [result.error for result in results if result.error is not None]:
             return Score(reward=None, parts=parts, error="; ".join(errors))
-        weighted = [function.weight * outcome.value for function, outcome in named if outcome.value is not None]
+        weighted = [function.weight * result.value for function, result in named if result.value is not None]
         return Score(reward=sum(weighted) if weighted else None, parts=parts)
 
 
 def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunction]:
-    """The functions of a dataset's `rewards`, under unique names."""
+    """Build the functions of a dataset's `rewards`, under unique names."""
     functions: list[RewardFunction] = []
     taken: dict[str, int] = {}
     for config in configs:
@@ -158,7 +162,7 @@ def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunct
 
 
 def check_reward_name(name: str, key: str) -> None:
-    """Raise one line where `name` is neither built in nor written as the user's own code is."""
+    """Raise EnvironmentSetupError unless `name` is built in or of a form that names user code."""
     if name not in REWARDS and ":" not in name:
         raise unknown_name(key, "reward", name, [*REWARDS, "module:function", "path/to/file.py:function"])
 

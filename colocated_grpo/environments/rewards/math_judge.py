@@ -1,7 +1,7 @@
 """math-verify in child processes.
 
-Answers such as 9^9^9 keep it busy for ever. Its own time limit needs the main thread, and a long operation inside the
-interpreter holds the GIL: in this process one answer could freeze the engine. A child can simply be ended.
+Answers such as 9^9^9 keep it busy indefinitely. Its own time limit works only in the main thread, and one long
+operation holds the GIL: in this process a single answer could freeze the engine. A child process can be killed.
 """
 
 from __future__ import annotations
@@ -13,37 +13,39 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import IO
 
 SECONDS = 5.0
-"""Time for one comparison, loading of the package aside."""
+"""Time limit of one comparison, import of the package excluded."""
 WORKER = Path(__file__).with_name("math_worker.py")
 
 _idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
-"""Children that wait for work; there are never more than threads that ask at once."""
+"""Idle children. There are at most as many as threads that ever compared at the same time."""
 
 
 def equal_math(gold: str, answer: str) -> bool | None:
-    """Whether the results are equal; False also when that took too long; None: nothing to compare in `gold`."""
+    """Return whether the results are equal; False after SECONDS; None if `gold` contains nothing to compare."""
     try:
         child = _idle.get_nowait()
     except Empty:
         child = _start()
+    stdin, stdout = _pipes(child)
     try:
-        child.stdin.write(json.dumps([gold, answer]) + "\n")
-        child.stdin.flush()
-        reply = child.stdout.readline()
+        stdin.write(json.dumps([gold, answer]) + "\n")
+        stdin.flush()
+        response = stdout.readline()
     except BrokenPipeError:
-        reply = ""
-    if reply:
+        response = ""
+    if response:
         _idle.put(child)
-        return json.loads(reply)
-    return _ended(child)
+        return json.loads(response)
+    return _verdict_of_exit(child)
 
 
 def _start() -> subprocess.Popen[str]:
     if find_spec("math_verify") is None:
         raise ModuleNotFoundError("math-verify is not installed; install it with: pip install math-verify")
-    # -P: the folder of this file must not shadow installed packages. Own session: Ctrl-C is the trainer's to handle.
+    # -P: the folder of this file must not shadow installed packages. New session: Ctrl-C must reach the trainer only.
     command = [sys.executable, "-P", str(WORKER), str(SECONDS)]
     return subprocess.Popen(
         command,
@@ -56,10 +58,16 @@ def _start() -> subprocess.Popen[str]:
     )
 
 
-def _ended(child: subprocess.Popen[str]) -> bool:
-    child.stdout.close()
-    child.stdin.close()
+def _pipes(child: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    assert child.stdin is not None and child.stdout is not None  # _start() opens both
+    return child.stdin, child.stdout
+
+
+def _verdict_of_exit(child: subprocess.Popen[str]) -> bool:
+    """Return False if the child was killed at its time limit. Raises for any other exit."""
+    for pipe in _pipes(child):
+        pipe.close()
     code = child.wait()
     if code == -signal.SIGALRM:
         return False
-    raise RuntimeError(f"the math-verify process ended with exit code {code}")
+    raise RuntimeError(f"the math-verify process exited with code {code}")

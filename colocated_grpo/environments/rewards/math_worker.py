@@ -1,7 +1,7 @@
 """Child process of math_judge: reads [gold, answer] lines, writes true, false or null. Run as a file, not imported.
 
-The kernel ends the process when one comparison outlasts the limit given as the argument, whatever it is doing; it
-also ends by itself when its input closes, so it never outlives the trainer by more than that limit.
+The argument is the time limit of one comparison in seconds. SIGALRM kills the process at that limit, even inside a long
+operation of the interpreter. It exits when its input closes, so it outlives the trainer by at most the limit.
 """
 
 import json
@@ -17,19 +17,24 @@ MEMORY_LIMIT = 4 << 30
 
 
 def judge(gold_text: str, answer_text: str) -> bool | None:
-    """None: the gold text holds nothing that can be compared."""
-    gold = parse(gold_text, parsing_timeout=None) or parse(f"${gold_text}$", parsing_timeout=None)
+    """Return whether the results are equal; None if the gold text contains nothing to compare."""
+    gold = _parse(gold_text) or _parse(f"${gold_text}$")
     if not gold:
         return None
-    return bool(verify(gold, parse(answer_text, parsing_timeout=None), timeout_seconds=None))
+    return bool(verify(gold, _parse(answer_text), timeout_seconds=None))
+
+
+def _parse(text: str) -> list:
+    # None switches the library's own time limit off; its annotation, int, leaves that out.
+    return parse(text, parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]
 
 
 def main(seconds: float) -> None:
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    # Replies leave through a private handle: whatever a library prints would otherwise be read as a verdict.
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # Verdicts go through a private copy of stdout; stdout itself becomes stderr, so that printing does not mix in.
+    verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -38,8 +43,8 @@ def main(seconds: float) -> None:
         except (MemoryError, RecursionError):
             verdict = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(json.dumps(verdict) + "\n")
-        replies.flush()
+        verdicts.write(json.dumps(verdict) + "\n")
+        verdicts.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A task as a scorer: runs the task's own judge and keeps its failures to the completion that caused them."""
+"""Scoring by a task's own score(). An exception costs only the completion that caused it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Sequence
 from inspect import isawaitable
 from typing import Any
 
-from colocated_grpo.environments.base import Task
-from colocated_grpo.environments.user_code.event_loops import SharedLoop
+from colocated_grpo.environments.base import Item, Task
+from colocated_grpo.environments.user_code.event_loops import ReusableLoop
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import Completion, Prompt, Score
 
-AWAITED = SharedLoop("async-rewards")
-"""Where the process awaits what rewards and judges return."""
-LARGEST = 1e30
-"""Of a reward: sums, squares and weighted sums of larger ones leave the range of a float."""
+REWARD_LOOP = ReusableLoop("async-rewards")
+"""Event loop of the process for coroutines that reward functions and tasks return."""
+MAX_REWARD = 1e30
+"""Largest absolute reward: squares and weighted sums of larger ones overflow a float."""
 
 
 class TaskScorer:
@@ -29,38 +29,38 @@ class TaskScorer:
         return [score_text(self.task, prompt.item, text) for text in texts]
 
 
-def score_text(task: Task, item: dict[str, Any], text: str) -> Score:
-    """What the task says of one completion; never raises."""
+def score_text(task: Task, item: Item, text: str) -> Score:
+    """Score one completion. An exception becomes Score.error."""
     try:
-        return as_score(settle(task.score(item, text)))
-    except BaseException as error:  # what time limits for threads raise is no Exception: user code must not catch it
+        return as_score(resolve_awaitable(task.score(item, text)))
+    except BaseException as error:  # time limits raise it past `except Exception` in user code
         return Score(reward=None, error=one_line(error))
 
 
 def as_score(result: Any) -> Score:
-    """From a number, None or named parts. Parts without "reward" raise: no sum is guessed."""
+    """Convert a number, None or named parts. Raises ValueError for parts without "reward": a sum would be a guess."""
     if not isinstance(result, dict):
         return Score(reward=as_number(result))
     parts = {str(name): number for name, value in result.items() if (number := as_number(value)) is not None}
     if "reward" not in result:
-        raise ValueError(f"score() gave parts without 'reward': {', '.join(map(str, result)) or 'none'}")
+        raise ValueError(f"score() returned parts without 'reward': {', '.join(map(str, result)) or 'none'}")
     return Score(reward=parts.pop("reward", None), parts=parts)
 
 
 def as_number(value: Any) -> float | None:
-    """A finite float. None and NaN are None (TRL's "not applicable"); anything else raises."""
+    """Convert to a finite float. None and NaN give None (TRL's "not applicable"); anything else raises."""
     if value is None:
         return None
-    if isinstance(value, str | bytes) or abs(number := float(value)) > LARGEST:
-        raise ValueError(f"a reward must be None or a number up to {LARGEST:g} in size, got {value!r}")
+    if isinstance(value, str | bytes) or abs(number := float(value)) > MAX_REWARD:
+        raise ValueError(f"a reward must be None or a number up to {MAX_REWARD:g} in size, got {value!r}")
     return None if math.isnan(number) else number
 
 
-def settle(result: Any) -> Any:
-    """The result itself, or what it gives when awaited."""
+def resolve_awaitable(result: Any) -> Any:
+    """Return the result, awaited on REWARD_LOOP if it is a coroutine or another awaitable."""
     if not isawaitable(result):
         return result
-    return asyncio.run_coroutine_threadsafe(_value(result), AWAITED.get()).result()
+    return asyncio.run_coroutine_threadsafe(_value(result), REWARD_LOOP.get()).result()
 
 
 async def _value(result: Awaitable[Any]) -> Any:

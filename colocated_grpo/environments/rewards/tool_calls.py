@@ -1,4 +1,4 @@
-"""Tool calls in a completion's text, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, and their credit."""
+"""Tool calls in a completion, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, and partial credit for them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from colocated_grpo.environments.rewards.answers import without_thoughts
+from colocated_grpo.types import JsonObject
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PARTIAL_CREDIT = 0.5
 """Upper bound of the credit for calls that are not exactly the expected ones."""
 
-Calls = list[dict[str, Any]]
+Calls = list[JsonObject]
 
 
-def render_calls(calls: Sequence[dict[str, Any]]) -> str:
-    """The text that `read_calls` reads back."""
+def render_calls(calls: Sequence[JsonObject]) -> str:
+    """Return text that `read_calls` parses back into the same calls."""
     return "\n".join(f"{OPEN}{json.dumps(call)}{CLOSE}" for call in calls)
 
 
 def read_calls(text: str) -> Calls | None:
-    """The calls of a completion in order, thoughts left out; None where a block is no call."""
+    """Return the calls of a completion in order, ignoring its thoughts, or None if a block is malformed."""
     try:
         return [as_call(json.loads(block)) for block in _blocks(without_thoughts(text))]
     except (ValueError, RecursionError):
@@ -29,7 +30,7 @@ def read_calls(text: str) -> Calls | None:
 
 
 def expected_calls(value: Any) -> Calls:
-    """From a dataset's column: calls, one call, their JSON, or text with <tool_call> blocks. Raises ValueError."""
+    """Parse a dataset's column: calls, one call, their JSON, or text with <tool_call> blocks. Raises ValueError."""
     if isinstance(value, str):
         value = [json.loads(block) for block in _blocks(value)] if OPEN in value else json.loads(value)
     calls = [as_call(call) for call in ([value] if isinstance(value, dict) else value)]
@@ -38,8 +39,8 @@ def expected_calls(value: Any) -> Calls:
     return calls
 
 
-def as_call(value: Any) -> dict[str, Any]:
-    """Name and arguments; undoes OpenAI's nesting under "function" and its arguments as text. Raises ValueError."""
+def as_call(value: Any) -> JsonObject:
+    """Normalize a call to name and arguments. Accepts OpenAI's nested form, arguments as text. Raises ValueError."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -53,24 +54,25 @@ def as_call(value: Any) -> dict[str, Any]:
 
 
 def is_exact(given: Calls | None, expected: Calls) -> bool:
-    """The same calls in the same order, up to the order of arguments and the spelling of numbers."""
+    """Compare calls in order. The order of arguments and the form of numbers (2 or 2.0) are ignored."""
     return given is not None and _canonical(given) == _canonical(expected)
 
 
 def credit(given: Calls | None, expected: Calls) -> float:
-    """1 for exact calls; otherwise up to PARTIAL_CREDIT: call by call in order, the share of right names and arguments.
+    """Return 1 for exact calls, else PARTIAL_CREDIT times the mean of right names and arguments, call by call in order.
 
-    Calls too many or too few and arguments too many or too few count as wrong ones.
+    Extra and missing calls and arguments count as wrong.
     """
     if given is None:
         return 0.0
     if is_exact(given, expected):
         return 1.0
-    shares = [_share(one, other) for one, other in zip(given, expected, strict=False)]
-    return PARTIAL_CREDIT * sum(shares) / max(len(given), len(expected))
+    matches = [_match(one, other) for one, other in zip(given, expected, strict=False)]
+    return PARTIAL_CREDIT * sum(matches) / max(len(given), len(expected))
 
 
-def _share(given: dict[str, Any], expected: dict[str, Any]) -> float:
+def _match(given: JsonObject, expected: JsonObject) -> float:
+    """Return the fraction of right values among the name and all arguments; 0 for a wrong name."""
     if given["name"] != expected["name"]:
         return 0.0
     arguments, wanted = given["arguments"], expected["arguments"]
@@ -83,12 +85,12 @@ def _share(given: dict[str, Any], expected: dict[str, Any]) -> float:
 
 
 def _canonical(value: Any) -> str:
-    """Equal text for equal JSON values. Python's own == takes true for 1."""
+    """Return the same text for equal JSON values. Python's == would treat true as 1."""
     return json.dumps(_whole(value), sort_keys=True)
 
 
 def _whole(value: Any) -> Any:
-    """The value with 2.0 written as 2."""
+    """Replace 2.0 by 2, at any depth."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
@@ -97,7 +99,7 @@ def _whole(value: Any) -> Any:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """What stands between the tags; nothing, which is no call, where the closing one is missing."""
+    """Yield the text between the tags, or "", which is no valid call, if the closing tag is missing."""
     for after in text.split(OPEN)[1:]:
         block, closed, _ = after.partition(CLOSE)
         yield block if closed else ""

@@ -1,9 +1,8 @@
-"""The built-in tasks, and tasks by name."""
+"""The built-in tasks, and lookup of tasks by name."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from colocated_grpo.environments.base import Task
 from colocated_grpo.environments.registry import check_methods, find_environment
@@ -15,6 +14,7 @@ from colocated_grpo.environments.tasks.sorting import Sorting
 from colocated_grpo.environments.tasks.tool_call import ToolCall
 from colocated_grpo.environments.tasks.town_lessons import TownLessons
 from colocated_grpo.environments.user_code.loading import construct
+from colocated_grpo.types import JsonObject
 
 TASKS = {
     "arithmetic": Arithmetic,
@@ -24,14 +24,15 @@ TASKS = {
     "tool_call": ToolCall,
     "town_lessons": TownLessons,
 }
-GYM = "reasoning_gym:"
-FORM = f"{GYM}<dataset>"
+REASONING_GYM_PREFIX = "reasoning_gym:"
+REASONING_GYM_FORM = f"{REASONING_GYM_PREFIX}<dataset>"
 
 
-def build_task(name: str, args: dict[str, Any]) -> Task:
-    """A built-in task, 'reasoning_gym:<dataset>', an installed one, or the user's 'module:object'."""
-    if name.startswith(GYM):
-        return construct(partial(ReasoningGym, name.removeprefix(GYM)), args, f"environments {name!r}")
-    task = find_environment("task", name, args, TASKS, FORM)
+def build_task(name: str, args: JsonObject) -> Task:
+    """Build a built-in task, 'reasoning_gym:<dataset>', an installed one, or the user's 'module:object'."""
+    if name.startswith(REASONING_GYM_PREFIX):
+        dataset = name.removeprefix(REASONING_GYM_PREFIX)
+        return construct(partial(ReasoningGym, dataset), args, f"environments {name!r}")
+    task = find_environment("task", name, args, TASKS, REASONING_GYM_FORM)
     check_methods(task, "a task", ("prompts", "score"), name)
     return task

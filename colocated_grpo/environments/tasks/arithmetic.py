@@ -1,32 +1,33 @@
-"""Sums, differences, products and exact quotients of whole numbers."""
+"""Sums, differences, products and exact quotients of integers."""
 
 from __future__ import annotations
 
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.rewards.answers import final_answer
 from colocated_grpo.environments.tasks.procedural import Procedural, Template
 
 
 class Arithmetic(Procedural):
-    """Reward 1 for the right whole number, 0 otherwise."""
+    """Reward 1 for the right integer, 0 otherwise."""
 
     min_digits: int = Field(1, ge=1)
     """Digits of the shortest operand."""
     max_digits: int = Field(3, ge=1, le=100)
     """Digits of the longest operand."""
     operators: list[Literal["+", "-", "*", "/"]] = Field(["+", "-"], min_length=1)
-    """Drawn from evenly; "/" always divides without remainder."""
+    """Drawn uniformly; "/" always divides without remainder."""
     template: Template = "What is {question}? Give the result between <answer> and </answer>."
     """Prompt around the question."""
 
-    def score(self, item: dict[str, Any], completion: str) -> float:
+    def score(self, item: Item, completion: str) -> float:
         return float(normal_integer(final_answer(completion)) == normal_integer(item["answer"]))
 
-    def _draw(self, rng: Random) -> dict[str, Any]:
+    def _draw(self, rng: Random) -> Item:
         operator = rng.choice(self.operators)
         left, right = self._operand(rng), self._operand(rng)
         if operator == "/":
@@ -42,7 +43,8 @@ class Arithmetic(Procedural):
 
 
 def normal_integer(text: str) -> str | None:
-    """Canonical decimal text, or None. Works on characters: int() of a million digits would stall every thread."""
+    """Return the canonical decimal form of an integer, or None. Sign, leading zeros and commas are normalized."""
+    # On characters: int() of a million digits would hold the GIL and stall every thread.
     text = text.replace(",", "")
     digits = text[1:] if text[:1] in ("+", "-") else text
     if not (digits.isascii() and digits.isdecimal()):

@@ -1,45 +1,49 @@
-"""What procedural tasks and episodes share: endless questions in two disjoint splits, and credit by position."""
+"""Base of procedural tasks and episodes: endless questions in two disjoint splits, and credit by position."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import sha256
 from random import Random
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import StringConstraints, model_validator
 
 from colocated_grpo.config.base import Section
-from colocated_grpo.environments.base import EnvironmentSetupError, Split
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 
 Template = Annotated[str, StringConstraints(pattern=r"\{question\}")]
-"""Text around {question}; without that slot every prompt would be the same."""
+"""Text around {question}. Without the placeholder every prompt would be the same."""
 HELD_OUT_ONE_IN = 10
-PATIENCE = 1000
-"""Draws in a row that give nothing for a split before its questions count as used up."""
+"""One in ten questions is held out."""
+MAX_MISSES = 1000
+"""Consecutive draws without a new question of the split, after which its questions count as exhausted."""
 PARTIAL_CREDIT = 0.5
 """Upper bound of the reward of a wrong answer."""
 
 
 def in_split(question: str, split: Split) -> bool:
-    """The question's hash decides, whatever the seed: no run ever trains on what another holds out."""
+    """Return whether the question belongs to the split.
+
+    Its hash decides, whatever the seed: no run trains on a question that another run holds out.
+    """
     digest = sha256(question.encode()).digest()
     held_out = int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
     return held_out == (split == "held_out")
 
 
 class Procedural(Section):
-    """Questions drawn from one seeded stream. Of two settings min_x and max_x the first is not above the second."""
+    """Questions drawn from one seeded generator. A setting min_x must not exceed its max_x."""
 
     template: Template
     """Prompt around the question."""
 
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         rng = Random(seed)
         return split_items(iter(lambda: self._draw(rng), None), self.template, split)
 
-    def _draw(self, rng: Random) -> dict[str, Any]:
-        """An item, as `split_items` takes it."""
+    def _draw(self, rng: Random) -> Item:
+        """Return an item as described at split_items()."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -51,11 +55,11 @@ class Procedural(Section):
         return self
 
 
-def split_items(drawn: Iterator[dict[str, Any]], template: str, split: Split) -> Iterator[dict[str, Any]]:
-    """The endless items of `drawn` that belong to the split, their "question" put into the template as "prompt".
+def split_items(drawn: Iterator[Item], template: str, split: Split) -> Iterator[Item]:
+    """Yield the items of one split out of the endless `drawn`, with "prompt" made from the template and "question".
 
-    train is endless and may repeat a question; held_out never repeats one and ends when no new one turns up. Where the
-    question is not all there is to an item, its "identity" decides what is the same.
+    "train" is endless and may repeat a question. "held_out" never repeats one, and ends when no new one is found. If
+    the question alone does not identify an item, the item needs an "identity".
     """
     seen: set[str] = set()
     misses = 0
@@ -66,14 +70,16 @@ def split_items(drawn: Iterator[dict[str, Any]], template: str, split: Split) ->
             if split == "held_out":
                 seen.add(identity)
             yield {**item, "prompt": template.replace("{question}", item["question"])}
-        elif (misses := misses + 1) == PATIENCE:
+        elif (misses := misses + 1) == MAX_MISSES:
             break
     if split == "train":
-        raise EnvironmentSetupError(f"the task's args allow too few questions: {PATIENCE} draws gave none to train on")
+        raise EnvironmentSetupError(
+            f"the task's args allow too few questions: {MAX_MISSES} consecutive draws gave none to train on; widen them"
+        )
 
 
 def positional_reward(answer: str, expected: str, *, partial: bool) -> float:
-    """1 for an exact match; otherwise 0, or with `partial` the share of right characters times PARTIAL_CREDIT."""
+    """Return 1 for an exact match, else 0, or with `partial` the fraction of right characters times PARTIAL_CREDIT."""
     if answer == expected:
         return 1.0
     if not partial:

@@ -1,4 +1,4 @@
-"""The procedural datasets of the reasoning-gym package, judged by their own scorers."""
+"""The procedural datasets of the reasoning-gym package, scored by their own scorers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from hashlib import sha256
 from itertools import count
 from typing import Any
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Split
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.rewards.answers import final_answer
 from colocated_grpo.environments.tasks.procedural import split_items
 from colocated_grpo.environments.user_code.loading import import_optional, unknown_name
+from colocated_grpo.types import JsonObject
 
 CHUNK = 500
-"""Questions of one reasoning-gym dataset object; some generators prepare or hold all of them at once."""
+"""Questions per reasoning-gym dataset object: some generators prepare or store all of them at once."""
 
 
 class ReasoningGym:
-    """One reasoning-gym dataset; args are the fields of its own config, and `instruction`, which ends each prompt."""
+    """One reasoning-gym dataset. Args are the fields of its config, plus `instruction`, the end of each prompt."""
 
     def __init__(
         self, dataset: str, *, instruction: str = "Give the final answer between <answer> and </answer>.", **args: Any
     ) -> None:
         for reserved in {"seed", "size"} & args.keys():
-            raise EnvironmentSetupError(f"reasoning_gym:{dataset}: args.{reserved} is set by the run; leave it out")
+            raise EnvironmentSetupError(f"reasoning_gym:{dataset}: args.{reserved} is set by the run; remove it")
         factory = import_optional("reasoning_gym.factory", "reasoning-gym", f"reasoning_gym:{dataset}")
         if dataset not in factory.DATASETS:
             raise unknown_name("environments", "reasoning_gym dataset", dataset, factory.DATASETS)
@@ -32,13 +33,13 @@ class ReasoningGym:
         self.args = args
         self.judge = self._chunk(seed=0)
 
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         return split_items(self._entries(seed), self.template, split)
 
-    def score(self, item: dict[str, Any], completion: str) -> float:
+    def score(self, item: Item, completion: str) -> float:
         return float(self.judge.score_answer(final_answer(completion), item))
 
-    def _entries(self, seed: int) -> Iterator[dict[str, Any]]:
+    def _entries(self, seed: int) -> Iterator[Item]:
         for number in count():
             dataset = self._chunk(_chunk_seed(seed, number))
             yield from (dataset[index] for index in range(CHUNK))
@@ -49,12 +50,11 @@ class ReasoningGym:
 
         args = dict(self.args)
         if self.dataset == "composite":
-            args["datasets"] = [
-                DatasetSpec(**{"weight": 1.0, "config": {}, **spec}) for spec in args.get("datasets", [])
-            ]
+            defaults: JsonObject = {"weight": 1.0, "config": {}}
+            args["datasets"] = [DatasetSpec(**{**defaults, **spec}) for spec in args.get("datasets", [])]
         return create_dataset(self.dataset, seed=seed, size=CHUNK, **args)
 
 
 def _chunk_seed(seed: int, number: int) -> int:
-    """Far from its neighbours: generators seed question i with seed + i, so near seeds would repeat questions."""
+    """Return a hashed seed: generators seed question i with seed + i, so adjacent seeds would repeat questions."""
     return int.from_bytes(sha256(f"{seed}:{number}".encode()).digest()[:4], "big")

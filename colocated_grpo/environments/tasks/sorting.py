@@ -1,19 +1,19 @@
-"""Sort digits: small enough for a model of a million parameters, so the quickstart trains on it."""
+"""Sort digits: easy enough for the quickstart's model of a million parameters."""
 
 from __future__ import annotations
 
 from random import Random
 from string import digits
-from typing import Any
 
 from pydantic import Field
 
+from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.rewards.answers import final_answer
 from colocated_grpo.environments.tasks.procedural import Procedural, Template, positional_reward
 
 
 class Sorting(Procedural):
-    """Reward 1 for the sorted digits; below 1/2 for a wrong answer, by the share of right positions."""
+    """Reward 1 for the sorted digits; below 1/2 for a wrong answer, by the fraction of right positions."""
 
     min_digits: int = Field(4, ge=1)
     """Digits of the shortest question."""
@@ -24,9 +24,9 @@ class Sorting(Procedural):
     template: Template = "sort {question}"
     """Prompt around the digits."""
 
-    def score(self, item: dict[str, Any], completion: str) -> float:
+    def score(self, item: Item, completion: str) -> float:
         return positional_reward(final_answer(completion), item["answer"], partial=self.partial)
 
-    def _draw(self, rng: Random) -> dict[str, Any]:
+    def _draw(self, rng: Random) -> Item:
         question = "".join(rng.choices(digits, k=rng.randint(self.min_digits, self.max_digits)))
         return {"question": question, "answer": "".join(sorted(question))}

@@ -14,7 +14,7 @@ from colocated_grpo.environments.town.players import SCRIPTED
 from colocated_grpo.environments.town.rewards import CREDITS, Credit
 from colocated_grpo.environments.town.settings import POLICY, TownSettings
 from colocated_grpo.environments.town.state import Rules
-from colocated_grpo.environments.user_code.loading import unknown_name, with_named
+from colocated_grpo.environments.user_code.loading import resolve_mode, unknown_name
 
 
 def open_town(seed: int, **args: Any) -> TownEnvironment:
@@ -22,7 +22,7 @@ def open_town(seed: int, **args: Any) -> TownEnvironment:
     _check_names("args", TownSettings, args)
     _check_names("args.rules", Rules, args.get("rules"))
     _check_names("args.credit", Credit, args.get("credit"))
-    args = with_named(args, "credit", CREDITS, "environments 'town'")
+    args = resolve_mode(args, "credit", CREDITS, "environments 'town'")
     for label in args.get("players", ()):
         if label not in (known := (POLICY, FROZEN, *SCRIPTED)):
             raise unknown_name("environments 'town': args.players", "player", label, known)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from colocated_grpo.environments.town.grammar import TOOLS
 from colocated_grpo.environments.town.verdicts import Status, Verdict
-from colocated_grpo.environments.turns.credit import shares_won
+from colocated_grpo.environments.turns.credit import win_rates
 
 LATEST_GAMES = 100
 """Games over which win rates look back."""
@@ -47,7 +47,7 @@ class Kpis:
         self.games += 1
         self.days += days
         self.winners = [*self.winners[1 - LATEST_GAMES :], str(winner)]
-        for player, share in shares_won(results).items():
+        for player, share in win_rates(results).items():
             self.won[player] = [*self.won.get(player, [])[1 - LATEST_GAMES :], share]
 
     def after_reset(self) -> Kpis:

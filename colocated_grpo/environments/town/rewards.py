@@ -115,7 +115,7 @@ class Return:
 
 def outcome_returns(game: Game, credit: Credit) -> list[Return]:
     """One for each recorded turn of an ended game, in the order in which they were committed."""
-    shares = credit.shares([record.seat for record in game.turns])
+    shares = credit.weights([record.seat for record in game.turns])
     return [_one_return(game, record, share) for record, share in zip(game.turns, shares, strict=True)]
 
 

@@ -1,13 +1,16 @@
-"""What a game of many seats is made of when it is trained turn by turn: the contract of `type: turns`."""
+"""The contract of `type: turns`: games of several seats, trained turn by turn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
+
+from colocated_grpo.environments.chat import Message
+from colocated_grpo.types import JsonObject
 
 
 class Turn(Protocol):
-    """A seat that is asked to act. Picklable: it is judged in whichever process generates its completions."""
+    """One decision of one seat. Must be picklable: it is scored in the process that samples its completions."""
 
     @property
     def id(self) -> str:
@@ -15,31 +18,32 @@ class Turn(Protocol):
         ...
 
     @property
-    def messages(self) -> str | list[dict[str, Any]]:
-        """What the model reads: text or chat messages, of what this seat may know."""
+    def messages(self) -> str | list[Message]:
+        """The prompt: text or chat messages, limited to what this seat may see."""
         ...
 
     @property
     def phase(self) -> str:
-        """Part of the game, for metrics."""
+        """Phase of the game, for metrics."""
         ...
 
     @property
     def trainable(self) -> bool:
-        """Whether the trained policy plays the seat. False: the entry's opponent does. The environment plays all others
-        itself, and asks nobody."""
+        """True: the policy plays this seat. False: the entry's opponent does. Other seats never appear as turns."""
         ...
 
     def pattern(self) -> str:
-        """Regular expression of the legal replies. Asked for with `structured: true` only."""
+        """Return the regular expression of the legal replies. Called only with `structured: true`."""
         ...
 
 
 class Outcome(Protocol):
-    """What one completion is worth at once."""
+    """The immediate score of one completion."""
 
     @property
-    def reward(self) -> float: ...
+    def reward(self) -> float | None:
+        """None: no reward, and nothing is learned from the completion."""
+        ...
 
     @property
     def parts(self) -> Mapping[str, float]:
@@ -48,7 +52,7 @@ class Outcome(Protocol):
 
 
 class Return(Protocol):
-    """What the end of a game adds to the reward of a turn that was carried out in it."""
+    """What the end of a game adds to the reward of a committed turn."""
 
     @property
     def turn_id(self) -> str: ...
@@ -57,53 +61,59 @@ class Return(Protocol):
     def value(self) -> float: ...
 
 
+TurnT = TypeVar("TurnT", bound=Turn)
+
+
 @runtime_checkable
-class TurnEnvironment(Protocol):
-    """Games side by side. Built as `factory(seed=..., **args)`; seed and commits decide everything."""
+class TurnEnvironment(Protocol[TurnT]):
+    """Concurrent games. Built as `factory(seed=..., **args)`; the seed and the commits determine everything."""
 
     @property
     def delayed(self) -> bool:
-        """Whether drain_returns ever gives anything: turns then wait for the end of their game before they train."""
+        """True if drain_returns() ever returns anything. Turns then train only after their game has ended."""
         ...
 
-    def next_batch(self) -> Sequence[Turn]:
-        """Turns open now. Until one is committed or played on, the same ones are given again."""
+    def next_batch(self) -> Sequence[TurnT]:
+        """Return the open turns. A turn stays open until it is committed or played on."""
         ...
 
-    def add_game(self) -> Sequence[Turn]:
-        """Start one more game, kept up from now on; its open turns."""
+    def add_game(self) -> Sequence[TurnT]:
+        """Start one more game, kept running from now on, and return its open turns."""
         ...
 
-    def score(self, turn: Turn, completions: Sequence[str]) -> Sequence[Outcome]:
-        """Pure, and from the turn alone: called in several threads, in processes that never saw the game."""
+    def score(self, turn: TurnT, completions: Sequence[str]) -> Sequence[Outcome]:
+        """Score completions from the turn alone. Must be pure: called from threads and processes without the game."""
         ...
 
-    def commit(self, turn: Turn, completion: str) -> object:
-        """Carry one completion out. Once for each turn that was asked, in the order of asking."""
+    def commit(self, turn: TurnT, completion: str) -> object:
+        """Carry out one completion. Called once per sampled turn, in the order in which the turns were handed out."""
         ...
 
-    def play_on(self, turn: Turn) -> None:
-        """Let a script take a turn that the model cannot be asked: it is left out of every count and return."""
+    def play_on(self, turn: TurnT) -> None:
+        """Play by script a turn whose prompt is too long for the model. It is left out of all counts and returns."""
         ...
 
     def drain_returns(self) -> Sequence[Return]:
-        """Since the last call."""
+        """Return the returns of games that ended since the last call."""
         ...
 
-    def drain_games(self) -> Sequence[dict[str, Any]]:
-        """Records of games that ended since the last call: 'game', 'winner', 'transcript', 'events' (a list of flat
-        rows), 'seats' (a list of rows), and whatever else json can write."""
-        ...
+    def drain_games(self) -> Sequence[JsonObject]:
+        """Return the records of games that ended since the last call.
 
-    def drain_stats(self) -> dict[str, float]:
-        """By name: counts and rates since the last call, and what is a state, such as games under way, as it is now.
-
-        Not parse_rate, legal_rate and reward/<phase>: all completions that are trained give those, carried out or not.
+        Keys: 'game', 'winner', 'transcript', 'events' (a list of flat rows), 'seats' (a list of rows), and anything
+        else that JSON can represent.
         """
         ...
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain data that json can write."""
+    def drain_stats(self) -> dict[str, float]:
+        """Return counts and rates since the last call, and the current value of states such as running games.
+
+        Leave out parse_rate, legal_rate and reward/<phase>: the trainer computes them over all completions.
+        """
         ...
 
-    def restore(self, snapshot: dict[str, Any]) -> None: ...
+    def snapshot(self) -> JsonObject:
+        """Return the state as plain data that JSON can represent."""
+        ...
+
+    def restore(self, snapshot: JsonObject) -> None: ...

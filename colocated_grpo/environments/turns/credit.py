@@ -1,4 +1,4 @@
-"""What the end of a game counts for: the turns that led to it, and the rates of winning."""
+"""Distribution of a game's outcome over the turns that led to it, and win rates."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeCredit:
-    """What a turn gets of the outcome that its seat had."""
+    """Weights with which a turn is credited with the outcome of its seat."""
 
     outcome: float = 0.0
-    """Weight. At 0 no turn has to wait for the end of its game."""
+    """Weight of the outcome. At 0 no turn has to await the end of its game."""
     discount: float = 1.0
-    """Of the outcome, for every later turn of the same seat."""
+    """Factor for every later turn of the same seat."""
 
     def __post_init__(self) -> None:
         if not 0 < self.discount <= 1:
             raise ValueError(f"credit: discount={self.discount} is not in (0, 1]")
 
-    def shares(self, seats: Sequence[int]) -> list[float]:
-        """What to multiply the outcome with, for each turn of a game. seats: who took it, in the order of turns."""
+    def weights(self, seats: Sequence[int]) -> list[float]:
+        """Return the weight of the outcome for each turn of a game. seats: the seat of each turn, in order."""
         later: Counter[int] = Counter()
-        shares = []
+        weights = []
         for seat in reversed(seats):
-            shares.append(self.outcome * self.discount ** later[seat])
+            weights.append(self.outcome * self.discount ** later[seat])
             later[seat] += 1
-        return shares[::-1]
+        return weights[::-1]
 
 
-def shares_won(results: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Name -> the share of its seats that won. results: (name, above 0 where it won) of each seat."""
+def win_rates(results: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the fraction of seats that won, by name. results: (name, positive if won) of each seat."""
     won: dict[str, list[bool]] = {}
     for name, result in results:
         won.setdefault(name, []).append(result > 0)

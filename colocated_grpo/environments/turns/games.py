@@ -1,7 +1,7 @@
-"""Games trained turn by turn: one group of completions for each open turn, of which one is carried out.
+"""Games trained turn by turn: one group of completions per open turn, one of which is carried out.
 
-Rank 0 holds the games. A turn travels to the rank that samples its completions and is judged there, on the frozen state
-that it carries; after the groups are gathered rank 0 carries one completion of each turn out.
+The games live on rank 0. A turn travels to the rank that samples its completions and is scored there, from the frozen
+game state in the turn. After the groups are gathered, rank 0 commits one completion of each turn.
 """
 
 from __future__ import annotations
@@ -16,57 +16,57 @@ from random import Random
 from typing import Any
 
 from colocated_grpo.config.turns import TurnsSourceConfig
-from colocated_grpo.environments.base import EnvironmentSetupError, Settled
-from colocated_grpo.environments.prompts import BY_OPPONENT, PATTERN
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Item
+from colocated_grpo.environments.prompts import BY_OPPONENT_KEY, PATTERN_KEY
 from colocated_grpo.environments.rewards.scoring import as_number, as_score
 from colocated_grpo.environments.turns.base import Turn, TurnEnvironment
-from colocated_grpo.environments.turns.pending import HeldGroups
+from colocated_grpo.environments.turns.pending import PendingGroups
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.errors import RunError
-from colocated_grpo.types import Completion, Group, Prompt, Score
+from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Score
 
-TURN = "turn"
-"""Key of the turn in an item."""
+TURN_KEY = "turn"
+"""Item key of the turn."""
 RATES = ("parse_rate", "legal_rate")
-"""Parts of an outcome that become curves of their own."""
-Factory = Callable[[int], TurnEnvironment]
-"""From a seed."""
+"""Parts of an outcome that are reported as metrics."""
+EnvironmentFactory = Callable[[int], TurnEnvironment]
+"""Builds the environment from a seed."""
 
 
 class TurnScorer:
-    """Judges the completions of one turn together, on any rank."""
+    """Scores the completions of one turn together, on any rank."""
 
     def __init__(self, environment: TurnEnvironment) -> None:
         self._environment = environment
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
         try:
-            outcomes = self._environment.score(prompt.item[TURN], texts)
+            outcomes = self._environment.score(prompt.item[TURN_KEY], texts)
             scores = [as_score({**each.parts, "reward": each.reward}) for each in outcomes]
             if len(scores) != len(texts):
-                raise ValueError(f"score() gave {len(scores)} outcomes for {len(texts)} completions")
+                raise ValueError(f"score() returned {len(scores)} outcomes for {len(texts)} completions")
         except BaseException as error:  # see score_text
             return [Score(reward=None, error=one_line(error))] * len(texts)
         return scores
 
 
 class TurnGames:
-    """One entry of the config."""
+    """The environment of one `type: turns` entry."""
 
-    def __init__(self, name: str, factory: Factory, config: TurnsSourceConfig, seed: int) -> None:
+    def __init__(self, name: str, factory: EnvironmentFactory, config: TurnsSourceConfig, seed: int) -> None:
         self.name = name
         self._factory = factory
         self._config = config
-        environment = factory(_training(seed))
+        environment = factory(_training_seed(seed))
         self.delayed = environment.delayed
         self.scorer = TurnScorer(environment)
 
     def open_stream(self, seed: int) -> TurnStream:
-        return TurnStream(self.name, self._factory(_training(seed)), self._config, seed)
+        return TurnStream(self.name, self._factory(_training_seed(seed)), self._config, seed)
 
-    def held_out(self, seed: int) -> Iterator[dict[str, Any]]:
-        """Turns of other games, which play themselves on."""
-        environment = self._factory(_training(seed) + 1)
+    def held_out(self, seed: int) -> Iterator[Item]:
+        """Yield turns of games that are played by script."""
+        environment = self._factory(_training_seed(seed) + 1)
         while turns := environment.next_batch():
             for turn in turns:
                 if turn.trainable:
@@ -74,160 +74,163 @@ class TurnGames:
                 environment.play_on(turn)
 
 
-def _training(seed: int) -> int:
-    """Even, so that no run trains on another's held-out games."""
+def _training_seed(seed: int) -> int:
+    """Return an even seed. Held-out games use odd ones, so no run trains on the held-out games of another."""
     return 2 * seed
 
 
-def item_of(turn: Turn, *, structured: bool) -> dict[str, Any]:
-    item = {"prompt": turn.messages, TURN: turn, BY_OPPONENT: not turn.trainable}
-    return item | {PATTERN: turn.pattern()} if structured else item
+def item_of(turn: Turn, *, structured: bool) -> Item:
+    item = {"prompt": turn.messages, TURN_KEY: turn, BY_OPPONENT_KEY: not turn.trainable}
+    return item | {PATTERN_KEY: turn.pattern()} if structured else item
 
 
 @dataclass(slots=True)
 class EarlyStop:
-    """Says stop once the parse rate has stood at the threshold for a number of windows in a row."""
+    """Stops a run after `consecutive` windows with a parse rate of at least `threshold`."""
 
     threshold: float
     consecutive: int
     reached: int = 0
 
     def due(self, parse_rate: float | None) -> bool:
-        """Counts one window. None, a window without turns, neither helps nor hurts."""
+        """Count one window and return whether to stop. None: a window without turns, which changes nothing."""
         if parse_rate is not None:
             self.reached = self.reached + 1 if parse_rate >= self.threshold else 0
         return self.reached >= self.consecutive
 
 
 class TurnStream:
-    """The games of one training run, on rank 0. Its state is exact between steps."""
+    """The games of one training run, on rank 0. state_dict() is exact between steps."""
 
-    patience = 1000
+    max_attempts = 1000
 
     def __init__(self, name: str, environment: TurnEnvironment, config: TurnsSourceConfig, seed: int) -> None:
         self._name = name
-        self._label = name.rpartition(":")[2]
-        """Heads its metrics: of 'folder/my_game.py:Sticks' the last part."""
+        self._metric_prefix = name.rpartition(":")[2]  # "Sticks" for "folder/my_game.py:Sticks"
         self._environment = environment
         self._config = config
         self._seed = seed
-        self._held = HeldGroups(config.max_wait)
+        self._pending = PendingGroups(config.max_wait)
         self._early_stop = EarlyStop(config.stop_at_parse_rate or math.inf, config.stop_after)
-        self._forget()
+        self._start_step()
 
-    def _forget(self) -> None:
-        """Nothing is asked; what is open has to be looked up."""
-        self._asked: dict[str, Turn] = {}
+    def _start_step(self) -> None:
+        self._taken: dict[str, Turn] = {}
+        """Turns handed out in this step, by id."""
         self._open: deque[Turn] = deque()
-        self._looked = False
+        """Turns that can still be handed out."""
+        self._batch_fetched = False
 
-    def take(self) -> dict[str, Any]:
-        """A turn that waits for an answer; further games are started where all others have been given."""
-        for _ in range(self.patience):
+    def take(self) -> Item:
+        """Return an open turn. If all open turns have been handed out, start further games."""
+        for _ in range(self.max_attempts):
             if self._open:
                 turn = self._open.popleft()
-                self._asked[turn.id] = turn
+                self._taken[turn.id] = turn
                 return item_of(turn, structured=self._config.structured)
-            self._find_turns()
-        raise EnvironmentSetupError(f"environments {self._name!r}: {self.patience} games gave no turn to train on")
+            self._fetch_turns()
+        raise EnvironmentSetupError(
+            f"environments {self._name!r}: no open turn after {self.max_attempts} calls of next_batch() and add_game()"
+        )
 
-    def _find_turns(self) -> None:
-        with self._blamed("add_game" if self._looked else "next_batch"):
-            fresh = self._environment.add_game() if self._looked else self._environment.next_batch()
-        self._looked = True
-        for turn in fresh:
+    def _fetch_turns(self) -> None:
+        with self._errors_of("add_game" if self._batch_fetched else "next_batch"):
+            turns = self._environment.add_game() if self._batch_fetched else self._environment.next_batch()
+        self._batch_fetched = True
+        for turn in turns:
             if not turn.trainable and self._config.opponent is None:
                 raise EnvironmentSetupError(
-                    f"environments {self._name!r}: turn {turn.id} is of a seat that is not trained; its entry needs a "
-                    "frozen model that plays it, opponent: {name: initial}"
+                    f"environments {self._name!r}: turn {turn.id} belongs to a seat that is not trained; set "
+                    "opponent: {name: initial} to have a frozen model play it"
                 )
-        self._open.extend(turn for turn in fresh if turn.id not in self._asked)
+        self._open.extend(turn for turn in turns if turn.id not in self._taken)
 
-    def reject(self, item: dict[str, Any]) -> None:
-        """A script takes the turn, or its game would stand still for ever."""
-        del self._asked[item[TURN].id]
-        with self._blamed("play_on"):
-            self._environment.play_on(item[TURN])
+    def reject(self, item: Item) -> None:
+        """Have a script play the turn, so that its game continues."""
+        del self._taken[item[TURN_KEY].id]
+        with self._errors_of("play_on"):
+            self._environment.play_on(item[TURN_KEY])
         self._open.clear()
-        self._looked = False
+        self._batch_fetched = False
 
-    def record(self, groups: Sequence[Group]) -> Settled:
+    def record(self, groups: Sequence[Group]) -> BatchResult:
         in_order = sorted(groups, key=lambda group: group.prompt.index)
         for group in in_order:
-            turn = self._asked.pop(group.prompt.item[TURN].id)
+            turn = self._taken.pop(group.prompt.item[TURN_KEY].id)
             chosen = self._choose(turn, group)
-            with self._blamed("commit"):
+            with self._errors_of("commit"):
                 self._environment.commit(turn, group.rollouts[chosen].text)
             if self._environment.delayed and turn.trainable:
-                self._held.add(turn.id, group, chosen)
-        self._forget()
-        trained = [place for place, group in enumerate(groups) if not group.prompt.by_opponent]
-        rates = sampled_rates([group for group in in_order if not group.prompt.by_opponent])
+                self._pending.add(turn.id, group, chosen)
+        self._start_step()
+        trained = [position for position, group in enumerate(groups) if not group.prompt.by_opponent]
+        rates = completion_rates([group for group in in_order if not group.prompt.by_opponent])
         metrics = self._stats() | rates
         if self._config.opponent is not None:
             metrics["opponent_turns"] = len(groups) - len(trained)
-        complete, overdue = self._held.end_step(self._returns())
+        complete, overdue = self._pending.end_step(self._returns())
         if self._environment.delayed:
-            metrics |= {"turns_waiting": len(self._held), "turns_overdue": len(overdue)}
-        return Settled(
-            now=[] if self._environment.delayed else trained,
-            late=complete + overdue,
-            metrics={f"{self._label}/{key}": float(value) for key, value in metrics.items()},
+            metrics |= {"turns_waiting": len(self._pending), "turns_overdue": len(overdue)}
+        return BatchResult(
+            trained_now=[] if self._environment.delayed else trained,
+            released=complete + overdue,
+            metrics={f"{self._metric_prefix}/{key}": float(value) for key, value in metrics.items()},
             games=self._games(),
             finished=self._early_stop.due(metrics.get("parse_rate")),
         )
 
     def _stats(self) -> dict[str, float]:
-        with self._blamed("drain_stats"):
+        with self._errors_of("drain_stats"):
             return {name: float(value) for name, value in self._environment.drain_stats().items()}
 
     def _returns(self) -> dict[str, float]:
-        """By turn."""
-        with self._blamed("drain_returns"):
+        """By turn id."""
+        with self._errors_of("drain_returns"):
             return {each.turn_id: _finite(each.value) for each in self._environment.drain_returns()}
 
-    def _games(self) -> list[dict[str, Any]]:
-        with self._blamed("drain_games"):
+    def _games(self) -> list[JsonObject]:
+        with self._errors_of("drain_games"):
             games = [{"source": self._name, **game} for game in self._environment.drain_games()]
-            json.dumps(games, allow_nan=False)  # Here it is known who is to blame, and not where the file is written.
+            json.dumps(games, allow_nan=False)  # Here the error names the environment; at the file writer it could not.
         return games
 
     @contextmanager
-    def _blamed(self, method: str) -> Iterator[None]:
-        """One line for what the environment's own code raises: games have no state to go on from after it."""
+    def _errors_of(self, method: str) -> Iterator[None]:
+        """Turn exceptions of the environment into RunError: a game whose method failed has no valid state."""
         try:
             yield
         except (Exception, SystemExit) as error:
             raise RunError(f"environments {self._name!r}: {method}() failed: {one_line(error)}") from error
 
     def _choose(self, turn: Turn, group: Group) -> int:
-        """Position of the completion that is carried out."""
+        """Return the position of the completion to commit."""
         rewards = [rollout.score.reward for rollout in group.rollouts]
         if self._config.commit == "random":
             return Random(f"{self._seed}/{turn.id}").randrange(len(rewards))
         if self._config.commit == "best":
-            return max(range(len(rewards)), key=lambda place: -math.inf if rewards[place] is None else rewards[place])
+            known = [-math.inf if reward is None else reward for reward in rewards]
+            return known.index(max(known))
         return 0
 
-    def state_dict(self) -> dict[str, Any]:
-        with self._blamed("snapshot"):
+    def state_dict(self) -> JsonObject:
+        with self._errors_of("snapshot"):
             games = self._environment.snapshot()
         return {
             "games": games,
-            "held": self._held.state_dict(),
+            "held": self._pending.state_dict(),
             "early_stop": self._early_stop.reached,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         try:
             self._environment.restore(state["games"])
         except (Exception, SystemExit) as error:
             raise EnvironmentSetupError(
                 f"environments {self._name!r}: the games of the checkpoint cannot be restored: {one_line(error)}"
             ) from error
-        self._held.load_state_dict(state["held"])
+        self._pending.load_state_dict(state["held"])
         self._early_stop.reached = state["early_stop"]
-        self._forget()
+        self._start_step()
 
 
 def _finite(value: Any) -> float:
@@ -237,8 +240,8 @@ def _finite(value: Any) -> float:
     return number
 
 
-def sampled_rates(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over all completions, carried out or not: of the parts in RATES, and of the reward by phase."""
+def completion_rates(groups: Sequence[Group]) -> dict[str, float]:
+    """Return means over all completions, committed or not: the parts in RATES, and the reward by phase."""
     values: dict[str, list[float]] = {}
     for group in groups:
         for rollout in group.rollouts:
@@ -246,5 +249,5 @@ def sampled_rates(groups: Sequence[Group]) -> dict[str, float]:
                 if name in rollout.score.parts:
                     values.setdefault(name, []).append(rollout.score.parts[name])
             if rollout.score.reward is not None:
-                values.setdefault(f"reward/{group.prompt.item[TURN].phase}", []).append(rollout.score.reward)
+                values.setdefault(f"reward/{group.prompt.item[TURN_KEY].phase}", []).append(rollout.score.reward)
     return {name: sum(each) / len(each) for name, each in values.items()}

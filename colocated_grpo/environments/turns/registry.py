@@ -1,4 +1,4 @@
-"""Turn environments by name: built in, of another library, installed, or the user's own."""
+"""Construction of turn environments by name: built in, of another library, installed, or user code."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.registry import find_object
 from colocated_grpo.environments.town.from_config import open_town
 from colocated_grpo.environments.turns.base import TurnEnvironment
-from colocated_grpo.environments.turns.games import Factory, TurnGames
+from colocated_grpo.environments.turns.games import EnvironmentFactory, TurnGames
 from colocated_grpo.environments.user_code.loading import construct
 
 TURN_ENVIRONMENTS: dict[str, Callable[..., TurnEnvironment]] = {"town": open_town, "tossim": ToSSim}
 
 
-def turn_factory(config: TurnsSourceConfig) -> Factory:
-    """Builds the environment from a seed. Names and arguments are complained about in one line."""
+def turn_factory(config: TurnsSourceConfig) -> EnvironmentFactory:
+    """Return the function that builds the environment from a seed. Raises EnvironmentSetupError."""
     key = f"environments {config.name!r}"
     if "seed" in config.args:
-        raise EnvironmentSetupError(f"{key}: args.seed is not yours to give: games are seeded by the run's `seed`")
+        raise EnvironmentSetupError(f"{key}: args.seed is set by the run; remove it")
     if is_adapted(config.name):
         found, args = turn_adapter(config.name, config.args)
     else:
@@ -32,21 +32,21 @@ def turn_factory(config: TurnsSourceConfig) -> Factory:
     def build(seed: int) -> TurnEnvironment:
         environment = construct(partial(found, seed=seed), args, key)
         if not isinstance(environment, TurnEnvironment):
-            surface = [name for name in dir(TurnEnvironment) if not name.startswith("_")]
-            missing = [name for name in surface if not hasattr(environment, name)]
+            members = [name for name in dir(TurnEnvironment) if not name.startswith("_")]
+            missing = [name for name in members if not hasattr(environment, name)]
             raise EnvironmentSetupError(f"{key}: not a turn environment, it has no {', '.join(missing)}")
         return environment
 
     return build
 
 
-def turn_games(name: str, entry: TurnsSourceConfig, config: Config) -> TurnGames:
-    """One entry of the config, checked against the rest of it."""
+def build_turn_games(name: str, entry: TurnsSourceConfig, config: Config) -> TurnGames:
+    """Build the games of one config entry and check the loss against them."""
     loss = config.loss
     games = TurnGames(name, turn_factory(entry), entry, config.seed)
     if games.delayed and loss.correction.mode == "off" and loss.old_logprobs == "trainer":
         raise EnvironmentSetupError(
-            f"environments {name!r}: its turns are trained after the end of their game, with newer weights than "
-            "they were sampled with; loss.correction.mode=off would not correct for that"
+            f"loss.correction.mode=off: turns of {name!r} train after the end of their game, with newer weights than "
+            "sampled them, and need importance weights; set another mode, or loss.old_logprobs=sampling"
         )
     return games

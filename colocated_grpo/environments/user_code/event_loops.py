@@ -1,4 +1,4 @@
-"""Event loops for coroutines of user code, each on its own thread; one that is blocked can be left behind."""
+"""Event loops for coroutines of user code, each on its own thread. A blocked loop can be retired and replaced."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import threading
 from contextlib import suppress
 
 GRACE = 2.0
-"""Seconds after which a loop that has done nothing of what it was asked to do counts as blocked."""
+"""Seconds without running a callback after which a loop counts as blocked."""
 
 
 def start_loop(name: str) -> asyncio.AbstractEventLoop:
+    """Run a new event loop on a daemon thread called `name`."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=_run, args=[loop], name=name, daemon=True).start()
     return loop
 
 
-def leave_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """It goes on until its last task has ended, or a long run would pile up threads and sockets."""
+def retire_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Stop the loop and its thread once its last task has ended, so that a long run does not accumulate threads."""
     asyncio.run_coroutine_threadsafe(_stop_when_idle(), loop)
 
 
-class SharedLoop:
-    """One loop for many threads: HTTP clients of user code belong to the loop that first used them."""
+class ReusableLoop:
+    """One loop for calls from many threads: an HTTP client of user code works only on the loop that first used it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -30,27 +31,28 @@ class SharedLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def get(self) -> asyncio.AbstractEventLoop:
+        """Return the running loop, started on first use."""
         with self._lock:
             if self._loop is None:
                 self._loop = start_loop(self._name)
             return self._loop
 
-    def leave_if_blocked(self) -> None:
-        """Later callers get a new loop where this one does not answer: whatever is sent to it would wait with it."""
+    def retire_if_blocked(self) -> None:
+        """Let later callers start a new loop if this one runs no callback within GRACE: their coroutines would hang."""
         with self._lock:
             if self._loop is None:
                 return
-            answered = threading.Event()
-            self._loop.call_soon_threadsafe(answered.set)
-            if not answered.wait(GRACE):
-                leave_loop(self._loop)
+            responded = threading.Event()
+            self._loop.call_soon_threadsafe(responded.set)
+            if not responded.wait(GRACE):
+                retire_loop(self._loop)
                 self._loop = None
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     stopped = False
     while not stopped:
-        # Whoever awaits the task is told as well; out of the loop it would end every other task with it.
+        # asyncio re-raises these out of run_forever(), which would end all other tasks. The awaiting caller sees them.
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()
             stopped = True
@@ -58,7 +60,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _stop_when_idle() -> None:
-    """Stops the loop that it runs on."""
+    """Stop the running loop when no other task is left."""
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
     asyncio.get_running_loop().stop()

@@ -1,4 +1,4 @@
-"""Other people's games in this process: quiet, and with a chance of their own."""
+"""Isolation of third-party games in this process: no output, and random streams of their own."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from contextlib import contextmanager, redirect_stdout
 
 import numpy
 
-_alone = threading.Lock()
-"""Standard output and the global streams of chance belong to the process: one call at a time."""
-PATIENCE = 300.0
-"""Seconds after which the call before this one counts as hanging. It cannot be ended, and the run would stand still."""
+LOCK_TIMEOUT = 300.0
+"""Seconds to wait for another call. A hanging call cannot be ended; without a limit the run would hang with it."""
+
+_process_state_lock = threading.Lock()
+"""Standard output and the global random streams belong to the process, so only one call may replace them at a time."""
 
 
 @contextmanager
-def isolated(chance: random.Random) -> Iterator[None]:
-    """Nothing printed. The module `random` is `chance`, which moves on; numpy's global stream follows from it.
+def isolated(rng: random.Random) -> Iterator[None]:
+    """Suppress printing, and make `rng` the state of the module `random`; numpy's global stream is seeded from it.
 
-    Raises RuntimeError where another call hangs.
+    `rng` advances by what the block draws. Raises RuntimeError after LOCK_TIMEOUT if another block does not end.
     """
     with _exclusive(), redirect_stdout(io.StringIO()):
         before, numpy_before = random.getstate(), numpy.random.get_state()
-        numpy.random.seed(chance.getrandbits(32))
-        random.setstate(chance.getstate())
+        numpy.random.seed(rng.getrandbits(32))
+        random.setstate(rng.getstate())
         try:
             yield
         finally:
-            chance.setstate(random.getstate())
+            rng.setstate(random.getstate())
             random.setstate(before)
             numpy.random.set_state(numpy_before)
 
 
 @contextmanager
 def _exclusive() -> Iterator[None]:
-    if not _alone.acquire(timeout=PATIENCE):
-        raise RuntimeError(f"another call of a game has not come back for {PATIENCE:g} s")
+    if not _process_state_lock.acquire(timeout=LOCK_TIMEOUT):
+        raise RuntimeError(f"another game call has not returned for {LOCK_TIMEOUT:g} s")
     try:
         yield
     finally:
-        _alone.release()
+        _process_state_lock.release()

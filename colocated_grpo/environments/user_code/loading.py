@@ -1,4 +1,4 @@
-"""From names in the config to objects of the user or of this package. Every failure is one line."""
+"""Loading of user code and its objects by the names in the config. Every failure is one line."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from pydantic import ValidationError
 
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import in_one_line
+from colocated_grpo.types import JsonObject
 
 MAX_ERROR_CHARACTERS = 200
-NOT_THE_USERS = (
+FOREIGN_PREFIXES = (
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     f"{Path(__file__).resolve().parents[2]}{os.sep}",
     "<",
 )
-"""How the file names of code begin that the user has not written."""
+"""Prefixes of file names that are not user code: the standard library, installed packages, this package."""
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message without newlines, cut to what a log line can bear, and the line of the user's code."""
+    """Return type and message without newlines, cut to MAX_ERROR_CHARACTERS, and the line of user code that raised."""
     line = in_one_line(error)
     return (line if len(line) <= MAX_ERROR_CHARACTERS else line[: MAX_ERROR_CHARACTERS - 3] + "...") + _place(error)
 
 
 def _place(error: BaseException) -> str:
-    """' (my_rewards.py, line 7)': the innermost line that the user has written; nothing where none was running."""
+    """Return the innermost line of user code, as ' (my_rewards.py, line 7)', or '' if there is none."""
     places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    own = [(file, line) for file, line in places if not file.startswith(NOT_THE_USERS)]
+    own = [(file, line) for file, line in places if not file.startswith(FOREIGN_PREFIXES)]
     return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
 
 
 def load_object(path: str, key: str) -> Any:
-    """The object at 'package.module:object' or 'folder/file.py:object'."""
+    """Import the object at 'package.module:object' or 'folder/file.py:object'."""
     location, separator, name = path.rpartition(":")
     if not separator or not location or not name:
         raise EnvironmentSetupError(f"{key}: {path!r} is not of the form module:object or path/to/file.py:object")
@@ -68,12 +69,13 @@ def _load_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no such file {path}")
-    # One module for each file, however often it is named: a task and a reward in it share their globals.
+    # One module per file, so that a task and a reward in the same file use the same globals.
     name = f"user_code_{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     _make_importable(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # None only for unknown suffixes
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -85,7 +87,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def import_optional(module: str, package: str, key: str) -> ModuleType:
-    """A module of a package that few need. Where it is missing, the error is the command that installs it."""
+    """Import a module of an optional package. If it is missing, the error names the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -95,13 +97,13 @@ def import_optional(module: str, package: str, key: str) -> ModuleType:
 
 
 def _make_importable(folder: str) -> None:
-    """Last on the path, so that a user's file never hides an installed package."""
+    """Append to sys.path: a user's file must not shadow an installed package."""
     if folder not in sys.path:
         sys.path.append(folder)
 
 
-def construct(factory: Callable[..., Any], args: dict[str, Any], key: str) -> Any:
-    """factory(**args), with whatever it dislikes about the arguments said in one line."""
+def construct(factory: Callable[..., Any], args: JsonObject, key: str) -> Any:
+    """Return factory(**args). Whatever it raises becomes EnvironmentSetupError."""
     try:
         return factory(**args)
     except EnvironmentSetupError:
@@ -112,7 +114,7 @@ def construct(factory: Callable[..., Any], args: dict[str, Any], key: str) -> An
         raise EnvironmentSetupError(f"{key}: args={args}: {one_line(error)}") from error
 
 
-def _first_problem(error: ValidationError, factory: Callable[..., Any], args: dict[str, Any]) -> str:
+def _first_problem(error: ValidationError, factory: Callable[..., Any], args: JsonObject) -> str:
     problem = error.errors()[0]
     name = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
@@ -121,18 +123,18 @@ def _first_problem(error: ValidationError, factory: Callable[..., Any], args: di
     return f"args.{name}={problem['input']!r}: {message}" if name else f"args: {message}"
 
 
-def with_named(args: dict[str, Any], name: str, objects: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The arguments, with the object itself where args[name] is the name of one of `objects`."""
+def resolve_mode(args: JsonObject, name: str, modes: Mapping[str, Any], key: str) -> JsonObject:
+    """Return args in which args[name], if it is the name of a mode, is replaced by that mode."""
     given = args.get(name)
     if not isinstance(given, str):
         return args
-    if given not in objects:
-        raise unknown_name(f"{key}: args.{name}", "mode", given, objects)
-    return {**args, name: objects[given]}
+    if given not in modes:
+        raise unknown_name(f"{key}: args.{name}", "mode", given, modes)
+    return {**args, name: modes[given]}
 
 
 def unknown_name(key: str, what: str, name: str, valid: Iterable[str]) -> EnvironmentSetupError:
-    """The error for a name that is not one of `valid`."""
+    """Return the error for a name that is not one of `valid`, with the nearest one."""
     return EnvironmentSetupError(f"{key}: unknown {what} {name!r}; {_nearest(name, valid)}")
 
 

@@ -60,7 +60,7 @@ def test_the_guides_own_game_trains_and_resumes(entry):
     games = [game for settled in expected for game in settled.games]
     assert games
     assert all("takes" in game["transcript"] for game in games)
-    rewards = [r.score.reward for settled in expected for group in settled.late for r in group.rollouts]
+    rewards = [r.score.reward for settled in expected for group in settled.released for r in group.rollouts]
     assert {0.0, 1.0, 2.0} <= set(rewards), "the winner's two sticks, legal ones, and four"
     resumed = made.open_source()
     resumed.load_state_dict(state)
@@ -111,6 +111,6 @@ def test_the_guides_self_play_is_judged_and_carried_on():
     ended = [game for settled in told for game in settled.games]
     assert {game["source"] for game in ended} <= set(made.scorers)
     assert any(game["winner"].startswith("Player") for game in ended)
-    late = [rollout for settled in told for group in settled.late for rollout in group.rollouts]
+    late = [rollout for settled in told for group in settled.released for rollout in group.rollouts]
     assert {"return", "end", "legal_rate"} <= {part for rollout in late for part in rollout.score.parts}
     assert all(rollout.score.error is None for rollout in late)

@@ -1,4 +1,4 @@
-"""Observations between two turns: exactly the tokens that the chat template itself would have put there."""
+"""Observations between two assistant messages are exactly the tokens that the chat template renders there."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|user|>assistant\\n' }}{% endif %}"
 )
-"""A line break follows each closing token, so what a turn closes with is longer than what is sampled."""
+"""A newline follows each closing token, so the end of a message is longer than the sampled closing token."""
 DATED = "{{ '<|begin|>today is Monday' ~ messages | length }}" + CHATML
-"""Something in front that changes with the conversation."""
+"""A prefix that changes with the conversation."""
 THINKING = CHATML.replace(
     "message.content | trim",
     "('<think></think>' if message.role == 'assistant' and loop.last else '') ~ message.content | trim",
 ).replace("assistant\\n' }}{% endif %}", "assistant\\n<think>' }}{% endif %}")
-"""Thoughts of earlier turns are left out, and a new turn opens with one."""
+"""Thoughts of earlier messages are removed, and a new message opens with one."""
 PLAIN = (
     "{% for message in messages %}{{ message.role ~ ': ' ~ message.content ~ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -46,21 +46,22 @@ TOKENIZERS = {name: tokenizer_of(template) for name, template in TEMPLATES.items
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(said=text, observed=st.lists(text, min_size=1, max_size=3))
-def test_a_turn_and_its_observation_are_what_the_template_renders(name, said, observed):
+def test_a_message_and_its_observation_are_what_the_template_renders(name, said, observed):
     tokenizer = TOKENIZERS[name]
     said = said.strip() or "x"
-    answers = [{"role": role, "content": one} for role, one in zip(["user", "system", "user"], observed, strict=False)]
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}, *answers]
-    whole = list(tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False))
+    roles = ["user", "system", "user"]
+    responses = [{"role": role, "content": one} for role, one in zip(roles, observed, strict=False)]
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}, *responses]
+    whole = list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
     codec = ChatCodec(tokenizer)
-    cut = codec.observation(answers, last_token=tokenizer.encode(said)[-1])
+    cut = codec.observation(responses, last_token=tokenizer.encode(said)[-1])
     rest = whole[len(whole) - len(cut) :]
     assert cut == rest
     before = whole[: len(whole) - len(cut)]
     assert before[-len(said) :] == tokenizer.encode(said)
     if name != "plain":
-        # A turn that ended by itself has sampled its closing token already.
-        ended = codec.observation(answers, last_token=tokenizer.eos_token_id)
+        # A message that was not cut ends with its sampled closing token.
+        ended = codec.observation(responses, last_token=tokenizer.eos_token_id)
         assert [tokenizer.eos_token_id, *ended] == cut
 
 
@@ -79,8 +80,8 @@ def test_without_a_template_the_plain_text_is_appended():
     assert tokenizer.decode(codec.observation(messages, 2)) == "4\ngo on"
 
 
-def test_the_text_of_a_turn_leaves_special_tokens_out_and_a_transcript_keeps_them():
+def test_message_text_drops_special_tokens_and_a_transcript_keeps_them():
     codec = ChatCodec(TOKENIZERS["own"])
     tokens = TOKENIZERS["own"].encode("ok<|end|>")
-    assert codec.turn_text(tokens) == "ok"
+    assert codec.message_text(tokens) == "ok"
     assert codec.transcript(tokens) == "ok<|end|>"

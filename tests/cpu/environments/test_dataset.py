@@ -1,4 +1,4 @@
-"""Local files and Hugging Face datasets as a source of prompts."""
+"""Local files and Hugging Face datasets as sources of prompts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def file(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-def test_every_file_format_gives_the_same_items(tmp_path, suffix):
+def test_every_file_format_yields_the_same_items(tmp_path, suffix):
     made = environments(write(tmp_path / f"rows{suffix}"), shuffle=False)
     prompts = made.open_source().next(7)
     expected = [{"answer": row["answer"], "level": "easy", "prompt": row["question"]} for row in ROWS[:7]]
@@ -65,7 +65,7 @@ def test_every_file_format_gives_the_same_items(tmp_path, suffix):
 
 
 @pytest.mark.parametrize(("rows", "held_out"), [(5, 0), (10, 1), (99, 9), (640, 64), (2000, 64)])
-def test_a_tenth_of_the_rows_is_held_out_where_the_config_names_no_number(tmp_path, rows, held_out):
+def test_a_tenth_of_the_rows_is_held_out_by_default(tmp_path, rows, held_out):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i}?", "answer": "1"}) + "\n" for i in range(rows)))
     made = environments(path, held_out=None)
@@ -73,7 +73,7 @@ def test_a_tenth_of_the_rows_is_held_out_where_the_config_names_no_number(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("rows", "fields", "every", "told"),
+    ("rows", "fields", "every", "noted"),
     [
         (9, {}, 10, True),
         (10, {}, 10, False),
@@ -82,13 +82,13 @@ def test_a_tenth_of_the_rows_is_held_out_where_the_config_names_no_number(tmp_pa
         (9, {}, 0, False),
     ],
 )
-def test_a_run_whose_rows_are_too_few_to_evaluate_on_any_says_so(tmp_path, rows, fields, every, told):
+def test_a_note_says_if_too_few_rows_leave_none_held_out(tmp_path, rows, fields, every, noted):
     path = write(tmp_path / "rows.jsonl", ROWS[:rows])
     lines = []
     evaluated = SimpleNamespace(evaluation=EvaluationConfig(every=every))
     draw_held_out(evaluated, environments(path, **{"held_out": None} | fields), SimpleNamespace(note=lines.append))
-    line = f"environments '{path}': of 9 rows none is held out for evaluation; set held_out or eval_split"
-    assert lines == [line] * told
+    line = f"environments '{path}': none of 9 rows is held out for evaluation; set held_out or eval_split"
+    assert lines == [line] * noted
 
 
 def test_local_files_need_neither_datasets_nor_torch(file):
@@ -107,7 +107,7 @@ def test_local_files_need_neither_datasets_nor_torch(file):
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_each_epoch_holds_every_training_row_once_in_an_order_of_its_own(file):
+def test_each_epoch_contains_every_training_row_once_in_its_own_order(file):
     prompts = [prompt.item["prompt"] for prompt in environments(file).open_source().next(28)]
     epochs = [prompts[start : start + 7] for start in range(0, 28, 7)]
     assert all(sorted(epoch) == [row["question"] for row in ROWS[:7]] for epoch in epochs)
@@ -121,7 +121,7 @@ def test_columns_are_renamed_before_rewards_see_them(file):
     assert prompt.item.keys() == {"prompt", "solution", "level"}
 
 
-def test_a_system_prompt_makes_chat_messages_and_leaves_a_rows_own_one_alone(tmp_path, file):
+def test_a_system_prompt_makes_chat_messages_and_keeps_the_system_message_of_a_row(tmp_path, file):
     [prompt] = environments(file, shuffle=False, system_prompt="Be brief.").open_source().next(1)
     assert prompt.item["prompt"] == [
         {"role": "system", "content": "Be brief."},
@@ -134,7 +134,7 @@ def test_a_system_prompt_makes_chat_messages_and_leaves_a_rows_own_one_alone(tmp
     assert prompt.item["prompt"] == own
 
 
-def test_empty_fields_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path):
+def test_null_fields_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path):
     rows = [
         {"question": [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "x"}]}
     ]
@@ -172,14 +172,14 @@ def test_a_hugging_face_dataset_is_read_by_subset_and_split(tmp_path):
     [
         ({"prompt_column": "prompt"}, "prompt_column: no column 'prompt'; the data has: question, answer, level"),
         ({"columns": {"reply": "answer"}}, "columns: no column 'reply'; the data has: question, answer, level"),
-        ({"columns": {"answer": "gold"}}, "'exact_match' needs the column 'answer'; there is: gold, level"),
-        ({"held_out": 10}, "held_out=10 leaves no training row, the data has 10"),
-        ({"subset": "main"}, "subset='main' has no meaning for a local file"),
+        ({"columns": {"answer": "gold"}}, "'exact_match' needs the column 'answer'; available: gold, level"),
+        ({"held_out": 10}, "held_out=10: no training row is left of 10"),
+        ({"subset": "main"}, "subset='main' does not apply to a local file"),
         ({"eval_split": "test"}, "no such file: test"),
-        ({"split": "test"}, "split='test' has no meaning for a local file"),
+        ({"split": "test"}, "split='test' does not apply to a local file"),
     ],
 )
-def test_settings_that_do_not_fit_the_data_are_said_in_one_line(file, fields, message):
+def test_settings_that_do_not_match_the_data_raise_one_line(file, fields, message):
     with pytest.raises(EnvironmentSetupError) as error:
         environments(file, **fields).open_source()
     assert message in str(error.value)
@@ -199,7 +199,7 @@ def test_settings_that_do_not_fit_the_data_are_said_in_one_line(file, fields, me
         ("x.parquet", "nothing", "cannot read"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_said_in_one_line(tmp_path, name, text, message):
+def test_an_unreadable_file_raises_one_line(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(EnvironmentSetupError) as error:
@@ -214,12 +214,12 @@ def test_a_file_that_cannot_be_read_is_said_in_one_line(tmp_path, name, text, me
         ({"answer": "x"}, "rows.jsonl row 8': no column 'question'; it has: answer"),
         (
             {"question": "x", "level": "easy"},
-            "rows.jsonl row 8': reward 'exact_match' needs the column 'answer'; there is: level",
+            "rows.jsonl row 8': reward 'exact_match' needs the column 'answer'; available: level",
         ),
         ({"question": None}, "rows.jsonl row 8': a prompt must be text or a list of messages with a role, got None"),
     ],
 )
-def test_a_row_that_cannot_be_asked_is_named_before_the_first_one_is(tmp_path, file, row, message):
+def test_a_malformed_row_is_named_before_training_starts(tmp_path, file, row, message):
     path = write(tmp_path / "wrong" / "rows.jsonl", [*ROWS[:8], row, *ROWS[9:]])
     with pytest.raises(EnvironmentSetupError) as error:
         environments(path).open_source()
@@ -229,14 +229,14 @@ def test_a_row_that_cannot_be_asked_is_named_before_the_first_one_is(tmp_path, f
     assert f"wrong/{message}" in str(error.value)
 
 
-def test_a_json_file_may_hold_a_row_a_line_as_the_datasets_library_writes_it(tmp_path):
+def test_a_json_file_may_hold_one_row_per_line(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     prompts = environments(path, shuffle=False).open_source().next(7)
     assert [prompt.item["prompt"] for prompt in prompts] == [row["question"] for row in ROWS[:7]]
 
 
-def test_a_dataset_that_was_saved_to_disk_is_read_from_there_with_its_splits(tmp_path):
+def test_a_dataset_saved_to_disk_is_read_with_its_splits(tmp_path):
     rows = Dataset.from_list(ROWS)
     rows.save_to_disk(tmp_path / "one")
     DatasetDict(train=rows, test=Dataset.from_list(ROWS[:2])).save_to_disk(tmp_path / "two")
@@ -246,13 +246,13 @@ def test_a_dataset_that_was_saved_to_disk_is_read_from_there_with_its_splits(tmp
     assert [prompt.item["prompt"] for prompt in made.held_out(8)] == ["0+1=", "1+1="]
     with pytest.raises(EnvironmentSetupError, match="cannot load split 'nothing': KeyError"):
         environments(tmp_path / "two", split="nothing").open_source()
-    with pytest.raises(EnvironmentSetupError, match="cannot load split 'test': ValueError: one dataset without splits"):
+    with pytest.raises(EnvironmentSetupError, match="cannot load split 'test': ValueError: the folder holds a dataset"):
         environments(tmp_path / "one", eval_split="test").open_source()
 
 
 @pytest.mark.parametrize("null", [0, 3, 7])
-def test_a_hugging_face_row_without_a_prompt_is_named_before_the_first_one_is_asked(tmp_path, monkeypatch, null):
-    monkeypatch.setattr(dataset, "NULLS_SOUGHT_IN", 4)
+def test_a_hugging_face_row_with_a_null_prompt_is_named_before_training_starts(tmp_path, monkeypatch, null):
+    monkeypatch.setattr(dataset, "NULL_CHECK_ROWS", 4)
     rows = [{**row, "question": None} if number == null else row for number, row in enumerate(ROWS)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(EnvironmentSetupError, match=rf"row {null}\b.*(is null|got None)"):
@@ -260,30 +260,37 @@ def test_a_hugging_face_row_without_a_prompt_is_named_before_the_first_one_is_as
 
 
 @pytest.mark.parametrize(("line", "amount"), [("b,2,hard,x", "more"), ("b,2", "fewer")])
-def test_a_csv_row_with_more_or_fewer_cells_than_the_header_is_named_by_its_line(tmp_path, line, amount):
+def test_a_csv_row_with_more_or_fewer_cells_than_the_header_is_named_with_its_line(tmp_path, line, amount):
     path = tmp_path / "rows.csv"
     path.write_text(f"question,answer,level\na,1,easy\n{line}\nc,3,easy\n")
     with pytest.raises(EnvironmentSetupError, match=f"line 3: {amount} cells than the header's 3"):
         environments(path, held_out=0).open_source()
 
 
-def test_a_resume_on_other_data_is_refused(tmp_path, file):
+def test_empty_lines_of_a_csv_file_are_skipped(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("question,answer\n\na,1\n\n\nb,2\n")
+    prompts = environments(path, held_out=0, shuffle=False).open_source().next(2)
+    assert [prompt.item for prompt in prompts] == [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+
+
+def test_a_resume_with_another_number_of_rows_is_rejected(tmp_path, file):
     state = environments(file).open_source().state_dict()
     shorter = environments(write(tmp_path / "short.jsonl", ROWS[:8])).open_source()
     state["streams"] = {str(tmp_path / "short.jsonl"): state["streams"][str(file)]}
     state["counts"] = {str(tmp_path / "short.jsonl"): 0}
-    with pytest.raises(EnvironmentSetupError, match="made with 7 training rows, now there are 5"):
+    with pytest.raises(EnvironmentSetupError, match="saved with 7 training rows and there are 5 now"):
         shorter.load_state_dict(state)
 
 
 @pytest.mark.parametrize("place", [0, 3, -4])
-def test_a_resume_on_other_rows_is_refused_and_an_older_checkpoint_is_not(tmp_path, place):
+def test_a_resume_with_changed_rows_is_rejected_unless_the_checkpoint_has_no_digest(tmp_path, place):
     path = write(tmp_path / "rows.jsonl", ROWS)
     state = environments(path).open_source().state_dict()
     changed = [dict(row) for row in ROWS]
     changed[place]["answer"] = "another"
     other = environments(write(path, changed)).open_source()
-    with pytest.raises(EnvironmentSetupError, match="made with other rows than the 7 that there are now"):
+    with pytest.raises(EnvironmentSetupError, match="the 7 training rows differ from those of the checkpoint"):
         other.load_state_dict(state)
     del state["streams"][str(path)]["content"]
     other.load_state_dict(state)

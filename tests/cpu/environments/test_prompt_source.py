@@ -1,4 +1,4 @@
-"""The stream of prompts: tokens, mixture, length limit, exact resume."""
+"""The source of training prompts: encoding, mixture, length limit, exact resume."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mixed(tmp_path_factory):
 
 @settings(max_examples=25, deadline=None)
 @given(before=st.lists(st.integers(0, 9), max_size=5), after=st.lists(st.integers(0, 9), max_size=5))
-def test_a_resumed_source_repeats_what_an_uninterrupted_one_gives(mixed, before, after):
+def test_a_resumed_source_continues_exactly_as_an_uninterrupted_one(mixed, before, after):
     made = mixed()
     whole = made.open_source()
     expected = whole.next(sum(before) + sum(after))
@@ -66,23 +66,23 @@ def test_a_resumed_source_repeats_what_an_uninterrupted_one_gives(mixed, before,
     assert [prompt.index for prompt in expected] == list(range(len(expected)))
 
 
-def test_environments_are_mixed_by_weight_and_every_prompt_has_its_scorer(mixed):
+def test_environments_are_mixed_by_weight_and_every_prompt_has_a_scorer(mixed):
     made = mixed()
     source = made.open_source()
     prompts = source.next(70)
     counts = {name: sum(prompt.source == name for prompt in prompts) for name in made.scorers}
     assert sorted(counts.values()) == [10, 20, 40]
-    assert source.dropped > 0
+    assert source.num_dropped > 0
     assert all(len(prompt.token_ids) <= 13 for prompt in prompts)
 
 
-def test_the_same_environment_twice_keeps_two_cursors():
+def test_the_same_environment_twice_keeps_two_positions():
     made = environments({"name": "sorting"}, {"name": "sorting", "args": {"max_digits": 4}})
     assert list(made.scorers) == ["sorting", "sorting#2"]
     assert {prompt.source for prompt in made.open_source().next(4)} == {"sorting", "sorting#2"}
 
 
-def test_held_out_prompts_are_shared_out_by_weight_and_never_trained_on():
+def test_held_out_prompts_are_mixed_by_weight_and_never_trained_on():
     made = environments({"name": "sorting", "weight": 3.0}, {"name": "reversal"})
     held_out = made.held_out(20)
     assert held_out == made.held_out(20)
@@ -92,7 +92,7 @@ def test_held_out_prompts_are_shared_out_by_weight_and_never_trained_on():
     assert not trained & {prompt.text for prompt in held_out}
 
 
-def test_other_weights_at_a_resume_hold_from_there_on():
+def test_weights_changed_at_a_resume_apply_from_there_on():
     def mixture(weight: float):
         return environments({"name": "sorting", "weight": weight}, {"name": "reversal"}).open_source()
 
@@ -102,7 +102,7 @@ def test_other_weights_at_a_resume_hold_from_there_on():
     assert sum(prompt.source == "sorting" for prompt in after.next(40)) == 30
 
 
-def test_text_becomes_a_user_message_where_there_is_a_chat_template():
+def test_text_becomes_a_user_message_if_there_is_a_chat_template():
     [prompt] = environments({"name": "sorting"}).open_source().next(1)
     question = prompt.item["question"]
     assert prompt.item["prompt"] == f"sort {question}"
@@ -111,7 +111,7 @@ def test_text_becomes_a_user_message_where_there_is_a_chat_template():
     assert type(prompt.token_ids) is list
 
 
-def test_text_is_read_as_it_stands_without_a_chat_template():
+def test_text_is_encoded_as_it_is_without_a_chat_template():
     plain = build_char_tokenizer()
     plain.chat_template = None
     [prompt] = environments({"name": "sorting"}, tokenizer=plain).open_source().next(1)
@@ -119,7 +119,7 @@ def test_text_is_read_as_it_stands_without_a_chat_template():
     assert prompt.token_ids == plain.encode(prompt.text)
 
 
-def test_text_that_a_template_has_rendered_is_not_put_into_a_message_again(tmp_path):
+def test_text_rendered_by_a_template_is_not_put_into_a_message_again(tmp_path):
     rendered = "<|user|>sort 3 1<|end|><|assistant|>"
     [prompt] = environments(user_task(tmp_path, f"        yield {{'prompt': {rendered!r}}}\n")).open_source().next(1)
     assert prompt.text == rendered
@@ -136,20 +136,20 @@ def test_chat_messages_need_a_chat_template(tmp_path):
         environments(entry, tokenizer=plain).open_source().next(1)
 
 
-def test_messages_that_the_chat_template_refuses_are_said_in_one_line(tmp_path):
+def test_messages_that_the_chat_template_rejects_raise_one_line(tmp_path):
     entry = user_task(tmp_path, "        yield {'prompt': [{'role': 'user', 'content': 'hi'}]}\n")
     strict = build_char_tokenizer()
     strict.chat_template = "{{ raise_exception('roles must\\nalternate') }}"
     with pytest.raises(EnvironmentSetupError) as error:
         environments(entry, tokenizer=strict).open_source().next(1)
     assert str(error.value) == (
-        f"environments {entry['name']!r}: the chat template refuses a prompt that ends with "
+        f"environments {entry['name']!r}: the chat template rejects a prompt that ends with "
         "{'role': 'user', 'content': 'hi'}: "
         "TemplateError: roles must alternate"
     )
 
 
-def test_a_train_sequence_that_ends_starts_again_and_resumes_exactly(tmp_path):
+def test_a_finite_train_sequence_restarts_and_resumes_exactly(tmp_path):
     entry = user_task(tmp_path, "        yield from ({'prompt': str(number)} for number in range(3))\n")
     source = environments(entry).open_source()
     assert [prompt.item["prompt"] for prompt in source.next(7)] == list("0120120")
@@ -158,18 +158,18 @@ def test_a_train_sequence_that_ends_starts_again_and_resumes_exactly(tmp_path):
     assert [prompt.item["prompt"] for prompt in resumed.next(4)] == list("1201")
 
 
-def test_a_sequence_that_can_be_entered_anywhere_and_ends_is_named(tmp_path):
+def test_a_seekable_sequence_that_ends_raises_one_line(tmp_path):
     body = """\
         return iter(())
     def prompts_from(self, seed, split, start):
         return iter([{'prompt': 'only'}][start:])
 """
     source = environments(user_task(tmp_path, body)).open_source()
-    with pytest.raises(EnvironmentSetupError, match=r"prompts_from\(\) ended after 1 items; give only prompts\(\)"):
+    with pytest.raises(EnvironmentSetupError, match=r"prompts_from\(\) ended after 1 items; it must be endless"):
         source.next(2)
 
 
-def test_a_long_run_is_resumed_without_making_its_prompts_again(tmp_path):
+def test_a_seekable_task_resumes_without_generating_earlier_items(tmp_path):
     body = """\
         return self.prompts_from(seed, split, 0)
     def prompts_from(self, seed, split, start):
@@ -180,8 +180,8 @@ def test_a_long_run_is_resumed_without_making_its_prompts_again(tmp_path):
     assert [prompt.item["prompt"] for prompt in source.next(2)] == ["train 0", "train 1"]
     state = source.state_dict()
     [name] = state["streams"]
-    far = {**state, "streams": {name: {"taken": 10**12}}}
-    for start, entered in ((2, state), (10**12, far)):
+    distant = {**state, "streams": {name: {"taken": 10**12}}}
+    for start, entered in ((2, state), (10**12, distant)):
         source.load_state_dict(entered)
         assert [prompt.item["prompt"] for prompt in source.next(1)] == [f"train {start}"]
         assert source.state_dict()["streams"][name] == {"taken": start + 1}
@@ -190,57 +190,57 @@ def test_a_long_run_is_resumed_without_making_its_prompts_again(tmp_path):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("        return iter(())\n", r"prompts\(seed, 'train'\) gave nothing"),
+        ("        return iter(())\n", r"prompts\(seed, 'train'\) yielded no item"),
         ("        yield 'text'\n", "an item must be a dict with 'prompt', got a str"),
         ("        yield {'question': 'x'}\n", "an item must be a dict with 'prompt', got the keys question"),
         ("        yield {'prompt': []}\n", r"a prompt must be text or a list of messages with a role, got \[\]"),
-        ("        yield {'prompt': 'cut \\ud83d'}\n", r"half of a surrogate pair, which is no text: 'cut \\ud83d'"),
+        ("        yield {'prompt': 'cut \\ud83d'}\n", r"a lone surrogate, which cannot be encoded: 'cut \\ud83d'"),
         ("        return None\n", r"prompts\(seed, 'train'\): TypeError: 'NoneType' object is not iterable"),
         (
             "        raise ValueError('of two\\nlines')\n",
             r"prompts\(seed, 'train'\): ValueError: of two lines \(.*, line ",
         ),
-        ("        yield {'prompt': 'long' * 300}\n", "1000 prompts in a row are empty or longer than"),
+        ("        yield {'prompt': 'long' * 300}\n", "1000 consecutive prompts are empty or longer than"),
     ],
 )
-def test_a_task_that_gives_nothing_usable_is_said_in_one_line(tmp_path, body, message):
+def test_a_task_without_usable_items_raises_one_line(tmp_path, body, message):
     with pytest.raises(EnvironmentSetupError, match=message):
         environments(user_task(tmp_path, body)).open_source().next(1)
 
 
-def test_a_task_that_fails_at_its_held_out_prompts_is_said_in_one_line(tmp_path):
+def test_a_task_that_fails_at_its_held_out_prompts_raises_one_line(tmp_path):
     made = environments(user_task(tmp_path, "        yield {'prompt': split}\n        seed[0]\n"))
     with pytest.raises(EnvironmentSetupError, match=r"prompts\(seed, 'held_out'\): TypeError: 'int' object .*, line "):
         made.held_out(2)
 
 
-def test_a_limit_below_every_prompt_is_named_for_training_and_for_held_out_prompts():
+def test_a_length_limit_below_every_prompt_is_named_in_the_error():
     made = environments({"name": "sorting"}, max_prompt_tokens=5)
     for give in (lambda: made.open_source().next(1), lambda: made.held_out(4)):
-        with pytest.raises(EnvironmentSetupError, match=r"rollout\.max_prompt_tokens=5; nothing is left"):
+        with pytest.raises(EnvironmentSetupError, match=r"rollout\.max_prompt_tokens=5; raise the limit"):
             give()
 
 
-def test_a_resume_with_other_environments_is_refused():
+def test_a_resume_with_other_environments_is_rejected():
     state = environments({"name": "sorting"}).open_source().state_dict()
     other = environments({"name": "reversal"}).open_source()
     with pytest.raises(EnvironmentSetupError, match="the checkpoint has sorting and the config has reversal"):
         other.load_state_dict(state)
 
 
-def test_each_step_counts_the_prompts_that_were_left_out_for_it(mixed):
+def test_each_step_counts_the_prompts_dropped_in_it(mixed):
     source = mixed().open_source()
     source.load_state_dict({**source.state_dict(), "dropped": 100})  # by an earlier part of the run
     dropped = []
     for _ in range(8):
         source.next(6)
         dropped.append(source.record([]).metrics["prompts_dropped"])
-    assert sum(dropped) == source.dropped - 100 > 0
+    assert sum(dropped) == source.num_dropped - 100 > 0
     assert 0 in dropped
 
 
 @pytest.mark.parametrize("prompt", ["a" * 20_000, [{"role": "user", "content": "a" * 20_000}]])
-def test_a_text_that_no_tokens_could_hold_is_left_out_without_tokenizing_it(monkeypatch, prompt):
+def test_a_text_too_long_for_any_tokenization_is_dropped_without_tokenizing_it(monkeypatch, prompt):
     encoder = PromptEncoder(TOKENIZER, 1024)
     monkeypatch.setattr(encoder, "_render", None)
     assert encoder.encode({"prompt": prompt}, index=0, source="mine") is None
@@ -253,7 +253,7 @@ def test_a_text_of_the_longest_tokens_is_tokenized():
     assert prompt.token_ids.count(TOKENIZER.get_vocab()[token]) == 50
 
 
-def test_columns_of_a_dataset_are_only_columns_whatever_they_are_called(tmp_path):
+def test_dataset_columns_named_like_internal_keys_stay_plain_columns(tmp_path):
     row = {"prompt": "abc", "reply_pattern": 7, "by_opponent": True, "turn": 3, "index": 9, "source": "there"}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     dataset = {"type": "dataset", "name": str(tmp_path / "rows.jsonl"), "rewards": ["format_think"], "held_out": 1}

@@ -1,4 +1,4 @@
-"""Built-in tasks, reasoning-gym, and tasks of the user."""
+"""Built-in tasks, reasoning-gym and user tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocated_grpo.environments.tasks import TASKS, build_task
 from colocated_grpo.environments.tasks.arithmetic import normal_integer
 from colocated_grpo.environments.tasks.countdown import evaluate
 
-QUESTIONS = [name for name in TASKS if name != "town_lessons"]  # its items are turns, without a question of their own
+QUESTIONS = [name for name in TASKS if name != "town_lessons"]  # its items are turns and have no "question"
 NAMES = [*QUESTIONS, "reasoning_gym:leg_counting", "reasoning_gym:chain_sum"]
 
 
@@ -24,14 +24,14 @@ def items(name, count, *, seed=0, split="train", **args):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_training_question_of_any_seed_is_held_out(name):
+def test_training_questions_of_any_seed_are_never_held_out(name):
     trained = {item["question"] for seed in (0, 1) for item in items(name, 400, seed=seed)}
     held_out = [item["question"] for item in items(name, 40, seed=2, split="held_out")]
     assert len(set(held_out)) == 40
     assert not trained & set(held_out)
 
 
-def test_a_small_space_of_questions_is_split_without_overlap_and_held_out_ends():
+def test_a_small_set_of_questions_is_split_without_overlap_and_held_out_ends():
     args = {"min_digits": 2, "max_digits": 2}
     trained = {item["question"] for item in items("sorting", 2000, **args)}
     held_out = [item["question"] for item in items("sorting", 1000, split="held_out", **args)]
@@ -40,13 +40,13 @@ def test_a_small_space_of_questions_is_split_without_overlap_and_held_out_ends()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_seed_decides_the_questions(name):
+def test_the_seed_determines_the_questions(name):
     assert items(name, 20, seed=5) == items(name, 20, seed=5)
     assert items(name, 20, seed=5) != items(name, 20, seed=6)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_own_answer_of_a_task_scores_one_bare_tagged_and_after_thinking(name):
+def test_the_reference_answer_scores_one_bare_tagged_and_after_thoughts(name):
     task = build_task(name, {})
     for item in islice(task.prompts(0, "train"), 50):
         for completion in (
@@ -58,7 +58,7 @@ def test_the_own_answer_of_a_task_scores_one_bare_tagged_and_after_thinking(name
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "tool_call"])
-def test_a_wrong_answer_scores_below_one_and_never_fails(name):
+def test_a_wrong_answer_scores_below_one_without_an_error(name):
     task = build_task(name, {})
     for item in islice(task.prompts(0, "train"), 20):
         for completion in ("", "?", item["answer"] + "0", "<answer></answer>", "</answer><answer>", "\x00\ud800"):
@@ -68,7 +68,7 @@ def test_a_wrong_answer_scores_below_one_and_never_fails(name):
 
 
 @pytest.mark.parametrize("name", ["sorting", "reversal"])
-def test_partial_credit_rises_with_right_positions_and_can_be_turned_off(name):
+def test_partial_credit_grows_with_right_positions_and_can_be_turned_off(name):
     [item] = items(name, 1)
     answer = item["answer"]
     task, strict = build_task(name, {}), build_task(name, {"partial": False})
@@ -79,7 +79,7 @@ def test_partial_credit_rises_with_right_positions_and_can_be_turned_off(name):
     assert strict.score(item, answer) == 1.0
 
 
-def test_sorting_asks_short_prompts_of_the_configured_length():
+def test_sorting_prompts_have_the_configured_lengths():
     lengths = {len(item["question"]) for item in items("sorting", 300)}
     assert lengths == {4, 5, 6, 7, 8}
     [item] = items("sorting", 1, template="{question}>")
@@ -96,18 +96,18 @@ def test_arithmetic_answers_agree_with_python():
 
 
 @given(st.integers(), st.sampled_from(["{}", "+{}", "{:,}"]))
-def test_any_spelling_of_a_whole_number_is_read(number, spelling):
-    text = spelling.format(number) if number >= 0 else str(number)
+def test_every_form_of_an_integer_is_normalized(number, form):
+    text = form.format(number) if number >= 0 else str(number)
     assert normal_integer(text) == str(number)
 
 
-def test_zero_has_no_sign_and_other_text_is_no_number():
+def test_zero_has_no_sign_and_other_text_is_not_an_integer():
     assert normal_integer("-000") == normal_integer("0") == "0"
     for text in ("", "-", "1.5", "1e9", "--1", "0x1", "\u0663"):
         assert normal_integer(text) is None
 
 
-def test_countdown_asks_only_what_can_be_solved():
+def test_every_countdown_question_has_a_solution():
     task = build_task("countdown", {})
     for item in islice(task.prompts(3, "train"), 200):
         value, used = evaluate(item["answer"])
@@ -134,7 +134,7 @@ def test_countdown_asks_only_what_can_be_solved():
         ("[3,5,2]", 0.0),
     ],
 )
-def test_countdown_takes_each_number_once_and_nothing_but_four_operators(completion, reward):
+def test_countdown_accepts_each_number_once_and_only_four_operators(completion, reward):
     item = {"numbers": [2, 3, 5], "target": 16}
     assert build_task("countdown", {}).score(item, completion)["reward"] == reward
 
@@ -172,7 +172,7 @@ def test_a_hostile_completion_costs_no_time_and_no_reward(name, completion):
 
 
 @given(st.text(alphabet="0123456789+-*/() ", max_size=60))
-def test_countdown_agrees_with_python_where_it_gives_a_value(expression):
+def test_countdown_values_agree_with_python(expression):
     value, _ = evaluate(expression)
     if value is not None:
         assert float(value) == pytest.approx(eval(expression))
@@ -190,7 +190,7 @@ SAMPLE += [
 
 
 @pytest.mark.parametrize("dataset", SAMPLE)
-def test_reasoning_gym_datasets_build_repeat_themselves_and_accept_their_own_answer(dataset):
+def test_reasoning_gym_datasets_are_deterministic_and_accept_their_reference_answer(dataset):
     task = build_task(f"reasoning_gym:{dataset}", {})
     some = list(islice(task.prompts(1, "train"), 4))
     assert some == items(f"reasoning_gym:{dataset}", 4, seed=1)
@@ -200,7 +200,7 @@ def test_reasoning_gym_datasets_build_repeat_themselves_and_accept_their_own_ans
             assert score_text(task, item, f"<answer>{item['answer']}</answer>").reward == 1.0
 
 
-def test_every_reasoning_gym_name_builds_once_its_args_are_given():
+def test_every_reasoning_gym_dataset_builds():
     from reasoning_gym.factory import DATASETS
 
     built = {name for name in DATASETS if name != "composite" and build_task(f"reasoning_gym:{name}", {})}
@@ -212,7 +212,7 @@ def test_every_reasoning_gym_name_builds_once_its_args_are_given():
     assert all(task.score(item, item["answer"]) == 1.0 for item in some)
 
 
-def test_reasoning_gym_args_reach_its_config_and_no_instruction_leaves_the_question_alone():
+def test_reasoning_gym_args_reach_its_config_and_an_empty_instruction_adds_nothing():
     args = {"min_terms": 2, "max_terms": 2, "instruction": ""}
     for item in items("reasoning_gym:chain_sum", 10, **args):
         assert item["prompt"] == item["question"]
@@ -243,7 +243,7 @@ def test_reasoning_gym_args_reach_its_config_and_no_instruction_leaves_the_quest
         (":Task", {}, "not of the form module:object"),
     ],
 )
-def test_what_cannot_be_built_is_said_in_one_line(name, args, message):
+def test_a_task_that_cannot_be_built_raises_one_line(name, args, message):
     with pytest.raises(EnvironmentSetupError) as error:
         build_task(name, args)
     assert message in str(error.value)
@@ -277,7 +277,7 @@ parity = Parity(2)
 """
 
 
-def test_a_class_in_a_file_is_built_with_args_and_an_instance_is_used_as_it_is(tmp_path):
+def test_a_class_in_a_file_is_built_with_args_and_an_instance_is_used_directly(tmp_path):
     file = tmp_path / "my_task.py"
     file.write_text(USER_TASK)
     task = build_task(f"{file}:Parity", {"limit": 3})
@@ -293,8 +293,8 @@ def test_a_class_in_a_file_is_built_with_args_and_an_instance_is_used_as_it_is(t
         build_task(f"{file}:parity", {"limit": 1})
 
 
-class Answering:
-    """A task whose judge gives what it was told to."""
+class FixedScore:
+    """A task whose score() returns or raises `result`."""
 
     def __init__(self, result):
         self.result = result
@@ -308,7 +308,7 @@ class Answering:
         return self.result
 
 
-LINE = Answering.score.__code__.co_firstlineno + 2
+LINE = FixedScore.score.__code__.co_firstlineno + 2
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ LINE = Answering.score.__code__.co_firstlineno + 2
         (float("nan"), None, {}, None),
         ({"reward": 2, "style": 0.5, "off": None}, 2.0, {"style": 0.5}, None),
         ({"reward": None, "style": 0.5}, None, {"style": 0.5}, None),
-        ({"style": 0.5}, None, {}, "ValueError: score() gave parts without 'reward': style"),
+        ({"style": 0.5}, None, {}, "ValueError: score() returned parts without 'reward': style"),
         (float("inf"), None, {}, "ValueError: a reward must be None or a number up to 1e+30 in size, got inf"),
         ("1", None, {}, "ValueError: a reward must be None or a number up to 1e+30 in size, got '1'"),
         (KeyError("answer"), None, {}, f"KeyError: 'answer' (test_tasks.py, line {LINE})"),
@@ -329,6 +329,6 @@ LINE = Answering.score.__code__.co_firstlineno + 2
         ({"reward": 1, ("a", 2): 3, None: 4}, 1.0, {"('a', 2)": 3.0, "None": 4.0}, None),
     ],
 )
-def test_the_result_of_a_users_score_becomes_a_score_or_one_line_of_error(result, reward, parts, error):
-    score = score_text(Answering(result), {}, "text")
+def test_the_result_of_score_becomes_a_score_or_one_error_line(result, reward, parts, error):
+    score = score_text(FixedScore(result), {}, "text")
     assert (score.reward, score.parts, score.error) == (reward, parts, error)

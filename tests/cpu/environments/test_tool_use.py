@@ -1,4 +1,4 @@
-"""The tool-use episode and its tools: bounded, right, and playable by the teacher that warm starts learn from."""
+"""The tool-use episode and its tools: exact, bounded, and solvable by the teacher of the warm start."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colocated_grpo import environments
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.conversation import Conversation
@@ -76,7 +77,7 @@ def test_the_calculator_agrees_with_python(left, right, symbol):
         ("(" * 100 + ")" * 100, "only numbers"),
     ],
 )
-def test_the_calculator_refuses_in_words_and_at_once(expression, message):
+def test_the_calculator_rejects_bad_expressions_within_half_a_second(expression, message):
     started = time.process_time()
     with pytest.raises(ToolError, match=message):
         calculate(expression)
@@ -89,7 +90,7 @@ def test_no_expression_breaks_the_calculator(text):
         assert len(calculate(text)) < 100
 
 
-def test_a_search_gives_the_best_lines_first_and_at_most_three():
+def test_a_search_returns_the_best_lines_first_and_at_most_three():
     text = "Ann likes tea\nBob likes tea and cake\nCat sleeps\nDan likes tea\nEve likes tea"
     assert search(text, "CAKE, tea") == "Bob likes tea and cake\nAnn likes tea\nDan likes tea"
     assert search(text, "cat") == "Cat sleeps"
@@ -102,7 +103,7 @@ def test_a_search_gives_the_best_lines_first_and_at_most_three():
 
 
 class Script:
-    """Says one given turn after the other."""
+    """Policy that returns the given messages in turn."""
 
     def __init__(self, *turns: str) -> None:
         self.turns = list(turns)
@@ -158,7 +159,7 @@ def test_searches_a_calculation_and_the_right_answer_earn_one():
         (["<think><answer>7</answer></think><answer>42</answer>"], 1.0, 1.0),
     ],
 )
-def test_wrong_answers_earn_a_little_for_their_form(turns, reward, format_share):
+def test_wrong_answers_earn_a_little_for_well_formed_turns(turns, reward, format_share):
     episode = build_episode("tool_use", {"max_turns": 3})
     score, _ = played(episode, item_of(episode, **TWO_LOOK_UPS), *turns)
     assert score.reward == pytest.approx(reward)
@@ -173,7 +174,7 @@ def test_tool_errors_come_back_as_observations():
         assert f"<|user|>{line}<|end|><|assistant|>" in rollout.text
 
 
-def test_an_episode_out_of_room_or_cut_short_earns_nothing_and_keeps_its_parts():
+def test_an_episode_cut_by_its_token_limits_earns_nothing_and_keeps_its_parts():
     episode = build_episode("tool_use", {"max_turn_tokens": 30})
     item = item_of(episode, **TWO_LOOK_UPS)
     score, rollout = played(episode, item, *["<search>ann</search>"] * 6, room=50)
@@ -184,7 +185,7 @@ def test_an_episode_out_of_room_or_cut_short_earns_nothing_and_keeps_its_parts()
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
-def test_questions_take_as_many_calls_as_asked_for_and_the_teacher_answers_them(calls):
+def test_questions_take_the_configured_number_of_calls_and_the_teacher_solves_them(calls):
     episode = build_episode("tool_use", {"min_calls": calls, "max_calls": calls, "operators": ["+", "-", "*"]})
     for item in islice(episode.prompts(3, "train"), 30):
         observations: list[str] = []
@@ -199,7 +200,7 @@ def test_questions_take_as_many_calls_as_asked_for_and_the_teacher_answers_them(
         assert len(turns) == calls + 1
 
 
-def test_training_and_held_out_questions_differ_and_a_seed_repeats_them():
+def test_training_and_held_out_questions_are_disjoint_and_determined_by_the_seed():
     episode = build_episode("tool_use", {})
     trained = {item["identity"] for item in islice(episode.prompts(0, "train"), 500)}
     held_out = [item["identity"] for item in islice(episode.prompts(0, "held_out"), 50)]
@@ -216,16 +217,16 @@ def test_training_and_held_out_questions_differ_and_a_seed_repeats_them():
         ({"template": "solve"}, "args.template='solve'"),
     ],
 )
-def test_arguments_that_make_no_sense_are_one_line(args, message):
+def test_invalid_arguments_raise_one_line(args, message):
     with pytest.raises(EnvironmentSetupError, match=message) as error:
         build_episode("tool_use", args)
     assert "\n" not in str(error.value)
 
 
-# The teacher's conversations
+# Conversations of the teacher
 
 
-def test_a_lesson_labels_the_teachers_turns_and_nothing_else():
+def test_a_lesson_labels_only_the_messages_of_the_teacher():
     episode = build_episode("tool_use", {"template": "{question}"})
     settings = WarmStart(max_completion_tokens=ROOM, slips=0.0)
     for token_ids, labels in EpisodeLessons(episode, TOKENIZER, settings).take(8):
@@ -236,7 +237,7 @@ def test_a_lesson_labels_the_teachers_turns_and_nothing_else():
         assert "<|user|>" not in taught and ":" not in taught
 
 
-def test_a_careless_teacher_slips_in_the_labels_and_never_in_what_is_read():
+def test_slips_of_the_teacher_change_labels_and_never_inputs():
     episode = build_episode("tool_use", {"template": "{question}"})
     careful, careless = (
         EpisodeLessons(episode, TOKENIZER, WarmStart(max_completion_tokens=ROOM, slips=slips)).take(40)
@@ -253,6 +254,10 @@ def test_a_careless_teacher_slips_in_the_labels_and_never_in_what_is_read():
 
 
 # Names
+
+
+def test_the_earlier_name_of_context_exhausted_can_still_be_caught():
+    assert environments.OutOfRoom is environments.ContextExhausted
 
 
 USER_EPISODE = """
@@ -275,7 +280,7 @@ class Blocking(Guess):
 """
 
 
-def test_a_users_episode_is_found_in_a_file_and_its_mistakes_are_one_line(tmp_path):
+def test_an_episode_is_loaded_from_a_file_and_its_mistakes_raise_one_line(tmp_path):
     file = tmp_path / "guess.py"
     file.write_text(USER_EPISODE)
     assert build_episode(f"{file}:Guess", {"limit": 5}).limit == 5

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards
-from colocated_grpo.environments.rewards.scoring import settle
+from colocated_grpo.environments.rewards.scoring import resolve_awaitable
 from colocated_grpo.environments.user_code import event_loops
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Sampling
@@ -275,7 +275,7 @@ class AsyncJudge:
             self._blocks(prompt)
             return 1.0
 
-        return [Score(reward=settle(value())) for _ in completions]
+        return [Score(reward=resolve_awaitable(value())) for _ in completions]
 
 
 def test_an_async_reward_that_blocks_its_loop_costs_the_next_batch_nothing(never, monkeypatch):
@@ -288,11 +288,11 @@ def test_an_async_reward_that_blocks_its_loop_costs_the_next_batch_nothing(never
 
 
 def test_an_event_loop_is_kept_as_long_as_it_responds():
-    loop = event_loops.SharedLoop("test")
+    loop = event_loops.ReusableLoop("test")
     first = loop.get()
-    loop.leave_if_blocked()
+    loop.retire_if_blocked()
     assert loop.get() is first
-    event_loops.leave_loop(first)
+    event_loops.retire_loop(first)
 
 
 def test_a_stop_ends_the_batch_and_leaves_nothing_running():

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from colocated_grpo.environments.base import Episode
 from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import Conversation, OutOfRoom
+from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.rollout import collect as collect_module
 from colocated_grpo.rollout import episodes as episodes_module
 from colocated_grpo.rollout.collect import Collector, Stopped
@@ -180,7 +180,7 @@ def test_an_episode_may_return_a_reward_when_its_context_is_full():
             while True:
                 await model.generate(7)
                 model.observe("again")
-        except OutOfRoom:
+        except ContextExhausted:
             return -float(model.turns)
 
     for rollout in rollouts_of(play(Play(run))):
@@ -245,7 +245,10 @@ def test_system_exit_and_cancellation_in_user_code_are_errors_of_the_episode(err
 
 @pytest.mark.parametrize(
     ("result", "line"),
-    [("1", "ValueError: a reward must be"), ({"style": 1.0}, "ValueError: score() gave parts without 'reward': style")],
+    [
+        ("1", "ValueError: a reward must be"),
+        ({"style": 1.0}, "ValueError: score() returned parts without 'reward': style"),
+    ],
 )
 def test_a_result_that_is_no_reward_is_an_error(result, line):
     async def run(item, model):
@@ -275,8 +278,8 @@ async def generate_nothing(item, model):
 @pytest.mark.parametrize(
     ("run", "line"),
     [
-        (observe_first, "RuntimeError: observe() answers a turn"),
-        (observe_twice, "RuntimeError: observe() answers a turn"),
+        (observe_first, "RuntimeError: observe() must follow generate()"),
+        (observe_twice, "RuntimeError: observe() must follow generate()"),
         (generate_at_once, "RuntimeError: generate() was called while another turn"),
         (generate_nothing, "ValueError: generate(max_tokens=0): must be at least 1"),
     ],

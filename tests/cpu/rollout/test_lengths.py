@@ -9,7 +9,7 @@ import pytest
 
 from colocated_grpo.config import Config
 from colocated_grpo.environments import build_environments
-from colocated_grpo.environments.base import Settled
+from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.rollout import lengths
 from colocated_grpo.rollout.lengths import ExpectedLengths, LongestFirst
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
@@ -37,8 +37,8 @@ class Rows:
         size = len(self._sources)
         return [prompt_of(i % size, self._sources[i % size], index=i) for i in range(start, self._taken)]
 
-    def record(self, groups: Sequence[Group]) -> Settled:
-        return Settled(now=[len(groups)])
+    def record(self, groups: Sequence[Group]) -> BatchResult:
+        return BatchResult(trained_now=[len(groups)])
 
     def state_dict(self) -> dict:
         return {"taken": self._taken}
@@ -79,7 +79,7 @@ def test_prompts_with_the_longest_last_completions_come_first():
 
 
 def test_the_source_decides_which_groups_are_trained():
-    assert LongestFirst(Rows(["math"])).record([group_of(prompt_of(0), 1)]) == Settled(now=[1])
+    assert LongestFirst(Rows(["math"])).record([group_of(prompt_of(0), 1)]) == BatchResult(trained_now=[1])
 
 
 def test_a_new_prompt_has_the_mean_length_of_its_source_and_a_new_source_that_of_all():

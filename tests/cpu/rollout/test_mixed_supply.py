@@ -13,7 +13,7 @@ import pytest
 from colocated_grpo.atropos import supply
 from colocated_grpo.atropos.supply import MainServing, RankServing, ServedSupply
 from colocated_grpo.config.schema import RolloutConfig
-from colocated_grpo.environments.base import EnvironmentSetupError, Settled
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
@@ -51,10 +51,10 @@ class Prompts:
             Prompt(index=first + i, token_ids=[3, i], text=f"p{first + i}", item={}, source="own") for i in range(n)
         ]
 
-    def record(self, groups: Sequence[Group]) -> Settled:
+    def record(self, groups: Sequence[Group]) -> BatchResult:
         self.recorded.append(list(groups))
         late, self.late = self.late, [groups[-1]]
-        return Settled(now=list(range(len(groups) - 1)), late=late, metrics={"own": 1.0})
+        return BatchResult(trained_now=list(range(len(groups) - 1)), released=late, metrics={"own": 1.0})
 
     def state_dict(self) -> dict[str, Any]:
         return {"given": self.given}
@@ -178,8 +178,8 @@ def test_each_batch_holds_groups_of_both_sides_and_each_side_settles_its_own():
     indices = [group.prompt.index for group in first + second]
     assert len(set(indices)) == len(indices)
     assert both.prompts.recorded == [first[:PROMPTS], second[:PROMPTS]]
-    assert (settled_first.now, settled_first.late) == ([0, 1, 2, 4], [])
-    assert (settled.now, settled.late) == ([0, 1, 2, 4], [first[PROMPTS - 1]])
+    assert (settled_first.trained_now, settled_first.released) == ([0, 1, 2, 4], [])
+    assert (settled.trained_now, settled.released) == ([0, 1, 2, 4], [first[PROMPTS - 1]])
     assert settled.metrics == {"own": 1.0, "outside": 1.0}
     assert state == {"sampled": {"given": 2 * PROMPTS}, "served": {"read": 2, "taken": []}}
 

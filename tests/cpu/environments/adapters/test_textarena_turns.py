@@ -96,12 +96,12 @@ def test_every_turn_is_asked_once_and_trained_once(args):
     told = play(made, made.open_source(), 40)
     asked = [prompt.index for prompts, _ in told for prompt in prompts]
     turns = [prompt.item["turn"].id for prompts, _ in told for prompt in prompts]
-    trained = [group.prompt.index for _, settled in told for group in settled.late]
+    trained = [group.prompt.index for _, settled in told for group in settled.released]
     waiting = told[-1][1].metrics[f"{args['game']}/turns_waiting"]
     assert len(set(turns)) == len(asked) == 120
     assert len(set(trained)) == len(trained) == 120 - waiting
-    assert all(settled.now == [] for _, settled in told)
-    scores = [rollout.score for _, settled in told for group in settled.late for rollout in group.rollouts]
+    assert all(settled.trained_now == [] for _, settled in told)
+    scores = [rollout.score for _, settled in told for group in settled.released for rollout in group.rollouts]
     assert all(score.error is None for score in scores)
     assert {-1.0, 0.0, 1.0} <= {score.reward for score in scores}
 
@@ -234,7 +234,7 @@ def test_credit_may_be_discounted_or_left_out():
     assert [reward for *_, reward in commit_all(environment, WIN_OF_FIRST)] == [0, 0, 0, 0, 1]
     assert environment.drain_returns() == []
     made = built({**TIC_TAC_TOE, "credit": "immediate"})
-    assert all((s.now, s.late) == ([0, 1, 2], []) for _, s in play(made, made.open_source(), 10))
+    assert all((s.trained_now, s.released) == ([0, 1, 2], []) for _, s in play(made, made.open_source(), 10))
 
 
 def test_an_invalid_move_costs_at_once_and_the_second_in_a_row_the_game():
@@ -383,7 +383,7 @@ def test_turns_that_are_too_long_to_ask_are_played_by_a_script_and_not_credited(
     made = built(TIC_TAC_TOE, max_prompt_tokens=750)
     source = made.open_source()
     told = play(made, source, 20)
-    assert source.dropped > 10
+    assert source.num_dropped > 10
     games = [game for _, settled in told for game in settled.games]
     assert any(len(game["events"]) >= 7 for game in games)
     assert all(len(prompt.token_ids) <= 750 for prompts, _ in told for prompt in prompts)
@@ -440,7 +440,7 @@ def test_ended_games_are_told_whole():
         ("textarena:TicTacToe-v0", {"seats": 3}, "The number of players has to be 2, received 3"),
         ("textarena:TicTacToe-v0", {"game": "Nim-v0"}, "args.game='Nim-v0' is given as well"),
         ("textarena:TicTacToe-v0", {"opponent": "random"}, "unknown argument 'opponent'"),
-        ("textarena:TicTacToe-v0", {"seed": 1}, "args.seed is not yours to give"),
+        ("textarena:TicTacToe-v0", {"seed": 1}, "args.seed is set by the run; remove it"),
         ("textarena:TicTacToe-v0", {"players": ["random"]}, "the policy plays none"),
         ("textarena:TicTacToe-v0", {"players": ["policy"] * 3}, "3 players are more than the 2 seats"),
         ("textarena:TicTacToe-v0", {"players": ["policy", "clever"]}, "'clever' is none of policy, frozen, random"),

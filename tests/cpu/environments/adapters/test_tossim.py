@@ -200,7 +200,7 @@ def test_it_trains_as_an_entry_of_the_config():
         scores = [made.scorers["tossim"].score(prompt, [completion] * 2, [GOOD, MALFORMED]) for prompt in prompts]
         assert [[score.reward for score in each] for each in scores] == [[1.0, -1.0]] * 8
         settled = source.record([Group(prompt=prompt, rollouts=[rollout_of([1], [2])] * 2) for prompt in prompts])
-        assert settled.now == list(range(8))
+        assert settled.trained_now == list(range(8))
     assert len(made.held_out(10)) == 10
 
 
@@ -224,5 +224,5 @@ def test_a_batcher_that_cannot_be_used_is_named_in_one_line(args, message):
 def test_a_batcher_that_never_asks_is_named():
     entry = {"type": "turns", "name": "tossim", "args": {"environment": f"{FILE}:Empty"}}
     made = build_environments(Config(model={"name": "none"}, environments=[entry]), build_char_tokenizer())
-    with pytest.raises(EnvironmentSetupError, match="gave no turn to train on"):
+    with pytest.raises(EnvironmentSetupError, match="no open turn after 1000 calls"):
         made.open_source().next(1)

@@ -1,4 +1,4 @@
-"""Reward functions in TRL's signature: what they are given, what becomes of what they give back."""
+"""Reward functions in TRL's signature: their arguments, results and failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards import math_judge
 from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.environments.rewards.functions import RewardFunction, RewardScorer, build_rewards
-from colocated_grpo.environments.rewards.scoring import LARGEST
+from colocated_grpo.environments.rewards.scoring import MAX_REWARD
 from colocated_grpo.types import Completion, Prompt
 
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -48,7 +48,7 @@ def score(scorer, texts, prompt=None):
     return scorer.score(prompt or prompt_of(), [completion_of() for _ in texts], texts)
 
 
-def test_a_function_is_given_what_trl_gives():
+def test_a_function_gets_the_arguments_that_trl_passes():
     seen = {}
 
     def reward(prompts, completions, completion_ids, **kwargs):
@@ -71,7 +71,7 @@ def test_a_function_is_given_what_trl_gives():
     assert seen["completions"] == [[{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "3"}]]
 
 
-def test_a_function_without_catch_all_is_given_only_what_it_names():
+def test_a_function_without_kwargs_gets_only_the_arguments_it_names():
     def reward(completions, answer, log_metric):
         log_metric("length", 2)
         return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
@@ -81,7 +81,7 @@ def test_a_function_without_catch_all_is_given_only_what_it_names():
     assert scores[0].parts == {"length": 2.0, "reward": 1.0}
 
 
-def test_rewards_are_weighted_and_none_is_left_out_of_the_sum():
+def test_rewards_are_summed_by_weight_without_none():
     def first(completions, **kwargs):
         return [1.0, None, None]
 
@@ -95,7 +95,7 @@ def test_rewards_are_weighted_and_none_is_left_out_of_the_sum():
     assert all(one.error is None for one in scores)
 
 
-def test_async_functions_share_one_loop_across_threads():
+def test_async_functions_run_on_one_loop_from_all_threads():
     async def reward(completions, **kwargs):
         loops.add(asyncio.get_running_loop())
         return [1.0] * len(completions)
@@ -107,7 +107,7 @@ def test_async_functions_share_one_loop_across_threads():
     assert len(loops) == 1
 
 
-def test_a_completion_that_makes_the_function_raise_is_the_only_one_that_loses_its_reward():
+def test_an_exception_costs_only_the_completion_that_causes_it():
     calls = []
 
     def reward(completions, **kwargs):
@@ -125,7 +125,7 @@ def test_a_completion_that_makes_the_function_raise_is_the_only_one_that_loses_i
     assert calls == [["1", "0", "x", "2"], ["1"], ["0"], ["x"], ["2"]]
 
 
-def test_an_async_function_that_raises_is_isolated_too():
+def test_an_exception_in_an_async_function_costs_only_its_completion():
     async def reward(completions, **kwargs):
         return [float(text) for text in completions]
 
@@ -133,11 +133,11 @@ def test_an_async_function_that_raises_is_isolated_too():
 
 
 class TimeLimit(BaseException):
-    """As libraries raise it that end a function after some time."""
+    """As raised by libraries that limit the run time of a function."""
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), TimeLimit("5 s"), asyncio.CancelledError()])
-def test_an_async_function_that_raises_what_is_no_exception_ends_nothing_but_itself(error):
+def test_a_base_exception_in_an_async_function_does_not_affect_other_calls(error):
     gate, loops = threading.Event(), []
 
     async def reward(completions, **kwargs):
@@ -192,7 +192,7 @@ def test_an_async_function_that_raises_what_is_no_exception_ends_nothing_but_its
         ),
     ],
 )
-def test_what_is_no_list_of_rewards_is_an_error_of_one_line(result, rewards, error):
+def test_a_result_that_is_not_a_list_of_rewards_is_one_error_line(result, rewards, error):
     def reward(**kwargs):
         return result
 
@@ -201,10 +201,10 @@ def test_what_is_no_list_of_rewards_is_an_error_of_one_line(result, rewards, err
     assert scores[1].error == error
 
 
-def test_a_generator_without_end_is_read_no_further_than_needed():
+def test_an_endless_generator_is_read_no_further_than_needed():
     def reward(**kwargs):
         yield from [1.0] * 10
-        raise AssertionError("it was read to its end")
+        raise AssertionError("read to its end")
 
     [one, _] = score(scorer_of(reward), ["a", "b"])
     assert one.error == "reward: WrongNumberOfRewards: more than 2 rewards for 2 completions"
@@ -214,7 +214,7 @@ def test_a_generator_without_end_is_read_no_further_than_needed():
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_the_largest_rewards_have_finite_advantages(scale, leave_one_out):
     def reward(completions, **kwargs):
-        return [{"a": LARGEST, "b": -LARGEST}.get(text, 0.0) for text in completions]
+        return [{"a": MAX_REWARD, "b": -MAX_REWARD}.get(text, 0.0) for text in completions]
 
     functions = [RewardFunction(name, 1e6, reward) for name in "xyz"]
     scores = score(RewardScorer(functions, max_steps=1), ["a", "b", "a", "c"])
@@ -224,7 +224,7 @@ def test_the_largest_rewards_have_finite_advantages(scale, leave_one_out):
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), TimeLimit("5 s")])
-def test_an_exception_that_would_end_the_process_costs_its_rewards_only(error):
+def test_an_exception_that_would_end_the_process_costs_only_its_rewards(error):
     def reward(**kwargs):
         raise error
 
@@ -233,7 +233,7 @@ def test_an_exception_that_would_end_the_process_costs_its_rewards_only(error):
     assert scores[1].error.startswith(f"reward: {type(error).__name__}:")
 
 
-def test_an_exception_that_cannot_be_shown_costs_its_rewards_only():
+def test_an_exception_without_a_printable_message_costs_only_its_rewards():
     class Mute(Exception):
         def __str__(self):
             return self.missing
@@ -246,7 +246,7 @@ def test_an_exception_that_cannot_be_shown_costs_its_rewards_only():
     assert scores[1].error.startswith("reward: Mute: (its message cannot be shown: AttributeError) (test_rewards.py,")
 
 
-def test_an_error_names_the_innermost_line_of_the_users_code(tmp_path):
+def test_an_error_names_the_innermost_line_of_user_code(tmp_path):
     (tmp_path / "parts.py").write_text("import json\n\ndef number(text):\n    return json.loads(text)\n")
     file = tmp_path / "mine.py"
     file.write_text(
@@ -265,7 +265,7 @@ def test_an_error_names_the_innermost_line_of_the_users_code(tmp_path):
         built({"name": f"{tmp_path}/typo.py:value"})
 
 
-def test_tensors_and_generators_are_lists_of_rewards():
+def test_tensors_and_generators_are_accepted_as_lists_of_rewards():
     import torch
 
     def tensor(completions, **kwargs):
@@ -277,12 +277,12 @@ def test_tensors_and_generators_are_lists_of_rewards():
     assert [one.reward for one in score(scorer_of(tensor, lazy), ["a", "bb"])] == [1.5, 3.0]
 
 
-def test_a_missing_column_is_named_with_those_that_there_are():
+def test_a_missing_column_is_named_with_the_available_ones():
     def reward(completions, solution):
         return [1.0]
 
     [one] = score(scorer_of(reward), ["a"], prompt_of(answer="2"))
-    assert "reward 'reward' needs the column 'solution'; there is: answer" in one.error
+    assert "reward 'reward' needs the column 'solution'; available: answer" in one.error
     with pytest.raises(EnvironmentSetupError, match="needs the column 'solution'"):
         scorer_of(reward).check_columns({"prompt": "x", "answer": "2"})
 
@@ -326,7 +326,7 @@ def from_us(config, **columns):
 
 @pytest.mark.parametrize("solution", [r"\frac{1}{2}", "3", "no mathematics"])
 @pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward"])
-def test_trl_accuracy_rewards_give_trls_values(name, solution):
+def test_trl_accuracy_rewards_return_the_values_of_trl(name, solution):
     function = getattr(trl_rewards, name)
     expected = from_trl(function, solution=[solution] * len(TEXTS))
     assert from_us({"name": f"trl.rewards:{name}"}, solution=solution) == expected
@@ -334,7 +334,7 @@ def test_trl_accuracy_rewards_give_trls_values(name, solution):
         assert thread.submit(from_us, {"name": f"trl.rewards:{name}"}, solution=solution).result() == expected
 
 
-def test_trl_format_reward_gives_trls_values():
+def test_trl_format_reward_returns_the_values_of_trl():
     expected = from_trl(trl_rewards.think_format_reward)
     assert expected == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert from_us({"name": "trl.rewards:think_format_reward"}) == expected
@@ -348,7 +348,7 @@ def test_trl_format_reward_gives_trls_values():
         ("get_repetition_penalty_reward", {}),
     ],
 )
-def test_trl_factories_are_called_with_args_and_their_functions_give_trls_values(name, args):
+def test_trl_factories_are_called_with_args_and_return_the_values_of_trl(name, args):
     expected = from_trl(getattr(trl_rewards, name)(**args))
     assert len(set(expected)) > 1
     assert from_us({"name": f"trl.rewards:{name}", "args": args}) == expected
@@ -399,7 +399,7 @@ def test_a_hostile_completion_costs_no_time(name, text):
     assert (one.reward, one.error) == (0.0, None)
 
 
-def test_math_verify_gives_up_on_endless_answers_while_other_threads_go_on(monkeypatch):
+def test_math_verify_times_out_on_endless_answers_while_other_threads_continue(monkeypatch):
     monkeypatch.setattr(math_judge, "SECONDS", 2.0)
     monkeypatch.setattr(math_judge, "_idle", math_judge.SimpleQueue())
     answers = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2^{1000000000}}", r"\boxed{4}", r"\boxed{5}"]
@@ -412,7 +412,7 @@ def test_math_verify_gives_up_on_endless_answers_while_other_threads_go_on(monke
     assert math_judge.equal_math("4", "$4$") is True
 
 
-def test_a_math_process_that_dies_costs_one_completion_and_says_so(monkeypatch, tmp_path):
+def test_a_math_process_that_exits_costs_one_completion_and_is_reported(monkeypatch, tmp_path):
     broken = tmp_path / "worker.py"
     broken.write_text("raise SystemExit(3)")
     monkeypatch.setattr(math_judge, "WORKER", broken)
@@ -420,19 +420,19 @@ def test_a_math_process_that_dies_costs_one_completion_and_says_so(monkeypatch, 
     [one] = score(built({"name": "math_verify"}), ["4"], prompt_of(answer="4"))
     assert (one.reward, one.error) == (
         None,
-        "math_verify: RuntimeError: the math-verify process ended with exit code 3",
+        "math_verify: RuntimeError: the math-verify process exited with code 3",
     )
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_is_a_name_or_a_name_with_args_and_weight():
+def test_a_reward_is_configured_by_name_or_with_args_and_weight():
     source = DatasetSourceConfig(type="dataset", name="x.jsonl", rewards=["gsm8k", {"name": "m:f", "weight": 0.5}])
     assert source.rewards == [RewardConfig(name="gsm8k"), RewardConfig(name="m:f", weight=0.5)]
 
 
-def test_a_class_is_instantiated_and_repeated_names_stay_apart(tmp_path):
+def test_a_reward_class_is_instantiated_and_repeated_names_are_numbered(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "class Length:\n"
@@ -455,7 +455,7 @@ def test_a_class_is_instantiated_and_repeated_names_stay_apart(tmp_path):
         ({"name": "no_such_module:f"}, "cannot import 'no_such_module'"),
     ],
 )
-def test_a_reward_that_cannot_be_built_is_said_in_one_line(reward, message):
+def test_a_reward_that_cannot_be_built_raises_one_line(reward, message):
     with pytest.raises(EnvironmentSetupError) as error:
         built(reward)
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Tool calls in one turn: what counts as a call, as the right one, and as half of it."""
+"""Tool calls in one message: parsing, comparison and partial credit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ calls = st.lists(
 
 
 @given(calls)
-def test_calls_survive_rendering_and_reading(made):
+def test_rendered_calls_are_read_back_unchanged(made):
     assert read_calls(render_calls(made)) == made
     assert credit(made, made) == 1.0
     assert expected_calls(made) == expected_calls(json.dumps(made)) == expected_calls(render_calls(made)) == made
@@ -64,13 +64,13 @@ def test_no_text_breaks_the_reader(text):
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
     ],
 )
-def test_a_block_that_is_no_call_spoils_the_whole_answer(text):
+def test_a_malformed_block_invalidates_the_whole_completion(text):
     assert read_calls(text) is None
     assert read_calls(render_calls([TIMER]) + text) is None
     assert credit(None, [TIMER]) == 0.0
 
 
-def test_thoughts_are_no_calls():
+def test_calls_in_thoughts_are_ignored():
     assert read_calls(f"<think>{render_calls([WEATHER])}</think> ok {render_calls([TIMER])}") == [TIMER]
 
 
@@ -97,16 +97,16 @@ def test_partial_credit_counts_names_and_arguments_call_by_call():
     assert credit([], [TIMER]) == 0.0
 
 
-def test_calls_in_openais_form_are_the_same_calls():
+def test_calls_in_the_form_of_openai_are_accepted():
     nested = [{"type": "function", "function": {"name": "timer", "arguments": '{"minutes": 5}'}}]
     assert expected_calls(nested) == [TIMER]
     assert expected_calls(TIMER) == [TIMER]
-    for nothing in ("[]", [], "no json"):
+    for invalid in ("[]", [], "no json"):
         with pytest.raises(ValueError):
-            expected_calls(nothing)
+            expected_calls(invalid)
 
 
-def test_the_task_asks_for_calls_that_its_own_answer_makes():
+def test_the_reference_answer_of_the_task_makes_the_expected_calls():
     task = build_task("tool_call", {"min_calls": 2, "max_calls": 3})
     for item in islice(task.prompts(0, "train"), 50):
         assert 2 <= len(item["tool_calls"]) <= 3
@@ -131,7 +131,7 @@ def scored(reward: str, column: object, text: str) -> tuple[float | None, str | 
     return score.reward, score.error
 
 
-def test_rows_with_expected_calls_are_judged_by_the_reward_functions():
+def test_reward_functions_score_rows_with_expected_calls():
     right, wrong = render_calls([TIMER]), render_calls([{"name": "timer", "arguments": {"minutes": 6}}])
     for column in ([TIMER], json.dumps([TIMER]), right):
         assert scored("tool_call", column, right) == (1.0, None)

@@ -1,4 +1,4 @@
-"""Ended games in the run folder: written, cut back at a resume, told in the report and on the terminal."""
+"""Records of ended games in the run folder: writing, truncation at a resume, report and terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_games_and_their_events_are_written_as_jsonl_and_csv(tmp_path):
     assert [{key: str(value) for key, value in row.items()} for row in events(tmp_path)] == table(tmp_path)
 
 
-def test_a_run_without_games_has_no_file_of_them(tmp_path):
+def test_a_run_without_games_writes_no_games_file(tmp_path):
     GameWriter(tmp_path, 0).write(1, [])
     assert list(tmp_path.iterdir()) == []
 
@@ -59,7 +59,7 @@ def test_events_whose_game_was_not_written_before_a_kill_are_dropped(tmp_path):
     assert len(events(tmp_path)) == len(table(tmp_path)) == 2
 
 
-def test_games_of_steps_that_a_resume_repeats_are_dropped(tmp_path):
+def test_a_resume_drops_the_games_of_the_steps_that_it_repeats(tmp_path):
     writer = GameWriter(tmp_path, 0)
     for step in range(4):
         writer.write(step, [game(step)])
@@ -73,11 +73,11 @@ def test_games_of_steps_that_a_resume_repeats_are_dropped(tmp_path):
     assert [row["game"] for row in events(tmp_path)] == [0, 0, 1, 1, 7, 7]
 
 
-def test_a_resume_holds_no_more_than_a_few_events_in_memory(tmp_path):
+def test_a_resume_streams_the_events_instead_of_loading_them(tmp_path):
     writer = GameWriter(tmp_path, 0)
-    crowd = {**game(0), "events": [{"game": 0, "day": day, "text": "hm" * 50} for day in range(2_000)]}
+    long_game = {**game(0), "events": [{"game": 0, "day": day, "text": "hm" * 50} for day in range(2_000)]}
     for step in range(10):
-        writer.write(step, [crowd])
+        writer.write(step, [long_game])
     tracemalloc.start()
     GameWriter(tmp_path, 9)
     _, peak = tracemalloc.get_traced_memory()
@@ -86,7 +86,7 @@ def test_a_resume_holds_no_more_than_a_few_events_in_memory(tmp_path):
     assert len(events(tmp_path)) == len(table(tmp_path)) == 9 * 2_000
 
 
-def test_the_report_and_the_terminal_tell_a_game_and_nothing_in_it_is_code(tmp_path, capsys):
+def test_the_report_and_the_terminal_show_games_and_escape_their_text(tmp_path, capsys):
     run = TrackedRun(tmp_path).train()
     run.tracker.games(5, [game(4, "an early one"), game(5, f"the last words {HOSTILE}")])
     run.finish()

@@ -1,4 +1,4 @@
-"""Other people's games in this process: quiet, with a chance of their own, and not waited for without end."""
+"""Isolation of third-party games: a hanging call fails the next ones after a timeout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from colocated_grpo.environments.user_code import isolation
 from colocated_grpo.environments.user_code.isolation import isolated
 
 
-def test_a_call_that_never_comes_back_does_not_stop_the_others_for_ever(monkeypatch):
-    monkeypatch.setattr(isolation, "PATIENCE", 0.05)
+def test_calls_behind_a_hanging_call_fail_after_a_timeout(monkeypatch):
+    monkeypatch.setattr(isolation, "LOCK_TIMEOUT", 0.05)
     inside, leave = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -23,7 +23,7 @@ def test_a_call_that_never_comes_back_does_not_stop_the_others_for_ever(monkeypa
     thread = threading.Thread(target=hang)
     thread.start()
     assert inside.wait(10)
-    with pytest.raises(RuntimeError, match=r"has not come back for 0\.05 s"), isolated(random.Random(0)):
+    with pytest.raises(RuntimeError, match=r"has not returned for 0\.05 s"), isolated(random.Random(0)):
         pass
     leave.set()
     thread.join()
