@@ -112,3 +112,30 @@ def test_a_probe_is_cut_and_one_too_short_or_unwanted_is_left_out():
     assert policy.lengths == [3]
     assert outcome(policy, FreshnessConfig(), probe=[7]) is None
     assert outcome(policy, FreshnessConfig(every=0)) is None
+
+
+def samples_pass(mean_diff: float, *, temperature: float = 1.0, **config: float) -> bool:
+    check = FreshnessCheck(
+        Scorer(-1.0), FakeEngine(), torch.float32, FreshnessConfig(**config), temperature=temperature
+    )
+    try:
+        check.check_samples(mean_diff)
+    except RunError as error:
+        assert str(error).startswith(f"mismatch/on_policy={mean_diff:.4g}: ") and "\n" not in str(error)
+        return False
+    return True
+
+
+def test_on_policy_samples_have_the_limit_of_the_probe():
+    assert samples_pass(0.0009) and not samples_pass(0.0011)
+    assert samples_pass(0.4, max_mean_diff=0.5) and not samples_pass(0.6, max_mean_diff=0.5)
+    assert not samples_pass(math.nan)
+
+
+def test_the_limit_of_samples_grows_with_the_inverse_of_a_low_temperature():
+    assert samples_pass(0.0015, temperature=0.5) and not samples_pass(0.0025, temperature=0.5)
+    assert not samples_pass(0.0015, temperature=2.0)
+
+
+def test_without_freshness_checks_samples_are_not_checked_either():
+    assert samples_pass(7.0, every=0)

@@ -1,0 +1,65 @@
+"""Each kernel that replaces one of vLLM's, and the steady scheduler, broken on purpose: the run stops."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.faulty_runs import failed, faulty
+from tests.support.training_runs import LaunchedRun, launch
+
+pytestmark = pytest.mark.gpu
+
+ENGINE = {"enforce_eager": False, "max_num_seqs": 64}
+BATCH = {"prompts_per_step": 16, "group_size": 4, "max_completion_tokens": 24}
+"""64 sequences: the decode attention kernel takes batches of 32 and more."""
+
+DECODE_ATTENTION = """
+from colocated_grpo.rollout.vllm import decode_attention
+decode = decode_attention.decode
+decode_attention.decode = lambda *arguments: decode(*arguments).mul_(1.5)
+"""
+
+QKV = """
+from colocated_grpo.rollout.vllm import qkv_kernel
+prepare = qkv_kernel.normalize_rotate_and_store
+def broken(attention, qkv, positions, cache):
+    decoding = len(qkv) <= 64  # not the prompts, and not the probe's prefill beside them
+    prepare(attention, qkv, positions + 5 * decoding, cache)
+qkv_kernel.normalize_rotate_and_store = broken
+"""
+
+SAMPLING = """
+from colocated_grpo.rollout.vllm import sampling_kernels
+sample = sampling_kernels.sample
+def broken(*arguments):
+    tokens, logsumexp = sample(*arguments)
+    return tokens, logsumexp + 0.5
+sampling_kernels.sample = broken
+"""
+
+SCHEDULING = """
+import numpy as np
+from colocated_grpo.rollout.vllm.steady_batch import SteadyBatch
+settle = SteadyBatch.settle
+def broken(self, row):
+    self._logprobs[row, : self._unsettled[row]] = np.roll(self._logprobs[row, : self._unsettled[row]], 1)
+    settle(self, row)
+SteadyBatch.settle = broken
+"""
+
+
+@pytest.mark.parametrize(
+    "fault", [DECODE_ATTENTION, QKV, SAMPLING, SCHEDULING], ids=["attention", "qkv", "sampling", "scheduling"]
+)
+def test_a_broken_kernel_ends_the_run_with_both_numbers(tmp_path, fault):
+    config = faulty(tmp_path, fault, engine=ENGINE, rollout=BATCH, training_steps=2)
+    run = failed(LaunchedRun(tmp_path, config, gpus=1))
+    line = run.stderr.splitlines()[-1]
+    # The probe's prefill is short enough to count as decoding for the QKV fault.
+    assert line.startswith(("error: mismatch/on_policy=", "error: freshness: ")), run.tail()
+    assert "freshness.max_mean_diff" in line
+
+
+def test_the_same_run_without_a_fault_agrees(tmp_path):
+    run = launch(tmp_path, faulty(tmp_path, "", engine=ENGINE, rollout=BATCH, training_steps=2), gpus=1)
+    assert all(row["mismatch/on_policy"] < 0.02 for row in run.rows("train") if "mismatch/on_policy" in row)
