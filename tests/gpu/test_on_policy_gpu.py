@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.faulty_runs import failed, faulty
-from tests.support.training_runs import LaunchedRun, launch
+from tests.support.training_runs import LaunchedRun, Settings, launch, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -48,12 +50,17 @@ SteadyBatch.settle = broken
 """
 
 
+def run_settings(tmp_path: Path, fault: str) -> Settings:
+    """Two steps of a model whose heads have a size that the kernels take."""
+    model = {"name": str(tiny_model(head_dim=64))}
+    return faulty(tmp_path, fault, model=model, engine=ENGINE, rollout=BATCH, training_steps=2)
+
+
 @pytest.mark.parametrize(
     "fault", [DECODE_ATTENTION, QKV, SAMPLING, SCHEDULING], ids=["attention", "qkv", "sampling", "scheduling"]
 )
 def test_a_broken_kernel_ends_the_run_with_both_numbers(tmp_path, fault):
-    config = faulty(tmp_path, fault, engine=ENGINE, rollout=BATCH, training_steps=2)
-    run = failed(LaunchedRun(tmp_path, config, gpus=1))
+    run = failed(LaunchedRun(tmp_path, run_settings(tmp_path, fault), gpus=1))
     line = run.stderr.splitlines()[-1]
     # The probe's prefill is short enough to count as decoding for the QKV fault.
     assert line.startswith(("error: mismatch/on_policy=", "error: freshness: ")), run.tail()
@@ -61,5 +68,5 @@ def test_a_broken_kernel_ends_the_run_with_both_numbers(tmp_path, fault):
 
 
 def test_the_same_run_without_a_fault_agrees(tmp_path):
-    run = launch(tmp_path, faulty(tmp_path, "", engine=ENGINE, rollout=BATCH, training_steps=2), gpus=1)
+    run = launch(tmp_path, run_settings(tmp_path, ""), gpus=1)
     assert all(row["mismatch/on_policy"] < 0.02 for row in run.rows("train") if "mismatch/on_policy" in row)

@@ -45,14 +45,15 @@ def _models() -> TemporaryDirectory:
     return TemporaryDirectory(prefix="colocated-grpo-models-")
 
 
-def tiny_model(architecture: str = "qwen3", vocab: int | None = None) -> Path:
+def tiny_model(architecture: str = "qwen3", vocab: int | None = None, head_dim: int = TINY.head_dim) -> Path:
     """A folder with 0.1 M random weights, made once a session. Wide weights: a sharp distribution shows every error."""
-    folder = Path(_models().name) / f"{architecture}-{vocab}"
+    folder = Path(_models().name) / f"{architecture}-{vocab}-{head_dim}"
     if folder.exists():
         return folder
     # gpt2 has no head size of its own, and vLLM's CPU attention knows no heads of 16.
     heads = 2 if architecture == "gpt2" else TINY.heads
-    return make_model(folder, architecture=architecture, shape=replace(TINY, vocab=vocab, heads=heads), init_std=0.1)
+    shape = replace(TINY, vocab=vocab, heads=heads, head_dim=head_dim)
+    return make_model(folder, architecture=architecture, shape=shape, init_std=0.1)
 
 
 def settings(model: Path, **changes: Any) -> Settings:
