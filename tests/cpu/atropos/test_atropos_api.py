@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from colocated_grpo.atropos.api import create_app
-from colocated_grpo.web.serving import ServerThread
+from colocated_grpo.web.server import ServerThread
 
 KEYS = {
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),

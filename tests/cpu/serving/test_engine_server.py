@@ -33,7 +33,7 @@ from colocated_grpo.serving.request_bodies import ChatBody, CompletionBody, Gene
 from colocated_grpo.serving.sampler import Bit, Limits, Sampler
 from colocated_grpo.serving.streaming import Stream, as_lines, generate_chunks
 from colocated_grpo.types import Completion
-from colocated_grpo.web.serving import ServerThread
+from colocated_grpo.web.server import ServerThread
 from tests.support.fakes import VOCABULARY, FakeEngine
 from tests.support.servers import until
 

@@ -11,7 +11,7 @@ import pytest
 
 from colocated_grpo.runtime import descriptors
 from colocated_grpo.web import serving
-from colocated_grpo.web.serving import ServerThread
+from colocated_grpo.web.server import ServerThread
 from tests.support.servers import until
 
 SECONDS = 4
