@@ -133,7 +133,7 @@ class Exchange:
         return self.post_all([group])[0]
 
     def post_all(self, groups: list[ScoredData]) -> list[JsonObject]:
-        """Queue all groups or none. Clients repeat a rejected list, so any group kept from it would be trained twice."""
+        """Queue all groups or none. Clients repeat a rejected list; a group kept from it would be trained twice."""
         queued = self._num_queued()
         if queued + sum(map(_queue_size, groups)) > self._max_queued:
             raise QueueFull(f"{queued} sequences are waiting for the trainer; the limit is {self._max_queued}")

@@ -16,7 +16,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import RunError
 from colocated_grpo.web.client import Unavailable
 from tests.support.atropos_trial import BATCH, TRAINER, Trial, ask, send
-from tests.support.raw_server import answering, response
+from tests.support.raw_server import raw_server, response
 from tests.support.servers import APIS, EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos, until
 
 
@@ -191,7 +191,7 @@ def test_a_server_that_goes_away_while_the_engines_are_built_is_survived():
 @pytest.mark.parametrize("queue_size", ["null", '"many"', "[]", "true", "1e999", "NaN", "-1", "1" + "0" * 400])
 def test_a_status_without_numbers_is_no_answer(queue_size):
     body = f'{{"current_step": 1, "queue_size": {queue_size}}}'
-    with answering(response(body.encode())) as url, pytest.raises(Unavailable, match="does not answer as Atropos"):
+    with raw_server(response(body.encode())) as url, pytest.raises(Unavailable, match="does not answer as Atropos"):
         AtroposClient(url, TRAINER, may_reset=False).status()
 
 

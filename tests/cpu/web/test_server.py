@@ -1,4 +1,4 @@
-"""Connections of strangers: how many there may be, and how long one may say nothing."""
+"""The server's connections: how many are accepted, and how long one may stay idle."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from colocated_grpo.runtime import descriptors
-from colocated_grpo.web import serving
-from colocated_grpo.web.server import ServerThread
+from colocated_grpo.web import server as server_module
+from colocated_grpo.web.server import Connection, ServerThread
 from tests.support.servers import until
 
 SECONDS = 4
@@ -20,34 +20,33 @@ HEAD = b"POST / HTTP/1.1\r\nHost: here\r\n"
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-class Served:
-    """A server that answers each request when `answer` is set."""
+class GatedServer:
+    """A server that responds to requests while `open` is set."""
 
     def __init__(self) -> None:
-        self.answer = threading.Event()
-        self.answer.set()
-        self.server = ServerThread(self, "127.0.0.1", [0])
+        self.open = threading.Event()
+        self.open.set()
+        self.thread = ServerThread(self, "127.0.0.1", [0])
 
     async def __call__(self, scope, receive, send) -> None:
-        await asyncio.to_thread(self.answer.wait, SECONDS)
+        await asyncio.to_thread(self.open.wait, SECONDS)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
     def connect(self) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.server.ports[0]), timeout=SECONDS)
+        connection = socket.create_connection(("127.0.0.1", self.thread.ports[0]), timeout=SECONDS)
         connection.settimeout(SECONDS)
         return connection
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    served = Served()
-    yield served
-    served.server.close()
+def server() -> Iterator[GatedServer]:
+    server = GatedServer()
+    yield server
+    server.thread.close()
 
 
-def said(connection: socket.socket) -> bytes:
-    """Until the server hangs up."""
+def read_until_closed(connection: socket.socket) -> bytes:
     parts = []
     try:
         while part := connection.recv(1 << 16):
@@ -58,40 +57,40 @@ def said(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET", HEAD, GET + HEAD])
-def test_a_connection_whose_request_does_not_come_is_closed(monkeypatch, served, sent):
-    monkeypatch.setattr(serving, "SILENCE_SECONDS", 0.3)  # the client's thread may have to wait for a core
-    with served.connect() as connection:
+def test_a_connection_without_a_complete_request_is_closed(monkeypatch, server, sent):
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.3)  # on a busy machine the client's thread waits for a core
+    with server.connect() as connection:
         connection.sendall(sent)
-        assert said(connection).count(OK) == sent.count(GET)
+        assert read_until_closed(connection).count(OK) == sent.count(GET)
 
 
-def test_a_request_may_wait_for_its_answer_as_long_as_it_likes(monkeypatch, served):
-    monkeypatch.setattr(serving, "SILENCE_SECONDS", 0.3)
-    looks = []
-    look = serving.Connection._look
-    monkeypatch.setattr(serving.Connection, "_look", lambda self, last: (looks.append(last), look(self, last)))
-    served.answer.clear()
-    with served.connect() as connection:
+def test_a_connection_with_a_pending_response_is_never_closed(monkeypatch, server):
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.3)
+    checks = []
+    check = Connection._check_idle
+    monkeypatch.setattr(Connection, "_check_idle", lambda self, last: (checks.append(last), check(self, last)))
+    server.open.clear()
+    with server.connect() as connection:
         connection.sendall(GET)
-        until(lambda: len(looks) > 2)
-        served.answer.set()
-        assert said(connection).startswith(OK)
+        until(lambda: len(checks) > 2)
+        server.open.set()
+        assert read_until_closed(connection).startswith(OK)
 
 
-def test_connections_beyond_the_most_are_closed_and_the_others_are_served(monkeypatch, served):
-    monkeypatch.setattr(serving, "most_connections", lambda: 2)
-    with served.connect() as one, served.connect() as other:
+def test_connections_above_the_limit_are_closed_and_the_others_are_served(monkeypatch, server):
+    monkeypatch.setattr(server_module, "most_connections", lambda: 2)
+    with server.connect() as one, server.connect() as other:
         for connection in (one, other):
             connection.sendall(GET)
             assert connection.recv(1 << 16).startswith(OK)
-        with served.connect() as third:
-            assert said(third) == b""
+        with server.connect() as third:
+            assert read_until_closed(third) == b""
         one.sendall(GET)
         assert one.recv(1 << 16).startswith(OK)
 
 
-def test_a_head_without_end_is_refused(served):
-    with served.connect() as connection:
+def test_an_endless_request_head_is_rejected(server):
+    with server.connect() as connection:
         connection.sendall(HEAD)
         with pytest.raises(OSError):
             for _ in range(10_000):
@@ -99,6 +98,6 @@ def test_a_head_without_end_is_refused(served):
 
 
 @pytest.mark.parametrize(("soft", "most"), [(1024, 768), (-1, descriptors.DESCRIPTORS * 3 // 4)])
-def test_a_quarter_of_the_descriptors_is_not_for_clients(monkeypatch, soft, most):
+def test_a_quarter_of_the_descriptors_is_reserved_for_the_run(monkeypatch, soft, most):
     monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (soft, -1))
     assert descriptors.most_connections() == most
