@@ -107,7 +107,7 @@ def test_an_environment_and_a_task_are_trained_together_on_two_nodes(tmp_path):
     assert_has_vllms_format(response)
     assert len(texts) > 2 and all(texts[:-1]), "only the last token, a special one, may add no text"
     assert_are_probabilities(entries)
-    # Only of the first node, whose process hosts the store: torchrun's agent on the other one may log its end.
+    # Only of the first node, which hosts the store: torchrun's agent on the other node may log its end as an error.
     assert "Traceback" not in run.stderr
     rows = run.rows(files.TRAIN)
     assert len(rows) == 6

@@ -36,8 +36,8 @@ def test_environments_can_register_once_the_trainer_has(url):
     SourceHarness(url).start(5)
     assert call_api(url, "/info") == {"batch_size": BATCH_SIZE, "max_token_len": 64}
     env = {"max_token_length": 64, "desired_name": "toy", "weight": 1.0, "group_size": 4}
-    response = call_api(url, "/register-env", env)
-    assert (response["status"], response["starting_step"], response["checkpoint_dir"]) == ("success", 5, "runs/a")
+    registered = call_api(url, "/register-env", env)
+    assert (registered["status"], registered["starting_step"], registered["checkpoint_dir"]) == ("success", 5, "runs/a")
 
 
 def test_a_posted_group_is_received_and_counted(url):
