@@ -188,7 +188,7 @@ class Exchange:
         return batch
 
     def status_env(self, env_id: int) -> JsonObject:
-        """Return queue sizes in units of the environment's group size, and its weight, by which it sets its pace."""
+        """Return what the environment adjusts its pace to: its weight, and queue sizes in units of its group size."""
         env = self._env(env_id)
         own = [group.size for group in self._queue if group.env_id == env_id]
         env.group_size = max([env.group_size, *own])

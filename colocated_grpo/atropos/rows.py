@@ -25,12 +25,12 @@ Column = Literal["tokens", "masks", "inference_logprobs", "advantages", "ref_log
 MASKED = -100
 DUMMY_LOGPROB = -0.5
 LOGPROB_SLACK = 1e-3
-"""Rounding may lift a log-probability this far above zero."""
+"""Positive log-probabilities up to this value are rounding errors and count as zero."""
 MIN_LOGPROB = -87.0
-"""exp() of anything smaller is no normal float32, and the importance weight, its inverse, overflows. Samplers never
-return such tokens; these values are fillers such as -9999."""
+"""Below it exp() is subnormal in float32 and its inverse, an importance weight, overflows. Samplers never return such
+values; they are fillers such as -9999."""
 MAX_MAGNITUDE = 1e6
-"""Of scores and advantages. Much larger finite values make the gradient norm infinite, which stops the run."""
+"""Bound of scores and advantages. Much larger finite values make the gradient norm infinite, which stops the run."""
 MAX_TEMPERATURE = 100.0
 """Temperatures above it, and positive ones below COLDEST, are treated as errors: the trainer divides logits by them."""
 MISSING_LOGPROBS = "GRPO requires inference_logprobs for importance sampling!"

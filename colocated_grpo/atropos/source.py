@@ -54,14 +54,14 @@ class AtroposSource:
         """Groups of all batches trained so far; the prompt index of the next batch's first group."""
         self._num_groups = 0
         self._num_sequences = 0
-        """Of the batch last read."""
+        """Counts of the batch last read."""
         self._last = ReadBatch()
         """Counts of the last `wait_for_groups`, over all batches that it read."""
         self._status: dict[str, float] = {}
-        """The server's, after the last usable batch."""
+        """The server's status after the last usable batch, for the metrics."""
 
     def connect(self) -> None:
-        """Check that the server is reachable and not registered otherwise, before the engines are built.
+        """Check, before the engines are built, that the server is reachable and has no conflicting registration.
 
         Raises EnvironmentSetupError after `connect_timeout`.
         """
@@ -87,7 +87,7 @@ class AtroposSource:
     def begin(self, step: int) -> None:
         """Register, or log the failure and leave it to `wait_for_groups`.
 
-        Building the engines takes minutes since `connect`, and the server may be down for a restart.
+        The engines have been built since `connect`, which takes minutes, and the server may be restarting.
         """
         try:
             self._register(step)

@@ -27,9 +27,10 @@ from colocated_grpo.types import Group, JsonObject
 from colocated_grpo.web.server import ServerThread
 
 LONG_SLEEP_SECONDS = 480.0
-"""Log a warning above this. Environments abandon a rollout after 600 s by default, pending requests included."""
+"""Longer sleeps are logged. Environments abandon a rollout after 600 s by default, pending requests included."""
 LAST_BATCH_SECONDS = 10.0
-"""Wait, after a stop request, for a batch already requested: the server sends each batch once. Schedulers kill soon."""
+"""Wait after a stop request for a batch already requested, since the server sends each batch once. Short, because
+schedulers kill a stopping process soon."""
 
 Note = Callable[[str], None]
 

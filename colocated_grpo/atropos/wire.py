@@ -111,7 +111,7 @@ class ScoredData(Payload):
 
 
 class ReceivedGroup(TypedDict, total=False):
-    """One group of GET /batch, as the trainer receives it: other keys may be missing and their values malformed."""
+    """One group of GET /batch as received. Only `tokens` is certain to be a list; any other value may be malformed."""
 
     tokens: Required[list[object]]
     masks: object

@@ -128,7 +128,7 @@ class OpenAIBody(BaseModel):
 
     @property
     def sampling_parameters(self) -> SamplingParameters:
-        """The sampling parameters of the body; null means the default, and no max_tokens the rest of the context."""
+        """The body's sampling parameters. Null means the default; for max_tokens, the rest of the context length."""
         names = set(SamplingParameters.model_fields) & set(OpenAIBody.model_fields)
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return SamplingParameters.model_validate({"max_tokens": None, **given})

@@ -105,7 +105,7 @@ def text_logprobs(
 
 
 def _by_text(entry: dict[int, float], detokenize: Decode) -> dict[str, float]:
-    """Return log-probabilities by text. Of tokens with one text, as parts of characters have, the first counts."""
+    """Return log-probabilities by text. Tokens can have equal texts, as parts of characters do; the first is kept."""
     named: dict[str, float] = {}
     for token, value in entry.items():
         named.setdefault(detokenize([token]), value)

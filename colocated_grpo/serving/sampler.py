@@ -33,7 +33,7 @@ class ServedCompletion:
     completion: Completion
     text: str
     top_logprobs: TopLogprobs | None = None
-    """None unless the request asked for them."""
+    """None unless requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class CompletionDelta:
     """The next increment of one streamed completion."""
 
     index: int
-    """Of the completion within the HTTP request."""
+    """Position of the completion within the HTTP request."""
     text: str
     token_ids: list[int]
     logprobs: list[float]
@@ -238,8 +238,8 @@ class Sampler:
         if changed and not self._noted:
             self._noted = True
             self._note(
-                f"serving: a client samples with {', '.join(changed)}: the engine's log-probabilities are renormalized "
-                "over the tokens it keeps, the trainer's are not; expect a larger sampler-trainer KL"
+                f"serving: a client samples with {', '.join(changed)}: its log-probabilities are renormalized over the "
+                "tokens kept; training on them increases the sampler-trainer KL"
             )
 
     def _seed(self, parameters: SamplingParameters, number: int, index: int) -> int:

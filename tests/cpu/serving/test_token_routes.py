@@ -102,8 +102,8 @@ def test_sampling_that_renormalizes_logprobs_is_logged_once(server):
     for _ in range(2):
         server.post("/generate", {**GENERATE, "top_p": 0.5, "top_k": 3})
     assert server.notes == [
-        "serving: a client samples with top_p=0.5, top_k=3: the engine's log-probabilities are renormalized over the "
-        "tokens it keeps, the trainer's are not; expect a larger sampler-trainer KL"
+        "serving: a client samples with top_p=0.5, top_k=3: its log-probabilities are renormalized over the tokens "
+        "kept; training on them increases the sampler-trainer KL"
     ]
 
 
