@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.request import urlopen
 
 from colocated_grpo.launch.cli import BRIEF_SPINS
 
@@ -16,7 +15,6 @@ from hypothesis import settings
 
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import only_rank
-from tests.support.servers import APIS, ApiProcess
 from tests.support.small_policy import make_small_model
 
 # A busy machine makes a single example slow now and then, which says nothing about the code.
@@ -43,17 +41,3 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return made[key]
 
     return folder
-
-
-@pytest.fixture(scope="module", params=APIS)
-def server(request: pytest.FixtureRequest) -> Iterator[ApiProcess]:
-    """Atropos' API: the embedded server, and atroposlib's own."""
-    with ApiProcess(request.param) as process:
-        yield process
-
-
-@pytest.fixture
-def url(server: ApiProcess) -> str:
-    """Of a server that knows nothing yet."""
-    urlopen(f"{server.url}/reset_data", timeout=10).close()
-    return server.url

@@ -1,1 +1,1 @@
-"""Atropos: groups that environments in other processes have sampled and scored, handed over by an API server."""
+"""Atropos: training on groups that environments in other processes sample from this run's engines and score."""

@@ -1,33 +1,35 @@
-"""The trainer's side of Atropos' API server: registering so that it sticks, and asking for batches."""
+"""The trainer's side of Atropos' API server: registration, which it verifies, and batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.web.client import JsonClient, Refused, Unavailable
+from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
 UNSET = -1
-STATUS = ("current_step", "queue_size")
+"""Reported by GET /info while no trainer is registered."""
+STATUS_KEYS = ("current_step", "queue_size")
 BATCH_SECONDS = 300.0
-"""For GET /batch: the server takes a batch off its queue before it writes and packs it, which takes its time for
-millions of tokens, and a batch that nobody waits for any longer is lost."""
-HANDSHAKES = 3
-"""Resets in a row before giving up: each can be spoiled by an environment that posts at that moment."""
+"""Timeout of GET /batch. The server removes a batch from its queue before it serializes and compresses it, which takes
+long for millions of tokens, and a batch whose client has timed out is lost."""
+REGISTRATION_ATTEMPTS = 3
+"""Consecutive resets before giving up. An environment that posts between reset and registration spoils the attempt."""
 
 
 class NotRegistered(Exception):
-    """The server knows no trainer: it was restarted or reset."""
+    """The server has no registered trainer: it was restarted or reset."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """What the API and through it every environment is told: the keys of POST /register but starting_step."""
+class TrainerSettings:
+    """The body of POST /register without starting_step. The server passes these values on to every environment."""
 
     batch_size: int
+    """In sequences."""
     max_token_len: int
+    """Environments drop groups with a sequence of this length or longer."""
     checkpoint_dir: str
     save_checkpoint_interval: int
     num_steps: int
@@ -35,80 +37,88 @@ class Trainer:
     wandb_project: str
 
     @property
-    def expected(self) -> dict[str, int]:
+    def expected_info(self) -> dict[str, int]:
+        """The response of GET /info once these settings are registered."""
         return {"batch_size": self.batch_size, "max_token_len": self.max_token_len}
 
 
 class AtroposClient:
-    """Every method raises Unavailable while there is no usable answer."""
+    """Calls of one trainer. Every method raises Unavailable without a usable response, RequestRejected on 4xx."""
 
-    def __init__(self, url: str, trainer: Trainer, *, may_reset: bool, timeout: float = 30.0) -> None:
+    def __init__(self, url: str, trainer: TrainerSettings, *, may_reset: bool, timeout: float = 30.0) -> None:
+        """may_reset: allow discarding another trainer's registration, with its queue and environments."""
         self.url = url
         self._trainer = trainer
         self._may_reset = may_reset
         self._http = JsonClient(url, timeout=timeout)
-        self._batches = JsonClient(url, timeout=BATCH_SECONDS)
+        self._http_for_batches = JsonClient(url, timeout=BATCH_SECONDS)
 
     @property
     def batch_size(self) -> int:
         return self._trainer.batch_size
 
     def check(self) -> None:
-        """Raises EnvironmentSetupError where the server belongs to a trainer with other wishes."""
-        self._refuse_conflict(self._info())
+        """Raise EnvironmentSetupError when another trainer is registered with other settings."""
+        self._reject_conflict(self._info())
 
-    def register(self, step: int, note: Callable[[str], None]) -> dict[str, Any] | None:
-        """Become the server's trainer and let environments in; the batch that this asks for, if one was waiting.
+    def register(self, step: int, note: Callable[[str], None]) -> list[object] | None:
+        """Register as the server's trainer and return the batch that was waiting, if any.
 
-        A server keeps the first registration it gets, and silently none at all once an environment has posted before
-        it, so what it says afterwards is compared. Nothing that could still be trained is reset without leave.
+        The request for a batch is what allows environments to register. The server keeps the first registration it
+        gets, and atroposlib's silently keeps none when an environment has posted before, so the result is verified
+        with GET /info. A registration that conflicts with this one is only reset with `may_reset`.
         """
-        for _ in range(HANDSHAKES):
+        for _ in range(REGISTRATION_ATTEMPTS):
             self._http.post("/register", {**asdict(self._trainer), "starting_step": step})
-            held = self._info()
-            if held == self._trainer.expected:
+            registered = self._info()
+            if registered == self._trainer.expected_info:
                 return self.batch()
-            self._refuse_conflict(held)
-            note(f"atropos: {self.url} holds a registration that it cannot serve; resetting it with GET /reset_data")
+            self._reject_conflict(registered)
+            note(f"atropos: {self.url} did not keep this registration; resetting the server with GET /reset_data")
             self._http.get("/reset_data")
         raise Unavailable("it does not keep a registration")
 
-    def _info(self) -> dict[str, int]:
+    def _info(self) -> dict[str, object]:
         info = self._http.get("/info")
         if not isinstance(info, dict):
-            raise Unavailable("GET /info does not answer as Atropos' API does")
-        return {name: info.get(name, UNSET) for name in self._trainer.expected}
+            raise Unavailable("the response of GET /info is not that of Atropos' API")
+        return {name: info.get(name, UNSET) for name in self._trainer.expected_info}
 
-    def _refuse_conflict(self, held: dict[str, int]) -> None:
-        if held == self._trainer.expected or held["batch_size"] == UNSET or self._may_reset:
+    def _reject_conflict(self, registered: dict[str, object]) -> None:
+        expected = self._trainer.expected_info
+        if registered == expected or registered["batch_size"] == UNSET or self._may_reset:
             return
         theirs, ours = (
-            " and ".join(f"{name}={value}" for name, value in side.items()) for side in (held, self._trainer.expected)
+            " and ".join(f"{name}={value}" for name, value in settings.items()) for settings in (registered, expected)
         )
         raise EnvironmentSetupError(
             f"environments: {self.url} is registered with {theirs} and this run needs {ours}; restart the API server, "
             "or set reset: true in the atropos entry to empty it (its queue and its environments are lost)"
         )
 
-    def batch(self) -> list[Any] | None:
-        """The next batch as the server sends it; None while it has none."""
+    def batch(self) -> list[object] | None:
+        """Return the groups of the next batch, unchecked; None while the server has none. Raises NotRegistered."""
         try:
-            answer = self._batches.get("/batch")
-        except Refused as error:
+            response = self._http_for_batches.get("/batch")
+        except RequestRejected as error:
             raise Unavailable(str(error)) from None
-        if not isinstance(answer, dict) or "batch" not in answer:
-            raise Unavailable("GET /batch does not answer as Atropos' API does")
-        if answer.get("status") == "error":
+        if not isinstance(response, dict) or "batch" not in response:
+            raise Unavailable("the response of GET /batch is not that of Atropos' API")
+        if response.get("status") == "error":
             raise NotRegistered
-        batch = answer["batch"]
+        batch = response["batch"]
         if batch is not None and not isinstance(batch, list):
-            raise Unavailable("GET /batch gave no list")
+            raise Unavailable("the batch of GET /batch is not a list")
         return batch or None
 
     def status(self) -> dict[str, float]:
-        """current_step counts batches formed, not trained; queue_size counts groups."""
-        answer = self._http.get("/status")
-        numbers = [answer.get(name) for name in STATUS] if isinstance(answer, dict) else [None]
-        if not all(type(number) in (int, float) and 0 <= number < 2**53 for number in numbers):
-            raise Unavailable("GET /status does not answer as Atropos' API does")
-        return dict(zip(STATUS, map(float, numbers), strict=True))
+        """Return current_step, the number of batches formed (not trained), and queue_size, the groups waiting."""
+        response = self._http.get("/status")
+        status: dict[str, float] = {}
+        for name in STATUS_KEYS:
+            number = response.get(name) if isinstance(response, dict) else None
+            # bool is an int. The bound excludes infinity and integers beyond the range of float.
+            if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < 2**53:
+                raise Unavailable("the response of GET /status is not that of Atropos' API")
+            status[name] = float(number)
+        return status

@@ -1,101 +1,118 @@
-"""What Atropos' API server keeps: one trainer's wishes, its environments, and scored groups on their way between them.
+"""State of Atropos' API server: one trainer's registration, its environments, and the groups queued for the trainer.
 
-Plain state without HTTP. It answers as atroposlib 0.4.0 does, but for accidents there that help nobody: a group that
-comes before the trainer does not spoil its registration, a batch asked for after a reset gets the same answer as before
-the first registration, an environment without a name gets one, and an unknown one is told so instead of failing.
+No HTTP here. Responses are those of atroposlib 0.4.0, with four of its defects fixed:
+- A group posted before the trainer has registered does not prevent the registration.
+- GET /batch after a reset returns the same as before the first registration, not an internal error.
+- An environment without a name gets one.
+- An unknown environment id is answered with an instruction, not with an internal error.
 """
 
 from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from typing import Any
 
-from colocated_grpo.atropos.grouping import choose_batch, parts_of_a_group
-from colocated_grpo.atropos.wire import EnvRegistration, Registration
+from colocated_grpo.atropos.grouping import choose_batch, choose_parts
+from colocated_grpo.atropos.wire import EnvRegistration, Registration, ScoredData
+from colocated_grpo.types import JsonObject
 
-Group = dict[str, Any]
-
-LEAST_WEIGHT = 0.01
-NAMELESS = "env"
-NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+MIN_WEIGHT = 0.01
+DEFAULT_NAME = "env"
+NOT_REGISTERED: JsonObject = {
+    "status": "error",
+    "message": "Trainer not registered. Call /register first.",
+    "batch": [],
+}
 
 
 class UnknownEnvironment(Exception):
-    """An environment id that this server has not given."""
+    """An environment id that this server has not assigned."""
 
 
 class QueueFull(Exception):
-    """More sequences are waiting than the server wants to hold."""
+    """The queue has reached its limit of sequences."""
 
 
 @dataclass
-class Env:
+class Environment:
+    """A registered environment."""
+
     env_id: int
     settings: EnvRegistration
     group_size: int
+    """As registered, or the largest of its groups seen in the queue."""
     connected: bool = True
 
     @property
-    def share(self) -> float | None:
-        """Least share of a batch that is owed to it now."""
+    def min_allocation(self) -> float | None:
+        """Smallest fraction of a batch reserved for it; None while disconnected."""
         return self.settings.min_batch_allocation if self.connected else None
+
+    @property
+    def token_weight(self) -> float:
+        return self.settings.max_token_length * self.settings.weight
 
 
 class Exchange:
+    """The server's state. Not thread-safe."""
+
     def __init__(self, max_queued: int) -> None:
-        """max_queued: sequences; posting more raises QueueFull."""
+        """max_queued: in sequences."""
         self._max_queued = max_queued
         self.reset()
 
     def reset(self) -> None:
         self._trainer: Registration | None = None
         self._started = False
+        """True after the trainer's first request for a batch. Environments can register from then on."""
         self._step = 0
-        self._envs: list[Env] = []
-        self._queue: list[Group] = []
-        self._parts: dict[int, list[Group]] = {}
-        self._formed: list[list[Group]] = []
-        self._latest: Group | None = None
+        self._envs: list[Environment] = []
+        self._queue: list[ScoredData] = []
+        self._parts: dict[int, list[ScoredData]] = {}
+        """By environment: groups smaller or larger than its group size, until some add up to it."""
+        self._formed: list[list[ScoredData]] = []
+        """Batches taken off the queue and not yet sent."""
+        self._latest: ScoredData | None = None
 
-    def register(self, registration: Registration) -> dict[str, Any]:
-        """The first registration counts until a reset."""
+    def register(self, registration: Registration) -> JsonObject:
+        """Register the trainer. Later registrations have no effect until a reset."""
         if self._trainer is None:
             self._trainer = registration
             self._step = registration.starting_step
         return {"uuid": uuid.uuid4().int}
 
-    def register_env(self, settings: EnvRegistration) -> dict[str, Any]:
+    def register_env(self, settings: EnvRegistration) -> JsonObject:
         if self._trainer is None or not self._started:
             return {"status": "wait for trainer to start"}
         namesakes = sum(env.settings.desired_name == settings.desired_name for env in self._envs)
-        env = Env(len(self._envs), settings, settings.group_size)
+        env = Environment(len(self._envs), settings, settings.group_size)
         self._envs.append(env)
         return {
             "status": "success",
             "env_id": env.env_id,
-            "wandb_name": f"{settings.desired_name or NAMELESS}_{namesakes}",
+            "wandb_name": f"{settings.desired_name or DEFAULT_NAME}_{namesakes}",
             "checkpoint_dir": self._trainer.checkpoint_dir,
             "starting_step": self._step,
             "checkpoint_interval": self._trainer.save_checkpoint_interval,
             "num_steps": self._trainer.num_steps,
         }
 
-    def disconnect_env(self, env_id: int) -> dict[str, Any]:
+    def disconnect_env(self, env_id: int) -> JsonObject:
         try:
             self._env(env_id).connected = False
         except UnknownEnvironment as error:
             return {"status": "failure", "error": str(error)}
         return {"status": "success"}
 
-    def _env(self, env_id: int) -> Env:
+    def _env(self, env_id: int) -> Environment:
         if not 0 <= env_id < len(self._envs):
-            raise UnknownEnvironment(f"no environment has the id {env_id}; register again with POST /register-env")
+            raise UnknownEnvironment(f"env_id={env_id}: unknown environment; register again with POST /register-env")
         return self._envs[env_id]
 
-    def wandb_info(self) -> dict[str, Any]:
-        trainer = self._trainer
-        return {"group": trainer and trainer.wandb_group, "project": trainer and trainer.wandb_project}
+    def wandb_info(self) -> dict[str, str | None]:
+        if self._trainer is None:
+            return {"group": None, "project": None}
+        return {"group": self._trainer.wandb_group, "project": self._trainer.wandb_project}
 
     def info(self) -> dict[str, int]:
         if self._trainer is None:
@@ -105,106 +122,106 @@ class Exchange:
     def status(self) -> dict[str, int]:
         return {"current_step": self._step, "queue_size": len(self._queue)}
 
-    def latest_example(self) -> Group:
+    def latest_example(self) -> JsonObject:
+        if self._latest is not None:
+            return self._latest.as_json()
         empty = ["tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs"]
-        return self._latest or {name: [] for name in [*empty, "messages", "images"]}
+        return {name: [] for name in [*empty, "messages", "images"]}
 
-    def post(self, group: Group) -> dict[str, Any]:
-        """Queue a group; a part of one waits until its environment's parts add up to a whole group."""
+    def post(self, group: ScoredData) -> JsonObject:
+        """Queue a group, or buffer it until parts from its environment add up to a group. Raises QueueFull."""
         return self.post_all([group])[0]
 
-    def post_all(self, groups: list[Group]) -> list[dict[str, Any]]:
-        """All or none: who is refused sends the whole list again, and what was kept would be trained twice."""
-        if self._queued() + sum(map(_room, groups)) > self._max_queued:
-            raise QueueFull(f"{self._queued()} sequences are waiting for the trainer; the limit is {self._max_queued}")
+    def post_all(self, groups: list[ScoredData]) -> list[JsonObject]:
+        """Queue all groups or none. Clients repeat a rejected list; a group kept from it would be trained twice."""
+        queued = self._num_queued()
+        if queued + sum(map(_queue_size, groups)) > self._max_queued:
+            raise QueueFull(f"{queued} sequences are waiting for the trainer; the limit is {self._max_queued}")
         return [self._post(group) for group in groups]
 
-    def _post(self, group: Group) -> dict[str, Any]:
-        env_id = group["env_id"]
+    def _post(self, group: ScoredData) -> JsonObject:
+        env_id = group.env_id
         if env_id is not None and 0 <= env_id < len(self._envs):
-            wanted = self._envs[env_id].group_size
-            if len(group["tokens"]) != wanted:
-                return self._post_part(env_id, group, wanted)
+            group_size = self._envs[env_id].group_size
+            if group.size != group_size:
+                return self._post_part(env_id, group, group_size)
         self._enqueue(group)
         return {"status": "received"}
 
-    def _post_part(self, env_id: int, group: Group, wanted: int) -> dict[str, Any]:
+    def _post_part(self, env_id: int, group: ScoredData, group_size: int) -> JsonObject:
         parts = self._parts.setdefault(env_id, [])
         parts.append(group)
-        chosen = set(parts_of_a_group([_size(part) for part in parts], wanted))
+        chosen = set(choose_parts([part.size for part in parts], group_size))
         for position in sorted(chosen):
             self._enqueue(parts[position])
-        self._parts[env_id] = [part for position, part in enumerate(parts) if position not in chosen]
-        return {"status": "buffered", "buffer_size": sum(map(_size, self._parts[env_id]))}
+        remaining = [part for position, part in enumerate(parts) if position not in chosen]
+        self._parts[env_id] = remaining
+        return {"status": "buffered", "buffer_size": sum(part.size for part in remaining)}
 
-    def _enqueue(self, group: Group) -> None:
+    def _enqueue(self, group: ScoredData) -> None:
         self._queue.append(group)
         self._latest = group
 
-    def _queued(self) -> int:
-        waiting = [self._queue, *self._parts.values(), *self._formed]
-        return sum(_room(group) for groups in waiting for group in groups)
+    def _num_queued(self) -> int:
+        return sum(
+            _queue_size(group) for groups in (self._queue, *self._parts.values(), *self._formed) for group in groups
+        )
 
-    def batch(self) -> dict[str, Any]:
-        """The newest batch formed; forms all that the queue allows when none is left."""
+    def batch(self) -> JsonObject:
+        """Return the most recently formed batch. When none is left, form as many as the queue allows."""
         if self._trainer is None:
             return NOT_REGISTERED
         self._started = True
         if not self._formed:
-            while batch := self._form():
+            while batch := self._form_batch(self._trainer.batch_size):
                 self._formed.append(batch)
             self._step += len(self._formed)
-        return {"batch": self._formed.pop() if self._formed else None}
+        return {"batch": [group.as_json() for group in self._formed.pop()] if self._formed else None}
 
-    def _form(self) -> list[Group]:
-        least = {env.env_id: env.share for env in self._envs if env.share is not None}
-        sizes, envs = [_size(group) for group in self._queue], [group["env_id"] for group in self._queue]
-        chosen = choose_batch(sizes, envs, self._trainer.batch_size, least)
+    def _form_batch(self, batch_size: int) -> list[ScoredData]:
+        allocations = {env.env_id: env.min_allocation for env in self._envs if env.min_allocation is not None}
+        sizes, envs = [group.size for group in self._queue], [group.env_id for group in self._queue]
+        chosen = choose_batch(sizes, envs, batch_size, allocations)
         batch = [self._queue[position] for position in chosen]
-        left = set(range(len(self._queue))) - set(chosen)
-        self._queue = [self._queue[position] for position in sorted(left)]
+        remaining = set(range(len(self._queue))) - set(chosen)
+        self._queue = [self._queue[position] for position in sorted(remaining)]
         return batch
 
-    def status_env(self, env_id: int) -> dict[str, Any]:
-        """How much this environment shall produce: queued groups in its own size, and its weight among the others."""
+    def status_env(self, env_id: int) -> JsonObject:
+        """Return what the environment adjusts its pace to: its weight, and queue sizes in units of its group size."""
         env = self._env(env_id)
-        own = [_size(group) for group in self._queue if group["env_id"] == env_id]
+        own = [group.size for group in self._queue if group.env_id == env_id]
         env.group_size = max([env.group_size, *own])
-        largest = max([1, *map(_size, self._queue)])
-        allocated = sum(other.share for other in self._envs if other.share is not None)
+        largest = max([1, *(group.size for group in self._queue)])
+        allocated = sum(other.min_allocation for other in self._envs if other.min_allocation is not None)
         return {
             "current_step": self._step,
-            "queue_size": (sum(own) + self._of_others(env_id, largest)) // env.group_size,
+            "queue_size": (sum(own) + self._num_from_others(env_id, largest)) // env.group_size,
             "unallocated_fraction": 1.0 - min(allocated, 1.0),
             "self_queue_size": sum(own) // env.group_size,
             "max_group_size": largest,
             "env_weight": self._weight(env),
         }
 
-    def _of_others(self, env_id: int, largest: int) -> int:
-        """Sequences of other environments, in whole packs, beyond what is owed to them anyway."""
+    def _num_from_others(self, env_id: int, largest: int) -> int:
+        """Return how many sequences other environments have queued, in whole packs, above their reserved numbers."""
         if largest == 1:
             return 0
         counts: dict[int | None, int] = {}
         for group in self._queue:
-            if group["env_id"] != env_id:
-                counts[group["env_id"]] = counts.get(group["env_id"], 0) + _size(group)
+            if group.env_id != env_id:
+                counts[group.env_id] = counts.get(group.env_id, 0) + group.size
         batch_size = self._trainer.batch_size if self._trainer else 0
-        owed = {env.env_id: int(batch_size * env.share) for env in self._envs if env.share is not None}
-        return sum(max(0, -(-count // largest) * largest - owed.get(env, 0)) for env, count in counts.items())
+        reserved: dict[int | None, int] = {
+            env.env_id: int(batch_size * env.min_allocation) for env in self._envs if env.min_allocation is not None
+        }
+        return sum(max(0, -(-count // largest) * largest - reserved.get(env, 0)) for env, count in counts.items())
 
-    def _weight(self, env: Env) -> float:
-        def size(one: Env) -> float:
-            return one.settings.max_token_length * one.settings.weight
-
-        total = sum(max(0.0, size(other)) for other in self._envs if other.connected)
-        return max(LEAST_WEIGHT, size(env) / total) if total else LEAST_WEIGHT
-
-
-def _size(group: Group) -> int:
-    return len(group["tokens"])
+    def _weight(self, env: Environment) -> float:
+        total = sum(max(0.0, other.token_weight) for other in self._envs if other.connected)
+        return max(MIN_WEIGHT, env.token_weight / total) if total else MIN_WEIGHT
 
 
-def _room(group: Group) -> int:
-    """What it counts against the limit: a group without sequences may hold any amount of text."""
-    return max(1, _size(group))
+def _queue_size(group: ScoredData) -> int:
+    """Return what the group counts towards the limit: at least 1, since one without sequences may hold much text."""
+    return max(1, group.size)

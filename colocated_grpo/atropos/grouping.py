@@ -1,8 +1,8 @@
-"""Which queued groups make a batch of exactly so many sequences. The rules of Atropos' API server, indices in and out.
+"""The batching rules of Atropos' API server: which queued groups make a batch of an exact number of sequences.
 
-Groups are never split. Groups of one size are collected into packs as large as the largest group of the queue, and a
-batch is made of whole packs in the order in which they became complete. So a group size that does not divide the
-largest one is never served, and a batch size that is no multiple of the largest one is never reached.
+Groups are never split. Groups of equal size are collected into packs as large as the largest group in the queue, and a
+batch consists of whole packs in the order of their completion. So a group size that does not divide the largest one is
+never served, and a batch size that is no multiple of the largest one is never reached.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-Env = int | None
+EnvId = int | None
 
 
-def choose_batch(sizes: Sequence[int], envs: Sequence[Env], batch_size: int, least: Mapping[int, float]) -> list[int]:
-    """Positions in the queue of the groups of the next batch; empty while there is none.
+def choose_batch(
+    sizes: Sequence[int], envs: Sequence[EnvId], batch_size: int, allocations: Mapping[int, float]
+) -> list[int]:
+    """Return the queue positions of the groups of the next batch; empty when none can be formed.
 
-    sizes, envs: sequences and environment of each queued group. least: share of the batch owed to an environment.
+    sizes, envs: number of sequences and environment of each queued group. allocations: smallest fraction of the batch
+    reserved for an environment.
     """
     if not sizes or sum(sizes) < batch_size:
         return []
-    if least:
-        return _with_allocations(sizes, envs, batch_size, least)
+    if allocations:
+        return _choose_with_allocations(sizes, envs, batch_size, allocations)
     chosen, total = [], 0
-    for position in _packed(sizes, range(len(sizes)), max(sizes)):
+    for position in _in_complete_packs(sizes, range(len(sizes)), max(sizes)):
         chosen.append(position)
         total += sizes[position]
         if total >= batch_size:
@@ -31,40 +34,41 @@ def choose_batch(sizes: Sequence[int], envs: Sequence[Env], batch_size: int, lea
     return chosen if total == batch_size else []
 
 
-def _packed(sizes: Sequence[int], positions: Sequence[int], pack: int) -> list[int]:
-    """The positions that belong to a complete pack, pack by pack."""
+def _in_complete_packs(sizes: Sequence[int], positions: Sequence[int], pack_size: int) -> list[int]:
+    """Return the positions that belong to a complete pack, pack by pack."""
     open_packs: dict[int, list[int]] = defaultdict(list)
     packed: list[int] = []
     for position in positions:
         members = open_packs[sizes[position]]
         members.append(position)
-        if len(members) * sizes[position] == pack:
+        if len(members) * sizes[position] == pack_size:
             packed += members
             members.clear()
     return packed
 
 
-def _with_allocations(
-    sizes: Sequence[int], envs: Sequence[Env], batch_size: int, least: Mapping[int, float]
+def _choose_with_allocations(
+    sizes: Sequence[int], envs: Sequence[EnvId], batch_size: int, allocations: Mapping[int, float]
 ) -> list[int]:
-    """First what is owed, then the rest in the order of the queue. Groups without an environment are passed over."""
-    pack = max(sizes)
-    mine = defaultdict(list)
+    """Return reserved groups first, then others in queue order. Groups without an environment are ignored."""
+    pack_size = max(sizes)
+    positions_of: dict[int, list[int]] = defaultdict(list)
     for position, env in enumerate(envs):
         if env is not None:
-            mine[env].append(position)
-    packed = {env: _packed(sizes, positions, pack) for env, positions in mine.items()}
-    owed = {env: int(batch_size * share) for env, share in least.items() if int(batch_size * share) > 0}
-    if any(not packed.get(env) for env in owed):
+            positions_of[env].append(position)
+    packed = {env: _in_complete_packs(sizes, positions, pack_size) for env, positions in positions_of.items()}
+    counts = {env: int(batch_size * fraction) for env, fraction in allocations.items()}
+    reserved = {env: count for env, count in counts.items() if count > 0}
+    if any(not packed.get(env) for env in reserved):
         return []
-    if (total_owed := sum(owed.values())) > batch_size:
-        for env, count in owed.items():
+    if (total_reserved := sum(reserved.values())) > batch_size:
+        for env, count in reserved.items():
             smallest = min(sizes[position] for position in packed[env])
-            owed[env] = max(smallest, int(count * batch_size / total_owed))
+            reserved[env] = max(smallest, int(count * batch_size / total_reserved))
 
     chosen: list[int] = []
     total = 0
-    for env, count in owed.items():
+    for env, count in reserved.items():
         taken = 0
         for position in packed[env]:
             if taken >= count:
@@ -80,19 +84,19 @@ def _with_allocations(
     return chosen if total == batch_size else []
 
 
-def parts_of_a_group(sizes: Sequence[int], wanted: int) -> list[int]:
-    """Positions whose sizes add up to exactly `wanted`, earlier ones preferred; empty if there are none."""
+def choose_parts(sizes: Sequence[int], group_size: int) -> list[int]:
+    """Return positions whose sizes add up to exactly `group_size`, earlier ones preferred; empty if there are none."""
     total, first = 0, []
     for position, size in enumerate(sizes):
-        if total + size <= wanted:
+        if total + size <= group_size:
             first.append(position)
             total += size
-        if total == wanted:
+        if total == group_size:
             return first
-    # reached[s]: the positions that first added up to s
+    # Subset sum. reached[total]: the positions that first added up to it.
     reached: dict[int, list[int]] = {0: []}
     for position, size in enumerate(sizes):
         for total, members in list(reached.items()):
-            if total + size <= wanted:
+            if total + size <= group_size:
                 reached.setdefault(total + size, [*members, position])
-    return reached.get(wanted, [])
+    return reached.get(group_size, [])

@@ -1,8 +1,7 @@
-"""From what an API server sends to groups that may be trained. Nothing in it is believed.
+"""Validation of received batches: groups of the API server become groups that may be trained.
 
-Environments of other people post here, and the server checks types but no lengths. A sequence that contradicts itself
-is left out and counted by reason: training on it would be wrong, ending the run over it would hand every environment
-a switch to turn the trainer off.
+Anyone who can reach the server can post to it, and it checks types but no lengths. An inconsistent sequence is dropped
+and counted by reason. Training on it would be wrong, and an error would let any environment stop the trainer.
 """
 
 from __future__ import annotations
@@ -10,243 +9,265 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal, TypeGuard
 
 import numpy as np
 
+from colocated_grpo.atropos.wire import ReceivedGroup
 from colocated_grpo.config.schema import COLDEST
 from colocated_grpo.errors import RunError
 from colocated_grpo.serving.origins import Origin, Origins
-from colocated_grpo.types import Group, Prompt, Rollout, Score
+from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
+
+Column = Literal["tokens", "masks", "inference_logprobs", "advantages", "ref_logprobs"]
+"""Keys whose values have one list per sequence, with one number per token."""
 
 MASKED = -100
 DUMMY_LOGPROB = -0.5
-ABOVE_ZERO = 1e-3
-"""A log-probability may round to just above zero; further up it is none."""
-LEAST_LOGPROB = -87.0
-"""Below it a probability is no normal float32 and its inverse, an importance weight, overflows. Nothing samples such a
-token: it is a filler, -9999 for instance."""
-LARGEST = 1e6
-"""For scores and advantages. Much larger ones, though finite, make the gradient's norm infinite, which ends the run."""
-HOTTEST = 100.0
-"""Temperatures above it, and those between 0 and COLDEST, are typing errors: logits divided by them would vanish or
-overflow."""
+LOGPROB_SLACK = 1e-3
+"""Positive log-probabilities up to this value are rounding errors and count as zero."""
+MIN_LOGPROB = -87.0
+"""Below it exp() is subnormal in float32 and its inverse, an importance weight, overflows. Samplers never return such
+values; they are fillers such as -9999."""
+MAX_MAGNITUDE = 1e6
+"""Bound of scores and advantages. Much larger finite values make the gradient norm infinite, which stops the run."""
+MAX_TEMPERATURE = 100.0
+"""Temperatures above it, and positive ones below COLDEST, are treated as errors: the trainer divides logits by them."""
 MISSING_LOGPROBS = "GRPO requires inference_logprobs for importance sampling!"
 
 
-class BadRow(Exception):
-    """A sequence, or a whole group, that cannot be trained; args[0] is the reason, one word of the metrics."""
+class InvalidSequence(Exception):
+    """A sequence that cannot be trained. args[0] is the reason, as it appears in metric names."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
-    """Turns items of a batch into groups."""
+class GroupReader:
+    """Converts received groups into `Group`."""
 
     source: str
     vocab_size: int
     max_tokens: int
     """Longest sequence, prompt included."""
     recompute_logprobs: bool
-    """Whether groups without inference_logprobs are accepted; their sampling_logprobs are then None."""
+    """Accept groups without inference_logprobs; the sampling_logprobs of their rollouts are None."""
     origins: Origins
     decode: Callable[[Sequence[int]], str]
 
-    def read(self, items: Sequence[Any], first_index: int, policy_version: int) -> Reading:
-        """policy_version: of the weights now, for sequences that this engine has not served."""
-        reading = Reading()
-        for item in items:
-            rollouts = self._rollouts(item, policy_version, reading)
-            if rollouts:
-                reading.groups.append(self._group(item, rollouts, first_index + len(reading.groups)))
-        return reading
+    def read(self, items: Sequence[object], first_index: int, policy_version: int) -> ReadBatch:
+        """Convert the groups of one batch, dropping invalid sequences. Raises RunError for missing inference_logprobs.
 
-    def _rollouts(self, item: Any, policy_version: int, reading: Reading) -> list[Rollout]:
-        rows = item.get("tokens") if isinstance(item, dict) else None
-        if not isinstance(rows, list):
-            reading.dropped["malformed"] += 1
+        first_index: prompt index of the first group. policy_version: of the current weights, for sequences that were
+        sampled elsewhere.
+        """
+        batch = ReadBatch()
+        for item in items:
+            if not _is_group(item):
+                batch.dropped["malformed"] += 1
+            elif rollouts := self._rollouts(item, policy_version, batch):
+                batch.groups.append(self._group(item, rollouts, first_index + len(batch.groups)))
+        return batch
+
+    def _rollouts(self, group: ReceivedGroup, policy_version: int, batch: ReadBatch) -> list[Rollout]:
+        num_sequences = len(group["tokens"])
+        if _has_images(group.get("images")):
+            batch.dropped["images"] += num_sequences
             return []
-        if _has_images(item.get("images")):
-            reading.dropped["images"] += len(rows)
-            return []
-        if rows and not item.get("inference_logprobs") and not self.recompute_logprobs:
+        if num_sequences and not group.get("inference_logprobs") and not self.recompute_logprobs:
             raise RunError(
-                f"{MISSING_LOGPROBS} {_sender(item)} sent none: let it sample through its managed_server with "
+                f"{MISSING_LOGPROBS} {_sender(group)} sent none: sample through its managed_server with "
                 "server_type vllm, or set missing_logprobs: recompute in the atropos entry"
             )
         rollouts = []
-        for index in range(len(rows)):
+        for index in range(num_sequences):
             try:
-                rollout, origin = self._rollout(item, index, policy_version)
-            except BadRow as reason:
-                reading.dropped[reason.args[0]] += 1
+                rollout, origin = self._rollout(group, index, policy_version)
+            except InvalidSequence as reason:
+                batch.dropped[reason.args[0]] += 1
             else:
-                reading.unknown += origin is None
+                batch.num_unknown += origin is None
                 rollouts.append(rollout)
         return rollouts
 
-    def _rollout(self, item: dict[str, Any], index: int, policy_version: int) -> tuple[Rollout, Origin | None]:
-        tokens = _numbers(item, "tokens", index, kinds="iu")
-        length = len(tokens)
+    def _rollout(self, group: ReceivedGroup, index: int, policy_version: int) -> tuple[Rollout, Origin | None]:
+        tokens_T = _row(group, "tokens", index, kinds="iu")
+        length = len(tokens_T)
         if not 2 <= length <= self.max_tokens:
-            raise BadRow("length")
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            raise BadRow("tokens")
-        trained = _trained(tokens, _numbers(item, "masks", index, kinds="iu", length=length))
-        logprobs = self._logprobs(item, index, tokens, trained)
-        reward = _score(item, index)
-        override = _override(item, index)
-        origin = self._origin(tokens, trained)
+            raise InvalidSequence("length")
+        if tokens_T.min() < 0 or tokens_T.max() >= self.vocab_size:
+            raise InvalidSequence("tokens")
+        trained_T = _trained(tokens_T, _row(group, "masks", index, kinds="iu", length=length))
+        logprobs = self._sampling_logprobs(group, index, tokens_T, trained_T)
+        reward = _score(group, index)
+        override = _override(group, index)
+        origin = self._origin(tokens_T, trained_T)
         rollout = Rollout(
-            token_ids=tokens.tolist(),
-            loss_mask=trained.tolist(),
+            token_ids=tokens_T.tolist(),
+            loss_mask=trained_T.tolist(),
             sampling_logprobs=logprobs,
-            prompt_length=int(trained.argmax()),
-            text=self.decode(tokens[trained].tolist()),
+            prompt_length=int(trained_T.argmax()),
+            text=self.decode(tokens_T[trained_T].tolist()),
             finish_reason=origin.finish_reason if origin else "stop",
             policy_version=origin.policy_version if origin else policy_version,
-            temperature=_temperature(item, override, origin),
+            temperature=_temperature(group, override, origin),
             score=Score(reward=reward),
-            advantages=_advantages(item, index, trained, override, reward),
-            ref_logprobs=_ref_logprobs(item, index, trained),
+            advantages=_advantages(group, index, trained_T, override, reward),
+            ref_logprobs=_ref_logprobs(group, index, trained_T),
         )
         return rollout, origin
 
-    def _logprobs(
-        self, item: dict[str, Any], index: int, tokens: np.ndarray, trained: np.ndarray
+    def _sampling_logprobs(
+        self, group: ReceivedGroup, index: int, tokens_T: np.ndarray, trained_T: np.ndarray
     ) -> list[float] | None:
-        if not item.get("inference_logprobs"):
+        if not group.get("inference_logprobs"):
             return None
-        logprobs = _log_probabilities(item, "inference_logprobs", index, trained)
-        # What upstream puts in place of an OpenAI endpoint, which knows neither tokens nor log-probabilities.
-        if (np.arange(len(tokens)) == tokens).all() and (logprobs[trained] == DUMMY_LOGPROB).all():
-            raise BadRow("dummy_server")
-        return logprobs.tolist()
+        logprobs_T = _logprobs(group, "inference_logprobs", index, trained_T)
+        # atroposlib's placeholder for OpenAI endpoints, which return neither tokens nor their log-probabilities.
+        if (np.arange(len(tokens_T)) == tokens_T).all() and (logprobs_T[trained_T] == DUMMY_LOGPROB).all():
+            raise InvalidSequence("dummy_server")
+        return logprobs_T.tolist()
 
-    def _origin(self, tokens: np.ndarray, trained: np.ndarray) -> Origin | None:
-        """Of the oldest of its completions; None as soon as one of them is not ours."""
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]])))
+    def _origin(self, tokens_T: np.ndarray, trained_T: np.ndarray) -> Origin | None:
+        """Return how the sequence was sampled: its last completion's origin with its oldest policy version.
+
+        None when any of its completions was not served by this run's engines.
+        """
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], trained_T, [False]])))
         found = [
-            self.origins.find(tokens[:start].tolist(), tokens[start:end].tolist())
+            self.origins.find(tokens_T[:start].tolist(), tokens_T[start:end].tolist())
             for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
         ]
         known = [origin for origin in found if origin is not None]
         if len(known) < len(found):
             return None
-        return found[-1]._replace(policy_version=min(origin.policy_version for origin in known))
+        return known[-1]._replace(policy_version=min(origin.policy_version for origin in known))
 
-    def _group(self, item: dict[str, Any], rollouts: list[Rollout], index: int) -> Group:
-        before = rollouts[0].token_ids[: rollouts[0].prompt_length]
-        text = self.decode(before)
-        described = {"prompt": text, "env_id": item.get("env_id")}
-        prompt = Prompt(index=index, token_ids=before, text=text, item=described, source=self.source)
+    def _group(self, group: ReceivedGroup, rollouts: list[Rollout], index: int) -> Group:
+        prompt_ids = rollouts[0].token_ids[: rollouts[0].prompt_length]
+        text = self.decode(prompt_ids)
+        item = {"prompt": text, "env_id": group.get("env_id")}
+        prompt = Prompt(index=index, token_ids=prompt_ids, text=text, item=item, source=self.source)
         return Group(prompt=prompt, rollouts=rollouts)
 
 
 @dataclass
-class Reading:
-    """What became of a batch."""
+class ReadBatch:
+    """The valid groups of one received batch, and counts of its sequences."""
 
     groups: list[Group] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
-    """Sequences left out, by reason."""
-    unknown: int = 0
-    """Sequences kept that this engine has not served, or that came back too late to remember."""
+    """Dropped sequences by reason."""
+    num_unknown: int = 0
+    """Accepted sequences of unknown origin: sampled elsewhere, or evicted from the cache of origins."""
 
 
-def _sender(item: dict[str, Any]) -> str:
-    env = item.get("env_id")
+def _is_group(item: object) -> TypeGuard[ReceivedGroup]:
+    return isinstance(item, dict) and isinstance(item.get("tokens"), list)
+
+
+def _sender(group: ReceivedGroup) -> str:
+    env = group.get("env_id")
     return "An environment" if env is None else f"Environment {env}"
 
 
-def _has_images(images: Any) -> bool:
+def _has_images(images: object) -> bool:
     return any(image is not None for image in images) if isinstance(images, list) else bool(images)
 
 
-def _numbers(item: dict[str, Any], name: str, index: int, *, kinds: str, length: int | None = None) -> np.ndarray:
-    """Row `index` of a list of lists as a vector, of `length` where given. Raises BadRow(name)."""
-    rows = item.get(name)
-    row = rows[index] if isinstance(rows, list) and index < len(rows) else None
+def _entry(values: object, index: int) -> object:
+    """Return `values[index]`; None when that does not exist."""
+    return values[index] if isinstance(values, list) and index < len(values) else None
+
+
+def _row(group: ReceivedGroup, name: Column, index: int, *, kinds: str, length: int | None = None) -> np.ndarray:
+    """Return the numbers of sequence `index` in a column, as an array [T]. Raises InvalidSequence(name).
+
+    kinds: accepted numpy dtype kinds. length: required T, if given.
+    """
+    row = _entry(group.get(name), index)
     if not isinstance(row, list):
-        raise BadRow(name)
+        raise InvalidSequence(name)
     try:
         values = np.asarray(row)
-    except (ValueError, OverflowError):  # ragged, or larger than any number type
-        raise BadRow(name) from None
+    except (ValueError, OverflowError):  # ragged, or beyond every integer type
+        raise InvalidSequence(name) from None
     if values.dtype.kind not in kinds or values.ndim != 1 or len(values) != (len(row) if length is None else length):
-        raise BadRow(name)
+        raise InvalidSequence(name)
     return values
 
 
-def _per_token(item: dict[str, Any], name: str, index: int, trained: np.ndarray) -> np.ndarray:
-    """Sane numbers aligned with the tokens, 0 where nothing is trained: fillers there may be anything."""
-    values = _numbers(item, name, index, kinds="fiu", length=len(trained))
-    values = np.where(trained, values, 0.0).astype(np.float64)
-    if not (np.abs(values) <= LARGEST).all():  # NaN fails too
-        raise BadRow(name)
-    return values
+def _token_values(group: ReceivedGroup, name: Column, index: int, trained_T: np.ndarray) -> np.ndarray:
+    """Return one float per token, bounded by MAX_MAGNITUDE; 0 on untrained tokens, which may have any filler."""
+    values = _row(group, name, index, kinds="fiu", length=len(trained_T))
+    values_T = np.where(trained_T, values, 0.0).astype(np.float64)
+    if not (np.abs(values_T) <= MAX_MAGNITUDE).all():  # also False for NaN
+        raise InvalidSequence(name)
+    return values_T
 
 
-def _log_probabilities(item: dict[str, Any], name: str, index: int, trained: np.ndarray) -> np.ndarray:
-    values = _per_token(item, name, index, trained)
-    if values.max() > ABOVE_ZERO or values.min() < LEAST_LOGPROB:
-        raise BadRow(name)
-    return np.minimum(values, 0.0)
+def _logprobs(group: ReceivedGroup, name: Column, index: int, trained_T: np.ndarray) -> np.ndarray:
+    values_T = _token_values(group, name, index, trained_T)
+    if values_T.max() > LOGPROB_SLACK or values_T.min() < MIN_LOGPROB:
+        raise InvalidSequence(name)
+    return np.minimum(values_T, 0.0)
 
 
-def _trained(tokens: np.ndarray, masks: np.ndarray) -> np.ndarray:
-    """bool: where the mask repeats the token. The first token is never trained: nothing predicts it."""
-    trained = masks != MASKED
-    if (masks[trained] != tokens[trained]).any():
-        raise BadRow("masks")
-    trained[0] = False
-    if not trained.any():
-        raise BadRow("nothing_trained")
-    return trained
+def _trained(tokens_T: np.ndarray, masks_T: np.ndarray) -> np.ndarray:
+    """Return a bool array: True where the mask repeats the token. The first token has no prediction to train."""
+    trained_T = masks_T != MASKED
+    if (masks_T[trained_T] != tokens_T[trained_T]).any():
+        raise InvalidSequence("masks")
+    trained_T[0] = False
+    if not trained_T.any():
+        raise InvalidSequence("nothing_trained")
+    return trained_T
 
 
-def _score(item: dict[str, Any], index: int) -> float:
-    scores = item.get("scores")
-    score = scores[index] if isinstance(scores, list) and index < len(scores) else None
-    if not _is_number(score):
-        raise BadRow("scores")
-    return float(score)
-
-
-def _is_number(value: Any) -> bool:
-    """A number that can be trained on; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
-
-
-def _override(item: dict[str, Any], index: int) -> dict[str, Any]:
-    overrides = item.get("overrides")
-    override = overrides[index] if isinstance(overrides, list) and index < len(overrides) else None
-    return override if isinstance(override, dict) else {}
-
-
-def _temperature(item: dict[str, Any], override: dict[str, Any], origin: Origin | None) -> float:
-    """What the environment says, closest to the sequence first; then what we served; then 1. Greedy counts as 1."""
-    served = {} if origin is None else {"temperature": origin.temperature}
-    for settings in (override, item.get("generation_params"), item.get("group_overrides"), served):
-        if isinstance(settings, dict) and settings.get("temperature") is not None:
-            temperature = settings["temperature"]
-            if not _is_number(temperature) or temperature > HOTTEST or 0 < temperature < COLDEST:
-                raise BadRow("temperature")
-            return float(temperature) if temperature > 0 else 1.0
-    return 1.0
-
-
-def _advantages(
-    item: dict[str, Any], index: int, trained: np.ndarray, override: dict[str, Any], reward: float
-) -> list[float] | None:
-    """One for each trained token where the environment has decided them, else None."""
-    if override.get("set_advantage_to_zero") is True:
-        return [0.0] * int(trained.sum())
-    if item.get("advantages"):
-        return _per_token(item, "advantages", index, trained)[trained].tolist()
-    if len(item["tokens"]) == 1:
-        return [reward] * int(trained.sum())  # no siblings, no baseline: the score itself, as in Atropos' own trainer
+def _number(value: object) -> float | None:
+    """Return a bounded number as float; None for anything else, booleans and NaN included."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_MAGNITUDE:
+        return float(value)
     return None
 
 
-def _ref_logprobs(item: dict[str, Any], index: int, trained: np.ndarray) -> list[float] | None:
-    return _log_probabilities(item, "ref_logprobs", index, trained).tolist() if item.get("ref_logprobs") else None
+def _score(group: ReceivedGroup, index: int) -> float:
+    score = _number(_entry(group.get("scores"), index))
+    if score is None:
+        raise InvalidSequence("scores")
+    return score
+
+
+def _override(group: ReceivedGroup, index: int) -> JsonObject:
+    override = _entry(group.get("overrides"), index)
+    return override if isinstance(override, dict) else {}
+
+
+def _temperature(group: ReceivedGroup, override: JsonObject, origin: Origin | None) -> float:
+    """Return the sampling temperature, 1 for greedy sampling.
+
+    Precedence: the sequence's override, generation_params, group_overrides, the temperature it was served at, 1.
+    """
+    for settings in (override, group.get("generation_params"), group.get("group_overrides")):
+        if isinstance(settings, dict) and settings.get("temperature") is not None:
+            temperature = _number(settings["temperature"])
+            if temperature is None or temperature > MAX_TEMPERATURE or 0 < temperature < COLDEST:
+                raise InvalidSequence("temperature")
+            return temperature if temperature > 0 else 1.0
+    return 1.0 if origin is None else origin.temperature
+
+
+def _advantages(
+    group: ReceivedGroup, index: int, trained_T: np.ndarray, override: JsonObject, reward: float
+) -> list[float] | None:
+    """Return one advantage per trained token; None when they are to be computed from the group's rewards."""
+    if override.get("set_advantage_to_zero") is True:
+        return [0.0] * int(trained_T.sum())
+    if group.get("advantages"):
+        return _token_values(group, "advantages", index, trained_T)[trained_T].tolist()
+    if len(group["tokens"]) == 1:
+        # Without siblings there is no baseline. As in Atropos' own trainer, the score itself is the advantage.
+        return [reward] * int(trained_T.sum())
+    return None
+
+
+def _ref_logprobs(group: ReceivedGroup, index: int, trained_T: np.ndarray) -> list[float] | None:
+    return _logprobs(group, "ref_logprobs", index, trained_T).tolist() if group.get("ref_logprobs") else None

@@ -1,4 +1,4 @@
-"""Batches from an Atropos API server that may be late, restarted, reset, or full of nonsense."""
+"""Batches from an Atropos API server that may start late, restart, be reset, or send malformed groups."""
 
 from __future__ import annotations
 
@@ -8,59 +8,62 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from colocated_grpo.atropos.client import AtroposClient, NotRegistered
-from colocated_grpo.atropos.rows import Reader, Reading
+from colocated_grpo.atropos.rows import GroupReader, ReadBatch
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import RunError
-from colocated_grpo.types import Group
-from colocated_grpo.web.client import Refused, Unavailable
+from colocated_grpo.types import Group, JsonObject
+from colocated_grpo.web.client import RequestRejected, Unavailable
 
 POLL_SECONDS = 0.5
-LONGEST_PAUSE = 30.0
-PATIENCE = 60.0
-"""Seconds without a batch after which a person is told what the server holds."""
-UNUSABLE_BATCHES = 8
-"""In a row, after which the run ends: an environment that only sends what cannot be trained is set up wrongly."""
+MAX_RETRY_SECONDS = 30.0
+EXPLAIN_SECONDS = 60.0
+"""Without a batch for this long, the log says what the server's queue holds."""
+MAX_UNUSABLE_BATCHES = 8
+"""Consecutive batches without a valid sequence before the run stops: the environment is misconfigured."""
 
 
 class AtroposSource:
-    """Lives on rank 0. `wait_for_groups` may run in a thread; nothing else is called meanwhile."""
+    """Batches for rank 0. `wait_for_groups` may run on another thread while no other method is called."""
 
     def __init__(
         self,
         client: AtroposClient,
-        reader: Reader,
+        reader: GroupReader,
         *,
         connect_timeout: float,
         note: Callable[[str], None],
-        keep: Callable[[list[Any]], None],
+        keep: Callable[[list[object]], None],
     ) -> None:
-        """keep: is given each batch as it came."""
+        """connect_timeout: in seconds. note: logs one line. keep: called with each batch as received."""
         self._client = client
         self._reader = reader
         self._connect_timeout = connect_timeout
         self._note = note
         self._keep = keep
         self._registered = False
-        self._failures = 0
-        self._reconnects = 0
-        self._unusable = 0
-        self._taken: deque[list[Any]] = deque()
-        """Batches that the server no longer has and that are not trained yet. The first is the next one to read."""
+        self._num_failures = 0
+        """Consecutive failed requests for a batch."""
+        self._num_reconnects = 0
+        self._num_unusable = 0
+        """Consecutive batches without a valid sequence."""
+        self._untrained: deque[list[object]] = deque()
+        """Batches received and not yet trained, the next one first. The server no longer has them."""
         self._groups_read = 0
-        """Of the batches before those."""
-        self._groups = 0
-        self._sequences = 0
-        self._last = Reading()
+        """Groups of all batches trained so far; the prompt index of the next batch's first group."""
+        self._num_groups = 0
+        self._num_sequences = 0
+        """Counts of the batch last read."""
+        self._last = ReadBatch()
+        """Counts of the last `wait_for_groups`, over all batches that it read."""
         self._status: dict[str, float] = {}
-        """Of the server when the last batch came."""
+        """The server's status after the last usable batch, for the metrics."""
 
     def connect(self) -> None:
-        """See that the server is there and fits, before anything expensive is built.
+        """Check, before the engines are built, that the server is reachable and has no conflicting registration.
 
-        Raises EnvironmentSetupError with one line.
+        Raises EnvironmentSetupError after `connect_timeout`.
         """
         deadline = time.monotonic() + self._connect_timeout
         while True:
@@ -69,7 +72,7 @@ class AtroposSource:
                 return
             except Unavailable as error:
                 reason = str(error)
-            except Refused as error:
+            except RequestRejected as error:
                 raise self._no_api(str(error)) from None
             if time.monotonic() >= deadline:
                 raise self._no_api(f"within {self._connect_timeout:g} s ({reason})")
@@ -82,136 +85,145 @@ class AtroposSource:
         )
 
     def begin(self, step: int) -> None:
-        """Register if the server is there, else leave it to `wait_for_groups`: the engines took minutes to build, in
-        which a server may be restarted as at any other time."""
+        """Register, or log the failure and leave it to `wait_for_groups`.
+
+        The engines have been built since `connect`, which takes minutes, and the server may be restarting.
+        """
         try:
-            self.register(step)
-        except (Unavailable, Refused, NotRegistered) as error:
-            reason = str(error) or "it forgot this trainer"
+            self._register(step)
+        except (Unavailable, RequestRejected, NotRegistered) as error:
+            reason = str(error) or "the registration was lost"
             self._note(
                 f"atropos: could not register at {self._client.url} ({reason}); trying again with the next batch"
             )
 
-    def register(self, step: int) -> None:
-        """Become the server's trainer, as of `step`, and let environments in."""
+    def _register(self, step: int) -> None:
         if items := self._client.register(step, self._note):
-            self._taken.append(items)
+            self._untrained.append(items)
         self._registered = True
 
     def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
-        """The groups of the next batch; None once `stop` is set. Raises RunError where no batch can be trained.
+        """Return the groups of the next batch; None once `stop` is set. Raises RunError for unusable batches.
 
-        They come again, also in a resumed run, until `settle` is called.
+        The same batch is returned again, also by a resumed run, until `settle` is called.
         """
-        told = time.monotonic()
-        self._last = Reading()
+        explained = time.monotonic()
+        self._last = ReadBatch()
         while not stop.is_set():
-            if self._taken:
-                if groups := self._read(self._taken[0], policy_version):
+            if self._untrained:
+                if groups := self._read(self._untrained[0], policy_version):
                     return groups
-                self._taken.popleft()
-            elif not self._take(step, stop):
-                if time.monotonic() - told > PATIENCE:
-                    told = time.monotonic()
-                    self._say_what_is_missing()
+                self._untrained.popleft()
+            elif not self._fetch(step, stop):
+                if time.monotonic() - explained > EXPLAIN_SECONDS:
+                    explained = time.monotonic()
+                    self._explain_missing_batch()
                 stop.wait(POLL_SECONDS * random.uniform(0.5, 1.5))
         return None
 
-    def _read(self, items: list[Any], policy_version: int) -> list[Group]:
+    def _read(self, items: list[object], policy_version: int) -> list[Group]:
         self._keep(items)
-        reading = self._reader.read(items, self._groups_read, policy_version)
-        self._count(reading)
-        if reading.groups:
-            with suppress(Unavailable, Refused):
+        batch = self._reader.read(items, self._groups_read, policy_version)
+        self._count(batch)
+        if batch.groups:
+            with suppress(Unavailable, RequestRejected):
                 self._status = self._client.status()
-        return reading.groups
+        return batch.groups
 
-    def _take(self, step: int, stop: threading.Event) -> bool:
-        """One attempt to get a batch, followed by a pause when it failed."""
+    def _fetch(self, step: int, stop: threading.Event) -> bool:
+        """Request a batch once and return True if one is available. Pauses after a failure."""
         try:
             if not self._registered:
-                self.register(step)
-                self._reconnects += 1
+                self._register(step)
+                self._num_reconnects += 1
                 self._note(f"atropos: registered again at {self._client.url}")
-            if not self._taken and (items := self._client.batch()):
-                self._taken.append(items)
-            self._failures = 0
+            if not self._untrained and (items := self._client.batch()):
+                self._untrained.append(items)
+            self._num_failures = 0
         except NotRegistered:
             self._registered = False
-            self._note(f"atropos: {self._client.url} no longer knows this trainer; registering again")
-        except (Unavailable, Refused) as error:
-            # Also after a reset, where /batch is a server error until somebody registers.
+            self._note(f"atropos: {self._client.url} has lost the registration of this trainer; registering again")
+        except (Unavailable, RequestRejected) as error:
+            # A new registration also ends this state: after a reset, atroposlib's /batch fails with 500 until then.
             self._registered = False
-            self._failures += 1
-            pause = min(LONGEST_PAUSE, 2.0 ** (self._failures - 1) * POLL_SECONDS)
-            if self._failures == 1 or pause == LONGEST_PAUSE:
-                self._note(f"atropos: no batch from {self._client.url} ({error}); trying again, at most every 30 s")
+            self._num_failures += 1
+            pause = min(MAX_RETRY_SECONDS, 2.0 ** (self._num_failures - 1) * POLL_SECONDS)
+            if self._num_failures == 1 or pause == MAX_RETRY_SECONDS:
+                self._note(
+                    f"atropos: no batch from {self._client.url} ({error}); trying again, at most every "
+                    f"{MAX_RETRY_SECONDS:g} s"
+                )
             stop.wait(pause * random.uniform(0.5, 1.0))
-        return bool(self._taken)
+        return bool(self._untrained)
 
-    def _count(self, reading: Reading) -> None:
-        self._last.dropped.update(reading.dropped)
-        self._last.unknown += reading.unknown
-        self._groups = len(reading.groups)
-        self._sequences = sum(len(group.rollouts) for group in reading.groups)
-        if reading.dropped:
-            self._note(f"atropos: left out {reading.dropped.total()} sequences: {_listed(reading.dropped)}")
-        self._unusable = 0 if reading.groups else self._unusable + 1
-        if self._unusable == UNUSABLE_BATCHES:
+    def _count(self, batch: ReadBatch) -> None:
+        self._last.dropped.update(batch.dropped)
+        self._last.num_unknown += batch.num_unknown
+        self._num_groups = len(batch.groups)
+        self._num_sequences = sum(len(group.rollouts) for group in batch.groups)
+        if batch.dropped:
+            self._note(f"atropos: dropped {batch.dropped.total()} sequences: {_list(batch.dropped)}")
+        self._num_unusable = 0 if batch.groups else self._num_unusable + 1
+        if self._num_unusable == MAX_UNUSABLE_BATCHES:
             raise RunError(
-                f"environments: the last {UNUSABLE_BATCHES} batches of {self._client.url} held nothing that can be "
-                f"trained; reasons in this step: {_listed(self._last.dropped)}"
+                f"environments: the last {MAX_UNUSABLE_BATCHES} batches of {self._client.url} had no sequence that can "
+                f"be trained; reasons in this step: {_list(self._last.dropped)}"
             )
 
-    def _say_what_is_missing(self) -> None:
+    def _explain_missing_batch(self) -> None:
         try:
             status = self._client.status()
-        except (Unavailable, Refused):
+        except (Unavailable, RequestRejected):
             return
-        waiting = int(status.get("queue_size", 0))
+        num_waiting = int(status["queue_size"])
         advice = (
             "batches are made of whole groups whose sizes are powers of two that divide the batch of "
             f"{self._client.batch_size} sequences"
-            if waiting
+            if num_waiting
             else "is an environment running, with this --env.rollout_server_url, with --env.wandb_name and with this "
             "trainer's server as --openai.base_url?"
         )
-        self._note(f"atropos: no batch for {PATIENCE:g} s; {self._client.url} holds {waiting} groups; {advice}")
+        self._note(
+            f"atropos: no batch for {EXPLAIN_SECONDS:g} s; {self._client.url} holds {num_waiting} groups; {advice}"
+        )
 
     def settle(self) -> None:
-        """The groups of the last batch are trained now."""
-        self._taken.popleft()
-        self._groups_read += self._groups
+        """Mark the last batch as trained."""
+        self._untrained.popleft()
+        self._groups_read += self._num_groups
 
     def metrics(self) -> dict[str, float]:
-        """Of the last batch."""
+        """Return the metrics of the last batch."""
         row = {
             "atropos/dropped": float(self._last.dropped.total()),
-            "atropos/unknown_origin": self._last.unknown / self._sequences if self._sequences else 0.0,
-            "atropos/reconnects": float(self._reconnects),
+            "atropos/unknown_origin": self._last.num_unknown / self._num_sequences if self._num_sequences else 0.0,
+            "atropos/reconnects": float(self._num_reconnects),
         }
         row |= {f"atropos/dropped/{reason}": float(count) for reason, count in self._last.dropped.items()}
         return row | {f"atropos/{name}": value for name, value in self._status.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is queued lives in the API server and outlasts this process; what was taken from there is kept here.
+    def state_dict(self) -> JsonObject:
+        """Return what a resumed run needs besides the server's queue, which outlives this process.
 
-        So is how the queued groups were sampled: a few MB at most.
+        These are the batches already received, and the origins of completions still on their way: a few MB.
         """
         origins = self._reader.origins.state_dict()
-        return {"groups_read": self._groups_read, "taken": list(self._taken), "origins": origins}
+        return {"groups_read": self._groups_read, "taken": list(self._untrained), "origins": origins}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Restore a saved state. A batch that came with this process's own registration is trained after its batches.
+
+        Raises EnvironmentSetupError for the state of another kind of source.
+        """
         if "groups_read" not in state:
             raise EnvironmentSetupError(
-                "environments: the checkpoint is of a run with other environments than this atropos entry; an exact "
+                "environments: the checkpoint is from a run with other environments than this atropos entry; an exact "
                 "resume needs the same ones"
             )
         self._groups_read = state["groups_read"]
-        # Before what came with this process's own registration.
-        self._taken.extendleft(reversed(state.get("taken", [])))
+        self._untrained.extendleft(reversed(state.get("taken", [])))
         self._reader.origins.load_state_dict(state.get("origins", []))
 
 
-def _listed(reasons: Counter[str]) -> str:
+def _list(reasons: Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())

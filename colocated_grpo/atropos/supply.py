@@ -1,9 +1,10 @@
-"""Groups that environments in other processes sample from these engines, score, and post to an Atropos API server.
+"""A Supply of groups that Atropos environments sample from this run's engines, score, and post to an API server.
 
-SERVE  engines awake: requests are answered, rank 0 asks the API for a batch
-DRAIN  a batch is there: what is under way is finished, new requests wait in the inbox with their connections open
-TRAIN  engines asleep; /health answers 200, so environments wait instead of giving up
-SYNC   new weights into the engines, and SERVE again
+Phases of a step:
+SERVE  engines awake: requests are answered, rank 0 polls the API server for a batch
+DRAIN  a batch has arrived: running requests finish, new ones wait in the inbox with their connections open
+TRAIN  engines asleep: /health still returns 200, so environments wait instead of giving up
+SYNC   the engines get the new weights, and SERVE begins again
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Protocol
 
 from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.environments.base import BatchResult
@@ -20,51 +21,52 @@ from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.supply import Order
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.serving.load_balancer import LeastBusy
-from colocated_grpo.serving.rank_links import Link, LinkedInbox
-from colocated_grpo.types import Group
-from colocated_grpo.web.serving import ServerThread
+from colocated_grpo.serving.load_balancer import LoadBalancer
+from colocated_grpo.serving.rank_links import RankLink, RemoteInbox
+from colocated_grpo.types import Group, JsonObject
+from colocated_grpo.web.server import ServerThread
 
-LONGEST_HOLD = 480.0
-"""Seconds. Atropos' environments give a rollout up after 600 by default, waiting for a held request included."""
-LAST_ANSWER_SECONDS = 10.0
-"""For a batch that was asked for before a stop: the server gives each batch once, and schedulers kill soon."""
+LONG_SLEEP_SECONDS = 480.0
+"""Longer sleeps are logged. Environments abandon a rollout after 600 s by default, pending requests included."""
+LAST_BATCH_SECONDS = 10.0
+"""Wait after a stop request for a batch already requested, since the server sends each batch once. Short, because
+schedulers kill a stopping process soon."""
 
 Note = Callable[[str], None]
 
 
-class Role(Protocol):
-    """A rank's part in serving."""
+class ServingRank(Protocol):
+    """One rank's part of serving."""
 
     def before_wake(self) -> None:
-        """Just before the engine wakes."""
+        """Run just before the engine wakes."""
         ...
 
     def collect(self, step: int, world: World) -> list[Group] | None:
-        """Collective, with the engine awake. The batch, once it has come; None if the run is asked to stop before."""
+        """Serve until a batch has arrived and return its groups; None on a stop request. Collective, engine awake."""
         ...
 
     def settle(self) -> dict[str, float]:
-        """The batch is trained now; metrics of it."""
+        """Mark the batch as trained and return its metrics."""
         ...
 
-    def state_dict(self) -> dict[str, Any] | None: ...
+    def state_dict(self) -> JsonObject | None: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: JsonObject) -> None: ...
 
     def close(self) -> None: ...
 
 
-class MainServing:
-    """Rank 0: answers HTTP, drives its engine, asks for batches."""
+class MainRank:
+    """Rank 0: HTTP, its own engine, and the API server's batches."""
 
     def __init__(
         self,
         source: AtroposSource,
         driver: Driver,
         inbox: Inbox,
-        links: list[Link],
-        engines: LeastBusy,
+        rank_links: list[RankLink],
+        engines: LoadBalancer,
         servers: list[ServerThread],
         stop_asked: Callable[[], bool],
         policy_version: Callable[[], int],
@@ -73,30 +75,30 @@ class MainServing:
         self._source = source
         self._driver = driver
         self._inbox = inbox
-        self._links = links
+        self._rank_links = rank_links
         self._engines = engines
         self._servers = servers
         self._stop_asked = stop_asked
         self._policy_version = policy_version
         self._note = note
         self._asleep_since: float | None = None
-        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="atropos")
+        self._batch_thread = ThreadPoolExecutor(1, thread_name_prefix="atropos")
 
     def collect(self, step: int, world: World) -> list[Group] | None:
-        # Served inside: an error of the environments then ends all ranks with the same line.
+        # Served inside from_main: an error of the source then ends all ranks with the same message.
         return world.from_main(lambda: self._serve(step))
 
     def _serve(self, step: int) -> list[Group] | None:
-        enough = threading.Event()
-        batch = self._waiting.submit(self._source.wait_for_groups, step, self._policy_version(), enough)
+        end = threading.Event()
+        batch = self._batch_thread.submit(self._source.wait_for_groups, step, self._policy_version(), end)
         batch.add_done_callback(lambda _: self._inbox.wake())
         try:
             while not batch.done() and not self._stop_asked():
                 self._driver.step()
         finally:
-            enough.set()
+            end.set()
             stopped = self._stop_asked()
-            for link in self._links:
+            for link in self._rank_links:
                 link.end_phase(step + 1, abort=stopped)
         if stopped:
             self._driver.abort()
@@ -107,66 +109,57 @@ class MainServing:
         return batch.result()
 
     def _wait_for_last(self, batch: Future[list[Group] | None]) -> None:
-        """What it brings is kept by the source, for the resumed run."""
-        if wait([batch], LAST_ANSWER_SECONDS).not_done:
+        """Wait for a batch that is being received. The source keeps it for the resumed run."""
+        if wait([batch], LAST_BATCH_SECONDS).not_done:
             self._note(
-                f"atropos: the API server did not answer within {LAST_ANSWER_SECONDS:g} s; a batch that it still sends "
-                "is lost"
+                f"atropos: the API server did not answer within {LAST_BATCH_SECONDS:g} s; if it still sends a batch, "
+                "that batch is lost"
             )
 
     def before_wake(self) -> None:
         if self._asleep_since is None:
             return
-        held = time.monotonic() - self._asleep_since
-        if held > LONGEST_HOLD:
+        asleep = time.monotonic() - self._asleep_since
+        if asleep > LONG_SLEEP_SECONDS:
             self._note(
-                f"atropos: requests were held for {held:.0f} s while the policy trained; environments give up after "
-                "--env.worker_timeout, 600 s by default"
+                f"atropos: requests were pending for {asleep:.0f} s while the policy trained; environments give up "
+                "after --env.worker_timeout, 600 s by default"
             )
 
     def settle(self) -> dict[str, float]:
         self._source.settle()
         return self._source.metrics()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return self._source.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         self._source.load_state_dict(state)
 
     def close(self) -> None:
-        # First no new requests, then an answer to those that wait, then the connections.
+        # In this order: reject new requests, respond to pending ones, close the connections.
         self._engines.closed = True
         self._driver.abort()
         for server in self._servers:
             server.close()
-        for link in self._links:
+        for link in self._rank_links:
             link.close()
-        self._waiting.shutdown(wait=False, cancel_futures=True)
+        self._batch_thread.shutdown(wait=False, cancel_futures=True)
 
 
-class RankServing:
-    """Every other rank: drives its engine for the requests that rank 0 sends on."""
+class WorkerRank:
+    """Every other rank: its engine, for the requests that rank 0 sends over the rank link."""
 
-    def __init__(self, driver: Driver, end: LinkedInbox) -> None:
+    def __init__(self, driver: Driver, inbox: RemoteInbox) -> None:
         self._driver = driver
-        self._end = end
+        self._inbox = inbox
 
     def before_wake(self) -> None:
         pass
 
     def collect(self, step: int, world: World) -> list[Group] | None:
-        self.serve(step)
-        return world.from_main(lambda: None)  # rank 0's batch: what it makes is made there alone
-
-    def serve(self, step: int) -> None:
-        """Until rank 0 ends the phase."""
-        while not self._end.ended(step + 1):
-            self._driver.step()
-        if self._end.aborted:
-            self._driver.abort()
-        else:
-            self._driver.drain()
+        self._inbox.serve(self._driver, step + 1)
+        return world.from_main(lambda: None)  # receives rank 0's groups; the argument is not called on this rank
 
     def settle(self) -> dict[str, float]:
         return {}
@@ -174,20 +167,20 @@ class RankServing:
     def state_dict(self) -> None:
         return None
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         pass
 
     def close(self) -> None:
         self._driver.abort()
-        self._end.close()
+        self._inbox.close()
 
 
-class ServedSupply:
-    """A Supply of what environments in other processes have sampled here."""
+class AtroposSupply:
+    """A `Supply` whose groups come from Atropos environments."""
 
-    def __init__(self, role: Role, world: World, stop_asked: Callable[[], bool], probe: list[int]) -> None:
-        """probe: for the first freshness check, before anything was sampled."""
-        self._role = role
+    def __init__(self, rank: ServingRank, world: World, stop_asked: Callable[[], bool], probe: list[int]) -> None:
+        """probe: tokens for the first freshness check. Later ones use the tokens of the previous batch."""
+        self._rank = rank
         self._world = world
         self._stop_asked = stop_asked
         self._probe = probe
@@ -195,24 +188,24 @@ class ServedSupply:
     def order(self, step: int) -> Order:
         if self._world.from_main(self._stop_asked):
             raise Stopped
-        self._role.before_wake()
+        self._rank.before_wake()
         return Order(probe=self._probe, collect=lambda: self._collect(step))
 
     def _collect(self, step: int) -> list[Group]:
-        groups = self._role.collect(step, self._world)
+        groups = self._rank.collect(step, self._world)
         if groups is None:
             raise Stopped
         self._probe = groups[0].rollouts[0].token_ids
         return groups
 
     def settle(self, groups: list[Group]) -> BatchResult:
-        return BatchResult(trained_now=list(range(len(groups))), metrics=self._role.settle())
+        return BatchResult(trained_now=list(range(len(groups))), metrics=self._rank.settle())
 
-    def state_dict(self) -> dict[str, Any] | None:
-        return self._role.state_dict()
+    def state_dict(self) -> JsonObject | None:
+        return self._rank.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._role.load_state_dict(state)
+    def load_state_dict(self, state: JsonObject) -> None:
+        self._rank.load_state_dict(state)
 
     def close(self) -> None:
-        self._role.close()
+        self._rank.close()

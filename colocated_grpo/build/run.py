@@ -165,7 +165,7 @@ def build_serving(
         return None
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.build.serving import Serving
-    from colocated_grpo.serving.sampler import Limits
+    from colocated_grpo.serving.limits import Limits
 
     limits = Limits(
         max_tokens=config.max_sequence_tokens,

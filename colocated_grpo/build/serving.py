@@ -15,10 +15,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from colocated_grpo.atropos.client import AtroposClient, Trainer
-from colocated_grpo.atropos.rows import Reader
+from colocated_grpo.atropos.client import AtroposClient, TrainerSettings
+from colocated_grpo.atropos.rows import GroupReader
 from colocated_grpo.atropos.source import AtroposSource
-from colocated_grpo.atropos.supply import MainServing, Note, RankServing, Role, ServedSupply
+from colocated_grpo.atropos.supply import AtroposSupply, MainRank, Note, ServingRank, WorkerRank
 from colocated_grpo.config.atropos import AtroposSourceConfig, ServerConfig
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import EnvironmentSetupError
@@ -26,11 +26,12 @@ from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.serving.app import create_app
-from colocated_grpo.serving.load_balancer import LeastBusy
+from colocated_grpo.serving.limits import Limits
+from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.rank_links import link_ranks
-from colocated_grpo.serving.sampler import Limits, Sampler
-from colocated_grpo.web.serving import ServerThread
+from colocated_grpo.serving.sampler import Sampler
+from colocated_grpo.web.server import ServerThread
 
 REMEMBERED_COMPLETIONS = 1 << 17
 """Several batches of the largest size."""
@@ -61,7 +62,7 @@ class Serving:
         self._limits = limits
         self._inbox = inbox
         self._links, self._end = link_ranks(self._inbox, world)
-        self._engines = LeastBusy([self._inbox.put, *(link.put for link in self._links)])
+        self._engines = LoadBalancer([self._inbox.put, *(link.put for link in self._links)])
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
         """On rank 0 only."""
@@ -97,7 +98,7 @@ class Serving:
 
     def start(
         self, driver: Driver, step: int, stop_asked: Callable[[], bool], policy_version: Callable[[], int]
-    ) -> ServedSupply:
+    ) -> AtroposSupply:
         """Register as the trainer at `step`, so that environments begin. Collective.
 
         driver: of the inbox given at construction.
@@ -105,9 +106,9 @@ class Serving:
         source = self.source
         if source is None:
             assert self._end is not None  # every rank but 0 has one
-            role: Role = RankServing(driver, self._end)
+            rank: ServingRank = WorkerRank(driver, self._end)
         else:
-            role = MainServing(
+            rank = MainRank(
                 source,
                 driver,
                 self._inbox,
@@ -120,12 +121,12 @@ class Serving:
             )
         self._world.from_main(lambda: None if source is None else source.begin(step))
         probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]
-        return ServedSupply(role, self._world, stop_asked, probe)
+        return AtroposSupply(rank, self._world, stop_asked, probe)
 
 
-def trainer_of(config: Config, folder: Path) -> Trainer:
+def trainer_of(config: Config, folder: Path) -> TrainerSettings:
     """The registration of this run at the API server."""
-    return Trainer(
+    return TrainerSettings(
         batch_size=round(config.atropos_share) * config.rollout.group_size,
         # Environments drop sequences of this length or longer.
         max_token_len=config.max_sequence_tokens + 1,
@@ -139,9 +140,9 @@ def trainer_of(config: Config, folder: Path) -> Trainer:
 
 def make_reader(
     atropos: AtroposSourceConfig, limits: Limits, origins: Origins, tokenizer: PreTrainedTokenizerBase
-) -> Reader:
+) -> GroupReader:
     """The reader that turns rows of the API server into groups."""
-    return Reader(
+    return GroupReader(
         source=atropos.name,
         vocab_size=limits.vocab_size,
         max_tokens=limits.max_tokens,

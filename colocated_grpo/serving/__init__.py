@@ -1,1 +1,1 @@
-"""The co-located engine over HTTP, for environments in other processes."""
+"""The engines of all ranks behind one HTTP server: OpenAI's routes, vLLM's token routes, and /generate."""

@@ -1,10 +1,10 @@
-"""The HTTP application. Requests that come while the policy trains are held open and answered afterwards."""
+"""The HTTP application. While the engines sleep, requests stay open and are answered after the next wake."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,7 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from colocated_grpo.serving.load_balancer import Unserved
+from colocated_grpo.serving.limits import InvalidRequest
+from colocated_grpo.serving.load_balancer import ServerClosing
 from colocated_grpo.serving.request_bodies import (
     ChatBody,
     CompletionBody,
@@ -22,84 +23,87 @@ from colocated_grpo.serving.request_bodies import (
     TokensBody,
 )
 from colocated_grpo.serving.response_bodies import (
-    chat_reply,
-    completion_reply,
-    generate_reply,
-    models_reply,
-    tokens_reply,
+    chat_response,
+    completion_response,
+    generate_response,
+    models_response,
+    tokens_response,
 )
-from colocated_grpo.serving.sampler import BadWish, Bit, Sampler
+from colocated_grpo.serving.sampler import CompletionDelta, Sampler
 from colocated_grpo.serving.streaming import (
-    Stream,
-    as_events,
-    as_lines,
+    StreamingBody,
+    as_json_lines,
+    as_server_sent_events,
     chat_chunks,
     completion_chunks,
     generate_chunks,
-    preceded,
+    prepend,
     tokens_chunks,
 )
-from colocated_grpo.web.bodies import RequestBodies
-from colocated_grpo.web.guards import ApiKey, AtMost, refusal
+from colocated_grpo.types import JsonObject
+from colocated_grpo.web.bodies import BodyLimit
+from colocated_grpo.web.guards import ConcurrencyLimit, RequireApiKey, error_response
 
 T = TypeVar("T")
 
-EVENTS = "text/event-stream"
-UNGUARDED = frozenset({"/health"})
+EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
+PUBLIC_PATHS = frozenset({"/health"})
+CLIENT_CLOSED_REQUEST = 499
 
 
-class Disconnected(Exception):
-    """The client has gone; nobody reads the answer."""
+class ClientDisconnected(Exception):
+    """The client closed the connection before the response."""
 
 
 def create_app(
     sampler: Sampler, model: str, max_tokens: int, *, api_key: str | None, max_body_bytes: int, max_requests: int
 ) -> ASGIApp:
+    """Return the application behind its guards. model, max_tokens: name and context length, as clients see them."""
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
-    _add_refusals(app)
+    _add_exception_handlers(app)
     _add_status_routes(app, model, max_tokens)
     _add_token_routes(app, sampler, model)
     _add_openai_routes(app, sampler, model)
-    guarded: ASGIApp = AtMost(RequestBodies(app, max_body_bytes, refusal), max_requests, UNGUARDED)
-    return guarded if api_key is None else ApiKey(guarded, api_key, UNGUARDED)
+    bounded = ConcurrencyLimit(BodyLimit(app, max_body_bytes, error_response), max_requests, PUBLIC_PATHS)
+    return bounded if api_key is None else RequireApiKey(bounded, api_key, PUBLIC_PATHS)
 
 
-def _add_refusals(app: FastAPI) -> None:
+def _add_exception_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def malformed(_request: Request, error: RequestValidationError) -> JSONResponse:
-        # Where a value may take several forms, the form that fits furthest is probably the one that was meant.
+        # For a union pydantic reports every variant. The one that fails deepest is probably the one that was meant.
         problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
         where = ".".join(str(part) for part in problem["loc"] if part != "body")
         line = f"{where}: {problem['msg']}" if where else problem["msg"]
-        return refusal(400, " ".join(line.split()))  # a key may hold newlines
+        return error_response(400, " ".join(line.split()))  # a key of the body may contain newlines
 
     @app.exception_handler(HTTPException)
-    async def refused(_request: Request, error: HTTPException) -> JSONResponse:
-        return refusal(error.status_code, str(error.detail))
+    async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
+        return error_response(error.status_code, str(error.detail))
 
-    @app.exception_handler(BadWish)
-    async def bad_wish(_request: Request, error: BadWish) -> JSONResponse:
-        return refusal(400, str(error))
+    @app.exception_handler(InvalidRequest)
+    async def invalid_request(_request: Request, error: InvalidRequest) -> JSONResponse:
+        return error_response(400, str(error))
 
-    @app.exception_handler(Unserved)
-    async def unserved(_request: Request, _error: Unserved) -> JSONResponse:
-        return refusal(503, "the run is ending")
+    @app.exception_handler(ServerClosing)
+    async def server_closing(_request: Request, error: ServerClosing) -> JSONResponse:
+        return error_response(503, str(error))
 
-    @app.exception_handler(Disconnected)
-    async def disconnected(_request: Request, _error: Disconnected) -> Response:
-        return Response(status_code=499)
+    @app.exception_handler(ClientDisconnected)
+    async def client_disconnected(_request: Request, _error: ClientDisconnected) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def _add_status_routes(app: FastAPI, model: str, max_tokens: int) -> None:
     @app.get("/health")
     @app.get("/health_generate")
     async def health() -> Response:
-        # Also while the policy trains: environments drop what they have under way when a server seems ill.
+        # 200 also while the engines sleep: clients drop their requests when a server reports itself unhealthy.
         return Response()
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        return JSONResponse(models_reply(model, max_tokens))
+        return JSONResponse(models_response(model, max_tokens))
 
 
 def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
@@ -107,22 +111,22 @@ def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
     async def generate(body: GenerateBody, request: Request) -> Response:
         prompt_ids = _token_ids(sampler, body)
         if body.stream:
-            bits = sampler.stream([prompt_ids], body)
-            chunks = generate_chunks(sampler.decode(prompt_ids), body.n, await _begun(request, bits))
-            return Stream(as_lines(chunks), bits, "application/x-ndjson")
-        return await unless_gone(request, _generate(sampler, prompt_ids, body))
+            deltas = sampler.stream([prompt_ids], body)
+            started = await _start(request, deltas)
+            chunks = generate_chunks(sampler.codec.decode(prompt_ids), body.n, started)
+            return StreamingBody(as_json_lines(chunks), deltas, JSON_LINES)
+        return await cancel_on_disconnect(request, _generate(sampler, prompt_ids, body))
 
     @app.post("/inference/v1/generate")
     async def generate_tokens(body: TokensBody, request: Request) -> Response:
-        wish, name = body.sampling_params, body.model or model
+        parameters, name = body.sampling_params, body.model or model
         if body.stream:
-            bits = sampler.stream([body.token_ids], wish)
-            chunks = tokens_chunks(
-                body.request_id, name, await _begun(request, bits), logprobs=wish.logprobs is not None
-            )
-            return Stream(as_events(chunks), bits, EVENTS)
-        served = await unless_gone(request, sampler.sample([body.token_ids], wish))
-        return JSONResponse(tokens_reply(body.request_id, name, served, wish))
+            deltas = sampler.stream([body.token_ids], parameters)
+            started = await _start(request, deltas)
+            chunks = tokens_chunks(body.request_id, name, started, logprobs=parameters.logprobs is not None)
+            return StreamingBody(as_server_sent_events(chunks), deltas, EVENT_STREAM)
+        completions = await cancel_on_disconnect(request, sampler.sample([body.token_ids], parameters))
+        return JSONResponse(tokens_response(body.request_id, name, completions, parameters))
 
 
 def _token_ids(sampler: Sampler, body: GenerateBody) -> list[int]:
@@ -130,70 +134,82 @@ def _token_ids(sampler: Sampler, body: GenerateBody) -> list[int]:
         case TokenPrompt(prompt_token_ids=token_ids) | list(token_ids):
             return token_ids
         case TextPrompt(prompt=text) | str(text):
-            return sampler.encode(text)
+            return sampler.codec.encode(text)
 
 
 async def _generate(sampler: Sampler, prompt_ids: list[int], body: GenerateBody) -> Response:
-    served = await sampler.sample([prompt_ids], body)
-    scored = None if body.prompt_logprobs is None else await sampler.prompt_logprobs(prompt_ids, body.prompt_logprobs)
-    return JSONResponse(generate_reply(sampler.decode(prompt_ids), prompt_ids, served, body, scored))
+    completions = await sampler.sample([prompt_ids], body)
+    k = body.prompt_logprobs
+    prompt_logprobs = None if k is None else await sampler.prompt_logprobs(prompt_ids, k)
+    prompt = sampler.codec.decode(prompt_ids)
+    return JSONResponse(generate_response(prompt, prompt_ids, completions, body, prompt_logprobs))
 
 
 def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
+    detokenize = sampler.codec.detokenize
+
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        prompts = [sampler.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-        logprobs, length = body.logprobs is not None, sum(map(len, prompts))
+        prompts = [sampler.codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        name, logprobs, prompt_tokens = body.model or model, body.logprobs is not None, sum(map(len, prompts))
         if body.stream:
-            bits = sampler.stream(prompts, body.wish, body.alternatives)
-            begun = await _begun(request, bits)
+            deltas = sampler.stream(prompts, body.sampling_parameters, body.num_top_logprobs)
+            started = await _start(request, deltas)
             chunks = completion_chunks(
-                body.model or model, begun, sampler.spell, length, logprobs=logprobs, usage=body.counts_usage
+                name, started, detokenize, prompt_tokens, logprobs=logprobs, include_usage=body.includes_usage
             )
-            return Stream(as_events(chunks), bits, EVENTS)
-        served = await unless_gone(request, sampler.sample(prompts, body.wish, body.alternatives))
-        return JSONResponse(completion_reply(body.model or model, served, sampler.spell, length, logprobs=logprobs))
+            return StreamingBody(as_server_sent_events(chunks), deltas, EVENT_STREAM)
+        work = sampler.sample(prompts, body.sampling_parameters, body.num_top_logprobs)
+        sampled = await cancel_on_disconnect(request, work)
+        return JSONResponse(completion_response(name, sampled, detokenize, prompt_tokens, logprobs=logprobs))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        settings: dict[str, Any] = {
-            **(body.chat_template_kwargs or {}),
-            "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
-            "continue_final_message": body.continue_final_message,
-            "tools": body.tools,
-        }
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        prompt = sampler.encode_chat(messages, settings)
+        prompt = _encode_chat(sampler, body)
         name, logprobs = body.model or model, bool(body.logprobs)
         if body.stream:
-            bits = sampler.stream([prompt], body.wish, body.alternatives)
-            begun = await _begun(request, bits)
-            chunks = chat_chunks(name, begun, sampler.spell, len(prompt), logprobs=logprobs, usage=body.counts_usage)
-            return Stream(as_events(chunks), bits, EVENTS)
-        served = await unless_gone(request, sampler.sample([prompt], body.wish, body.alternatives))
-        return JSONResponse(chat_reply(name, served, sampler.spell, len(prompt), logprobs=logprobs))
+            deltas = sampler.stream([prompt], body.sampling_parameters, body.num_top_logprobs)
+            started = await _start(request, deltas)
+            chunks = chat_chunks(
+                name, started, detokenize, len(prompt), logprobs=logprobs, include_usage=body.includes_usage
+            )
+            return StreamingBody(as_server_sent_events(chunks), deltas, EVENT_STREAM)
+        work = sampler.sample([prompt], body.sampling_parameters, body.num_top_logprobs)
+        sampled = await cancel_on_disconnect(request, work)
+        return JSONResponse(chat_response(name, sampled, detokenize, len(prompt), logprobs=logprobs))
 
 
-async def _begun(request: Request, bits: AsyncGenerator[Bit]) -> AsyncIterator[Bit]:
-    """The same bits once the first is there: what fails before it has a status of its own."""
-    return preceded(await unless_gone(request, anext(bits)), bits)
+def _encode_chat(sampler: Sampler, body: ChatBody) -> list[int]:
+    settings: JsonObject = {
+        **(body.chat_template_kwargs or {}),
+        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
+        "continue_final_message": body.continue_final_message,
+        "tools": body.tools,
+    }
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    return sampler.codec.encode_chat(messages, settings)
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The work's result. When the client disconnects first the work is cancelled, which frees its place in the engine.
+async def _start(request: Request, deltas: AsyncGenerator[CompletionDelta]) -> AsyncIterator[CompletionDelta]:
+    """Await the first delta, so that an error before it sets the response's status, and return all deltas."""
+    return prepend(await cancel_on_disconnect(request, anext(deltas)), deltas)
 
-    Environments end their own tasks all the time, for instance when a queue is full.
+
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`, or cancel it when the client disconnects, which aborts its engine requests.
+
+    Disconnects are frequent: Atropos environments cancel their tasks whenever a queue is full.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
+    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Disconnected
+            raise ClientDisconnected
         return task.result()
     except asyncio.CancelledError:
-        raise Unserved from None  # the server closes
+        raise ServerClosing from None  # uvicorn cancels requests that outlast its shutdown timeout
     finally:
-        gone.cancel()
+        disconnected.cancel()
         task.cancel()
 
 

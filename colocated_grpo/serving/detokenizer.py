@@ -1,60 +1,61 @@
-"""Text of tokens as they come."""
+"""Incremental detokenization of a streamed completion."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[list[int]], str]
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers write for the bytes of a character whose other bytes are in later tokens."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""Tokenizers decode the first bytes of a character to this when its other bytes are in later tokens."""
 
 
-class Spelling:
-    """The text of one completion in parts, none of which ends within a character or holds any of a stop string.
+class Detokenizer:
+    """Text of one completion in increments that end at whole characters and contain no part of a stop string.
 
-    Tokens are decoded together with some that came before them: what a token says may depend on them, as a space does.
+    New tokens are decoded together with earlier ones, because the text of a token can depend on what precedes it: many
+    tokenizers drop the space of the first word.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
         self._decode = decode
         self._stop = stop
         self._tokens: list[int] = []
-        self._context, self._spelled = 0, 0
-        """Tokens before `_spelled` are in `_held` or given out; those from `_context` on are decoded again."""
-        self._held = ""
-        """Text that may be the beginning of a stop string."""
+        self._context, self._decoded = 0, 0
+        """Tokens before `_decoded` have been turned into text; those from `_context` on are decoded again."""
+        self._pending = ""
+        """Decoded text that may be the beginning of a stop string."""
         self._stopped = False
-        self.given = 0
-        """Characters given out."""
+        self.emitted = 0
+        """Characters returned so far."""
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """What can be given out now."""
+        """Append tokens and return the text that is final now, possibly empty."""
         self._tokens += token_ids
-        before = self._decode(self._tokens[self._context : self._spelled])
+        before = self._decode(self._tokens[self._context : self._decoded])
         text = self._decode(self._tokens[self._context :])
-        if text.endswith(UNFINISHED) or len(text) <= len(before):
+        if text.endswith(INCOMPLETE) or len(text) <= len(before):
             return ""
-        self._context, self._spelled = self._spelled, len(self._tokens)
-        return self._give(text[len(before) :])
+        self._context, self._decoded = self._decoded, len(self._tokens)
+        return self._emit(text[len(before) :])
 
-    def _give(self, text: str) -> str:
-        self._held += text
-        found = [self._held.index(stop) for stop in self._stop if stop in self._held]
+    def _emit(self, text: str) -> str:
+        self._pending += text
+        found = [self._pending.index(stop) for stop in self._stop if stop in self._pending]
         if self._stopped or found:
             end, self._stopped = min(found, default=0), True
         else:
-            end = len(self._held) - max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        given, self._held = self._held[:end], self._held[end:]
-        self.given += len(given)
-        return given
+            end = len(self._pending) - max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+        emitted, self._pending = self._pending[:end], self._pending[end:]
+        self.emitted += len(emitted)
+        return emitted
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
-    """Up to the first stop string."""
+    """Return the text before the first stop string."""
     return text[: min((text.index(string) for string in stop if string in text), default=len(text))]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text that a stop string begins with."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,4 +1,4 @@
-"""The engines of all ranks as one, for the event loop of the server."""
+"""Distribution of requests over the engines of all ranks, from the server's event loop."""
 
 from __future__ import annotations
 
@@ -12,47 +12,62 @@ from colocated_grpo.rollout.inbox import OnDelta
 from colocated_grpo.types import Completion
 
 T = TypeVar("T")
-Send = Callable[[Request, OnDelta | None], "Future[Completion]"]
+Put = Callable[[Request, OnDelta | None], "Future[Completion]"]
+"""`Inbox.put` of this rank, or `RankLink.put` of another."""
 
 
-class Unserved(Exception):
-    """The engine gave this request up: the run is ending."""
+class ServerClosing(Exception):
+    """The engines have stopped, so the request cannot be completed."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
 
 
-class LeastBusy:
-    """Each request goes to the engine with the fewest under way. For one event loop."""
+class LoadBalancer:
+    """Send each request to the engine with the fewest in flight. Not thread-safe: for one event loop."""
 
-    def __init__(self, engines: Sequence[Send]) -> None:
+    def __init__(self, engines: Sequence[Put]) -> None:
         self._engines = engines
-        self.under_way = [0] * len(engines)
+        self.in_flight = [0] * len(engines)
         self.closed = False
-        """Set by whoever ends the run: no engine will be driven again."""
+        """Set when the engines have stopped for good; every later request raises ServerClosing."""
 
     async def send(
-        self, request: Request, listen: OnDelta | None = None, then: Callable[[Completion], None] | None = None
+        self,
+        request: Request,
+        on_delta: OnDelta | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
     ) -> Completion:
-        """Cancelling it takes the request out of its engine. Raises Unserved when the run ends before it is done.
+        """Return the completion. Cancellation aborts the request in its engine. Raises ServerClosing.
 
-        then: is told the completion on the engine's own thread, before that may sleep; the engine is the first one.
+        on_completion: called on the first engine's thread before that engine may sleep. It restricts the request to
+        the first engine.
         """
         if self.closed:
-            raise Unserved
-        chosen = min(range(len(self._engines)), key=self.under_way.__getitem__) if then is None else 0
-        self.under_way[chosen] += 1
+            raise ServerClosing
+        chosen = min(range(len(self._engines)), key=self.in_flight.__getitem__) if on_completion is None else 0
+        self.in_flight[chosen] += 1
         try:
-            future = self._engines[chosen](request, listen)
-            if then is not None:
-                future.add_done_callback(lambda f: None if f.cancelled() or f.exception() else then(f.result()))
-            return await outcome(future)
+            future = self._engines[chosen](request, on_delta)
+            if on_completion is not None:
+                future.add_done_callback(
+                    lambda f: None if f.cancelled() or f.exception() else on_completion(f.result())
+                )
+            return await result_of(future)
         finally:
-            self.under_way[chosen] -= 1
+            self.in_flight[chosen] -= 1
 
 
-async def outcome(future: Future[T]) -> T:
-    """Cancelling it cancels the future. Raises Unserved where the engine has done that: the run is ending."""
+async def result_of(future: Future[T]) -> T:
+    """Await an engine's future. Cancelling the task cancels the future.
+
+    A future that the engine itself cancelled raises ServerClosing, since engines only do that when they stop.
+    """
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        if asyncio.current_task().cancelling():
+        task = asyncio.current_task()
+        assert task is not None, "coroutines run in a task"
+        if task.cancelling():
             raise
-        raise Unserved from None
+        raise ServerClosing from None

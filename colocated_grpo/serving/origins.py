@@ -1,4 +1,4 @@
-"""Where served tokens came from. Environments drop the temperature and never knew the policy's version."""
+"""How served completions were sampled, for batches that return their tokens without temperature or policy version."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Origin(NamedTuple):
 
 
 class Origins:
-    """The last `capacity` completions that were served. Thread-safe."""
+    """An LRU cache of the origins of the last `capacity` completions. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -36,10 +36,10 @@ class Origins:
             for key in (_key(prompt, completion), _key((), completion)):
                 self._known[key] = origin
                 self._known.move_to_end(key)
-            self._forget()
+            self._evict()
 
     def find(self, prompt: Sequence[int], completion: Sequence[int]) -> Origin | None:
-        """By prompt and completion; else by the completion alone, as an environment may tokenise the prompt anew."""
+        """Look up prompt and completion, then the completion alone: a client may have retokenized the prompt."""
         with self._lock:
             for key in (_key(prompt, completion), _key((), completion)):
                 if key in self._known:
@@ -48,7 +48,7 @@ class Origins:
         return None
 
     def state_dict(self) -> list[Any]:
-        """Each origin once, with the keys of all its completions; the oldest first."""
+        """Return rows `[*origin, base64 of the concatenated keys]`, one for each distinct origin, oldest first."""
         keys: dict[Origin, bytearray] = {}
         with self._lock:
             for key, origin in self._known.items():
@@ -56,17 +56,17 @@ class Origins:
         return [[*origin, b64encode(joined).decode()] for origin, joined in keys.items()]
 
     def load_state_dict(self, state: list[Any]) -> None:
-        """As older than what has been served since this process began."""
+        """Insert the saved origins as older than those remembered since this process started."""
         known: OrderedDict[bytes, Origin] = OrderedDict()
         for *fields, joined in state:
             keys, origin = b64decode(joined), Origin(*fields)
             known.update((keys[start : start + KEY_BYTES], origin) for start in range(0, len(keys), KEY_BYTES))
         with self._lock:
             self._known = known | self._known
-            self._forget()
+            self._evict()
 
-    def _forget(self) -> None:
-        while len(self._known) > 2 * self._capacity:
+    def _evict(self) -> None:
+        while len(self._known) > 2 * self._capacity:  # two keys for each completion
             self._known.popitem(last=False)
 
 

@@ -1,6 +1,7 @@
-"""Requests from rank 0, where clients connect, to the engines of the other ranks, and their completions back.
+"""Rank links: requests from rank 0, which serves HTTP, to the engines of the other ranks, and their completions back.
 
-One TCP connection a rank, one line of JSON a message. Ranks prove with a secret that they belong to the same run.
+One TCP connection for each other rank, one JSON object per line. Rank 0 authenticates with a secret that was broadcast
+over the process group.
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
 
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
-from colocated_grpo.rollout.inbox import Inbox, OnDelta
+from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.types import Completion
+from colocated_grpo.types import Completion, JsonObject
 
 CONNECT_SECONDS = 60.0
-LONGEST_SECRET = 256
+MAX_SECRET_BYTES = 256
 
 
-class _Line:
-    """JSON lines over a socket; sending is thread-safe."""
+class _JsonLines:
+    """JSON objects over a socket, one per line. Sending is thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -34,153 +34,164 @@ class _Line:
         self._reader = connection.makefile("rb")
         self._lock = threading.Lock()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: JsonObject) -> None:
         data = json.dumps(message).encode() + b"\n"
         with self._lock:
             self._connection.sendall(data)
 
-    def receive(self) -> dict[str, Any] | None:
-        """None once the other side has gone."""
+    def receive(self) -> JsonObject | None:
+        """Return the next object; None when the connection is closed."""
         try:
             line = self._reader.readline()
-        except (OSError, ValueError):  # closed on this side while it was read
+        except (OSError, ValueError):  # closed by this side during the read
             return None
         return json.loads(line) if line else None
 
-    def first(self, limit: int) -> bytes:
-        """The first line, of which no more than `limit` bytes are read."""
+    def receive_raw(self, max_bytes: int) -> bytes:
+        """Return the next line as bytes, cut off after `max_bytes`; empty when the connection is closed."""
         try:
-            return self._reader.readline(limit).rstrip(b"\n")
+            return self._reader.readline(max_bytes).rstrip(b"\n")
         except OSError:
             return b""
 
     def close(self) -> None:
-        with suppress(OSError):  # the other side was faster
+        with suppress(OSError):  # the peer has already closed
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
-class Link:
-    """Rank 0's end: looks like the inbox of the rank at the other end."""
+class RankLink:
+    """Rank 0's end of a link. `put` has the contract of `Inbox.put` on the other rank."""
 
     def __init__(self, address: tuple[str, int], secret: str) -> None:
         connection = socket.create_connection(address, timeout=CONNECT_SECONDS)
         connection.settimeout(None)
         connection.sendall(secret.encode() + b"\n")
-        self._line = _Line(connection)
+        self._lines = _JsonLines(connection)
         self._futures: dict[int, Future[Completion]] = {}
-        self._listeners: dict[int, OnDelta] = {}
-        self._sent = 0
+        self._on_delta: dict[int, OnDelta] = {}
+        self._num_sent = 0
         self._lock = threading.Lock()
-        threading.Thread(target=self._receive, name="link", daemon=True).start()
+        threading.Thread(target=self._receive, name="rank link", daemon=True).start()
 
-    def put(self, request: Request, listen: OnDelta | None = None) -> Future[Completion]:
-        """As `Inbox.put`; pieces are told on the thread that receives them."""
+    def put(self, request: Request, on_delta: OnDelta | None = None) -> Future[Completion]:
+        """Submit a request. `on_delta` is called on the receiving thread."""
         future: Future[Completion] = Future()
         with self._lock:
-            self._sent += 1
-            number = self._sent
+            self._num_sent += 1
+            number = self._num_sent
             self._futures[number] = future
-            if listen is not None:
-                self._listeners[number] = listen
+            if on_delta is not None:
+                self._on_delta[number] = on_delta
         message = {
+            "id": number,
             "token_ids": request.token_ids,
             "seed": request.seed,
             "sampling": asdict(request.sampling),
             "stream": request.stream,
         }
         future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
-        self._line.send({"id": number, **message})
+        self._lines.send(message)
         return future
 
     def _cancel(self, number: int) -> None:
         with self._lock:
             known = self._futures.pop(number, None)
-            self._listeners.pop(number, None)
+            self._on_delta.pop(number, None)
         if known is not None:
-            self._line.send({"cancel": number})
+            self._lines.send({"cancel": number})
 
     def end_phase(self, phase: int, *, abort: bool) -> None:
-        """The rank finishes what is under way, or gives it up, and stops serving phase `phase`."""
-        self._line.send({"end": phase, "abort": abort})
+        """End a phase on the other rank, which finishes or aborts its running requests. Phases are counted from 1."""
+        self._lines.send({"end": phase, "abort": abort})
 
     def _receive(self) -> None:
-        while (message := self._line.receive()) is not None:
-            if "piece" in message:
-                self._tell(message["id"], TokenDelta(*message["piece"]))
+        while (message := self._lines.receive()) is not None:
+            if "delta" in message:
+                self._deliver(message["id"], TokenDelta(*message["delta"]))
                 continue
             with self._lock:
                 future = self._futures.pop(message["id"], None)
-                self._listeners.pop(message["id"], None)
+                self._on_delta.pop(message["id"], None)
             if future is None:
-                continue
+                continue  # cancelled here while the completion was on its way
             if "completion" not in message and "error" not in message:
                 future.cancel()
             elif future.set_running_or_notify_cancel():
                 _resolve(future, message)
 
-    def _tell(self, number: int, piece: TokenDelta) -> None:
+    def _deliver(self, number: int, delta: TokenDelta) -> None:
         with self._lock:
-            listen = self._listeners.get(number)
-        if listen is not None:
-            listen(piece)
+            on_delta = self._on_delta.get(number)
+        if on_delta is not None:
+            on_delta(delta)
 
     def close(self) -> None:
-        self._line.close()
+        self._lines.close()
 
 
-def _resolve(future: Future[Completion], message: dict[str, Any]) -> None:
+def _resolve(future: Future[Completion], message: JsonObject) -> None:
     if "error" in message:
         future.set_exception(ValueError(message["error"]))
     else:
         future.set_result(Completion(**message["completion"]))
 
 
-class LinkedInbox:
-    """Another rank's end: puts what rank 0 sends into its inbox."""
+class RemoteInbox:
+    """The other rank's end of a link: puts the requests of rank 0 into this rank's inbox."""
 
     def __init__(self, inbox: Inbox, host: str, secret: str) -> None:
         self._inbox = inbox
         self._secret = secret
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._line: _Line | None = None
+        self._lines: _JsonLines | None = None
         self._futures: dict[int, Future[Completion]] = {}
-        self._ended = 0
-        self.aborted = False
-        threading.Thread(target=self._serve, name="link", daemon=True).start()
+        self._last_ended = 0
+        self._aborted = False
+        threading.Thread(target=self._receive, name="rank link", daemon=True).start()
 
     @property
     def address(self) -> tuple[str, int]:
         return self._listener.getsockname()[:2]
 
     def ended(self, phase: int) -> bool:
-        """Whether rank 0 has ended this phase; `aborted` says how."""
-        return self._ended >= phase
+        """Return True once rank 0 has ended this phase."""
+        return self._last_ended >= phase
 
-    def _serve(self) -> None:
-        while self._line is None:
+    def serve(self, driver: Driver, phase: int) -> None:
+        """Drive the engine for the requests of rank 0 until rank 0 ends the phase. driver: of this inbox."""
+        while not self.ended(phase):
+            driver.step()
+        if self._aborted:
+            driver.abort()
+        else:
+            driver.drain()
+
+    def _receive(self) -> None:
+        while self._lines is None:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            self._line = self._admit(connection)
-        while (message := self._line.receive()) is not None:
+            self._lines = self._authenticate(connection)
+        while (message := self._lines.receive()) is not None:
             self._handle(message)
 
-    def _admit(self, connection: socket.socket) -> _Line | None:
-        """The line of a peer that knows the secret: anybody on the machine may connect to a port."""
+    def _authenticate(self, connection: socket.socket) -> _JsonLines | None:
+        """Return the connection of a peer that sends the secret, None for any other process on the network."""
         connection.settimeout(CONNECT_SECONDS)
-        line = _Line(connection)
-        if not hmac.compare_digest(line.first(LONGEST_SECRET), self._secret.encode()):
-            line.close()
+        lines = _JsonLines(connection)
+        if not hmac.compare_digest(lines.receive_raw(MAX_SECRET_BYTES), self._secret.encode()):
+            lines.close()
             return None
         connection.settimeout(None)
-        return line
+        return lines
 
-    def _handle(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: JsonObject) -> None:
         if "end" in message:
-            self.aborted = message["abort"]
-            self._ended = message["end"]
+            # In this order: the driving thread reads `_aborted` after it has seen the phase end.
+            self._aborted = message["abort"]
+            self._last_ended = message["end"]
             self._inbox.wake()
         elif "cancel" in message:
             future = self._futures.pop(message["cancel"], None)
@@ -189,55 +200,65 @@ class LinkedInbox:
         else:
             self._put(message)
 
-    def _put(self, message: dict[str, Any]) -> None:
+    def _put(self, message: JsonObject) -> None:
         number = message["id"]
-        settings = message["sampling"]
-        sampling = Sampling(**{key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
+        # JSON has no tuples.
+        sampling: JsonObject = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in message["sampling"].items()
+        }
         request = Request(
             key=("link", number),
             token_ids=message["token_ids"],
             seed=message["seed"],
-            sampling=sampling,
+            sampling=Sampling(**sampling),
             stream=message["stream"],
         )
-        future = self._inbox.put(request, (lambda piece: self._send_piece(number, piece)) if request.stream else None)
+        future = self._inbox.put(request, (lambda delta: self._send_delta(number, delta)) if request.stream else None)
         self._futures[number] = future
-        future.add_done_callback(lambda done: self._answer(number, done))
+        future.add_done_callback(lambda done: self._send_result(number, done))
 
-    def _answer(self, number: int, done: Future[Completion]) -> None:
+    def _send_result(self, number: int, done: Future[Completion]) -> None:
+        """Send the completion or the error. A message with neither tells rank 0 that the engine aborted the request."""
         if self._futures.pop(number, None) is None:
-            return  # cancelled by rank 0, which no longer waits
-        answer: dict[str, Any] = {"id": number}
+            return  # cancelled by rank 0
+        message: JsonObject = {"id": number}
         if not done.cancelled():
             error = done.exception()
-            answer |= {"completion": asdict(done.result())} if error is None else {"error": str(error)}
-        self._send(answer)
+            message |= {"completion": asdict(done.result())} if error is None else {"error": str(error)}
+        self._send(message)
 
-    def _send_piece(self, number: int, piece: TokenDelta) -> None:
-        self._send({"id": number, "piece": piece})
+    def _send_delta(self, number: int, delta: TokenDelta) -> None:
+        self._send({"id": number, "delta": delta})
 
-    def _send(self, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # rank 0 has gone; the watchdog ends this process too
-            self._line.send(message)
+    def _send(self, message: JsonObject) -> None:
+        assert self._lines is not None, "requests arrive over the connection"
+        with suppress(OSError):  # rank 0 has exited; the watchdog ends this process too
+            self._lines.send(message)
 
     def close(self) -> None:
         self._listener.close()
-        if self._line is not None:
-            self._line.close()
+        if self._lines is not None:
+            self._lines.close()
 
 
 def own_address(peer: str) -> str:
-    """This machine's address on the way to `peer`. Its own name may resolve to 127.0.1.1, as on many machines."""
+    """Return this machine's address on the route to `peer`.
+
+    The address of the machine's own hostname is often 127.0.1.1, which other machines cannot reach.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing: it only looks up the route
+        probe.connect(address)  # UDP: selects the route and sends nothing
         return probe.getsockname()[0]
 
 
-def link_ranks(inbox: Inbox, world: World) -> tuple[list[Link], LinkedInbox | None]:
-    """Links to every other rank on rank 0, the other end elsewhere. Collective."""
+def link_ranks(inbox: Inbox, world: World) -> tuple[list[RankLink], RemoteInbox | None]:
+    """Connect rank 0 to every other rank. Collective.
+
+    Returns the links in rank order on rank 0 (and None), and an empty list and the remote inbox on every other rank.
+    """
     secret = world.broadcast_object(secrets.token_hex(32) if world.is_main else None)
-    end = None if world.is_main else LinkedInbox(inbox, own_address(os.environ["MASTER_ADDR"]), secret)
-    addresses = world.gather_objects(None if end is None else end.address)
-    links = [Link(address, secret) for address in addresses if address is not None] if world.is_main else []
-    return links, end
+    remote = None if world.is_main else RemoteInbox(inbox, own_address(os.environ["MASTER_ADDR"]), secret)
+    addresses = world.gather_objects(None if remote is None else remote.address)
+    links = [RankLink(address, secret) for address in addresses if address is not None] if world.is_main else []
+    return links, remote

@@ -1,4 +1,4 @@
-"""Completions in the words of each API that is spoken here."""
+"""Response bodies: completions in the format of each route."""
 
 from __future__ import annotations
 
@@ -6,38 +6,43 @@ import time
 import uuid
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 from colocated_grpo.serving.detokenizer import Decode
-from colocated_grpo.serving.request_bodies import SamplingWish
-from colocated_grpo.serving.sampler import Served
+from colocated_grpo.serving.request_bodies import SamplingParameters
+from colocated_grpo.serving.sampler import ServedCompletion, TopLogprobs
+from colocated_grpo.types import JsonObject
 
-Scored = list[tuple[int, float]]
+TokenLogprobs = list[tuple[int, float]]
 """Sampled tokens, each with its log-probability."""
-Alternatives = list[dict[int, float]] | None
 
 
-def generate_reply(
-    prompt: str, prompt_ids: list[int], served: Sequence[Served], wish: SamplingWish, prompt_logprobs: Any
-) -> dict[str, Any]:
-    """POST /generate, as Atropos' environments read it."""
-    reply: dict[str, Any] = {
-        "text": [one.text for one in served],
+def generate_response(
+    prompt: str,
+    prompt_ids: list[int],
+    completions: Sequence[ServedCompletion],
+    parameters: SamplingParameters,
+    prompt_logprobs: list[dict[int, float] | None] | None,
+) -> JsonObject:
+    """POST /generate, in the format that Atropos' managed servers parse."""
+    response: JsonObject = {
+        "text": [one.text for one in completions],
         "prompt": prompt,
-        "finish_reasons": [one.completion.finish_reason for one in served],
+        "finish_reasons": [one.completion.finish_reason for one in completions],
     }
-    if wish.logprobs is not None:
-        # One-element lists, and the sampled token first in its dictionary: the client takes the first key.
-        reply["logprobs"] = [[[{token: value}] for token, value in _scored(one)] for one in served]
-        reply["prompt_token_ids"] = prompt_ids
-        reply["token_ids"] = [one.completion.token_ids for one in served]
+    if parameters.logprobs is not None:
+        # A list of one dictionary for each token. Clients read its first key as the sampled token.
+        response["logprobs"] = [[[{token: value}] for token, value in _token_logprobs(one)] for one in completions]
+        response["prompt_token_ids"] = prompt_ids
+        response["token_ids"] = [one.completion.token_ids for one in completions]
     if prompt_logprobs is not None:
-        reply["prompt_logprobs"] = prompt_logprobs
-    return reply
+        response["prompt_logprobs"] = prompt_logprobs
+    return response
 
 
-def tokens_reply(request_id: str | None, model: str, served: Sequence[Served], wish: SamplingWish) -> dict[str, Any]:
-    """POST /inference/v1/generate, as vLLM answers it."""
+def tokens_response(
+    request_id: str | None, model: str, completions: Sequence[ServedCompletion], parameters: SamplingParameters
+) -> JsonObject:
+    """POST /inference/v1/generate, in vLLM's format."""
     return {
         "request_id": request_id or uuid.uuid4().hex,
         "model": model,
@@ -47,108 +52,127 @@ def tokens_reply(request_id: str | None, model: str, served: Sequence[Served], w
                 "index": index,
                 "token_ids": one.completion.token_ids,
                 "finish_reason": one.completion.finish_reason,
-                "logprobs": None if wish.logprobs is None else token_logprobs(_scored(one)),
+                "logprobs": None if parameters.logprobs is None else token_id_logprobs(_token_logprobs(one)),
             }
-            for index, one in enumerate(served)
+            for index, one in enumerate(completions)
         ],
         "prompt_logprobs": None,
     }
 
 
-def token_logprobs(scored: Scored) -> dict[str, Any]:
-    return {"content": [_candidate(*pair) for pair in scored]}
+def token_id_logprobs(token_logprobs: TokenLogprobs) -> JsonObject:
+    """Return the `logprobs` of a choice of /inference/v1/generate."""
+    return {
+        "content": [
+            {
+                "token_id": token,
+                "logprob": value,
+                "rank": None,
+                "top_logprobs": [{"token_id": token, "logprob": value}],
+            }
+            for token, value in token_logprobs
+        ]
+    }
 
 
-def _candidate(token: int, value: float) -> dict[str, Any]:
-    return {"token_id": token, "logprob": value, "rank": None, "top_logprobs": [{"token_id": token, "logprob": value}]}
-
-
-def completion_reply(
-    model: str, served: Sequence[Served], spell: Decode, prompt_tokens: int, *, logprobs: bool
-) -> dict[str, Any]:
+def completion_response(
+    model: str, completions: Sequence[ServedCompletion], detokenize: Decode, prompt_tokens: int, *, logprobs: bool
+) -> JsonObject:
     """POST /v1/completions"""
     choices = [
         {
             "index": index,
             "text": one.text,
             "finish_reason": one.completion.finish_reason,
-            "logprobs": text_logprobs(_scored(one), one.alternatives, spell) if logprobs else None,
+            "logprobs": text_logprobs(_token_logprobs(one), one.top_logprobs, detokenize) if logprobs else None,
         }
-        for index, one in enumerate(served)
+        for index, one in enumerate(completions)
     ]
-    return _envelope("cmpl", "text_completion", model, choices, served, prompt_tokens)
+    return _openai_response("cmpl", "text_completion", model, choices, completions, prompt_tokens)
 
 
-def text_logprobs(scored: Scored, alternatives: Alternatives, spell: Decode, start: int = 0) -> dict[str, Any]:
-    """start: characters of the completion before these tokens."""
-    pieces = [spell([token]) for token, _ in scored]
+def text_logprobs(
+    token_logprobs: TokenLogprobs, top_logprobs: TopLogprobs | None, detokenize: Decode, start: int = 0
+) -> JsonObject:
+    """Return the `logprobs` of a choice of /v1/completions. start: characters of the completion before these tokens."""
+    texts = [detokenize([token]) for token, _ in token_logprobs]
     return {
-        "tokens": pieces,
-        "token_logprobs": [value for _, value in scored],
-        "top_logprobs": [_by_text(entry, spell) for entry in alternatives or [dict([pair]) for pair in scored]],
-        "text_offset": list(accumulate(map(len, pieces), initial=start))[:-1],
+        "tokens": texts,
+        "token_logprobs": [value for _, value in token_logprobs],
+        "top_logprobs": [_by_text(entry, detokenize) for entry in top_logprobs or [{t: v} for t, v in token_logprobs]],
+        "text_offset": list(accumulate(map(len, texts), initial=start))[:-1],
     }
 
 
-def _by_text(entry: dict[int, float], spell: Decode) -> dict[str, float]:
-    """Tokens of the same text, such as parts of characters, are one: the sampled one, which comes first."""
+def _by_text(entry: dict[int, float], detokenize: Decode) -> dict[str, float]:
+    """Return log-probabilities by text. Tokens can have equal texts, as parts of characters do; the first is kept."""
     named: dict[str, float] = {}
     for token, value in entry.items():
-        named.setdefault(spell([token]), value)
+        named.setdefault(detokenize([token]), value)
     return named
 
 
-def chat_reply(
-    model: str, served: Sequence[Served], spell: Decode, prompt_tokens: int, *, logprobs: bool
-) -> dict[str, Any]:
+def chat_response(
+    model: str, completions: Sequence[ServedCompletion], detokenize: Decode, prompt_tokens: int, *, logprobs: bool
+) -> JsonObject:
     """POST /v1/chat/completions"""
     choices = [
         {
             "index": index,
             "message": {"role": "assistant", "content": one.text},
             "finish_reason": one.completion.finish_reason,
-            "logprobs": chat_logprobs(_scored(one), one.alternatives, spell) if logprobs else None,
+            "logprobs": chat_logprobs(_token_logprobs(one), one.top_logprobs, detokenize) if logprobs else None,
         }
-        for index, one in enumerate(served)
+        for index, one in enumerate(completions)
     ]
-    return _envelope("chatcmpl", "chat.completion", model, choices, served, prompt_tokens)
+    return _openai_response("chatcmpl", "chat.completion", model, choices, completions, prompt_tokens)
 
 
-def chat_logprobs(scored: Scored, alternatives: Alternatives, spell: Decode) -> dict[str, Any]:
-    def entry(token: int, value: float) -> dict[str, Any]:
-        piece = spell([token])
-        return {"token": piece, "logprob": value, "bytes": list(piece.encode())}
+def chat_logprobs(token_logprobs: TokenLogprobs, top_logprobs: TopLogprobs | None, detokenize: Decode) -> JsonObject:
+    """Return the `logprobs` of a choice of /v1/chat/completions."""
 
-    likeliest = alternatives or [{} for _ in scored]
+    def entry(token: int, value: float) -> JsonObject:
+        text = detokenize([token])
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
     content = [
         {**entry(*pair), "top_logprobs": [entry(*other) for other in others.items()]}
-        for pair, others in zip(scored, likeliest, strict=True)
+        for pair, others in zip(token_logprobs, top_logprobs or [{} for _ in token_logprobs], strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
-def _envelope(
-    prefix: str, kind: str, model: str, choices: list[dict[str, Any]], served: Sequence[Served], prompt_tokens: int
-) -> dict[str, Any]:
+def _openai_response(
+    id_prefix: str,
+    kind: str,
+    model: str,
+    choices: list[JsonObject],
+    completions: Sequence[ServedCompletion],
+    prompt_tokens: int,
+) -> JsonObject:
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "id": f"{id_prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": usage_of(prompt_tokens, sum(len(one.completion.token_ids) for one in served)),
+        "usage": usage(prompt_tokens, sum(len(one.completion.token_ids) for one in completions)),
     }
 
 
-def usage_of(prompt_tokens: int, sampled: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
-def models_reply(model: str, max_tokens: int) -> dict[str, Any]:
+def models_response(model: str, max_tokens: int) -> JsonObject:
     """GET /v1/models"""
     card = {"id": model, "object": "model", "created": 0, "owned_by": "colocated_grpo", "max_model_len": max_tokens}
     return {"object": "list", "data": [card]}
 
 
-def _scored(one: Served) -> Scored:
+def _token_logprobs(one: ServedCompletion) -> TokenLogprobs:
     return list(zip(one.completion.token_ids, one.completion.sampling_logprobs, strict=True))

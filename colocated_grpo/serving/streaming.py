@@ -1,4 +1,4 @@
-"""Streams in the words of each API that is spoken here: bits of completions become chunks, and chunks events."""
+"""Streamed responses: deltas of completions become chunks of each route's format, and chunks become lines."""
 
 from __future__ import annotations
 
@@ -6,128 +6,148 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from colocated_grpo.serving.detokenizer import Decode
-from colocated_grpo.serving.load_balancer import Unserved
-from colocated_grpo.serving.response_bodies import chat_logprobs, text_logprobs, token_logprobs, usage_of
-from colocated_grpo.serving.sampler import BadWish, Bit
-from colocated_grpo.web.guards import refusal_body
+from colocated_grpo.serving.limits import InvalidRequest
+from colocated_grpo.serving.load_balancer import ServerClosing
+from colocated_grpo.serving.response_bodies import (
+    TokenLogprobs,
+    chat_logprobs,
+    text_logprobs,
+    token_id_logprobs,
+    usage,
+)
+from colocated_grpo.serving.sampler import CompletionDelta, TopLogprobs
+from colocated_grpo.types import JsonObject
+from colocated_grpo.web.guards import error_body
 
-Chunk = dict[str, Any]
 
+class StreamingBody(StreamingResponse):
+    """A response of lines. It closes the source of deltas at its end, which aborts requests still in the engine."""
 
-class Stream(StreamingResponse):
-    """Bits as they come. When the client leaves, their source is closed, which frees its places in the engine."""
-
-    def __init__(self, lines: AsyncIterator[str], bits: AsyncGenerator[Bit], media_type: str) -> None:
+    def __init__(self, lines: AsyncIterator[str], deltas: AsyncGenerator[CompletionDelta], media_type: str) -> None:
         super().__init__(lines, media_type=media_type)
-        self._bits = bits
+        self._deltas = deltas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._bits.aclose()
+            await self._deltas.aclose()
 
 
-async def preceded(first: Bit, others: AsyncIterator[Bit]) -> AsyncIterator[Bit]:
+async def prepend(first: CompletionDelta, others: AsyncIterator[CompletionDelta]) -> AsyncIterator[CompletionDelta]:
     yield first
-    async for bit in others:
-        yield bit
+    async for delta in others:
+        yield delta
 
 
-async def as_events(chunks: AsyncIterator[Chunk]) -> AsyncIterator[str]:
-    """Server-sent events. What goes wrong after the first one is an event too: the status has been sent."""
+async def as_server_sent_events(chunks: AsyncIterator[JsonObject]) -> AsyncIterator[str]:
+    """Yield `data:` events and the final [DONE]. An error becomes an event, since the status has already been sent."""
     try:
         async for chunk in chunks:
             yield f"data: {json.dumps(chunk)}\n\n"
-    except (BadWish, Unserved) as error:
-        yield f"data: {json.dumps(_failed(error))}\n\n"
+    except (InvalidRequest, ServerClosing) as error:
+        yield f"data: {json.dumps(_error_chunk(error))}\n\n"
     yield "data: [DONE]\n\n"
 
 
-async def as_lines(chunks: AsyncIterator[Chunk]) -> AsyncIterator[str]:
+async def as_json_lines(chunks: AsyncIterator[JsonObject]) -> AsyncIterator[str]:
+    """Yield one line per chunk. An error becomes the last line."""
     try:
         async for chunk in chunks:
             yield json.dumps(chunk) + "\n"
-    except (BadWish, Unserved) as error:
-        yield json.dumps(_failed(error)) + "\n"
+    except (InvalidRequest, ServerClosing) as error:
+        yield json.dumps(_error_chunk(error)) + "\n"
 
 
-def _failed(error: BadWish | Unserved) -> Chunk:
-    return refusal_body(400, str(error)) if isinstance(error, BadWish) else refusal_body(503, "the run is ending")
+def _error_chunk(error: InvalidRequest | ServerClosing) -> JsonObject:
+    return error_body(400 if isinstance(error, InvalidRequest) else 503, str(error))
 
 
-async def generate_chunks(prompt: str, n: int, bits: AsyncIterator[Bit]) -> AsyncIterator[Chunk]:
-    """POST /generate: the whole texts so far, each time, as vLLM's server of that name has it."""
+async def generate_chunks(prompt: str, n: int, deltas: AsyncIterator[CompletionDelta]) -> AsyncIterator[JsonObject]:
+    """POST /generate. As in vLLM's api_server, every chunk repeats the whole texts so far, prompt included."""
     texts = [prompt] * n
-    async for bit in bits:
-        texts[bit.index] += bit.text
+    async for delta in deltas:
+        texts[delta.index] += delta.text
         yield {"text": list(texts)}
 
 
 async def tokens_chunks(
-    request_id: str | None, model: str, bits: AsyncIterator[Bit], *, logprobs: bool
-) -> AsyncIterator[Chunk]:
+    request_id: str | None, model: str, deltas: AsyncIterator[CompletionDelta], *, logprobs: bool
+) -> AsyncIterator[JsonObject]:
     """POST /inference/v1/generate"""
     head = {"request_id": request_id or uuid.uuid4().hex, "model": model, "created": int(time.time())}
-    async for bit in bits:
-        choice = _choice(bit) | {"token_ids": bit.token_ids}
-        yield {**head, "choices": [choice | {"logprobs": token_logprobs(_pairs(bit)) if logprobs else None}]}
+    async for delta in deltas:
+        values = token_id_logprobs(_token_logprobs(delta)) if logprobs else None
+        yield {**head, "choices": [_choice(delta) | {"token_ids": delta.token_ids, "logprobs": values}]}
 
 
 async def completion_chunks(
-    model: str, bits: AsyncIterator[Bit], spell: Decode, prompt_tokens: int, *, logprobs: bool, usage: bool
-) -> AsyncIterator[Chunk]:
+    model: str,
+    deltas: AsyncIterator[CompletionDelta],
+    detokenize: Decode,
+    prompt_tokens: int,
+    *,
+    logprobs: bool,
+    include_usage: bool,
+) -> AsyncIterator[JsonObject]:
     """POST /v1/completions"""
-    head = _head("cmpl", "text_completion", model) | ({"usage": None} if usage else {})
-    written: dict[int, int] = {}
-    sampled = 0
-    async for bit in bits:
-        choice = _choice(bit) | {"text": bit.text, "logprobs": None}
+    head = _head("cmpl", "text_completion", model, include_usage=include_usage)
+    offsets: dict[int, int] = {}
+    completion_tokens = 0
+    async for delta in deltas:
+        choice = _choice(delta) | {"text": delta.text, "logprobs": None}
         if logprobs:
-            start = written.get(bit.index, 0)
-            choice["logprobs"] = text_logprobs(_pairs(bit), _alternatives(bit), spell, start)
-            written[bit.index] = start + sum(map(len, choice["logprobs"]["tokens"]))
-        sampled += len(bit.token_ids)
+            start = offsets.get(delta.index, 0)
+            choice["logprobs"] = text_logprobs(_token_logprobs(delta), _top_logprobs(delta), detokenize, start)
+            offsets[delta.index] = start + sum(map(len, choice["logprobs"]["tokens"]))
+        completion_tokens += len(delta.token_ids)
         yield {**head, "choices": [choice]}
-    if usage:
-        yield {**head, "choices": [], "usage": usage_of(prompt_tokens, sampled)}
+    if include_usage:
+        yield {**head, "choices": [], "usage": usage(prompt_tokens, completion_tokens)}
 
 
 async def chat_chunks(
-    model: str, bits: AsyncIterator[Bit], spell: Decode, prompt_tokens: int, *, logprobs: bool, usage: bool
-) -> AsyncIterator[Chunk]:
+    model: str,
+    deltas: AsyncIterator[CompletionDelta],
+    detokenize: Decode,
+    prompt_tokens: int,
+    *,
+    logprobs: bool,
+    include_usage: bool,
+) -> AsyncIterator[JsonObject]:
     """POST /v1/chat/completions"""
-    head = _head("chatcmpl", "chat.completion.chunk", model) | ({"usage": None} if usage else {})
-    begun: set[int] = set()
-    sampled = 0
-    async for bit in bits:
-        role = {} if bit.index in begun else {"role": "assistant"}
-        begun.add(bit.index)
-        sampled += len(bit.token_ids)
-        values = chat_logprobs(_pairs(bit), _alternatives(bit), spell) if logprobs else None
-        yield {**head, "choices": [_choice(bit) | {"delta": {**role, "content": bit.text}, "logprobs": values}]}
-    if usage:
-        yield {**head, "choices": [], "usage": usage_of(prompt_tokens, sampled)}
+    head = _head("chatcmpl", "chat.completion.chunk", model, include_usage=include_usage)
+    started: set[int] = set()
+    completion_tokens = 0
+    async for delta in deltas:
+        role = {} if delta.index in started else {"role": "assistant"}
+        started.add(delta.index)
+        completion_tokens += len(delta.token_ids)
+        values = chat_logprobs(_token_logprobs(delta), _top_logprobs(delta), detokenize) if logprobs else None
+        yield {**head, "choices": [_choice(delta) | {"delta": {**role, "content": delta.text}, "logprobs": values}]}
+    if include_usage:
+        yield {**head, "choices": [], "usage": usage(prompt_tokens, completion_tokens)}
 
 
-def _head(prefix: str, kind: str, model: str) -> Chunk:
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+def _head(id_prefix: str, kind: str, model: str, *, include_usage: bool) -> JsonObject:
+    head = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+    return head | ({"usage": None} if include_usage else {})
 
 
-def _choice(bit: Bit) -> Chunk:
-    return {"index": bit.index, "finish_reason": None if bit.served is None else bit.served.completion.finish_reason}
+def _choice(delta: CompletionDelta) -> JsonObject:
+    finish_reason = None if delta.final is None else delta.final.completion.finish_reason
+    return {"index": delta.index, "finish_reason": finish_reason}
 
 
-def _pairs(bit: Bit) -> list[tuple[int, float]]:
-    return list(zip(bit.token_ids, bit.logprobs, strict=True))
+def _token_logprobs(delta: CompletionDelta) -> TokenLogprobs:
+    return list(zip(delta.token_ids, delta.logprobs, strict=True))
 
 
-def _alternatives(bit: Bit) -> list[dict[int, float]] | None:
-    """Only where the whole completion is one bit."""
-    return None if bit.served is None else bit.served.alternatives
+def _top_logprobs(delta: CompletionDelta) -> TopLogprobs | None:
+    """Return the completion's top log-probabilities. When there are any, the completion is a single delta."""
+    return None if delta.final is None else delta.final.top_logprobs

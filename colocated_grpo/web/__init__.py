@@ -1,1 +1,1 @@
-"""HTTP that does not trust its peers: bodies with a limit, servers in a thread, a small JSON client."""
+"""HTTP building blocks for untrusted peers: bounded request bodies, a server thread, a JSON client."""

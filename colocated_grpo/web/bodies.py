@@ -1,4 +1,4 @@
-"""Request bodies of a known size: read whole, unpacked, and refused before they fill the memory."""
+"""Middleware that reads, decompresses and validates request bodies within limits of size and time."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from colocated_grpo.web.packing import TooLarge, unpack
+from colocated_grpo.web.gunzip import TooLarge, gunzip
 
 BODY_SECONDS = 60.0
-"""From head to end of a body. A half-sent one holds one of the places for requests, which would else be for ever."""
+"""From the end of the headers to the end of the body. An unfinished body occupies one of the concurrent requests."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""A half of a pair, as JSON writes it."""
+"""The JSON escape of a UTF-16 surrogate, paired or not."""
 
 
-class BodyRefused(Exception):
-    """A body that the application shall not see: the status and the sentence to answer with."""
+class BodyRejected(Exception):
+    """A body that is not passed to the application, with the status and message of the response."""
 
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
-class RequestBodies:
-    """Middleware: hands each request on with its whole body, gzip undone; 413 above `max_bytes`, 400 for broken gzip,
-    408 where it takes too long.
+class BodyLimit:
+    """Pass on each request with its complete, decompressed body, or respond with an error.
 
-    The limit holds for the unpacked size: a kilobyte of gzip can stand for a megabyte. Bodies are text in UTF-8, for
-    strings that cannot be written in it break whatever they reach: tokenizers, replies, the engine.
+    413 above `max_bytes` after decompression, 408 after BODY_SECONDS, 400 for corrupt gzip and for text that is not
+    UTF-8. Strings that UTF-8 cannot encode raise wherever they are used later: in tokenizers, responses, the engine.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, refuse: Callable[[int, str], Response]) -> None:
-        """refuse: the answer with this status and this sentence."""
+    def __init__(self, app: ASGIApp, max_bytes: int, error_response: Callable[[int, str], Response]) -> None:
+        """error_response: makes a response from a status and a message."""
         self._app = app
         self._max_bytes = max_bytes
-        self._refuse = refuse
+        self._error_response = error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,10 +49,11 @@ class RequestBodies:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._read(Headers(scope=scope), receive)
         except TimeoutError:
-            await self._refuse(408, f"the request body did not come within {BODY_SECONDS:g} s")(scope, receive, send)
+            message = f"the request body did not arrive within {BODY_SECONDS:g} s"
+            await self._error_response(408, message)(scope, receive, send)
             return
-        except BodyRefused as refusal:
-            await self._refuse(refusal.status, str(refusal))(scope, receive, send)
+        except BodyRejected as error:
+            await self._error_response(error.status, str(error))(scope, receive, send)
             return
         headers = MutableHeaders(scope=scope)
         del headers["content-encoding"]
@@ -63,40 +63,41 @@ class RequestBodies:
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         if int(headers.get("content-length", "0")) > self._max_bytes:
             raise self._too_large()
-        body = bytearray()
+        received = bytearray()
         more = True
         while more:
             message = await receive()
-            body += message.get("body", b"")
+            received += message.get("body", b"")
             more = message.get("more_body", False)
-            if len(body) > self._max_bytes:
+            if len(received) > self._max_bytes:
                 raise self._too_large()
-        packed = "gzip" in headers.get("content-encoding", "").lower()
-        whole = self._unpack(bytes(body)) if packed and body else bytes(body)
-        _check_text(whole)
-        return whole
+        body = bytes(received)
+        if body and "gzip" in headers.get("content-encoding", "").lower():
+            body = self._decompress(body)
+        _check_text(body)
+        return body
 
-    def _unpack(self, packed: bytes) -> bytes:
+    def _decompress(self, compressed: bytes) -> bytes:
         try:
-            return unpack(packed, self._max_bytes)
+            return gunzip(compressed, self._max_bytes)
         except zlib.error:
-            raise BodyRefused(400, "Invalid gzip payload") from None
+            raise BodyRejected(400, "invalid gzip body") from None
         except TooLarge:
             raise self._too_large() from None
 
-    def _too_large(self) -> BodyRefused:
-        return BodyRefused(413, f"request body above the limit of {self._max_bytes} bytes")
+    def _too_large(self) -> BodyRejected:
+        return BodyRejected(413, f"the request body exceeds the limit of {self._max_bytes} bytes")
 
 
 def _check_text(body: bytes) -> None:
     try:
         body.decode()
-        # A zero byte would make Python's parser take the body for UTF-16.
-        clean = b"\0" not in body and not (SURROGATE.search(body) and _has_lone_surrogate(body))
+        # json.loads takes bytes with a zero byte near the start for UTF-16 or UTF-32.
+        valid = b"\0" not in body and not (SURROGATE.search(body) and _has_lone_surrogate(body))
     except UnicodeDecodeError:
-        clean = False
-    if not clean:
-        raise BodyRefused(400, "request bodies are text in UTF-8")
+        valid = False
+    if not valid:
+        raise BodyRejected(400, "the request body must be text in UTF-8")
 
 
 def _has_lone_surrogate(body: bytes) -> bool:
@@ -105,12 +106,12 @@ def _has_lone_surrogate(body: bytes) -> bool:
     except (UnicodeEncodeError, RecursionError):
         return True
     except ValueError:
-        pass  # no JSON: the application says so
+        pass  # invalid JSON: the application's own parser reports it
     return False
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body once and then what the connection says, so that a disconnect is still heard."""
+    """Return a `receive` that yields the body once and then the connection's messages, such as a disconnect."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

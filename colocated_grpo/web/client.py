@@ -1,4 +1,4 @@
-"""A small JSON client over the standard library, for servers that come, go and answer nonsense."""
+"""A JSON client on the standard library, for servers that restart or return malformed responses."""
 
 from __future__ import annotations
 
@@ -6,71 +6,76 @@ import json
 import time
 import zlib
 from http.client import HTTPException, HTTPResponse, IncompleteRead
-from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from colocated_grpo.web.packing import TooLarge, unpack
+from colocated_grpo.web.gunzip import TooLarge, gunzip
 
 HEADERS = {"Accept-Encoding": "gzip", "Content-Type": "application/json"}
-LARGEST_ANSWER = 1 << 30
-"""Bytes, unpacked: a batch of some tens of millions of tokens."""
-PIECE = 1 << 20
+MAX_RESPONSE_BYTES = 1 << 30
+"""After decompression. Enough for a batch of some tens of millions of tokens."""
+READ_BYTES = 1 << 20
 
-# The servers meant here are on this machine or in its cluster, where a proxy for the internet only gets in the way.
+# The servers are on this machine or in its cluster; a proxy configured for internet access could not reach them.
 _opener = build_opener(ProxyHandler({}))
 
 
 class Unavailable(Exception):
-    """No usable answer: not reached, too late, a server error, or no JSON. Worth another try."""
+    """No usable response: connection failure, timeout, 5xx, or invalid JSON. The request may be retried."""
 
 
-class Refused(Exception):
-    """The server understood the request and refuses it: 4xx. Trying again would change nothing."""
+class RequestRejected(Exception):
+    """The server rejected the request with a 4xx status. A retry would fail in the same way."""
 
 
 class JsonClient:
+    """GET and POST of JSON. Every call raises Unavailable or RequestRejected on failure."""
+
     def __init__(self, url: str, *, timeout: float) -> None:
+        """timeout: seconds for a whole response, and for each socket operation."""
         self._url = url.rstrip("/")
         self._timeout = timeout
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str) -> object:
         return self._call(Request(self._url + path, headers=HEADERS))
 
-    def post(self, path: str, body: Any) -> Any:
+    def post(self, path: str, body: object) -> object:
         return self._call(Request(self._url + path, json.dumps(body).encode(), HEADERS))
 
-    def _call(self, request: Request) -> Any:
-        """The parsed answer; plain text comes back as a string."""
+    def _call(self, request: Request) -> object:
+        """Return the parsed JSON, or a string when the content type is not JSON."""
         try:
-            with _opener.open(request, timeout=self._timeout) as answer:
-                raw, headers = self._read(answer), answer.headers
-            body = unpack(raw, LARGEST_ANSWER) if headers.get("Content-Encoding") == "gzip" else raw
+            with _opener.open(request, timeout=self._timeout) as response:
+                raw, headers = self._read(response), response.headers
+            body = gunzip(raw, MAX_RESPONSE_BYTES) if headers.get("Content-Encoding") == "gzip" else raw
             return json.loads(body) if "json" in headers.get("Content-Type", "") else body.decode(errors="replace")
         except HTTPError as error:
-            kind = Refused if 400 <= error.code < 500 else Unavailable
+            kind = RequestRejected if 400 <= error.code < 500 else Unavailable
             raise kind(f"{error.code} {error.reason}") from None
         except TooLarge:
-            raise Unavailable(f"the answer is larger than {LARGEST_ANSWER} bytes") from None
+            raise Unavailable(f"the response is larger than {MAX_RESPONSE_BYTES} bytes") from None
         except (OSError, HTTPException, zlib.error, ValueError, RecursionError) as error:
             raise Unavailable(_reason(error)) from None
 
-    def _read(self, answer: HTTPResponse) -> bytes:
-        """In pieces: for as many bytes as a header promises Python would make room at once, and the timeout of a
-        connection begins anew with each byte."""
+    def _read(self, response: HTTPResponse) -> bytes:
+        """Return the body, read in blocks.
+
+        `response.read()` would allocate Content-Length bytes at once, and a socket timeout restarts with every byte
+        received, so both the size and the deadline are checked after each block.
+        """
         deadline, body = time.monotonic() + self._timeout, bytearray()
-        while piece := answer.read1(PIECE):
-            body += piece
-            if len(body) > LARGEST_ANSWER:
+        while block := response.read1(READ_BYTES):
+            body += block
+            if len(body) > MAX_RESPONSE_BYTES:
                 raise TooLarge
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the answer takes longer than {self._timeout:g} s")
-        if answer.length:
-            raise IncompleteRead(b"", answer.length)
+                raise TimeoutError(f"the response takes longer than {self._timeout:g} s")
+        if response.length:
+            raise IncompleteRead(b"", response.length)
         return bytes(body)
 
 
 def _reason(error: BaseException) -> str:
-    """What happened, in a few words: urllib wraps the interesting exception."""
+    """Return the message of the exception that urllib wrapped, or its type name when the message is empty."""
     inner = getattr(error, "reason", error)
     return str(inner) or type(inner).__name__

@@ -1,63 +1,64 @@
-"""Middleware for servers that others may reach: who may ask, and how many at once."""
+"""ASGI middleware for servers that other machines may reach: API key and concurrency limit."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Collection
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-
-def refusal(status: int, reason: str, **headers: str) -> JSONResponse:
-    return JSONResponse(refusal_body(status, reason), status, headers=headers)
+from colocated_grpo.types import JsonObject
 
 
-def refusal_body(status: int, reason: str) -> dict[str, Any]:
-    """In the form of OpenAI's API, which its clients show to people."""
+def error_response(status: int, message: str, **headers: str) -> JSONResponse:
+    return JSONResponse(error_body(status, message), status, headers=headers)
+
+
+def error_body(status: int, message: str) -> JsonObject:
+    """Return an error in OpenAI's format, whose message OpenAI clients show to the user."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": reason, "type": kind, "code": status}}
+    return {"error": {"message": message, "type": kind, "code": status}}
 
 
-class ApiKey:
-    """401 unless the request brings `Authorization: Bearer <key>`; `open_paths` are answered to everybody."""
+class RequireApiKey:
+    """Respond 401 unless a request has `Authorization: Bearer <key>`. `public_paths` need no key."""
 
-    def __init__(self, app: ASGIApp, key: str, open_paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, key: str, public_paths: Collection[str]) -> None:
         self._app = app
         self._expected = f"Bearer {key}".encode()
-        self._open_paths = open_paths
+        self._public_paths = public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+        if scope["type"] == "http" and scope["path"] not in self._public_paths:
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            # Constant time: how long a comparison takes must not tell how much of a guess is right.
+            # Constant time: the duration of an ordinary comparison reveals how many leading characters are right.
             if not hmac.compare_digest(given, self._expected):
-                await refusal(401, "this server needs its API key")(scope, receive, send)
+                await error_response(401, "this server requires its API key")(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-class AtMost:
-    """503 for requests beyond `most` at one time; `free_paths` do not count."""
+class ConcurrencyLimit:
+    """Respond 503 with Retry-After while `limit` requests are in flight. `exempt_paths` do not count."""
 
-    def __init__(self, app: ASGIApp, most: int, free_paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, limit: int, exempt_paths: Collection[str]) -> None:
         self._app = app
-        self._most = most
-        self._free_paths = free_paths
-        self._held = 0
+        self._limit = limit
+        self._exempt_paths = exempt_paths
+        self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._free_paths:
+        if scope["type"] != "http" or scope["path"] in self._exempt_paths:
             await self._app(scope, receive, send)
             return
-        if self._held >= self._most:
-            answer = refusal(503, f"{self._most} requests are under way; try again later", **{"Retry-After": "1"})
-            await answer(scope, receive, send)
+        if self._in_flight >= self._limit:
+            message = f"{self._limit} requests are in flight; try again later"
+            await error_response(503, message, **{"Retry-After": "1"})(scope, receive, send)
             return
-        self._held += 1
+        self._in_flight += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._held -= 1
+            self._in_flight -= 1

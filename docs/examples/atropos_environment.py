@@ -1,4 +1,4 @@
-"""An Atropos environment: sort digits. Nothing in it knows which trainer listens."""
+"""An Atropos environment that rewards sorting digits. It works with any Atropos trainer."""
 
 import random
 
@@ -11,7 +11,7 @@ class SortingEnv(BaseEnv):
 
     @classmethod
     def config_init(cls):
-        # A list: with a bare APIServerConfig Atropos ignores --openai.base_url and asks ports 9004 to 9007.
+        # A list, because with a bare APIServerConfig Atropos ignores --openai.base_url and uses ports 9004 to 9007.
         return BaseEnvConfig(), [APIServerConfig(server_type="vllm")]
 
     async def setup(self):
@@ -42,7 +42,7 @@ class SortingEnv(BaseEnv):
 
 
 def score(answer: str, expected: str) -> float:
-    """1 for the sorted digits, less by the share of right positions."""
+    """Return 1.0 for the sorted digits, else half the fraction of correct positions."""
     if answer == expected:
         return 1.0
     return 0.5 * sum(a == b for a, b in zip(answer, expected, strict=False)) / len(expected)

@@ -1,4 +1,4 @@
-"""A server that says whatever bytes it is given."""
+"""A server that sends given bytes, valid HTTP or not."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import chain, repeat
 
 
 @contextmanager
-def answering(*raw: bytes) -> Iterator[str]:
-    """The url of a server that says these bytes, the last of them to every further request, and hangs up."""
-    answers = chain(raw, repeat(raw[-1]))
+def raw_server(*responses: bytes) -> Iterator[str]:
+    """Yield the url of a server that sends one response per connection, the last one from then on."""
+    remaining = chain(responses, repeat(responses[-1]))
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             while self.rfile.readline().strip():
                 pass
-            self.wfile.write(next(answers))
+            self.wfile.write(next(remaining))
 
     with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -29,5 +29,6 @@ def answering(*raw: bytes) -> Iterator[str]:
 
 
 def response(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
+    """Return a complete HTTP response with a JSON body."""
     head = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Content-Type: application/json", *headers]
     return "\r\n".join([*head, "", ""]).encode() + body

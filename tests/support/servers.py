@@ -1,4 +1,4 @@
-"""HTTP servers in processes of their own, for tests that talk to them and kill them."""
+"""Atropos API servers in processes of their own, which tests call and kill."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ APIS = [pytest.param(EMBEDDED, id="embedded"), pytest.param(UPSTREAM, id="atropo
 
 
 def until(happened: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait for something that another thread or process does."""
+    """Wait until `happened()` is true, through the work of another thread or process."""
     deadline = time.monotonic() + seconds
     while not happened():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, f"not true within {seconds:g} s"
         time.sleep(0.002)
 
 
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 class ApiProcess:
-    """An API server at a port of its own. A context: on exit it is gone."""
+    """An API server on a port of its own, killed on exit from the context."""
 
     def __init__(self, command: Sequence[str], port: int | None = None) -> None:
         self.command = list(command)
@@ -48,7 +48,7 @@ class ApiProcess:
         self.start()
 
     def start(self) -> None:
-        """Also again after `kill`, at the same port; returns once it answers."""
+        """Start the process and wait until it responds. Also restarts it after `kill`, on the same port."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             [*self.command, "--host", "127.0.0.1", "--port", str(self.port)],
@@ -57,12 +57,12 @@ class ApiProcess:
             stderr=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + START_SECONDS
-        while not self._answers():
-            assert self.process.poll() is None, f"{self.command} ended with {self.process.returncode}"
-            assert time.monotonic() < deadline, f"{self.command} does not answer"
+        while not self._responds():
+            assert self.process.poll() is None, f"{self.command} exited with {self.process.returncode}"
+            assert time.monotonic() < deadline, f"{self.command} does not respond"
             time.sleep(0.02)
 
-    def _answers(self) -> bool:
+    def _responds(self) -> bool:
         try:
             with urlopen(f"{self.url}/info", timeout=1):
                 return True

@@ -1,4 +1,4 @@
-"""An Atropos environment as people write them: a BaseEnv subclass with nothing in it that knows this trainer.
+"""An Atropos environment as users write them: a BaseEnv subclass without any reference to this trainer.
 
 python toy_environment.py serve --env.rollout_server_url http://... --openai.base_url http://.../v1 ...
 """
@@ -15,7 +15,7 @@ MAX_TOKENS = 8
 
 
 class ToyEnv(BaseEnv):
-    """Rewards even tokens. Under the name half-silent every other group comes without inference_logprobs."""
+    """Rewards even tokens. With the name half-silent, every other group comes without inference_logprobs."""
 
     name = "toy"
 

@@ -22,7 +22,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError, Split
 from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.answers import without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
-from colocated_grpo.web.client import JsonClient, Refused, Unavailable
+from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
 KEY = "environments 'openenv'"
 BUSY = 0.1
@@ -156,7 +156,7 @@ class OpenEnv(SeededEpisode):
         while True:
             try:
                 return JSON_OBJECT.validate_python(http.get(path) if body is None else http.post(path, body))
-            except (Unavailable, Refused, ValidationError) as error:
+            except (Unavailable, RequestRejected, ValidationError) as error:
                 if not isinstance(error, Unavailable) or time.monotonic() >= deadline:
                     why = "not a JSON object" if isinstance(error, ValidationError) else error
                     raise EnvironmentSetupError(

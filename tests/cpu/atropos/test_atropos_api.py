@@ -1,4 +1,4 @@
-"""Atropos' API server: one contract, kept by the embedded server and by atroposlib's own."""
+"""Atropos' API server: one contract for the embedded server and for atroposlib's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from colocated_grpo.atropos.api import create_app
-from colocated_grpo.web.serving import ServerThread
+from colocated_grpo.web.server import ServerThread
 
 KEYS = {
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
@@ -21,19 +21,20 @@ KEYS = {
 
 
 class Client:
-    """Every call returns (status, parsed answer)."""
+    """Calls of one server."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def call(self, method: str, path: str, body: Any = None, *, packed: bool = False) -> tuple[int, Any]:
+    def call(self, method: str, path: str, body: Any = None, *, gzipped: bool = False) -> tuple[int, Any]:
+        """Return the status and the parsed body. A body of bytes is sent as it is."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        if packed:
+        if gzipped:
             data, headers["Content-Encoding"] = gzip.compress(data), "gzip"
         try:
-            with urlopen(Request(self.url + path, data, headers, method=method), timeout=10) as answer:
-                status, raw = answer.status, answer.read()
+            with urlopen(Request(self.url + path, data, headers, method=method), timeout=10) as response:
+                status, raw = response.status, response.read()
         except HTTPError as error:
             status, raw = error.code, error.read()
         try:
@@ -42,20 +43,20 @@ class Client:
             return status, raw.decode()
 
     def get(self, path: str, body: Any = None) -> Any:
-        status, answer = self.call("GET", path, body)
-        assert status == 200, answer
-        return answer
+        status, response = self.call("GET", path, body)
+        assert status == 200, response
+        return response
 
     def post(self, path: str, body: Any) -> Any:
-        status, answer = self.call("POST", path, body)
-        assert status == 200, answer
-        return answer
+        status, response = self.call("POST", path, body)
+        assert status == 200, response
+        return response
 
     def register(self, **changes: Any) -> Any:
         return self.post("/register", {**REGISTRATION, **changes})
 
     def start(self, **changes: Any) -> None:
-        """As a trainer does: register and ask for a batch, which lets environments in."""
+        """Register a trainer and request a batch, which allows environments to register."""
         self.register(**changes)
         assert self.get("/batch") == {"batch": None}
 
@@ -100,7 +101,7 @@ def api(server):
     return client
 
 
-def test_nobody_has_registered(api):
+def test_the_state_without_a_trainer(api):
     assert api.get("/info") == {"batch_size": -1, "max_token_len": -1}
     assert api.get("/wandb_info") == {"group": None, "project": None}
     assert api.get("/status") == {"current_step": 0, "queue_size": 0}
@@ -119,7 +120,7 @@ def test_a_second_registration_changes_nothing(api):
     assert api.get("/info")["batch_size"] == 8
 
 
-def test_a_reset_forgets_everything(api):
+def test_a_reset_discards_all_state(api):
     api.start()
     api.send(8)
     assert api.get("/reset_data") == "Reset successful"
@@ -129,11 +130,11 @@ def test_a_reset_forgets_everything(api):
 
 
 @pytest.mark.parametrize("wrong", [{"wandb_group": None}, {"batch_size": "many"}, {"num_steps": None}])
-def test_a_malformed_registration_is_refused(api, wrong):
+def test_a_malformed_registration_is_rejected(api, wrong):
     assert api.call("POST", "/register", {**REGISTRATION, **wrong})[0] == 422
 
 
-def test_environments_wait_for_the_first_request_for_a_batch(api):
+def test_environments_can_register_after_the_first_request_for_a_batch(api):
     settings = {"max_token_length": 512, "desired_name": "toy", "weight": 1.0, "group_size": 4}
     assert api.post("/register-env", settings) == {"status": "wait for trainer to start"}
     api.register(starting_step=5)
@@ -170,11 +171,11 @@ def test_the_status_of_an_environment_counts_its_groups(api):
     assert api.call("GET", f"/status-env?env_id={first}")[0] == 422
 
 
-def test_what_is_owed_to_an_environment_is_kept_apart(api):
+def test_reserved_sequences_are_left_out_of_the_queue_size_of_others(api):
     api.start(batch_size=16)
-    owed, other = api.add_env(min_batch_allocation=0.5), api.add_env()
+    reserved, other = api.add_env(min_batch_allocation=0.5), api.add_env()
     for _ in range(3):
-        api.send(4, owed)
+        api.send(4, reserved)
     assert api.get("/status-env", {"env_id": other}) | {"env_weight": 0} == {
         "current_step": 0,
         "queue_size": 1,
@@ -185,7 +186,7 @@ def test_what_is_owed_to_an_environment_is_kept_apart(api):
     }
 
 
-def test_a_disconnected_environment_no_longer_takes_part(api):
+def test_a_disconnected_environment_has_no_weight(api):
     api.start()
     first, second = api.add_env(), api.add_env(weight=3.0)
     assert api.post("/disconnect-env", {"env_id": second}) == {"status": "success"}
@@ -193,7 +194,7 @@ def test_a_disconnected_environment_no_longer_takes_part(api):
     assert api.post("/disconnect-env", {"env_id": 9})["status"] == "failure"
 
 
-def test_a_batch_holds_every_key(api):
+def test_the_groups_of_a_batch_have_every_key(api):
     api.start()
     for mark in (1, 2):
         assert api.send(4, mark=mark) == {"status": "received"}
@@ -204,7 +205,7 @@ def test_a_batch_holds_every_key(api):
     assert api.get("/batch") == {"batch": None}
 
 
-def test_batches_formed_at_once_come_newest_first_and_count_at_once(api):
+def test_batches_formed_together_are_sent_newest_first_and_counted_when_formed(api):
     api.start()
     for mark in range(6):
         api.send(4, mark=mark)
@@ -216,7 +217,7 @@ def test_batches_formed_at_once_come_newest_first_and_count_at_once(api):
 
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [(6, [4] * 6), (8, [3, 3, 3]), (8, [4, 3, 3])])
-def test_group_sizes_that_do_not_fit_are_never_served(api, batch_size, sizes):
+def test_group_sizes_that_cannot_fill_a_batch_are_never_served(api, batch_size, sizes):
     api.start(batch_size=batch_size)
     for size in sizes:
         api.send(size)
@@ -231,26 +232,26 @@ def test_smaller_groups_are_packed_to_the_size_of_the_largest(api):
     assert batches == [[2, 4, 5, 6, 7], [1, 0, 3], None]
 
 
-def test_a_batch_waits_for_an_environment_to_which_a_share_is_owed(api):
+def test_a_batch_waits_for_an_environment_with_a_reserved_part(api):
     api.start()
-    owed, other = api.add_env(min_batch_allocation=0.5), api.add_env()
+    reserved, other = api.add_env(min_batch_allocation=0.5), api.add_env()
     for mark in (1, 2):
         api.send(4, other, mark)
     assert api.batch_marks() is None
-    api.send(4, owed, 3)
+    api.send(4, reserved, 3)
     assert api.batch_marks() == [3, 1]
 
 
-def test_a_share_owed_to_a_disconnected_environment_holds_nobody_up(api):
+def test_the_reserved_part_of_a_disconnected_environment_is_ignored(api):
     api.start()
-    owed, other = api.add_env(min_batch_allocation=0.5), api.add_env()
+    reserved, other = api.add_env(min_batch_allocation=0.5), api.add_env()
     for mark in (1, 2):
         api.send(4, other, mark)
-    api.post("/disconnect-env", {"env_id": owed})
+    api.post("/disconnect-env", {"env_id": reserved})
     assert api.batch_marks() == [1, 2]
 
 
-def test_shares_above_one_are_scaled_down(api):
+def test_allocations_above_one_are_scaled_down(api):
     api.start(batch_size=8)
     envs = [api.add_env(min_batch_allocation=0.9), api.add_env(min_batch_allocation=0.9)]
     for mark in range(4):
@@ -259,7 +260,7 @@ def test_shares_above_one_are_scaled_down(api):
     assert api.batch_marks() == [0, 1]
 
 
-def test_parts_of_a_group_wait_for_each_other(api):
+def test_parts_of_a_group_are_buffered_until_they_are_complete(api):
     api.start()
     env = api.add_env()
     assert api.send(2, env, 1) == {"status": "buffered", "buffer_size": 2}
@@ -271,11 +272,11 @@ def test_parts_of_a_group_wait_for_each_other(api):
     assert api.get("/status")["queue_size"] == 4
 
 
-def test_groups_come_in_lists(api):
+def test_groups_can_be_posted_as_a_list(api):
     api.start()
     env = api.add_env()
-    answer = api.post("/scored_data_list", [group(4, env), group(3, env), group(4, env)])
-    assert answer == {"status": "received", "groups_processed": 3, "buffered": 1, "last_buffer_size": 3}
+    response = api.post("/scored_data_list", [group(4, env), group(3, env), group(4, env)])
+    assert response == {"status": "received", "groups_processed": 3, "buffered": 1, "last_buffer_size": 3}
     assert api.post("/scored_data_list", [group(4)]) == {"status": "received", "groups_processed": 1}
     assert api.get("/status")["queue_size"] == 3
 
@@ -287,7 +288,7 @@ def test_the_latest_example_is_the_last_group(api):
     assert api.get("/latest_example")["tokens"][0][0] == 2
 
 
-def test_lengths_are_nobody_s_business(api):
+def test_lengths_are_not_checked(api):
     api.start()
     uneven = {"tokens": [[1], [2]], "masks": [[1, 2, 3]], "scores": [0, 1, 2]}
     assert api.post("/scored_data", uneven) == {"status": "received"}
@@ -304,36 +305,36 @@ def test_lengths_are_nobody_s_business(api):
         {"overrides": [1]},
     ],
 )
-def test_malformed_groups_are_refused(api, wrong):
+def test_malformed_groups_are_rejected(api, wrong):
     api.start()
     assert api.call("POST", "/scored_data", {**group(4), **wrong})[0] == 422
     assert api.get("/status")["queue_size"] == 0
 
 
-def test_bodies_may_be_packed(api):
+def test_request_bodies_may_be_gzipped(api):
     api.start()
-    assert api.call("POST", "/scored_data", group(8), packed=True) == (200, {"status": "received"})
+    assert api.call("POST", "/scored_data", group(8), gzipped=True) == (200, {"status": "received"})
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     with pytest.raises(HTTPError) as refused:
         urlopen(Request(api.url + "/scored_data", b"no gzip at all", headers), timeout=10)
     assert refused.value.code == 400
 
 
-def test_long_answers_are_packed_for_who_asks(api):
+def test_long_responses_are_gzipped_on_request(api):
     api.start(batch_size=64)
     api.send(64, mark=5)
-    with urlopen(Request(api.url + "/batch", headers={"Accept-Encoding": "gzip"}), timeout=10) as answer:
-        assert answer.headers["Content-Encoding"] == "gzip"
-        body = json.loads(gzip.decompress(answer.read()))
+    with urlopen(Request(api.url + "/batch", headers={"Accept-Encoding": "gzip"}), timeout=10) as response:
+        assert response.headers["Content-Encoding"] == "gzip"
+        body = json.loads(gzip.decompress(response.read()))
     assert body["batch"][0]["tokens"][0] == [5, 7, 9]
 
 
-def test_text_that_cannot_be_written_is_refused_before_it_is_in_a_batch():
+def test_text_that_is_not_utf_8_is_rejected_before_it_is_queued():
     server = ServerThread(create_app(), "127.0.0.1", [0])
     api = Client(f"http://127.0.0.1:{server.ports[0]}")
     api.start(batch_size=4)
-    spoiled = {**group(4, mark=1), "messages": [[{"role": "user", "content": "\ud800"}]] * 4}
-    assert api.call("POST", "/scored_data", spoiled) == (400, {"detail": "request bodies are text in UTF-8"})
+    invalid = {**group(4, mark=1), "messages": [[{"role": "user", "content": "\ud800"}]] * 4}
+    assert api.call("POST", "/scored_data", invalid) == (400, {"detail": "the request body must be text in UTF-8"})
     api.send(4, mark=2)
     assert api.batch_marks() == [2]
     server.close()

@@ -1,4 +1,4 @@
-"""What an API server sends becomes groups, or is left out: never trained wrongly, never fatal."""
+"""Received groups become rollouts or are dropped: never trained wrongly, never fatal."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as some
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from colocated_grpo.atropos.rows import MISSING_LOGPROBS, Reader
+from colocated_grpo.atropos.rows import MISSING_LOGPROBS, GroupReader
 from colocated_grpo.errors import RunError
 from colocated_grpo.serving.origins import Origin, Origins
 
-VOCAB, LONGEST = 100, 12
+VOCAB, MAX_TOKENS = 100, 12
 VERSION = 7
 
 
-def reader(origins: Origins | None = None, *, recompute: bool = False) -> Reader:
-    return Reader(
+def reader(origins: Origins | None = None, *, recompute: bool = False) -> GroupReader:
+    return GroupReader(
         source="atropos",
         vocab_size=VOCAB,
-        max_tokens=LONGEST,
+        max_tokens=MAX_TOKENS,
         recompute_logprobs=recompute,
         origins=origins or Origins(100),
         decode=lambda tokens: " ".join(map(str, tokens)),
@@ -31,7 +30,7 @@ def reader(origins: Origins | None = None, *, recompute: bool = False) -> Reader
 
 
 def item(**changes: Any) -> dict[str, Any]:
-    """Two sequences of two prompt and three sampled tokens, as a managed server gives them."""
+    """Return two sequences of two prompt and three sampled tokens, as a managed server returns them."""
     base = {
         "tokens": [[5, 6, 10, 11, 12], [5, 6, 20, 21, 22]],
         "masks": [[-100, -100, 10, 11, 12], [-100, -100, 20, 21, 22]],
@@ -50,9 +49,9 @@ def dropped(**changes: Any) -> dict[str, int]:
     return dict(reader().read([item(**changes)], 0, VERSION).dropped)
 
 
-def test_a_group_is_read_as_it_was_sampled():
-    reading = reader().read([item(env_id=3)], 40, VERSION)
-    (group,) = reading.groups
+def test_a_group_is_converted_to_rollouts():
+    batch = reader().read([item(env_id=3)], 40, VERSION)
+    (group,) = batch.groups
     assert (group.prompt.index, group.prompt.token_ids, group.prompt.item["env_id"]) == (40, [5, 6], 3)
     first, second = group.rollouts
     assert first.token_ids == [5, 6, 10, 11, 12]
@@ -64,11 +63,11 @@ def test_a_group_is_read_as_it_was_sampled():
     assert (first.temperature, first.policy_version) == (1.0, VERSION)
     assert first.advantages is None
     assert first.ref_logprobs is None
-    assert (reading.unknown, reading.dropped) == (2, {})
+    assert (batch.num_unknown, batch.dropped) == (2, {})
 
 
 @pytest.mark.parametrize("empty", [None, []])
-def test_absent_comes_as_null_or_as_an_empty_list(empty):
+def test_null_and_an_empty_list_mean_absent(empty):
     names = ["advantages", "ref_logprobs", "overrides", "images", "messages"]
     (first, _) = rollouts(**dict.fromkeys(names, empty), group_overrides=empty and {}, generation_params=None)
     assert (first.advantages, first.ref_logprobs, first.temperature) == (None, None, 1.0)
@@ -85,34 +84,34 @@ def test_absent_comes_as_null_or_as_an_empty_list(empty):
         ({"overrides": [{"temperature": 0}, {"temperature": -1}]}, [1.0, 1.0]),
     ],
 )
-def test_the_temperature_is_the_one_said_closest_to_the_sequence(changes, expected):
+def test_the_most_specific_temperature_takes_precedence(changes, expected):
     assert [rollout.temperature for rollout in rollouts(**changes)] == expected
 
 
-def test_what_was_served_is_known_again():
+def test_served_completions_keep_their_origin():
     origins = Origins(10)
     origins.remember([5, 6], [10, 11, 12], Origin(0.8, 4, "length"))
-    reading = reader(origins).read([item()], 0, VERSION)
-    first, second = reading.groups[0].rollouts
+    batch = reader(origins).read([item()], 0, VERSION)
+    first, second = batch.groups[0].rollouts
     assert (first.temperature, first.policy_version, first.finish_reason) == (0.8, 4, "length")
     assert (second.temperature, second.policy_version) == (1.0, VERSION)
-    assert reading.unknown == 1
+    assert batch.num_unknown == 1
 
 
-def test_an_environment_that_tokenised_the_prompt_anew_is_known_by_the_completion():
+def test_the_origin_is_found_by_the_completion_when_the_prompt_was_retokenized():
     origins = Origins(10)
     origins.remember([9, 9, 9], [10, 11, 12], Origin(0.8, 4, "stop"))
     assert reader(origins).read([item()], 0, VERSION).groups[0].rollouts[0].policy_version == 4
 
 
-def test_the_same_completion_of_another_prompt_does_not_stand_in():
+def test_the_origin_of_the_same_prompt_takes_precedence():
     origins = Origins(10)
     origins.remember([5, 6], [10, 11, 12], Origin(0.8, 4, "stop"))
     origins.remember([7, 7], [10, 11, 12], Origin(0.3, 6, "stop"))
     assert reader(origins).read([item()], 0, VERSION).groups[0].rollouts[0].policy_version == 4
 
 
-def test_a_conversation_is_as_old_as_its_oldest_turn():
+def test_a_conversation_has_the_policy_version_of_its_oldest_turn():
     origins = Origins(10)
     origins.remember([5], [6, 7], Origin(0.8, 2, "stop"))
     origins.remember([5, 6, 7, 8], [9], Origin(0.8, 5, "length"))
@@ -129,7 +128,7 @@ def test_a_conversation_is_as_old_as_its_oldest_turn():
     assert rollout.sampling_logprobs == [0.0, -1.0, -1.0, 0.0, -2.0]
 
 
-def test_only_so_many_completions_are_remembered():
+def test_the_oldest_origins_are_evicted():
     origins = Origins(2)
     for token in range(3):
         origins.remember([1], [token], Origin(1.0, token, "stop"))
@@ -137,7 +136,7 @@ def test_only_so_many_completions_are_remembered():
     assert [origins.find([1], [token]).policy_version for token in (1, 2)] == [1, 2]
 
 
-def test_origins_outlast_a_restart_and_the_oldest_are_still_the_first_to_go():
+def test_restored_origins_are_older_than_new_ones():
     before = Origins(3)
     for token in range(4):
         before.remember([1], [token], Origin(0.5 + token % 2, token // 2, "stop"))
@@ -149,40 +148,40 @@ def test_origins_outlast_a_restart_and_the_oldest_are_still_the_first_to_go():
     assert after.find([2], [9]) == Origin(1.0, 7, "stop")
 
 
-def test_advantages_of_the_environment_are_taken_per_sampled_token():
+def test_advantages_of_the_environment_are_those_of_the_sampled_tokens():
     first, second = rollouts(advantages=[[9, 9, 0.1, 0.2, 0.3], [0, 0, -1, -1, -1]])
     assert first.advantages == [0.1, 0.2, 0.3]
     assert second.advantages == [-1, -1, -1]
 
 
-def test_an_override_takes_the_advantage_away():
+def test_set_advantage_to_zero_overrides_the_advantages():
     first, second = rollouts(overrides=[{"set_advantage_to_zero": True}, {}], advantages=[[1.0] * 5] * 2)
     assert first.advantages == [0.0, 0.0, 0.0]
     assert second.advantages == [1.0, 1.0, 1.0]
 
 
-def test_a_sequence_without_siblings_has_its_score_for_an_advantage():
+def test_the_advantage_of_a_sequence_without_siblings_is_its_score():
     alone = {name: value[:1] for name, value in item(scores=[0.5, 0.0]).items()}
     (group,) = reader().read([alone], 0, VERSION).groups
     assert group.rollouts[0].advantages == [0.5, 0.5, 0.5]
 
 
-def test_a_sibling_left_alone_by_bad_rows_has_no_such_advantage():
+def test_a_sequence_whose_siblings_were_dropped_has_no_such_advantage():
     (left,) = rollouts(scores=[1.0, "high"])
     assert left.advantages is None
 
 
-def test_reference_logprobs_come_along():
+def test_reference_logprobs_are_kept():
     first, _ = rollouts(ref_logprobs=[[1, 1, -1, -2, -3], [1, 1, -4, -5, -6]])
     assert first.ref_logprobs == [0, 0, -1, -2, -3]
 
 
-def test_the_first_token_is_not_trained():
+def test_the_first_token_is_never_trained():
     (first,) = rollouts(masks=[[5, -100, 10, 11, 12], "x"])
     assert first.loss_mask == [False, False, True, True, True]
 
 
-BAD = [
+INVALID = [
     ("tokens", {"tokens": [[5, 6, 10, 11, VOCAB], [5, 6, 20, 21, 22]]}),
     ("tokens", {"tokens": [[5, 6, 10, 11, -1], [5, 6, 20, 21, 22]]}),
     ("tokens", {"tokens": [[5, 6, 10, 11, 12.5], [5, 6, 20, 21, 22]]}),
@@ -190,7 +189,7 @@ BAD = [
     ("tokens", {"tokens": [[5, 6, [10], 11, 12], [5, 6, 20, 21, 22]]}),
     ("tokens", {"tokens": [None, [5, 6, 20, 21, 22]]}),
     ("tokens", {"tokens": [[], [5, 6, 20, 21, 22]]}),
-    ("length", {"tokens": [[5] * (LONGEST + 1), [5, 6, 20, 21, 22]]}),
+    ("length", {"tokens": [[5] * (MAX_TOKENS + 1), [5, 6, 20, 21, 22]]}),
     ("length", {"tokens": [[5], [5, 6, 20, 21, 22]]}),
     ("masks", {"masks": [[-100, -100, 10, 11], [-100, -100, 20, 21, 22]]}),
     ("masks", {"masks": [[0, 0, 1, 1, 1], [-100, -100, 20, 21, 22]]}),
@@ -223,31 +222,31 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "changes"), BAD)
-def test_a_bad_sequence_is_left_out_and_its_sibling_stays(reason, changes):
+@pytest.mark.parametrize(("reason", "changes"), INVALID)
+def test_an_invalid_sequence_is_dropped_and_its_sibling_kept(reason, changes):
     assert dropped(**changes) == {reason: 1}
     (left,) = rollouts(**changes)
     assert left.token_ids == [5, 6, 20, 21, 22]
 
 
-def test_a_log_probability_just_above_zero_is_zero():
+def test_a_log_probability_just_above_zero_becomes_zero():
     (first, _) = rollouts(inference_logprobs=[[1, 1, 1e-6, -0.2, -0.3], [1, 1, -0.4, -0.5, -0.6]])
     assert first.sampling_logprobs == [0, 0, 0, -0.2, -0.3]
 
 
 @pytest.mark.parametrize("filler", [1.0, 0.0, -100, -9999, 1e30])
-def test_what_stands_where_nothing_is_trained_may_be_anything(filler):
+def test_untrained_tokens_may_have_any_filler(filler):
     (first, _) = rollouts(inference_logprobs=[[filler, filler, -86, -0.2, 0], [filler, filler, -0.4, -0.5, -0.6]])
     assert first.sampling_logprobs == [0, 0, -86, -0.2, 0]
 
 
-def test_images_are_refused():
+def test_groups_with_images_are_dropped():
     assert dropped(images=[None, "aGVsbG8="]) == {"images": 2}
     assert dropped(images="aGVsbG8=") == {"images": 2}
     assert dropped(images=[None, None]) == {}
 
 
-def test_the_placeholder_of_a_server_without_tokens_is_refused():
+def test_placeholder_tokens_of_openai_endpoints_are_dropped():
     length = 10
     dummy = {
         "tokens": [list(range(length))] * 2,
@@ -259,7 +258,7 @@ def test_the_placeholder_of_a_server_without_tokens_is_refused():
 
 
 @pytest.mark.parametrize("missing", [None, []])
-def test_missing_logprobs_end_the_run_in_the_words_of_the_seed(missing):
+def test_missing_logprobs_end_the_run_with_atropos_own_message(missing):
     with pytest.raises(
         RunError, match=r"^GRPO requires inference_logprobs for importance sampling! Environment 4 sent"
     ):
@@ -267,39 +266,39 @@ def test_missing_logprobs_end_the_run_in_the_words_of_the_seed(missing):
     assert MISSING_LOGPROBS == "GRPO requires inference_logprobs for importance sampling!"
 
 
-def test_missing_logprobs_may_be_left_to_the_trainer():
+def test_missing_logprobs_can_be_recomputed_by_the_trainer():
     (group,) = reader(recompute=True).read([item(inference_logprobs=None)], 0, VERSION).groups
     assert [rollout.sampling_logprobs for rollout in group.rollouts] == [None, None]
 
 
 @pytest.mark.parametrize("nonsense", [None, 7, "text", [], {}, {"tokens": None}, {"tokens": 3}])
-def test_what_is_no_group_is_left_out(nonsense):
-    reading = reader().read([nonsense, item()], 0, VERSION)
-    assert reading.dropped == {"malformed": 1}
-    assert len(reading.groups) == 1
+def test_items_that_are_not_groups_are_dropped(nonsense):
+    batch = reader().read([nonsense, item()], 0, VERSION)
+    assert batch.dropped == {"malformed": 1}
+    assert len(batch.groups) == 1
 
 
-JSON = some.recursive(
-    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=3),
-    lambda inner: some.lists(inner, max_size=6) | some.dictionaries(some.sampled_from(["temperature", "x"]), inner),
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.sampled_from(["temperature", "x"]), inner),
     max_leaves=10,
 )
 KEYS = [*item(), "advantages", "ref_logprobs", "overrides", "group_overrides", "generation_params", "images", "env_id"]
-ROW = some.lists(some.integers(-101, VOCAB + 1) | some.floats(), max_size=LONGEST + 1)
+ROW = st.lists(st.integers(-101, VOCAB + 1) | st.floats(), max_size=MAX_TOKENS + 1)
 
 
-@given(changes=some.dictionaries(some.sampled_from(KEYS), JSON | some.lists(ROW | JSON, max_size=3)))
-@effort(max_examples=1000)
-def test_whatever_is_sent_only_sound_sequences_are_trained(changes):
+@given(changes=st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(ROW | JSON, max_size=3)))
+@settings(max_examples=1000)
+def test_every_sequence_that_is_kept_is_valid(changes):
     sent = json.loads(json.dumps(item(**changes)))
     try:
-        reading = reader(recompute=True).read([sent], 0, VERSION)
+        batch = reader(recompute=True).read([sent], 0, VERSION)
     except RunError as error:
         assert MISSING_LOGPROBS in str(error)
         return
-    for rollout in (rollout for group in reading.groups for rollout in group.rollouts):
+    for rollout in (rollout for group in batch.groups for rollout in group.rollouts):
         trained = sum(rollout.loss_mask)
-        assert 2 <= len(rollout.token_ids) <= LONGEST
+        assert 2 <= len(rollout.token_ids) <= MAX_TOKENS
         assert all(type(token) is int and 0 <= token < VOCAB for token in rollout.token_ids)
         assert len(rollout.loss_mask) == len(rollout.token_ids)
         assert trained

@@ -30,7 +30,7 @@ SORTING = {"type": "task", "name": "sorting", "args": {"min_digits": 2, "max_dig
 
 @contextmanager
 def environment(folder: Path, api: str, server_port: int, **flags: str) -> Iterator[subprocess.Popen]:
-    """The environment's process, started as the guides of Atropos start theirs."""
+    """Run the environment in a process, started as in Atropos' own guides."""
     model = str(tiny_model())
     arguments = {
         "--slurm": "False",
@@ -73,7 +73,7 @@ def atropos_settings(api: str, port: int, *others: Settings, entry: Settings | N
     )
 
 
-def test_an_environment_and_a_task_are_trained_together_by_ranks_of_two_nodes(tmp_path):
+def test_an_environment_and_a_task_are_trained_together_on_two_nodes(tmp_path):
     port = free_port()
     place = ["--nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     with ExitStack() as stack:
@@ -95,19 +95,19 @@ def test_an_environment_and_a_task_are_trained_together_by_ranks_of_two_nodes(tm
         run = nodes[0]
         run.wait_for_step(0)
         with ThreadPoolExecutor() as clients:
-            # Each may be held while the policy trains, so one after the other they might outlast the run.
-            answers = clients.map(lambda ask: ask(port), (generate, stream, alternatives))
-        reply, texts, likeliest = answers
+            # Concurrently: each may be pending while the policy trains, and three in sequence could outlast the run.
+            responses = clients.map(lambda call: call(port), (generate, stream, top_logprobs))
+        response, texts, entries = responses
         for node in nodes:
             node.finish()
             assert node.processes() == []
     assert "2 x CPU" in run.stdout
     assert "held out" not in nodes[1].stdout, "the first node alone reports"
     assert (run.folder / "final_model/model.safetensors").exists()
-    assert_is_a_reply_of_vllm(reply)
-    assert len(texts) > 2 and all(texts[:-1]), "only the last token of a stream may add no text, being a special one"
-    assert_are_probabilities(likeliest)
-    # Of the first node: torchrun's agent on the other one complains where the store, which lives here, is gone first.
+    assert_has_vllms_format(response)
+    assert len(texts) > 2 and all(texts[:-1]), "only the last token, a special one, may add no text"
+    assert_are_probabilities(entries)
+    # Only of the first node, which hosts the store: torchrun's agent on the other node may log its end as an error.
     assert "Traceback" not in run.stderr
     rows = run.rows(files.TRAIN)
     assert len(rows) == 6
@@ -119,12 +119,12 @@ def test_an_environment_and_a_task_are_trained_together_by_ranks_of_two_nodes(tm
     assert [row["step"] for row in run.rows(files.EVALUATION)] == [0, 3, 6]
     assert all(row["atropos/unknown_origin"] == 0 for row in rows)
     assert rows[0]["staleness"] == 0
-    # Sampled at 0.8, which the environment does not say: with another temperature the two would differ by far more.
+    # The environment samples at 0.8 and does not send it. With another temperature the two differ by far more.
     assert rows[0]["mismatch/abs"] < 1e-4
     assert "registered again" not in run.stdout
 
 
-def test_an_api_server_and_an_environment_that_die_and_groups_without_logprobs_are_survived(tmp_path):
+def test_a_run_survives_a_killed_api_server_a_restarted_environment_and_missing_logprobs(tmp_path):
     port = free_port()
     with ExitStack() as stack:
         api = stack.enter_context(ApiProcess(EMBEDDED))
@@ -146,7 +146,7 @@ def test_an_api_server_and_an_environment_that_die_and_groups_without_logprobs_a
     assert sum(len(group["tokens"]) for group in batch) == 4 * GROUP
 
 
-def test_a_run_that_waits_for_a_batch_stops_when_asked_and_trains_in_the_end_every_batch_that_it_took(tmp_path):
+def test_a_run_stopped_while_waiting_for_a_batch_trains_every_received_batch_after_a_resume(tmp_path):
     with ExitStack() as stack:
         api = stack.enter_context(ApiProcess(EMBEDDED))
         config = atropos_settings(api.url, free_port(), training_steps=2)
@@ -163,7 +163,7 @@ def test_a_run_that_waits_for_a_batch_stops_when_asked_and_trains_in_the_end_eve
 
 
 def post_batch(api: ApiProcess) -> None:
-    """Of an environment that samples elsewhere."""
+    """Post four groups that were sampled elsewhere."""
     group = {
         "tokens": [[1, 2, 3, 4]] * GROUP,
         "masks": [[-100, -100, 3, 4]] * GROUP,
@@ -176,15 +176,15 @@ def post_batch(api: ApiProcess) -> None:
 
 
 def stream(port: int) -> list[str]:
-    """Texts of a stream."""
-    asked = {"model": "tiny", "prompt": "sort 31", "max_tokens": 8, "extra_body": {"ignore_eos": True}}
-    return [chunk.choices[0].text for chunk in _client(port).completions.create(**asked, stream=True)]
+    """Return the texts of a stream."""
+    body = {"model": "tiny", "prompt": "sort 31", "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    return [chunk.choices[0].text for chunk in _client(port).completions.create(**body, stream=True)]
 
 
-def alternatives(port: int) -> list[dict[str, float]]:
-    """Each sampled token's own and likeliest log-probabilities."""
-    asked = {"model": "tiny", "prompt": "sort 31", "max_tokens": 8, "temperature": 0.25, "logprobs": 20}
-    return _client(port).completions.create(**asked).choices[0].logprobs.top_logprobs
+def top_logprobs(port: int) -> list[dict[str, float]]:
+    """Return the top log-probabilities of each sampled token."""
+    body = {"model": "tiny", "prompt": "sort 31", "max_tokens": 8, "temperature": 0.25, "logprobs": 20}
+    return _client(port).completions.create(**body).choices[0].logprobs.top_logprobs
 
 
 def _client(port: int) -> openai.OpenAI:
@@ -192,31 +192,31 @@ def _client(port: int) -> openai.OpenAI:
 
 
 def assert_are_probabilities(entries: list[dict[str, float]]) -> None:
-    """With other weights, or at another temperature, than those of the sampling they would add up to more or less."""
+    """Check that each entry adds up to about 1, as it does only with the weights and temperature of the sampling."""
     assert all(20 <= len(entry) <= 21 for entry in entries)
     assert all(0.7 < sum(map(math.exp, entry.values())) < 1.01 for entry in entries)
 
 
 def generate(port: int) -> dict[str, Any]:
-    """A request of our own beside the environment's."""
+    """Send a request beside the environment's."""
     body = {"prompt": "sort 31", "n": 2, "max_tokens": 6, "stop": ["0"], "prompt_logprobs": 2, "top_k": 5}
     request = Request(
         f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    with urlopen(request, timeout=60) as response:
+        return json.load(response)
 
 
-def assert_is_a_reply_of_vllm(reply: dict[str, Any]) -> None:
-    nothing, *entries = reply["prompt_logprobs"]
+def assert_has_vllms_format(response: dict[str, Any]) -> None:
+    nothing, *entries = response["prompt_logprobs"]
     assert nothing is None
-    assert [int(next(iter(entry))) for entry in entries] == reply["prompt_token_ids"][1:]
+    assert [int(next(iter(entry))) for entry in entries] == response["prompt_token_ids"][1:]
     assert all(2 <= len(entry) <= 3 and max(entry.values()) <= 0 for entry in entries)
-    assert not any("0" in text for text in reply["text"])
-    for tokens, logprobs in zip(reply["token_ids"], reply["logprobs"], strict=True):
+    assert not any("0" in text for text in response["text"])
+    for tokens, logprobs in zip(response["token_ids"], response["logprobs"], strict=True):
         assert [int(token) for [entry] in logprobs for token in entry] == tokens
 
 
 def _registered(api: ApiProcess) -> bool:
-    with urlopen(f"{api.url}/info", timeout=5) as answer:
-        return json.load(answer)["batch_size"] == 4 * GROUP
+    with urlopen(f"{api.url}/info", timeout=5) as response:
+        return json.load(response)["batch_size"] == 4 * GROUP

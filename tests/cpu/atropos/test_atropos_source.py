@@ -15,54 +15,54 @@ from colocated_grpo.atropos.client import AtroposClient
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import RunError
 from colocated_grpo.web.client import Unavailable
-from tests.support.atropos_trial import BATCH, TRAINER, Trial, ask, send
-from tests.support.raw_server import answering, response
+from tests.support.atropos_source import BATCH_SIZE, TRAINER, SourceHarness, call_api, post_group
+from tests.support.raw_server import raw_server, response
 from tests.support.servers import APIS, EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos, until
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch):
+def short_waits(monkeypatch):
     monkeypatch.setattr(source_module, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(source_module, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(source_module, "MAX_RETRY_SECONDS", 0.1)
 
 
 def register_other(url: str, batch_size: int) -> None:
     numbers = {"max_token_len": 64, "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 1}
     words = {"wandb_group": "", "wandb_project": "", "checkpoint_dir": ""}
-    ask(url, "/register", {**words, **numbers, "batch_size": batch_size})
+    call_api(url, "/register", {**words, **numbers, "batch_size": batch_size})
 
 
-def test_a_trainer_registers_and_lets_environments_in(url):
-    Trial(url).start(5)
-    assert ask(url, "/info") == {"batch_size": BATCH, "max_token_len": 64}
+def test_environments_can_register_once_the_trainer_has(url):
+    SourceHarness(url).start(5)
+    assert call_api(url, "/info") == {"batch_size": BATCH_SIZE, "max_token_len": 64}
     env = {"max_token_length": 64, "desired_name": "toy", "weight": 1.0, "group_size": 4}
-    answer = ask(url, "/register-env", env)
-    assert (answer["status"], answer["starting_step"], answer["checkpoint_dir"]) == ("success", 5, "runs/a")
+    registered = call_api(url, "/register-env", env)
+    assert (registered["status"], registered["starting_step"], registered["checkpoint_dir"]) == ("success", 5, "runs/a")
 
 
-def test_groups_arrive(url):
-    trial = Trial(url)
-    trial.start()
-    send(url, 1)
-    (group,) = trial.source.wait_for_groups(0, 3, trial.stop)
+def test_a_posted_group_is_received_and_counted(url):
+    harness = SourceHarness(url)
+    harness.start()
+    post_group(url, 1)
+    (group,) = harness.source.wait_for_groups(0, 3, harness.stop)
     assert [rollout.score.reward for rollout in group.rollouts] == [0, 1, 2, 3]
     assert group.rollouts[0].policy_version == 3
-    assert trial.notes == []
-    metrics = trial.source.metrics()
+    assert harness.notes == []
+    metrics = harness.source.metrics()
     assert (metrics["atropos/dropped"], metrics["atropos/unknown_origin"]) == (0, 1)
     assert (metrics["atropos/current_step"], metrics["atropos/queue_size"]) == (1, 0)
 
 
-def test_batches_formed_at_once_come_newest_first_and_none_is_lost(url):
-    trial = Trial(url)
-    trial.start()
+def test_batches_formed_together_arrive_newest_first_and_none_is_lost(url):
+    harness = SourceHarness(url)
+    harness.start()
     for mark in range(3):
-        send(url, mark)
-    assert [trial.marks() for _ in range(3)] == [[2], [1], [0]]
+        post_group(url, mark)
+    assert [harness.train_batch() for _ in range(3)] == [[2], [1], [0]]
 
 
-def test_a_batch_that_takes_long_to_write_is_waited_for():
-    """The server has taken it off its queue: whoever gives up loses it."""
+def test_batches_have_a_longer_timeout_than_other_calls():
+    """The server has removed the batch from its queue, so a client that times out loses it."""
     written = threading.Event()
 
     class Slow(BaseHTTPRequestHandler):
@@ -79,7 +79,7 @@ def test_a_batch_that_takes_long_to_write_is_waited_for():
     client = AtroposClient(f"http://127.0.0.1:{server.server_port}", TRAINER, may_reset=False, timeout=0.05)
     with ThreadPoolExecutor(1) as thread:
         batch = thread.submit(client.batch)
-        for _ in range(2):  # patience for one answer passes twice
+        for _ in range(2):  # the timeout of other calls passes twice
             with pytest.raises(Unavailable, match="timed out"):
                 client.status()
         written.set()
@@ -88,173 +88,176 @@ def test_a_batch_that_takes_long_to_write_is_waited_for():
     server.server_close()
 
 
-def test_nothing_comes_until_it_is_told_to_stop(url):
-    trial = Trial(url)
-    trial.start()
-    trial.stop.set()
-    assert trial.marks() is None
+def test_waiting_ends_at_a_stop_request(url):
+    harness = SourceHarness(url)
+    harness.start()
+    harness.stop.set()
+    assert harness.train_batch() is None
 
 
-def test_what_was_posted_before_a_restarted_trainer_is_still_there(url):
-    Trial(url).start()
-    send(url, 8)
-    again = Trial(url)
+def test_a_restarted_trainer_gets_what_was_posted_before(url):
+    SourceHarness(url).start()
+    post_group(url, 8)
+    again = SourceHarness(url)
     again.start(4)
-    assert again.marks() == [8]
+    assert again.train_batch() == [8]
     assert again.notes == []
 
 
-def test_a_batch_size_that_somebody_else_has_registered_is_refused_in_one_line(url):
+def test_a_conflicting_registration_is_an_error_of_one_line(url):
     register_other(url, 6)
     with pytest.raises(
         EnvironmentSetupError, match=r"batch_size=6 .* needs batch_size=4 .* reset: true in the atropos entry"
     ):
-        Trial(url).start()
-    assert ask(url, "/info")["batch_size"] == 6
+        SourceHarness(url).start()
+    assert call_api(url, "/info")["batch_size"] == 6
 
 
-def test_a_reset_that_was_allowed_replaces_it(url):
+def test_reset_replaces_a_conflicting_registration(url):
     register_other(url, 6)
-    trial = Trial(url, reset=True)
-    trial.start()
-    assert ask(url, "/info")["batch_size"] == BATCH
-    send(url, 2)
-    assert trial.marks() == [2]
+    harness = SourceHarness(url, reset=True)
+    harness.start()
+    assert call_api(url, "/info")["batch_size"] == BATCH_SIZE
+    post_group(url, 2)
+    assert harness.train_batch() == [2]
 
 
 @pytest.mark.parametrize(
     ("command", "kept"),
-    [pytest.param(EMBEDDED, [1], id="embedded"), pytest.param(UPSTREAM, [], id="atroposlib", marks=needs_atropos)],
+    [
+        pytest.param(EMBEDDED, [1], id="embedded"),
+        pytest.param(UPSTREAM, [], id="atroposlib", marks=needs_atropos),
+    ],
 )
 def test_a_group_posted_before_the_trainer_does_not_spoil_the_registration(command, kept):
-    """On a server in its first minute; only the embedded one can still keep that group."""
+    """On a server without an earlier trainer. Only the embedded one keeps that group."""
     with ApiProcess(command) as fresh:
-        send(fresh.url, 1)
-        trial = Trial(fresh.url)
-        trial.start()
-        assert ask(fresh.url, "/info")["batch_size"] == BATCH
-        send(fresh.url, 2)
-        assert [trial.marks() for _ in range(len(kept) + 1)] == [*([mark] for mark in kept), [2]]
+        post_group(fresh.url, 1)
+        harness = SourceHarness(fresh.url)
+        harness.start()
+        assert call_api(fresh.url, "/info")["batch_size"] == BATCH_SIZE
+        post_group(fresh.url, 2)
+        assert [harness.train_batch() for _ in range(len(kept) + 1)] == [*([mark] for mark in kept), [2]]
 
 
-def test_a_reset_by_somebody_else_is_survived(url):
-    trial = Trial(url)
-    trial.start()
-    ask(url, "/reset_data")
-    thread = threading.Thread(target=lambda: results.append(trial.marks()))
+def test_the_trainer_registers_again_after_a_reset(url):
+    harness = SourceHarness(url)
+    harness.start()
+    call_api(url, "/reset_data")
+    thread = threading.Thread(target=lambda: results.append(harness.train_batch()))
     results: list[Any] = []
     thread.start()
-    until(lambda: ask(url, "/info")["batch_size"] == BATCH)
-    send(url, 3)
+    until(lambda: call_api(url, "/info")["batch_size"] == BATCH_SIZE)
+    post_group(url, 3)
     thread.join(10)
     assert results == [[3]]
-    assert any("registered again" in note for note in trial.notes)
-    assert trial.source.metrics()["atropos/reconnects"] == 1
+    assert any("registered again" in note for note in harness.notes)
+    assert harness.source.metrics()["atropos/reconnects"] == 1
 
 
 @pytest.mark.parametrize("command", APIS)
-def test_a_killed_and_restarted_server_is_survived(command):
+def test_the_trainer_registers_again_with_a_restarted_server(command):
     with ApiProcess(command) as server:
-        trial = Trial(server.url)
-        trial.start()
-        send(server.url, 1)
-        assert trial.marks() == [1]
+        harness = SourceHarness(server.url)
+        harness.start()
+        post_group(server.url, 1)
+        assert harness.train_batch() == [1]
         server.kill()
         results: list[Any] = []
-        thread = threading.Thread(target=lambda: results.append(trial.marks()))
+        thread = threading.Thread(target=lambda: results.append(harness.train_batch()))
         thread.start()
-        until(lambda: trial.notes)
+        until(lambda: harness.notes)
         server.start()
-        until(lambda: ask(server.url, "/info")["batch_size"] == BATCH)
-        send(server.url, 2)
+        until(lambda: call_api(server.url, "/info")["batch_size"] == BATCH_SIZE)
+        post_group(server.url, 2)
         thread.join(10)
     assert results == [[2]]
-    assert "no batch from" in trial.notes[0]
-    assert len([note for note in trial.notes if "registered again" in note]) == 1
+    assert "no batch from" in harness.notes[0]
+    assert len([note for note in harness.notes if "registered again" in note]) == 1
 
 
-def test_a_server_that_goes_away_while_the_engines_are_built_is_survived():
+def test_a_server_may_be_down_when_the_trainer_begins():
     with ApiProcess(EMBEDDED) as server:
-        trial = Trial(server.url)
-        trial.source.connect()
+        harness = SourceHarness(server.url)
+        harness.source.connect()
         server.kill()
-        trial.source.begin(0)
-        assert "could not register" in trial.notes[0]
+        harness.source.begin(0)
+        assert "could not register" in harness.notes[0]
         server.start()
         with ThreadPoolExecutor(1) as thread:
-            marks = thread.submit(trial.marks)
-            until(lambda: ask(server.url, "/info")["batch_size"] == BATCH)
-            send(server.url, 2)
-            assert marks.result(10) == [2]
+            trained = thread.submit(harness.train_batch)
+            until(lambda: call_api(server.url, "/info")["batch_size"] == BATCH_SIZE)
+            post_group(server.url, 2)
+            assert trained.result(10) == [2]
 
 
 @pytest.mark.parametrize("queue_size", ["null", '"many"', "[]", "true", "1e999", "NaN", "-1", "1" + "0" * 400])
-def test_a_status_without_numbers_is_no_answer(queue_size):
+def test_a_status_without_numbers_is_unavailable(queue_size):
     body = f'{{"current_step": 1, "queue_size": {queue_size}}}'
-    with answering(response(body.encode())) as url, pytest.raises(Unavailable, match="does not answer as Atropos"):
+    with raw_server(response(body.encode())) as url, pytest.raises(Unavailable, match="is not that of Atropos' API"):
         AtroposClient(url, TRAINER, may_reset=False).status()
 
 
-def test_no_server_at_all_is_said_in_one_line():
-    trial = Trial(f"http://127.0.0.1:{free_port()}", connect_timeout=0.05)
+def test_a_missing_server_is_an_error_of_one_line():
+    harness = SourceHarness(f"http://127.0.0.1:{free_port()}", connect_timeout=0.05)
     with pytest.raises(EnvironmentSetupError, match=r"no Atropos API there, within 0.05 s .* start run-api"):
-        trial.start()
+        harness.start()
 
 
-def test_bad_sequences_are_told_counted_and_left_out(url):
-    trial = Trial(url)
-    trial.start()
-    send(url, 1, scores=[0.0, 1.0, 2.0])
-    assert trial.marks() == [1]
-    assert trial.notes == ["atropos: left out 1 sequences: 1 scores"]
-    assert trial.source.metrics()["atropos/dropped/scores"] == 1
+def test_dropped_sequences_are_logged_and_counted(url):
+    harness = SourceHarness(url)
+    harness.start()
+    post_group(url, 1, scores=[0.0, 1.0, 2.0])
+    assert harness.train_batch() == [1]
+    assert harness.notes == ["atropos: dropped 1 sequences: 1 scores"]
+    assert harness.source.metrics()["atropos/dropped/scores"] == 1
 
 
-def test_a_batch_without_anything_usable_is_passed_over(url):
-    trial = Trial(url)
-    trial.start()
-    send(url, 1)
-    send(url, 2, images=["x"])
-    assert trial.marks() == [1]
-    assert [batch[0]["tokens"][0][0] for batch in trial.kept] == [2, 1], "as they came, what cannot be trained too"
+def test_a_batch_without_a_valid_sequence_is_skipped(url):
+    harness = SourceHarness(url)
+    harness.start()
+    post_group(url, 1)
+    post_group(url, 2, images=["x"])
+    assert harness.train_batch() == [1]
+    assert [batch[0]["tokens"][0][0] for batch in harness.kept] == [2, 1], "every batch as received"
 
 
-def test_environments_that_never_send_anything_usable_end_the_run(url):
-    trial = Trial(url)
-    trial.start()
-    for _ in range(source_module.UNUSABLE_BATCHES):
-        send(url, 1, images=["x"])
-    with pytest.raises(RunError, match=r"nothing that can be trained; .* 32 images"):
-        trial.marks()
+def test_repeated_batches_without_a_valid_sequence_end_the_run(url):
+    harness = SourceHarness(url)
+    harness.start()
+    for _ in range(source_module.MAX_UNUSABLE_BATCHES):
+        post_group(url, 1, images=["x"])
+    with pytest.raises(RunError, match=r"had no sequence that can be trained; .* 32 images"):
+        harness.train_batch()
 
 
-def test_a_queue_that_forms_no_batch_is_explained(url, monkeypatch):
-    monkeypatch.setattr(source_module, "PATIENCE", 0.0)
-    trial = Trial(url)
-    trial.start()
-    send(url, 1, size=3)
+def test_a_queue_that_forms_no_batch_is_explained_in_the_log(url, monkeypatch):
+    monkeypatch.setattr(source_module, "EXPLAIN_SECONDS", 0.0)
+    harness = SourceHarness(url)
+    harness.start()
+    post_group(url, 1, size=3)
     results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(trial.marks()))
+    thread = threading.Thread(target=lambda: results.append(harness.train_batch()))
     thread.start()
-    until(lambda: trial.notes)
-    trial.stop.set()
+    until(lambda: harness.notes)
+    harness.stop.set()
     thread.join(10)
-    assert "holds 1 groups; batches are made of whole groups" in trial.notes[0]
+    assert "holds 1 groups; batches are made of whole groups" in harness.notes[0]
 
 
-def test_a_checkpoint_of_other_environments_is_refused_in_one_line(url):
-    with pytest.raises(EnvironmentSetupError, match="the checkpoint is of a run with other environments"):
-        Trial(url).source.load_state_dict({"sampled": {}, "served": {}})
+def test_a_checkpoint_of_other_environments_is_an_error_of_one_line(url):
+    with pytest.raises(EnvironmentSetupError, match="the checkpoint is from a run with other environments"):
+        SourceHarness(url).source.load_state_dict({"sampled": {}, "served": {}})
 
 
-def test_the_count_of_groups_is_kept_over_a_restart(url):
-    trial = Trial(url)
-    trial.start()
-    send(url, 1)
-    trial.marks()
-    again = Trial(url)
-    again.source.load_state_dict(trial.source.state_dict())
+def test_prompt_indices_continue_after_a_resume(url):
+    harness = SourceHarness(url)
+    harness.start()
+    post_group(url, 1)
+    harness.train_batch()
+    again = SourceHarness(url)
+    again.source.load_state_dict(harness.source.state_dict())
     again.start(1)
-    send(url, 2)
+    post_group(url, 2)
     (group,) = again.source.wait_for_groups(1, 0, again.stop)
     assert group.prompt.index == 1

@@ -1,4 +1,4 @@
-"""A run on Atropos that is stopped and resumed: no batch that it took from the server is lost."""
+"""Stop and resume of a run on Atropos: no batch received from the server is lost or trained twice."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from typing import Any
 import pytest
 
 from colocated_grpo.atropos import supply as supply_module
-from colocated_grpo.atropos.supply import MainServing, ServedSupply
+from colocated_grpo.atropos.supply import AtroposSupply, MainRank
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.serving.load_balancer import LeastBusy
+from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origin
-from tests.support.atropos_trial import Trial, send
+from tests.support.atropos_source import SourceHarness, post_group
 from tests.support.fakes import FakeEngine
 from tests.support.servers import EMBEDDED, ApiProcess, until
 
 
 class Run:
-    """What a rank has for Atropos, made and resumed in the order of the run, over a fake engine."""
+    """The supply of a single rank over a fake engine, built and resumed in the order of a run."""
 
     def __init__(self, world: World, url: str, state: Any = None) -> None:
-        self.trial = Trial(url)
+        self.harness = SourceHarness(url)
         self.stop = threading.Event()
         self.engine = FakeEngine()
         inbox = Inbox()
-        role = MainServing(
-            self.trial.source,
+        rank = MainRank(
+            self.harness.source,
             Driver(self.engine, inbox),
             inbox,
             [],
-            LeastBusy([]),
+            LoadBalancer([]),
             [],
             self.stop.is_set,
             lambda: 0,
-            self.trial.notes.append,
+            self.harness.notes.append,
         )
-        self.supply = ServedSupply(role, world, self.stop.is_set, [1])
-        self.trial.source.begin(0)
+        self.supply = AtroposSupply(rank, world, self.stop.is_set, [1])
+        self.harness.source.begin(0)
         if state is not None:
             self.supply.load_state_dict(state)
 
-    def marks(self, step: int = 0) -> list[int]:
-        """First tokens of a step's groups, which are then trained. Raises Stopped where none come."""
-        patience = threading.Timer(10, self.stop.set)
-        patience.start()
+    def train_batch(self, step: int = 0) -> list[int]:
+        """Take a step's groups, mark them as trained and return their first tokens. Raises Stopped after 10 s."""
+        timeout = threading.Timer(10, self.stop.set)
+        timeout.start()
         groups = self.supply.order(step).collect()
-        patience.cancel()
+        timeout.cancel()
         self.supply.settle(groups)
         return [group.rollouts[0].token_ids[0] for group in groups]
 
     def close(self) -> Any:
-        """Its state, as a checkpoint keeps it."""
+        """Return the state as restored from a checkpoint."""
         state = json.loads(json.dumps(self.supply.state_dict()))
         self.supply.close()
         return state
 
 
-def test_a_batch_that_is_on_its_way_when_a_stop_is_asked_for_is_trained_by_the_resumed_run(world, url):
+def test_a_batch_that_arrives_during_a_stop_is_trained_by_the_resumed_run(world, url):
     run = Run(world, url)
-    fetch = run.trial.client.batch
+    fetch = run.harness.client.batch
 
     def fetch_during_a_stop() -> list[Any] | None:
         items = fetch()
@@ -71,76 +71,76 @@ def test_a_batch_that_is_on_its_way_when_a_stop_is_asked_for_is_trained_by_the_r
             until(lambda: run.engine.events == ["abort"])
         return items
 
-    run.trial.client.batch = fetch_during_a_stop
-    send(url, 5)
+    run.harness.client.batch = fetch_during_a_stop
+    post_group(url, 5)
     with pytest.raises(Stopped):
         run.supply.order(0).collect()
     resumed = Run(world, url, run.close())
-    send(url, 6)
-    assert [resumed.marks(), resumed.marks(1)] == [[5], [6]]
+    post_group(url, 6)
+    assert [resumed.train_batch(), resumed.train_batch(1)] == [[5], [6]]
     resumed.close()
 
 
-def test_a_batch_that_came_with_the_registration_outlasts_a_stop_before_the_first_step(world, url):
+def test_a_batch_received_with_the_registration_survives_a_stop_before_the_first_step(world, url):
     Run(world, url).close()
-    send(url, 5)
+    post_group(url, 5)
     run = Run(world, url)
     run.stop.set()
     with pytest.raises(Stopped):
         run.supply.order(0).collect()
-    send(url, 6)
+    post_group(url, 6)
     state = run.close()
     resumed = Run(world, url, state)
-    resumed.stop.set()  # stopped again, with two batches taken
+    resumed.stop.set()  # stopped again, now with two batches received
     resumed = Run(world, url, resumed.close())
-    assert [resumed.marks(), resumed.marks(1)] == [[5], [6]]
+    assert [resumed.train_batch(), resumed.train_batch(1)] == [[5], [6]]
     resumed.close()
 
 
-def test_groups_that_were_served_before_a_stop_keep_their_temperature_and_version(world, url):
+def test_groups_served_before_a_stop_keep_their_temperature_and_policy_version(world, url):
     run = Run(world, url)
-    run.trial.origins.remember([5], [7, 9], Origin(0.8, 3, "length"))
+    run.harness.origins.remember([5], [7, 9], Origin(0.8, 3, "length"))
     resumed = Run(world, url, run.close())
-    send(url, 5)
+    post_group(url, 5)
     (group,) = resumed.supply.order(0).collect()
     resumed.supply.settle([group])
     assert {(one.temperature, one.policy_version, one.finish_reason) for one in group.rollouts} == {(0.8, 3, "length")}
-    assert resumed.trial.source.metrics()["atropos/unknown_origin"] == 0
+    assert resumed.harness.source.metrics()["atropos/unknown_origin"] == 0
     resumed.close()
 
 
-def test_a_batch_that_was_trained_is_not_trained_again(world, url):
+def test_a_trained_batch_is_not_trained_again(world, url):
     run = Run(world, url)
-    send(url, 5)
-    assert run.marks() == [5]
+    post_group(url, 5)
+    assert run.train_batch() == [5]
     resumed = Run(world, url, run.close())
-    send(url, 6)
-    assert resumed.marks() == [6]
+    post_group(url, 6)
+    assert resumed.train_batch() == [6]
     resumed.close()
 
 
-def test_a_batch_that_was_kept_is_trained_although_the_server_is_gone(world):
+def test_a_batch_in_the_checkpoint_is_trained_without_the_server(world):
     with ApiProcess(EMBEDDED) as server:
         Run(world, server.url).close()
-        send(server.url, 5)
+        post_group(server.url, 5)
         state = Run(world, server.url).close()
     resumed = Run(world, server.url, state)
-    assert resumed.marks() == [5]
+    assert resumed.train_batch() == [5]
     resumed.close()
 
 
-def test_a_server_that_does_not_answer_does_not_keep_a_run_from_stopping(world, url, monkeypatch):
-    monkeypatch.setattr(supply_module, "LAST_ANSWER_SECONDS", 0.01)
+def test_a_server_that_does_not_respond_does_not_delay_a_stop(world, url, monkeypatch):
+    monkeypatch.setattr(supply_module, "LAST_BATCH_SECONDS", 0.01)
     run = Run(world, url)
-    answered = threading.Event()
+    responded = threading.Event()
 
     def hang() -> None:
         run.stop.set()
-        answered.wait(30)
+        responded.wait(30)
 
-    run.trial.client.batch = hang
+    run.harness.client.batch = hang
     with pytest.raises(Stopped):
         run.supply.order(0).collect()
-    assert "did not answer" in run.trial.notes[-1]
-    answered.set()
+    assert "did not answer" in run.harness.notes[-1]
+    responded.set()
     run.close()

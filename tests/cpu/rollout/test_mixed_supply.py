@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.atropos import supply
-from colocated_grpo.atropos.supply import MainServing, RankServing, ServedSupply
+from colocated_grpo.atropos.supply import AtroposSupply, MainRank, WorkerRank
 from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError
 from colocated_grpo.rollout.collect import Collector, Stopped
@@ -22,7 +22,7 @@ from colocated_grpo.rollout.mixed import MixedSupply
 from colocated_grpo.rollout.prompt_queue import StaticDispatch
 from colocated_grpo.rollout.supply import PromptSupply
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.serving.load_balancer import LeastBusy
+from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.rank_links import link_ranks
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 from tests.support.fakes import FakeEngine, completion_of
@@ -139,20 +139,20 @@ class Both:
         self.outside = Outside(lambda: ask(self))
         self.notes: list[str] = []
         if end is None:
-            role: Any = MainServing(
+            role: Any = MainRank(
                 self.outside,
                 driver,
                 self.inbox,
                 self.links,
-                LeastBusy([]),
+                LoadBalancer([]),
                 [],
                 stop_asked,
                 lambda: 0,
                 self.notes.append,
             )
         else:
-            role = RankServing(driver, end)
-        self.supply = MixedSupply(sampled, ServedSupply(role, world, stop_asked, [1]))
+            role = WorkerRank(driver, end)
+        self.supply = MixedSupply(sampled, AtroposSupply(role, world, stop_asked, [1]))
 
     def collect(self, step: int) -> list[Group]:
         return self.supply.order(step).collect()
@@ -185,14 +185,14 @@ def test_each_batch_holds_groups_of_both_sides_and_each_side_settles_its_own():
 
 
 def test_a_note_says_when_requests_were_pending_for_long(monkeypatch):
-    monkeypatch.setattr(supply, "LONGEST_HOLD", -1.0)
+    monkeypatch.setattr(supply, "LONG_SLEEP_SECONDS", -1.0)
     with only_rank() as world:
         both = Both(world, FakeEngine(), lambda: False, of_own_engine)
         both.collect(0)
         assert both.notes == []
         both.supply.order(1)
         both.supply.close()
-    assert [note.partition(" for ")[0] for note in both.notes] == ["atropos: requests were held"]
+    assert [note.partition(" for ")[0] for note in both.notes] == ["atropos: requests were pending"]
 
 
 def test_a_restored_supply_continues_both_sides():

@@ -1,4 +1,4 @@
-"""The JSON client against servers that answer nonsense: whatever comes, it is Refused, Unavailable or an answer."""
+"""The JSON client against malformed responses: it returns JSON or raises Unavailable or RequestRejected."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import suppress
 
 import pytest
 
-from colocated_grpo.web.client import JsonClient, Refused, Unavailable
-from tests.support.raw_server import answering, response
+from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
+from tests.support.raw_server import raw_server, response
 
-PACKED = gzip.compress(b'{"a": 1}' * 50)
+COMPRESSED = gzip.compress(b'{"a": 1}' * 50)
 GZIP = "Content-Encoding: gzip"
 
 
@@ -25,30 +25,30 @@ GZIP = "Content-Encoding: gzip"
         response(b"{"),
         response(b"[" * 100_000),
         response(b"no gzip", GZIP),
-        response(PACKED[:-9], GZIP),
-        response(PACKED[:12] + b"\xff\xff\xff" + PACKED[15:], GZIP),
+        response(COMPRESSED[:-9], GZIP),
+        response(COMPRESSED[:12] + b"\xff\xff\xff" + COMPRESSED[15:], GZIP),
         response(b"{}", status="503 Busy"),
         response(b"{}").replace(b"Content-Length: 2", b"Content-Length: 20"),
         response(b"{}").replace(b"Content-Length: 2", b"Content-Length: 9000000000000000"),
         response(b"{}").replace(b"Content-Length: 2", b"Content-Length: " + b"9" * 40),
     ],
 )
-def test_nonsense_is_no_answer_and_worth_another_try(raw):
-    with answering(raw) as url, pytest.raises(Unavailable):
+def test_a_malformed_response_is_unavailable(raw):
+    with raw_server(raw) as url, pytest.raises(Unavailable):
         JsonClient(url, timeout=5).get("/status")
 
 
 @pytest.mark.parametrize("headers", [(), (GZIP,)])
-def test_an_answer_that_is_too_large_is_not_taken_in(monkeypatch, headers):
-    monkeypatch.setattr("colocated_grpo.web.client.LARGEST_ANSWER", 1000)
+def test_a_response_above_the_limit_is_unavailable(monkeypatch, headers):
+    monkeypatch.setattr("colocated_grpo.web.client.MAX_RESPONSE_BYTES", 1000)
     body = json.dumps("a" * 2000).encode()
     raw = response(gzip.compress(body) if headers else body, *headers)
-    with answering(raw) as url, pytest.raises(Unavailable, match="larger than 1000 bytes"):
+    with raw_server(raw) as url, pytest.raises(Unavailable, match="larger than 1000 bytes"):
         JsonClient(url, timeout=5).get("/batch")
 
 
-def test_an_answer_without_end_is_not_waited_for():
-    def talk(listener: socket.socket) -> None:
+def test_a_response_that_never_ends_is_unavailable_after_the_timeout():
+    def send_forever(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with suppress(OSError):
             connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -56,17 +56,18 @@ def test_an_answer_without_end_is_not_waited_for():
                 connection.sendall(b" ")
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=talk, args=(listener,), daemon=True).start()
+        threading.Thread(target=send_forever, args=(listener,), daemon=True).start()
         client = JsonClient(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=1)
         with pytest.raises(Unavailable, match=r"takes longer than 1 s"):
             client.get("/batch")
 
 
-def test_a_refusal_is_told_from_a_failure():
-    with answering(response(b"{}", status="404 Not Found")) as url, pytest.raises(Refused, match="404 Not Found"):
+def test_a_4xx_status_is_a_rejection():
+    not_found = response(b"{}", status="404 Not Found")
+    with raw_server(not_found) as url, pytest.raises(RequestRejected, match="404 Not Found"):
         JsonClient(url, timeout=5).post("/step", {})
 
 
-def test_an_answer_is_unpacked_and_parsed():
-    with answering(response(gzip.compress(b'{"a": 1}'), GZIP)) as url:
+def test_a_gzip_response_is_decompressed_and_parsed():
+    with raw_server(response(gzip.compress(b'{"a": 1}'), GZIP)) as url:
         assert JsonClient(url, timeout=5).get("/status") == {"a": 1}

@@ -14,7 +14,7 @@ from colocated_grpo.environments.adapters import openenv
 from colocated_grpo.environments.episodes import build_episode
 from tests.support.adapter_play import items, items_from, observations, played, playing, saying
 from tests.support.openenv_server import NUMBER_ACTION, Guess, Server
-from tests.support.raw_server import answering, response
+from tests.support.raw_server import raw_server, response
 from tests.support.servers import free_port
 
 
@@ -153,7 +153,7 @@ def test_a_server_that_is_not_there_or_not_well_is_said_in_one_line():
 def test_a_server_that_is_started_again_during_a_run_is_waited_for(monkeypatch, server):
     monkeypatch.setattr(openenv, "PAUSE", 0.001)
     first = json.dumps({"observation": {"text": "1 to 9"}, "reward": None, "done": False}).encode()
-    with answering(b"", response(b"{}", status="503 Busy"), response(first)) as url:
+    with raw_server(b"", response(b"{}", status="503 Busy"), response(first)) as url:
         item = next(env(server).model_copy(update={"url": url}).prompts(0, "train"))
     assert "1 to 9" in item["prompt"]
 
@@ -162,7 +162,7 @@ def test_a_server_that_answers_nonsense_during_a_run_is_said_in_one_line(monkeyp
     monkeypatch.setattr(openenv, "PATIENCE", 0.0)
     episode = env(server)
     for raw in (b"220 a mail server\r\n", response(b"[]"), response(b"{}", status="500 Crashed")):
-        with answering(raw) as url:
+        with raw_server(raw) as url:
             prompts = episode.model_copy(update={"url": url}).prompts(0, "train")
             with pytest.raises(EnvironmentSetupError, match="no OpenEnv server answers /reset: ") as caught:
                 next(prompts)

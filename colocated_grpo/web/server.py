@@ -1,4 +1,4 @@
-"""An ASGI application in a thread of this process, on as many ports as asked for."""
+"""An ASGI application on a thread of this process, listening on one or more ports."""
 
 from __future__ import annotations
 
@@ -14,48 +14,52 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from colocated_grpo.runtime.descriptors import allow_descriptors, most_connections
 
 BACKLOG = 2048
-FAREWELL_SECONDS = 1
-"""Open connections get so long to end when the server closes."""
-SILENCE_SECONDS = 60.0
-"""For the head of a request. Whoever only connects would hold the connection for ever."""
+SHUTDOWN_SECONDS = 1
+"""Time for open connections to finish when the server closes."""
+IDLE_SECONDS = 60.0
+"""A connection without a complete request head, or without a next request, is closed after this time."""
 
 
 class Connection(H11Protocol):
-    """A connection that strangers cannot starve the process with: not by their number, by silence or by endless heads.
+    """A connection with limits on number, idle time and head size, so that clients cannot exhaust the process.
 
-    h11 refuses heads above 16 KiB, where uvicorn's faster parser, if that is installed, collects them without end.
+    The limit of 16 KiB for heads is h11's own. uvicorn's faster parser, httptools, has none.
     """
 
-    _clock: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             transport.abort()
         else:
-            self._look_again(None)
+            self._check_later(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
-    def _look_again(self, last: object) -> None:
-        self._clock = self.loop.call_later(SILENCE_SECONDS, self._look, last)
+    def _check_later(self, last: object) -> None:
+        self._timer = self.loop.call_later(IDLE_SECONDS, self._check_idle, last)
 
-    def _look(self, last: object) -> None:
-        """last: what had been answered at the last look, None if nothing; this connection if it owed an answer."""
+    def _check_idle(self, last: object) -> None:
+        """Close the connection unless a request was received or answered since the previous check.
+
+        last: the request cycle that was complete at the previous check, None before the first request, or this
+        connection itself while a response was pending. A pending response is never cut off.
+        """
         if self.cycle is last:
             self.transport.abort()
         else:
-            self._look_again(self.cycle if self.cycle.response_complete else self)
+            self._check_later(self.cycle if self.cycle.response_complete else self)
 
 
 class ServerThread:
-    """Listens from the moment it is made. Raises OSError where an address cannot be had."""
+    """A server that accepts requests once constructed. Raises OSError for an address that cannot be bound."""
 
     def __init__(self, app: ASGIApp, host: str, ports: Sequence[int]) -> None:
-        """ports: 0 is any free one."""
+        """ports: 0 stands for any free port; `self.ports` holds the actual ones."""
         allow_descriptors()
         self._sockets: list[socket.socket] = []
         try:
@@ -64,17 +68,17 @@ class ServerThread:
         except OSError:
             self._close_sockets()
             raise
-        self.ports = [listener.getsockname()[1] for listener in self._sockets]
+        self.ports: list[int] = [listener.getsockname()[1] for listener in self._sockets]
         config = uvicorn.Config(
             app,
             http=Connection,
             ws="none",
             log_config=None,
-            log_level="error",  # not a line for each request of a stranger that is none
+            log_level="error",  # uvicorn warns about every malformed request
             access_log=False,
             lifespan="off",
             server_header=False,
-            timeout_graceful_shutdown=FAREWELL_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
@@ -83,6 +87,7 @@ class ServerThread:
         self._thread.start()
 
     def close(self) -> None:
+        """Stop accepting, allow open requests SHUTDOWN_SECONDS to finish, and join the thread."""
         self._server.should_exit = True
         self._thread.join()
         self._close_sockets()

@@ -1,4 +1,4 @@
-"""A source of batches and an API server that tests post groups to."""
+"""An AtroposSource for tests, and calls of the API server that it reads from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 from typing import Any
 from urllib.request import Request, urlopen
 
-from colocated_grpo.atropos.client import AtroposClient, Trainer
-from colocated_grpo.atropos.rows import Reader
+from colocated_grpo.atropos.client import AtroposClient, TrainerSettings
+from colocated_grpo.atropos.rows import GroupReader
 from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.serving.origins import Origins
 
-BATCH = 4
-TRAINER = Trainer(
-    batch_size=BATCH,
+BATCH_SIZE = 4
+TRAINER = TrainerSettings(
+    batch_size=BATCH_SIZE,
     max_token_len=64,
     checkpoint_dir="runs/a",
     save_checkpoint_interval=3,
@@ -24,14 +24,14 @@ TRAINER = Trainer(
 )
 
 
-class Trial:
-    """A source and what it had to say."""
+class SourceHarness:
+    """A source with its client, its log lines and the batches that it passed to `keep`."""
 
     def __init__(self, url: str, **settings: Any) -> None:
         self.notes: list[str] = []
         self.kept: list[Any] = []
         self.origins = Origins(10)
-        reader = Reader(
+        reader = GroupReader(
             source="atropos",
             vocab_size=100,
             max_tokens=64,
@@ -53,26 +53,29 @@ class Trial:
         self.source.connect()
         self.source.begin(step)
 
-    def marks(self) -> list[int] | None:
-        """First tokens of the next batch's groups, which are then trained."""
+    def train_batch(self) -> list[int] | None:
+        """Take the next batch, mark it as trained and return the first token of each group; None after a stop."""
         groups = self.source.wait_for_groups(0, 3, self.stop)
-        if groups is not None:
-            self.source.settle()
-        return groups and [group.rollouts[0].token_ids[0] for group in groups]
+        if groups is None:
+            return None
+        self.source.settle()
+        return [group.rollouts[0].token_ids[0] for group in groups]
 
 
-def ask(url: str, path: str, body: Any = None) -> Any:
+def call_api(url: str, path: str, body: Any = None) -> Any:
+    """GET, or POST of a body. Returns the parsed response."""
     data = None if body is None else json.dumps(body).encode()
-    with urlopen(Request(url + path, data, {"Content-Type": "application/json"}), timeout=10) as answer:
-        raw = answer.read()
+    with urlopen(Request(url + path, data, {"Content-Type": "application/json"}), timeout=10) as response:
+        raw = response.read()
     return json.loads(raw) if path != "/reset_data" else raw
 
 
-def send(url: str, mark: int, size: int = BATCH, **changes: Any) -> None:
+def post_group(url: str, mark: int, size: int = BATCH_SIZE, **changes: Any) -> None:
+    """Post a group whose sequences begin with the token `mark`."""
     group = {
         "tokens": [[mark, 7, 9]] * size,
         "masks": [[-100, 7, 9]] * size,
         "scores": [float(row) for row in range(size)],
         "inference_logprobs": [[1.0, -0.5, -0.25]] * size,
     }
-    ask(url, "/scored_data", group | changes)
+    call_api(url, "/scored_data", group | changes)
