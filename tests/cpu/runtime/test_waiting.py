@@ -78,7 +78,7 @@ def test_the_trainers_own_waiting_is_nobodys_fault():
     thread.start()
     until(lambda: any(frame.f_code is Inbox.wait.__code__ for frame in frames()))
     assert users_frame(frames()[0]) is None
-    inbox.ring()
+    inbox.wake()
     thread.join(PATIENCE)
 
 
