@@ -1,4 +1,4 @@
-"""From scored groups to the numbers that people read. Pure: every rank that holds the groups gets the same numbers."""
+"""Metrics of scored groups. Pure: every rank computes the same numbers from the same groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colocated_grpo.types import Group, Rollout
 
 
 def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
-    """Rewards, lengths and staleness of one training batch; `policy_version` is that of the weights to be trained."""
+    """Rewards, lengths and staleness of one training batch. policy_version: of the weights to be trained."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.score.reward for rollout in rollouts if rollout.score.reward is not None]
     sampled = [rollout for rollout in rollouts if len(rollout.token_ids) > rollout.prompt_length]
@@ -50,9 +50,10 @@ def group_rewards(group: Group) -> list[float | None]:
 
 
 def check_reward_errors(groups: Sequence[Group], config: RolloutConfig) -> None:
-    """Raise RunError if more than the allowed share of rewards failed; silence would train on what is left.
+    """Raise RunError if more than config.max_reward_errors of the rewards failed.
 
-    What an opponent said is judged as well, but its score is never trained: neither it nor its error counts.
+    Without the check the run would train on the completions that are left. An opponent's completions do not count,
+    because their scores are not trained.
     """
     scores = [rollout.score for group in groups if not group.prompt.by_opponent for rollout in group.rollouts]
     errors = [score.error for score in scores if score.error is not None]
@@ -64,12 +65,12 @@ def check_reward_errors(groups: Sequence[Group], config: RolloutConfig) -> None:
 
 
 def lack_of_signal(groups: Sequence[Group]) -> str | None:
-    """Why these groups teach nothing, in one line; None where they do.
+    """One line that says why these groups have no gradient; None if they have one.
 
-    Not asked of advantages that come ready-made, nor of groups of one, whose score is their advantage.
+    Groups with given advantages and groups of one always have one.
     """
     if not groups:
-        return "none of its groups is trained yet, their turns wait for the end of their games"
+        return "no group is trained yet: their turns are pending until their games end"
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if any(rollout.advantages is not None for rollout in rollouts):
         return None

@@ -1,4 +1,4 @@
-"""Plain data that crosses module and rank boundaries. No behaviour, no torch.
+"""Plain data that crosses module and rank boundaries: no behaviour, no torch.
 
 Lists are aligned token by token unless a field says otherwise.
 """
@@ -24,15 +24,15 @@ class Prompt:
     """Position in the run's stream of prompts (training) or in the held-out list (evaluation)."""
     token_ids: list[int]
     text: str
-    """What the model reads, after the chat template."""
+    """The prompt as the model reads it, after the chat template."""
     item: dict[str, Any]
-    """The dataset row or task instance, as the scorer sees it; 'prompt' holds the user's own form of the prompt."""
+    """The dataset row or task instance for the scorer; 'prompt' holds the prompt in the user's form."""
     source: str
-    """Name of the environment that made it; key into the table of scorers."""
+    """Name of the environment that made it, which is also the key of its scorer."""
     pattern: str | None = None
-    """Regular expression that the engine keeps the completions within; None: they are free."""
+    """Regular expression that constrains the completions; None: unconstrained."""
     by_opponent: bool = False
-    """Answered once by the frozen opponent, for a game to go on, and not trained."""
+    """Completed once by the frozen opponent, so that a game can go on, and not trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,15 +47,15 @@ class Completion:
     """The engine's log-probability of each sampled token, at the sampling temperature."""
     finish_reason: FinishReason
     policy_version: int
-    """Completed optimizer steps of the weights that sampled it."""
+    """Completed optimizer steps of the weights that sampled the completion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """What a task says of one completion. Example: Score(reward=1.0, parts={"format": 0.5, "correct": 1.0})"""
+    """Result of scoring one completion. Example: Score(reward=1.0, parts={"format": 0.5, "correct": 1.0})"""
 
     reward: float | None
-    """None: not applicable, or failed; the rollout then carries no learning signal."""
+    """None: not applicable, or scoring failed; the rollout then has no learning signal."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named components, for metrics."""
     error: str | None = None
@@ -69,9 +69,9 @@ class Rollout:
     token_ids: list[int]
     """Prompt, then every sampled and observed token."""
     loss_mask: list[bool]
-    """True on tokens that the policy sampled and that are trained."""
+    """True for tokens that the policy sampled and that are trained."""
     sampling_logprobs: list[float] | None
-    """0.0 where loss_mask is False. None: the sampler did not say; the trainer's own of before the batch stand in."""
+    """0.0 where loss_mask is False. None: unknown; the trainer recomputes them before the first update."""
     prompt_length: int
     """Tokens before the first sampled one."""
     text: str
@@ -79,15 +79,15 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     temperature: float
-    """At which sampling_logprobs were taken; the trainer divides its logits by it."""
+    """Temperature of sampling_logprobs; the trainer divides its logits by it."""
     score: Score
     advantages: list[float] | None = None
-    """Of each sampled token, given by the environment; None: computed from the group's rewards."""
+    """One for each sampled token, given by the environment. None: computed from the group's rewards."""
     plain: bool = False
     """Sampled by this run's engine without top_p, top_k, min_p, penalties or a pattern: the policy of the same version
     must then give the same log-probabilities, up to rounding."""
     ref_logprobs: list[float] | None = None
-    """From the environment, 0.0 where loss_mask is False. None: the trainer's reference model is asked."""
+    """From the environment, 0.0 where loss_mask is False. None: computed by the trainer's reference model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -87,7 +87,7 @@ def test_a_rollout_that_sampled_nothing_has_no_staleness():
         ([[1.0, 1.0], [0.0, 1.0]], None),
         ([[1.0], [0.0]], None),
         ([[1.0, None], [0.0, 1.0]], None),
-        ([], "none of its groups is trained yet, their turns wait for the end of their games"),
+        ([], "no group is trained yet: their turns are pending until their games end"),
     ],
 )
 def test_a_batch_without_a_training_signal_says_why(rewards, line):

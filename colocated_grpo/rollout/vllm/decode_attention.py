@@ -145,7 +145,8 @@ def decode(
 def _shared_memory(device: torch.device) -> int:
     if device.type == "cpu":  # Triton's interpreter, in tests
         return FOR_FEW.shared_memory
-    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    utils = triton.runtime.driver.active.utils  # pyrefly: ignore[missing-attribute]  # only of the CUDA driver
+    return utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 @jit

@@ -104,7 +104,7 @@ class _Running(NamedTuple):
     name: str
     token_ids: list[int]
     logprobs: list[np.ndarray]
-    """Of the sampled tokens, one array for each chunk."""
+    """Log-probabilities of the sampled tokens, one array for each chunk."""
     streams: bool
 
     def completion(self, finish_reason: FinishReason, policy_version: int) -> Completion:
