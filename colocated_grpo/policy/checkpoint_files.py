@@ -53,7 +53,7 @@ class CheckpointReader:
             for file in sorted(folder.glob("pytorch_model*.bin")):
                 self._add_torch(file)
         if not self._readers:
-            raise ConfigError(f"model.name={str(folder)!r}: the folder holds no *.safetensors or pytorch_model*.bin")
+            raise ConfigError(f"model.name={str(folder)!r}: the folder has no *.safetensors or pytorch_model*.bin")
 
     def _add_safetensors(self, file: Path) -> None:
         handle = safe_open(file, framework="pt")

@@ -1,9 +1,8 @@
-"""As few blocks recompute their activations as memory demands; which ones do changes no number of the training."""
+"""Only as many blocks are checkpointed as memory requires, and checkpointing changes no result of training."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +34,7 @@ from tests.support.small_policy import (
     train,
     weights_of,
     whole,
+    with_ref_logprobs,
 )
 
 GIB = 1 << 30
@@ -42,24 +42,24 @@ BLOCKS, TOKENS = 20, 16_000
 FOOTPRINT = Footprint(peak=4 * GIB, tokens=2_000, per_token=GIB / 1000)
 SAVED = 0.9 * GIB / 1000 / BLOCKS
 EVERYTHING = 4 * GIB + 14 * 1.1 * GIB
-"""14,000 tokens more than the sample, each with a tenth on top for the block whose backward pass runs."""
+"""Bytes for TOKENS: 14,000 more than the trial had, each with 10 % more for the block whose backward pass runs."""
 
 
 def chosen(free: float, tokens: int = TOKENS) -> int:
     return min_checkpointed_blocks(FOOTPRINT, SAVED, tokens=tokens, free=free, blocks=BLOCKS)
 
 
-def test_no_block_is_checkpointed_where_everything_fits_exactly():
+def test_no_block_is_checkpointed_if_everything_just_fits():
     assert FOOTPRINT.bytes_needed(TOKENS, BLOCKS) == pytest.approx(EVERYTHING)
     assert chosen(EVERYTHING + 1) == 0
 
 
-def test_each_checkpointed_block_saves_its_share():
-    share = SAVED * TOKENS
+def test_each_checkpointed_block_saves_the_same_memory():
+    saved = SAVED * TOKENS
     assert chosen(EVERYTHING - 1) == 1
     for count in range(1, BLOCKS):
-        assert chosen(EVERYTHING - (count - 0.01) * share) == count
-        assert chosen(EVERYTHING - (count + 0.01) * share) == count + 1
+        assert chosen(EVERYTHING - (count - 0.01) * saved) == count
+        assert chosen(EVERYTHING - (count + 0.01) * saved) == count + 1
 
 
 def test_fewer_tokens_need_fewer_checkpointed_blocks():
@@ -69,15 +69,17 @@ def test_fewer_tokens_need_fewer_checkpointed_blocks():
     assert counts[-1] > counts[-2] > 0
 
 
-def test_a_budget_that_no_checkpointing_meets_is_refused_in_one_line_that_names_the_setting():
+def test_a_size_that_does_not_fit_with_every_block_checkpointed_is_rejected_in_one_line():
     least = EVERYTHING - BLOCKS * SAVED * TOKENS
     assert chosen(least + 1) == BLOCKS
-    with pytest.raises(RunError, match=r"batch\.max_tokens_per_micro_batch=16000: .*needs 5.0 GiB .*use 4.9") as caught:
+    with pytest.raises(
+        RunError, match=r"batch\.max_tokens_per_micro_batch=16000: .*needs 5.0 GiB .* 4.9 GiB are usable"
+    ) as caught:
         chosen(least - 0.1 * GIB)
     assert "\n" not in str(caught.value)
 
 
-def test_a_rehearsal_is_an_eighth_of_a_micro_batch_and_fills_a_chunk_of_logits_at_any_size(model_folder):
+def test_a_trial_is_an_eighth_of_a_micro_batch_and_fills_a_chunk_of_logits_at_any_size(model_folder):
     def config(tokens: int, chunk: int = 2048):
         batch, policy = {"max_tokens_per_micro_batch": tokens}, {"logprob_chunk_tokens": chunk}
         return config_of(model_folder(), batch=batch, policy=policy, rollout={"max_completion_tokens": 16})
@@ -85,15 +87,15 @@ def test_a_rehearsal_is_an_eighth_of_a_micro_batch_and_fills_a_chunk_of_logits_a
     sizes = [trial_sizes(config(tokens)) for tokens in (128, 1024, 8192, 16_384, 65_536)]
     assert sizes == [(64, 128), (128, 256), (512, 1024), (1024, 2048), (1024, 2048)]
     for size in trial_sizes(config(8192)):
-        micro_batch = dummy_micro_batch(config(8192), size)
-        assert micro_batch.tokens.num_tokens == size
-        assert micro_batch.tokens.longest_sequence <= config(8192).max_sequence_tokens
-        assert micro_batch.tokens.prefix_keys is not None
-        assert size + 2048 >= len(micro_batch.tokens.targets_N) > 2048
+        tokens = dummy_micro_batch(config(8192), size).tokens
+        assert tokens.num_tokens == size
+        assert tokens.longest_sequence <= config(8192).max_sequence_tokens
+        assert tokens.prefix_keys is not None
+        assert size + 2048 >= len(tokens.targets_N) > 2048
 
 
 def update_with(world: World, folder, count: int) -> tuple[dict, list[int], dict]:
-    """Gradients with `count` checkpointed blocks, how often a micro-batch runs each block, and the metrics."""
+    """Return gradients with `count` checkpointed blocks, forward passes of each block per micro-batch, and metrics."""
     config = config_of(folder, batch={"max_tokens_per_micro_batch": 60})
     policy = policy_of(config, world)
     set_checkpointed(policy.model, count)
@@ -114,11 +116,11 @@ def updates(world: World, folder) -> list[tuple]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
-def test_loss_and_gradients_do_not_depend_on_which_blocks_recompute(world, model_folder, family):
+def test_loss_and_gradients_do_not_depend_on_checkpointing(world, model_folder, family):
     assert_equal_updates(*updates(world, model_folder(family)))
 
 
-def test_loss_and_gradients_on_two_ranks_do_not_depend_on_it_either(model_folder):
+def test_loss_and_gradients_on_two_ranks_do_not_depend_on_checkpointing(model_folder):
     for results in run_on_ranks(updates, 2, model_folder()):
         assert_equal_updates(*results)
 
@@ -126,7 +128,7 @@ def test_loss_and_gradients_on_two_ranks_do_not_depend_on_it_either(model_folder
 def assert_equal_updates(kept: tuple, *others: tuple) -> None:
     gradients, runs, metrics = kept
     assert runs == [1, 1]
-    assert [runs for _, runs, _ in others] == [[2, 1], [2, 2]], "the leading blocks run again"
+    assert [runs for _, runs, _ in others] == [[2, 1], [2, 2]], "the leading blocks run twice"
     for other_gradients, _, other_metrics in others:
         assert_same(other_gradients, gradients, rtol=0, atol=0)
         assert other_metrics == metrics
@@ -142,26 +144,26 @@ def test_scoring_recomputes_nothing(world, model_folder):
 
 
 @pytest.mark.parametrize(("setting", "count"), [("auto", 0), (False, 0), ("no", 0), (True, 2), ("yes", 2)])
-def test_the_setting_says_where_a_run_starts(world, model_folder, setting, count):
+def test_the_setting_decides_which_blocks_are_checkpointed_at_first(world, model_folder, setting, count):
     config = config_of(model_folder(), policy={"gradient_checkpointing": setting})
     policy = policy_of(config, world)
     assert num_checkpointed(policy.model) == count
     assert all("_checkpoint" not in name for name in policy.parameters())
 
 
-def test_another_word_is_refused_in_one_line(model_folder):
+def test_an_unknown_setting_is_rejected_in_one_line(model_folder):
     with pytest.raises(ValidationError, match="'auto', True or False") as caught:
         config_of(model_folder(), policy={"gradient_checkpointing": "some"})
     assert len(caught.value.errors()) == 1
 
 
-def rehearsed(world: World, folder, loss: dict) -> dict:
-    """What a rehearsal must leave as it was, before and after, and the weights one step later with and without it."""
+def around_a_trial_step(world: World, folder, loss: dict) -> dict:
+    """Return the policy's state before and after a trial step, and weights one step later with and without it."""
     config = config_of(folder, loss=loss, batch={"max_tokens_per_micro_batch": 64})
     policies = [policy_of(config, world) for _ in range(2)]
     batch = pack_for(world, random_groups(4, 3), config)
     for policy in policies:
-        train(policy, batch.map(with_references))
+        train(policy, batch.map(with_ref_logprobs))
     policy = policies[0]
 
     def trace() -> dict:
@@ -174,15 +176,11 @@ def rehearsed(world: World, folder, loss: dict) -> dict:
     after = trace()
     assert all(parameter.grad is None for parameter in policy.model.parameters())
     for one in policies:
-        train(one, batch.map(with_references))
+        train(one, batch.map(with_ref_logprobs))
     return {"before": before, "after": after, "later": [weights_of(one) for one in policies]}
 
 
-def with_references(micro_batch):
-    return replace(micro_batch, ref_logprobs_N=micro_batch.loss_inputs.sampling_logprobs_N)
-
-
-def assert_left_no_trace(facts: dict) -> None:
+def assert_no_state_changed(facts: dict) -> None:
     before, after = facts["before"], facts["after"]
     assert after["version"] == before["version"] == 1
     assert torch.equal(after["random"][0], before["random"][0])
@@ -193,17 +191,17 @@ def assert_left_no_trace(facts: dict) -> None:
 
 
 @pytest.mark.parametrize("loss", [{"type": "dapo"}, {"type": "gspo", "kl": {"coef": 0.1, "target": "reference"}}])
-def test_a_rehearsal_leaves_no_trace(world, model_folder, loss):
-    assert_left_no_trace(rehearsed(world, model_folder(), loss))
+def test_a_trial_step_changes_no_state(world, model_folder, loss):
+    assert_no_state_changed(around_a_trial_step(world, model_folder(), loss))
 
 
-def test_a_rehearsal_of_two_ranks_leaves_no_trace_on_either(model_folder):
-    for facts in run_on_ranks(rehearsed, 2, model_folder(), {"type": "dapo"}):
-        assert_left_no_trace(facts)
+def test_a_trial_step_on_two_ranks_changes_no_state_on_either(model_folder):
+    for facts in run_on_ranks(around_a_trial_step, 2, model_folder(), {"type": "dapo"}):
+        assert_no_state_changed(facts)
 
 
 def fitted(world: World, folder, free_by_rank: list[float], tokens: int | str = 1000, **settings) -> tuple | str:
-    """Tokens and blocks chosen, or the complaint. A block keeps 1000 bytes a token, or 100 when checkpointed."""
+    """Return (tokens, blocks), or the error. A block keeps 1000 bytes per token, or 100 when checkpointed."""
     policy = policy_of(config_of(folder, policy=settings), world)
     config = config_of(folder, batch={"max_tokens_per_micro_batch": tokens}, policy=settings)
 
@@ -222,18 +220,18 @@ def fitted_one_by_one(world: World, folder, free_by_rank: list[list[float]], tok
     return [fitted(world, folder, free, tokens) for free in free_by_rank]
 
 
-def test_every_rank_checkpoints_what_the_fullest_device_needs(model_folder):
+def test_every_rank_checkpoints_as_many_blocks_as_the_fullest_device_needs(model_folder):
     free = [[4e6, 4e6], [4e6, 3.5e6], [3.5e6, 4e6], [3e6, 3.5e6]]
     chosen = [(1000, count) for count in (0, 1, 1, 2)]
     assert run_on_ranks(fitted_one_by_one, 2, model_folder(), free) == [chosen] * 2
 
 
 PER_TOKEN = 2 * 1000 * (1 + 2 / 2)
-"""What `fitted`'s model needs with nothing recomputed."""
+"""Bytes per token of the model in `fitted` without checkpointing."""
 
 
-def test_an_open_size_is_the_largest_that_recomputes_nothing_or_the_largest_that_fits_at_all(model_folder):
-    chosen_where_so_many_fit = {
+def test_the_automatic_size_is_the_largest_without_checkpointing_or_the_largest_that_fits(model_folder):
+    expected_by_room = {
         100_000: (24_576, 0),
         24_576: (24_576, 0),
         24_575: (16_384, 0),
@@ -242,19 +240,19 @@ def test_an_open_size_is_the_largest_that_recomputes_nothing_or_the_largest_that
         3_500: (4_096, 1),
         1_500: (2_048, 2),
     }
-    free = [[1e9, fits * PER_TOKEN] for fits in chosen_where_so_many_fit]
+    free = [[1e9, fits * PER_TOKEN] for fits in expected_by_room]
     for results in run_on_ranks(fitted_one_by_one, 2, model_folder(), free, "auto"):
-        assert dict(zip(chosen_where_so_many_fit, results, strict=True)) == chosen_where_so_many_fit
+        assert dict(zip(expected_by_room, results, strict=True)) == expected_by_room
 
 
 @pytest.mark.parametrize(("fits", "tokens"), [(30_000, 24_576), (9_000, 8_192), (100, 2_048)])
-def test_an_open_size_follows_memory_where_recomputation_is_set(world, model_folder, monkeypatch, fits, tokens):
+def test_the_automatic_size_follows_memory_if_checkpointing_is_set(world, model_folder, monkeypatch, fits, tokens):
     monkeypatch.setattr(activations, "measure", activations.measure)
     monkeypatch.setattr(activations, "usable_bytes", activations.usable_bytes)
     assert fitted(world, model_folder(), [fits * PER_TOKEN], "auto", gradient_checkpointing=False) == (tokens, 0)
 
 
-def test_an_open_size_holds_the_longest_sequence(model_folder):
+def test_the_automatic_size_fits_the_longest_sequence(model_folder):
     def sizes(longest: int) -> list[int]:
         rollout = {"max_prompt_tokens": 100, "max_completion_tokens": longest - 100}
         return candidate_sizes(config_of(model_folder(), batch={"max_tokens_per_micro_batch": "auto"}, rollout=rollout))
@@ -265,15 +263,15 @@ def test_an_open_size_holds_the_longest_sequence(model_folder):
 
 
 @pytest.mark.parametrize(("longest", "tokens"), [(1000, 16_384), (20_000, 24_576), (30_000, 30_000)])
-def test_on_cpu_an_open_size_is_settled_without_measuring(world, model_folder, longest, tokens):
+def test_on_cpu_the_automatic_size_is_chosen_without_measuring(world, model_folder, longest, tokens):
     rollout = {"max_prompt_tokens": 100, "max_completion_tokens": longest - 100}
     config = config_of(model_folder(), batch={"max_tokens_per_micro_batch": "auto", "epochs": 2}, rollout=rollout)
-    settled = choose_micro_batch_size(policy_of(config, world), config, world)
-    assert settled.batch.max_tokens_per_micro_batch == tokens
-    assert settled.batch.epochs == 2
+    chosen = choose_micro_batch_size(policy_of(config, world), config, world)
+    assert chosen.batch.max_tokens_per_micro_batch == tokens
+    assert chosen.batch.epochs == 2
 
 
-def test_every_rank_gives_up_where_one_device_is_too_small(model_folder):
-    complaints = run_on_ranks(fitted, 2, model_folder(), [4e6, 1e6])
-    assert complaints[0] == complaints[1]
-    assert complaints[0].startswith("batch.max_tokens_per_micro_batch=1000")
+def test_all_ranks_raise_the_same_error_if_one_device_is_too_small(model_folder):
+    errors = run_on_ranks(fitted, 2, model_folder(), [4e6, 1e6])
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("batch.max_tokens_per_micro_batch=1000")

@@ -1,4 +1,4 @@
-"""An exported folder is a model like any other: transformers computes from it what the policy computes."""
+"""An exported model loads in transformers and computes the same log-probabilities as the policy."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from tests.support.small_policy import (
 def train_and_export(
     world: World, folder: Path, target: Path, dtype: torch.dtype = torch.float32, file_bytes: int = 4 << 30
 ) -> tuple:
-    """(weights, scored micro-batch, its log-probabilities) of a policy that was trained for two steps and exported."""
+    """Train two steps and export; return (weights, micro-batch, its log-probabilities)."""
     config = config_of(folder, policy={"lr": 1e-2})
     policy = policy_of(config, world)
     batch = pack_for(world, random_groups(2, 3), config)
     train(policy, batch, steps=2)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    unchanged, export_module.FILE_BYTES = export_module.FILE_BYTES, file_bytes
+    default, export_module.FILE_BYTES = export_module.FILE_BYTES, file_bytes
     try:
         export(policy, read_model_config(config.model, folder), tokenizer, folder, target, dtype, world)
     finally:
-        export_module.FILE_BYTES = unchanged
+        export_module.FILE_BYTES = default
     micro_batch = batch.minibatches[0].micro_batches[0]
     return weights_of(policy), micro_batch, policy.score(micro_batch)
 
 
 def logprobs_from(folder: Path, micro_batch) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model, tokens = AutoModelForCausalLM.from_pretrained(folder).eval(), micro_batch.tokens
     logits = []
     for index, rows in enumerate(rows_of(micro_batch)):
-        sources = positions_of(rows, micro_batch.tokens.source_N[micro_batch.loss_inputs.sequence_N == index])
+        sources = positions_of(rows, tokens.source_N[micro_batch.loss_inputs.sequence_N == index])
         with torch.no_grad():
-            logits.append(model(micro_batch.tokens.input_ids_T[None, rows]).logits[0, sources])
-    log_probs = torch.log_softmax(torch.cat(logits).float() / micro_batch.tokens.temperature_N[:, None], -1)
-    return log_probs.gather(1, micro_batch.tokens.targets_N[:, None])[:, 0]
+            logits.append(model(tokens.input_ids_T[None, rows]).logits[0, sources])
+    log_probs = torch.log_softmax(torch.cat(logits).float() / tokens.temperature_N[:, None], -1)
+    return log_probs.gather(1, tokens.targets_N[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
@@ -74,7 +74,7 @@ def test_the_exported_model_computes_what_the_policy_computes(world, model_folde
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_two_ranks_write_several_files_and_an_index_that_names_every_tensor_once(model_folder, tmp_path, tied):
+def test_two_ranks_write_several_files_and_an_index_with_every_tensor_once(model_folder, tmp_path, tied):
     target = tmp_path / "final_model"
     file_bytes = 30_000
     results = run_on_ranks(train_and_export, 2, model_folder(tied=tied), target, torch.float32, file_bytes)
@@ -92,7 +92,7 @@ def test_two_ranks_write_several_files_and_an_index_that_names_every_tensor_once
     torch.testing.assert_close(logprobs_from(target, micro_batch), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_are_written_in_the_type_that_was_asked_for(world, model_folder, tmp_path):
+def test_weights_are_written_in_the_given_dtype(world, model_folder, tmp_path):
     weights, *_ = train_and_export(world, model_folder(), tmp_path / "half", torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert model.dtype == torch.bfloat16
@@ -101,7 +101,7 @@ def test_weights_are_written_in_the_type_that_was_asked_for(world, model_folder,
     assert_same(dict(sorted(exported.items())), expected, rtol=0, atol=0)
 
 
-def test_an_export_replaces_an_older_one_and_keeps_the_generation_settings(world, model_folder, tmp_path):
+def test_an_export_replaces_an_older_one_and_copies_the_generation_settings(world, model_folder, tmp_path):
     target = tmp_path / "final_model"
     target.mkdir()
     (target / "stale.safetensors").write_bytes(b"")
@@ -111,8 +111,8 @@ def test_an_export_replaces_an_older_one_and_keeps_the_generation_settings(world
     assert (target / settings).read_bytes() == (model_folder() / settings).read_bytes()
 
 
-def test_a_disk_that_takes_no_more_ends_the_export_with_one_line_and_without_a_model(world, model_folder, tmp_path):
-    """By a limit on the size of files, as safetensors has an error of its own for what the system refuses."""
+def test_a_failed_write_ends_the_export_with_one_line_and_no_partial_model(world, model_folder, tmp_path):
+    """A limit on file sizes stands for a full disk; safetensors raises an error type of its own for both."""
     folder, target = model_folder(), tmp_path / "final_model"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))

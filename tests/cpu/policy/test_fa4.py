@@ -1,4 +1,4 @@
-"""FlashAttention 4 where it runs, torch's kernels everywhere else. Its own arithmetic is tests/gpu's to check."""
+"""FlashAttention 4 where it is supported, torch's kernels elsewhere. Its arithmetic is tested in tests/gpu."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LONGEST = 5, 8
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A Hopper device, as far as choosing kernels asks; the test says what comparing them shows."""
+    """Pretend to have a Hopper device. Yields a setter for the outcome of the comparison of kernels."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
-    def comparing_shows(difference: float | Exception):
+    def set_difference(difference: float | Exception):
         def compare(*_):
             if isinstance(difference, Exception):
                 raise difference
@@ -36,12 +36,12 @@ def hopper(monkeypatch):
         monkeypatch.setattr(attention_kernels, "_fa4_difference", compare)
         has_fa4.cache_clear()
 
-    comparing_shows(1e-3)
-    yield comparing_shows
+    set_difference(1e-3)
+    yield set_difference
     has_fa4.cache_clear()
 
 
-def test_models_attend_with_flash_attention_4_on_hopper_and_with_torchs_kernels_elsewhere(hopper, monkeypatch):
+def test_flash_attention_4_is_chosen_on_hopper_only(hopper, monkeypatch):
     assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED_FA4
     assert implementation_for(QWEN, torch.bfloat16, torch.device("cpu"), longest=1024) == PACKED
     has_fa4.cache_clear()
@@ -49,7 +49,7 @@ def test_models_attend_with_flash_attention_4_on_hopper_and_with_torchs_kernels_
     assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
 
 
-def test_it_is_not_compiled_for_sequences_that_are_all_too_short_for_it(hopper):
+def test_it_is_not_compiled_if_all_sequences_are_too_short_for_it(hopper):
     implementation_for(QWEN, torch.bfloat16, GPU, longest=191)
     assert has_fa4.cache_info().currsize == 0
     implementation_for(QWEN, torch.bfloat16, GPU, longest=192)
@@ -64,12 +64,12 @@ def test_it_is_not_compiled_for_sequences_that_are_all_too_short_for_it(hopper):
         ({"head_dim": None, "hidden_size": 16 * 80}, torch.bfloat16),
     ],
 )
-def test_it_is_for_16_bits_and_the_head_sizes_that_were_compared(hopper, settings, dtype):
+def test_it_is_chosen_for_16_bit_types_and_tested_head_sizes_only(hopper, settings, dtype):
     config = AutoConfig.for_model("llama", num_attention_heads=16, **settings)
     assert implementation_for(config, dtype, GPU, longest=1024) == PACKED
 
 
-def test_a_model_that_calls_its_heads_something_else_gets_torchs_kernels(hopper):
+def test_a_model_with_unknown_names_for_its_heads_gets_torchs_kernels(hopper):
     assert implementation_for(PretrainedConfig(attention_width=2048), torch.bfloat16, GPU, longest=1024) == PACKED
 
 
@@ -82,25 +82,25 @@ def test_a_model_that_calls_its_heads_something_else_gets_torchs_kernels(hopper)
         (nan, "it differs from FlashAttention 2 by nan"),
     ],
 )
-def test_where_it_does_not_compile_or_disagrees_a_run_trains_without_it_and_says_why(hopper, caplog, outcome, reason):
+def test_a_failed_compilation_or_comparison_falls_back_and_is_logged_once(hopper, caplog, outcome, reason):
     hopper(outcome)
     with caplog.at_level(logging.WARNING):
         assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
         assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
-    assert caplog.messages == [f"training without FlashAttention 4, which would be faster: {reason}"]
+    assert caplog.messages == [f"training with FlashAttention 2 instead of the faster 4: {reason}"]
 
 
-def test_a_policy_that_is_built_for_it_scores_like_any_other(world, model_folder, monkeypatch):
-    config, tokens = config_of(model_folder()), build_micro_batch([sequence_of(5), sequence_of(9)])
-    usual = policy_of(config, world).score(tokens)
+def test_on_cpu_a_policy_built_for_it_scores_like_any_other(world, model_folder, monkeypatch):
+    config, micro_batch = config_of(model_folder()), build_micro_batch([sequence_of(5), sequence_of(9)])
+    usual = policy_of(config, world).score(micro_batch)
     monkeypatch.setattr(policy, "implementation_for", lambda *_, longest: PACKED_FA4)
     built = policy_of(config, world)
     assert built.model.lm.config._attn_implementation == PACKED_FA4
-    assert torch.equal(built.score(tokens), usual)
+    assert torch.equal(built.score(micro_batch), usual)
 
 
 @pytest.mark.parametrize(
-    ("length", "window", "sizes", "taken"),
+    ("length", "window", "sizes", "chosen"),
     [
         (192, None, (64, 64), "fa4"),
         (191, None, (64, 64), "varlen"),
@@ -109,21 +109,21 @@ def test_a_policy_that_is_built_for_it_scores_like_any_other(world, model_folder
         (1000, None, (128, 64), "varlen"),
     ],
 )
-def test_short_runs_windows_and_other_heads_are_left_to_torchs_kernels(monkeypatch, length, window, sizes, taken):
+def test_short_runs_windows_and_other_head_sizes_use_torchs_kernels(monkeypatch, length, window, sizes, chosen):
     monkeypatch.setattr(attention_kernels, "attend_varlen", lambda *_: "varlen")
     monkeypatch.setattr(attention_kernels, "attend_only_fa4", lambda *_: "fa4")
     cu = torch.tensor([0, length, 2 * length])
     query, value = (torch.zeros(2 * length, 1, size) for size in sizes)
-    assert attend_fa4(query, query, value, Runs(cu, length, cu, length), None, window) == taken
+    assert attend_fa4(query, query, value, Runs(cu, length, cu, length), None, window) == chosen
 
 
 def attention_by_hand(query, key, value, grad, cu_seqlens_q, cu_seqlens_k, softmax_scale):
-    """Output, and gradients of query, key and value, head by head."""
+    """Return the output and the gradients of query, key and value, computed head by head."""
     out, *gradients = (torch.zeros(tensor.shape) for tensor in (query, query, key, value))
-    sharing = query.shape[1] // key.shape[1]
-    borders = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
-    for ((first_q, last_q), (first_k, last_k)), head in product(borders, range(query.shape[1])):
-        rows, seen = (slice(first_q, last_q), head), (slice(first_k, last_k), head // sharing)
+    repeat = query.shape[1] // key.shape[1]
+    boundaries = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for ((first_q, last_q), (first_k, last_k)), head in product(boundaries, range(query.shape[1])):
+        rows, seen = (slice(first_q, last_q), head), (slice(first_k, last_k), head // repeat)
         hidden = torch.ones(last_q - first_q, last_k - first_k).triu(1 + (last_k - first_k) - (last_q - first_q)).bool()
         scores = (query[rows] @ key[seen].T * softmax_scale).masked_fill(hidden, -torch.inf)
         weights = torch.softmax(scores, dim=1)
@@ -138,7 +138,7 @@ def attention_by_hand(query, key, value, grad, cu_seqlens_q, cu_seqlens_k, softm
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    """Attention by hand in place of the kernels, called as they are."""
+    """Replace the kernels by `attention_by_hand`, called with the same arguments."""
 
     def forward(query, key, value, *, max_seqlen_q, max_seqlen_k, causal, return_lse, **settings):
         assert causal and return_lse and (max_seqlen_q, max_seqlen_k) == LONGEST
@@ -159,7 +159,7 @@ def plain_kernels(monkeypatch):
 
 
 def problem() -> tuple[list[torch.Tensor], Runs, torch.Tensor]:
-    """Two runs, one of which sees keys before its own; heads first in memory, as projections leave them."""
+    """Two runs, one with prefix keys; heads first in memory, as projections produce them."""
     torch.manual_seed(0)
     shapes = [(4, 8, 16), (2, 11, 16), (2, 11, 16)]
     tensors = [torch.randn(shape).transpose(0, 1).requires_grad_() for shape in shapes]
@@ -169,7 +169,7 @@ def problem() -> tuple[list[torch.Tensor], Runs, torch.Tensor]:
 
 @pytest.mark.parametrize("scaling", [None, 0.3])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_operator_hands_its_kernels_what_they_need_for_values_and_gradients(plain_kernels, scaling, compiled):
+def test_the_operator_passes_its_kernels_the_right_arguments_for_values_and_gradients(plain_kernels, scaling, compiled):
     tensors, runs, grad = problem()
     results = []
     for attend in (attend_padded, attend_only_fa4):
@@ -180,7 +180,7 @@ def test_the_operator_hands_its_kernels_what_they_need_for_values_and_gradients(
         torch.testing.assert_close(operator, plain)
 
 
-def test_the_compiler_is_told_the_shapes_and_strides_that_the_operator_has(plain_kernels):
+def test_the_fake_implementations_have_the_shapes_and_strides_of_the_real_ones(plain_kernels):
     tensors, runs, grad = problem()
     settings = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, 0.25
     forward = torch.library.opcheck(fa4.attend, (*tensors, *settings))

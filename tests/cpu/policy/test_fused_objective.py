@@ -30,30 +30,30 @@ from tests.support.small_policy import config_of, gradients_of, make_small_model
     busy=st.sampled_from([{}, *BUSY_SETTINGS]),
     on_policy=st.booleans(),
 )
-def test_parts_add_up_to_the_loss_and_its_gradient(seed, lengths, size, config_class, busy, on_policy):
+def test_chunks_add_up_to_the_loss_and_its_gradient(seed, lengths, size, config_class, busy, on_policy):
     config, inputs = config_class(**busy), random_inputs(seed, lengths)
-    inputs = replace(inputs, old_logprobs_T=None) if on_policy else inputs
-    split = make_chunked_loss(config)
-    if split is None:
+    inputs = replace(inputs, old_logprobs_N=None) if on_policy else inputs
+    chunked_loss = make_chunked_loss(config)
+    if chunked_loss is None:
         assert config.correction.level == "sequence"
         return
-    part = split(inputs)
-    total, leaf = torch.zeros(()), inputs.logprobs_T
+    chunk_loss = chunked_loss(inputs)
+    total, leaf = torch.zeros(()), inputs.logprobs_N
     for start in range(0, sum(lengths), size):
         tokens = slice(start, start + size)
-        total = total + part(tokens, leaf[tokens])
+        total = total + chunk_loss(tokens, leaf[tokens])
     loss, gradient = loss_and_gradient(config, inputs)
     assert_close(total.detach(), loss, rtol=1e-5, atol=1e-5)
     assert_close(torch.autograd.grad(total, leaf)[0], gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [GSPOConfig(), GRPOConfig(correction=CorrectionConfig(level="sequence"))])
-def test_a_loss_that_looks_across_tokens_cannot_be_split(config):
+def test_a_loss_that_mixes_tokens_of_a_sequence_cannot_be_chunked(config):
     assert make_chunked_loss(config) is None
 
 
 def sequences_of(lengths: list[int]) -> list[TrainSequence]:
-    """Two tokens of prompt each, then tokens whose sampler is a little off."""
+    """Two prompt tokens each, then tokens with a small sampler-trainer mismatch."""
     rng = random.Random(0)
     return [
         TrainSequence(
@@ -69,7 +69,7 @@ def sequences_of(lengths: list[int]) -> list[TrainSequence]:
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "cispo"])
-def test_both_objectives_give_the_same_loss_metrics_and_gradients(world, tmp_path, loss):
+def test_fused_and_unfused_objectives_give_the_same_loss_metrics_and_gradients(world, tmp_path, loss):
     folder = make_small_model(tmp_path / "model", "qwen3")
     config = config_of(folder, loss={"type": loss}, policy={"logprob_chunk_tokens": 3})
     policy = policy_of(config, world)

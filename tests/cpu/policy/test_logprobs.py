@@ -1,4 +1,4 @@
-"""The fused head: log-probabilities, entropies and both gradients, without the full logits."""
+"""The fused output layer: log-probabilities, entropies and both gradients without storing the full logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inputs(dtype=torch.float32):
 
 
 def reference(softcap):
-    """Plain float64 arithmetic over the whole matrix of logits: (logprobs, entropy, gradient of hidden, of weight)."""
+    """Compute (logprobs, entropy, gradient of hidden, of weight) from the full logits in plain float64."""
     hidden, weight, targets, temperature, upstream = inputs(torch.float64)
     hidden.requires_grad_(), weight.requires_grad_()
     logits = hidden @ weight.t()
@@ -37,7 +37,7 @@ def reference(softcap):
     return chosen.detach(), entropy.detach(), *gradients
 
 
-def fused(chunk_tokens: int, softcap):
+def chunked(chunk_tokens: int, softcap):
     hidden, weight, targets, temperature, upstream = inputs()
     hidden.requires_grad_(), weight.requires_grad_()
     logprobs, entropy = linear_logprobs(
@@ -51,11 +51,11 @@ def fused(chunk_tokens: int, softcap):
 @pytest.mark.parametrize("chunk_tokens", [1, 4, N, 100])
 def test_values_and_both_gradients_equal_log_softmax_of_the_full_logits(chunk_tokens, softcap):
     names = ["log-probability", "entropy", "gradient of hidden", "gradient of weight"]
-    for name, actual, expected in zip(names, fused(chunk_tokens, softcap), reference(softcap), strict=True):
+    for name, actual, expected in zip(names, chunked(chunk_tokens, softcap), reference(softcap), strict=True):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=3e-6, msg=lambda t, n=name: f"{n}: {t}")
 
 
-def test_the_entropy_carries_no_gradient():
+def test_the_entropy_has_no_gradient():
     hidden, weight, targets, temperature, _ = inputs()
     hidden.requires_grad_()
     logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature_N=temperature, chunk_tokens=4)
@@ -63,17 +63,17 @@ def test_the_entropy_carries_no_gradient():
     assert not entropy.requires_grad
 
 
-def test_no_scored_token_gives_empty_results_and_zero_gradients():
+def test_without_scored_tokens_results_are_empty_and_gradients_zero():
     hidden = torch.zeros(0, H, requires_grad=True)
     weight = torch.randn(V, H, requires_grad=True)
-    nothing = torch.zeros(0)
-    logprobs, entropy = linear_logprobs(hidden, weight, nothing.long(), temperature_N=nothing, chunk_tokens=4)
+    empty = torch.zeros(0)
+    logprobs, entropy = linear_logprobs(hidden, weight, empty.long(), temperature_N=empty, chunk_tokens=4)
     logprobs.sum().backward()
     assert logprobs.shape == entropy.shape == (0,)
     assert weight.grad.abs().max() == 0
 
 
-def test_half_precision_inputs_give_float32_log_probabilities_and_gradients_of_their_own_type():
+def test_half_precision_inputs_give_float32_log_probabilities_and_half_precision_gradients():
     hidden, weight, targets, temperature, upstream = inputs()
     hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
     logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature_N=temperature, chunk_tokens=3)
@@ -85,7 +85,7 @@ def test_half_precision_inputs_give_float32_log_probabilities_and_gradients_of_t
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns, forward and backward."""
+    """Records the number of elements of the largest tensor that any operation returns, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("softcap", SOFTCAPS)
-def test_no_tensor_is_larger_than_one_chunk_of_logits_or_the_weight(softcap):
+def test_no_tensor_is_larger_than_one_chunk_of_logits(softcap):
     tokens, chunk_tokens, hidden_size, vocabulary = 64, 8, 4, 50
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     weight = torch.randn(vocabulary, hidden_size, requires_grad=True)
@@ -112,30 +112,30 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits_or_the_weight(softcap):
     assert largest.elements == chunk_tokens * vocabulary
 
 
-def test_the_largest_tensor_of_the_plain_computation_would_have_been_noticed():
+def test_the_recorder_of_the_largest_tensor_sees_the_full_logits_of_a_plain_computation():
     with LargestTensor() as largest:
         torch.log_softmax(torch.randn(64, 4) @ torch.randn(4, 50), -1)
     assert largest.elements == 64 * 50
 
 
 def token_loss(tokens: slice, logprobs: torch.Tensor) -> torch.Tensor:
-    """Curved, and different for each token."""
+    """Nonlinear, and different for each token."""
     _, _, _, _, upstream = inputs()
     return (upstream[tokens] * logprobs.exp() + 0.1 * logprobs.square()).sum()
 
 
 @pytest.mark.parametrize("softcap", SOFTCAPS)
 @pytest.mark.parametrize("chunk_tokens", [1, 4, N, 100])
-def test_a_loss_inside_the_head_equals_the_same_loss_behind_it(chunk_tokens, softcap):
+def test_a_fused_loss_equals_the_same_loss_on_the_log_probabilities(chunk_tokens, softcap):
     hidden, weight, targets, temperature, _ = inputs()
     hidden.requires_grad_(), weight.requires_grad_()
     settings = {"temperature_N": temperature, "chunk_tokens": chunk_tokens, "softcap": softcap}
     logprobs, entropy = linear_logprobs(hidden, weight, targets, **settings)
-    behind = token_loss(slice(None), logprobs)
-    inside, same_logprobs, same_entropy = linear_loss(hidden, weight, targets, loss_of=token_loss, **settings)
+    unfused = token_loss(slice(None), logprobs)
+    fused, same_logprobs, same_entropy = linear_loss(hidden, weight, targets, loss_of=token_loss, **settings)
     torch.testing.assert_close([same_logprobs, same_entropy], [logprobs.detach(), entropy])
-    torch.testing.assert_close(inside, behind)
-    expected = torch.autograd.grad(3.0 * behind, [hidden, weight])
-    actual = torch.autograd.grad(3.0 * inside, [hidden, weight])
+    torch.testing.assert_close(fused, unfused)
+    expected = torch.autograd.grad(3.0 * unfused, [hidden, weight])
+    actual = torch.autograd.grad(3.0 * fused, [hidden, weight])
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert not same_logprobs.requires_grad and not same_entropy.requires_grad

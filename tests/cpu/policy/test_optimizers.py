@@ -1,4 +1,4 @@
-"""Optimizers over shards do what their originals do to the whole model; the update is checked before it is made."""
+"""Optimizers over shards equal the original ones over full tensors; invalid updates are rejected before they happen."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ def optimizer_config(folder, kind: str, **policy):
     return config_of(folder, policy={"lr": LR, "grad_clip": NO_CLIP, "optimizer": settings, **policy})
 
 
-def made_up_gradient(name: str, step: int, shape) -> torch.Tensor:
-    """Sizes differ from step to step and from row to row, so that every moment matters."""
+def synthetic_gradient(name: str, step: int, shape) -> torch.Tensor:
+    """Magnitudes differ between steps and rows, so that every moment matters."""
     generator = torch.Generator().manual_seed(hash((len(name), step)) & 0xFFFF)
     gradient = torch.randn(*shape, generator=generator)
     return gradient * torch.logspace(-3, 0, shape[0]).reshape(-1, *[1] * (len(shape) - 1)) * (1 + step)
 
 
-def step_with_made_up_gradients(world: World, folder, kind: str) -> dict:
-    """Weights after STEPS optimizer steps."""
+def step_with_synthetic_gradients(world: World, folder, kind: str) -> dict:
+    """Return the weights after STEPS optimizer steps."""
     policy = policy_of(optimizer_config(folder, kind), world)
-    # FSDP gives some shards new storage in the first forward: an optimizer that held on to the old one would train it.
+    # FSDP reallocates some shards in the first forward pass: an optimizer with references to old storage would miss it.
     policy.score(pack_for(world, random_groups(1, 2), config_of(folder)).minibatches[0].micro_batches[0])
     for step in range(STEPS):
         for name, parameter in policy.parameters().items():
-            parameter.grad = shard_like(parameter, made_up_gradient(name, step, parameter.shape))
+            parameter.grad = shard_like(parameter, synthetic_gradient(name, step, parameter.shape))
         policy.optimizer_step(Metrics(world.device))
     return weights_of(policy)
 
@@ -78,33 +78,33 @@ def step_the_original(folder, kind: str) -> dict:
     optimizer = ORIGINALS[kind](model.parameters())
     for step in range(STEPS):
         for name, parameter in model.named_parameters():
-            parameter.grad = made_up_gradient(name, step, parameter.shape)
+            parameter.grad = synthetic_gradient(name, step, parameter.shape)
         optimizer.step()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", ORIGINALS)
-def test_an_optimizer_over_shards_of_one_rank_equals_the_original_on_the_whole_model(world, model_folder, kind):
+def test_an_optimizer_over_the_shards_of_one_rank_equals_the_original(world, model_folder, kind):
     folder = model_folder()
     expected = step_the_original(folder, kind)
-    actual = step_with_made_up_gradients(world, folder, kind)
+    actual = step_with_synthetic_gradients(world, folder, kind)
     assert_same(actual, {name: expected[name] for name in actual}, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
 def test_two_ranks_update_as_one_rank_does(world, model_folder, kind):
     folder = model_folder()
-    expected = step_with_made_up_gradients(world, folder, kind)
-    for actual in run_on_ranks(step_with_made_up_gradients, 2, folder, kind):
+    expected = step_with_synthetic_gradients(world, folder, kind)
+    for actual in run_on_ranks(step_with_synthetic_gradients, 2, folder, kind):
         assert_same(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_adamw_8bit_on_two_ranks_trains_every_row_nearly_as_one_rank_does(world, model_folder):
-    """Blocks of the quantised moments end elsewhere on a shard: close to one rank, and not equal to it."""
+    """Quantisation blocks have other boundaries on a shard, so the result is close to one rank's but not equal."""
     folder = model_folder()
     start = weights_of(policy_of(config_of(folder), world))
-    expected = step_with_made_up_gradients(world, folder, "adamw_8bit")
-    for actual in run_on_ranks(step_with_made_up_gradients, 2, folder, "adamw_8bit"):
+    expected = step_with_synthetic_gradients(world, folder, "adamw_8bit")
+    for actual in run_on_ranks(step_with_synthetic_gradients, 2, folder, "adamw_8bit"):
         for name, tensor in actual.items():
             rows_changed = (tensor != start[name]).reshape(len(tensor), -1).any(dim=1)
             assert rows_changed.all(), name
@@ -112,7 +112,7 @@ def test_adamw_8bit_on_two_ranks_trains_every_row_nearly_as_one_rank_does(world,
 
 
 @pytest.mark.parametrize("kind", ORIGINALS)
-def test_making_the_optimizers_state_early_changes_neither_weights_nor_later_steps(world, model_folder, kind):
+def test_allocating_optimizer_state_early_changes_neither_weights_nor_later_steps(world, model_folder, kind):
     folder = model_folder()
     config = optimizer_config(folder, kind)
     early, late = policy_of(config, world), policy_of(config, world)
@@ -129,7 +129,7 @@ def test_making_the_optimizers_state_early_changes_neither_weights_nor_later_ste
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_raises_and_leaves_weights_and_moments(world, model_folder, bad):
+def test_a_non_finite_gradient_raises_and_leaves_weights_and_moments_unchanged(world, model_folder, bad):
     config = optimizer_config(model_folder(), "adamw")
     policy = policy_of(config, world)
     batch = pack_for(world, random_groups(2, 3), config)
@@ -150,7 +150,7 @@ def moments_of(policy) -> dict:
 
 
 def clipped_steps(world: World, folder, scale: float) -> tuple:
-    """(gradient norm reported, the true one, how far gradient descent moved the weights), clipped at scale * norm."""
+    """Clip at scale * norm; return (reported gradient norm, true norm, distance that SGD moved the weights)."""
     groups = random_groups(2, 3)
     policy = policy_of(config_of(folder), world)
     policy.forward_backward(pack_for(world, groups, config_of(folder)).minibatches[0], Metrics(world.device))
@@ -171,7 +171,7 @@ def clipped_at_each(world: World, folder, scales: list[float]) -> list[tuple]:
     return [clipped_steps(world, folder, scale) for scale in scales]
 
 
-def test_the_gradient_is_scaled_down_to_the_bound_over_all_ranks_and_never_up(model_folder):
+def test_clipping_uses_the_norm_over_all_ranks_and_never_scales_up(model_folder):
     scales = [0.25, 4.0]
     for results in run_on_ranks(clipped_at_each, 2, model_folder(), scales):
         for scale, (reported, norm, moved) in zip(scales, results, strict=True):
@@ -179,14 +179,14 @@ def test_the_gradient_is_scaled_down_to_the_bound_over_all_ranks_and_never_up(mo
             assert moved == pytest.approx(min(1.0, scale) * norm, rel=1e-4)
 
 
-def test_gradients_are_gone_after_a_step(world, model_folder):
+def test_gradients_are_freed_after_a_step(world, model_folder):
     config = config_of(model_folder())
     policy = policy_of(config, world)
     train(policy, pack_for(world, random_groups(1, 2), config))
     assert all(parameter.grad is None for parameter in policy.model.parameters())
 
 
-def test_the_schedules_follow_their_formulae():
+def test_learning_rate_schedules_follow_their_formulas():
     def rates(**settings):
         config = PolicyConfig(lr=1.0, min_lr=0.2, warmup_steps=2, **settings)
         return [learning_rate(config, step, 6) for step in range(8)]
@@ -206,7 +206,7 @@ def test_a_learning_rate_stays_between_zero_and_its_peak(warmup_steps, total_ste
     assert after_warmup == sorted(after_warmup, reverse=True)
 
 
-def test_each_optimizer_step_uses_the_rate_of_its_own_version(world, model_folder):
+def test_each_optimizer_step_uses_the_learning_rate_of_its_version(world, model_folder):
     config = config_of(model_folder(), training_steps=2, batch={"epochs": 2}, policy={"lr": 1e-3, "schedule": "linear"})
     policy = policy_of(config, world)
     batch = pack_for(world, random_groups(1, 2), config)

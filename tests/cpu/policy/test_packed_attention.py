@@ -1,4 +1,4 @@
-"""Attention over packed sequences equals attention over each sequence alone."""
+"""Attention over packed sequences equals attention over each sequence separately."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def attend_packed(query, key, value, lengths, **settings):
     return out
 
 
-def attend_alone(query, key, value, lengths, *, scaling=HEAD_DIM**-0.5, sliding_window=None):
-    """Each sequence by itself, with loops over tokens and heads: slow, and hard to get wrong."""
+def attend_separately(query, key, value, lengths, *, scaling=HEAD_DIM**-0.5, sliding_window=None):
+    """Compute each sequence separately, with loops over tokens and heads: slow but simple."""
     out = torch.zeros(1, query.shape[2], query.shape[1], HEAD_DIM, dtype=query.dtype)
     repeat = query.shape[1] // key.shape[1]
     start = 0
@@ -50,12 +50,12 @@ def attend_alone(query, key, value, lengths, *, scaling=HEAD_DIM**-0.5, sliding_
 
 @pytest.mark.parametrize("window", [None, 1, 3, 64])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_packed_attention_equals_attention_of_each_sequence_alone(kv_heads, window):
+def test_packed_attention_equals_attention_of_each_sequence_separately(kv_heads, window):
     query, key, value = heads(4, 0), heads(kv_heads, 1), heads(kv_heads, 2)
     for tensor in (query, key, value):
         tensor.requires_grad_()
     results = []
-    for attend in (attend_packed, attend_alone):
+    for attend in (attend_packed, attend_separately):
         out = attend(query, key, value, LENGTHS, scaling=0.3, sliding_window=window)
         results.append([out, *torch.autograd.grad(out.square().sum(), [query, key, value])])
     for actual, expected in zip(*results, strict=True):
@@ -63,53 +63,52 @@ def test_packed_attention_equals_attention_of_each_sequence_alone(kv_heads, wind
 
 
 PROMPTS, COMPLETIONS = [4, 3], [[5, 1, 2], [6, 2]]
-"""Lengths: two prompts, the first of which three completions follow."""
+"""Lengths of two prompts, and of the completions of each."""
 
 
-def shared_micro_batch() -> MicroBatch:
-    """One sequence of its own, then siblings of each prompt."""
+def micro_batch_with_prefixes() -> MicroBatch:
+    """A sequence without siblings, then the siblings of each prompt."""
     sequences = [sequence_of(3)]
     for group, (prompt, completions) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True), start=1):
         siblings = [replace(sequence_of(prompt + own), scored=np.array([prompt])) for own in completions]
-        sequences += [replace(sibling, group=group, shared=prompt) for sibling in siblings]
+        sequences += [replace(sibling, group=group, prefix_length=prompt) for sibling in siblings]
     return build_micro_batch(sequences)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 64])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_attention_to_a_shared_beginning_equals_attention_to_one_of_its_own(kv_heads, window):
-    micro_batch = shared_micro_batch()
-    rows = rows_of(micro_batch)
+def test_attention_to_a_common_prefix_equals_attention_to_a_separate_copy(kv_heads, window):
+    micro_batch = micro_batch_with_prefixes()
+    rows, tokens = rows_of(micro_batch), micro_batch.tokens
     lengths = [3, 9, 5, 6, 9, 5]
     assert [len(own) for own in rows] == lengths
-    assert micro_batch.tokens.num_tokens == sum(lengths) - 2 * 4 - 3, "each beginning is there once"
-    tensors = [
-        heads(count, seed, (micro_batch.tokens.num_tokens,)) for seed, count in enumerate((4, kv_heads, kv_heads))
-    ]
+    assert tokens.num_tokens == sum(lengths) - 2 * 4 - 3, "each prefix is packed once"
+    tensors = [heads(count, seed, (tokens.num_tokens,)) for seed, count in enumerate((4, kv_heads, kv_heads))]
     for tensor in tensors:
         tensor.requires_grad_()
-    shared = packed_attention(
+    packed = packed_attention(
         nn.Module(),
         *tensors,
         None,
-        cu_seq_lens_q=micro_batch.tokens.cu_seqlens,
-        max_length_q=micro_batch.tokens.max_seqlen,
-        shared_keys=micro_batch.tokens.prefix_keys,
+        cu_seq_lens_q=tokens.cu_seqlens,
+        max_length_q=tokens.max_seqlen,
+        prefix_keys=tokens.prefix_keys,
         scaling=0.3,
         sliding_window=window,
     )[0][:, torch.cat(rows)]
-    alone = attend_alone(*(t[:, :, torch.cat(rows)] for t in tensors), lengths, scaling=0.3, sliding_window=window)
-    results = [[out, *torch.autograd.grad(out.square().sum(), tensors)] for out in (shared, alone)]
+    copies = [tensor[:, :, torch.cat(rows)] for tensor in tensors]
+    separate = attend_separately(*copies, lengths, scaling=0.3, sliding_window=window)
+    results = [[out, *torch.autograd.grad(out.square().sum(), tensors)] for out in (packed, separate)]
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_scale_defaults_to_one_over_the_root_of_the_head_size():
+def test_the_scale_defaults_to_one_over_the_square_root_of_the_head_size():
     tensors = heads(2, 0), heads(2, 1), heads(2, 2)
-    torch.testing.assert_close(attend_packed(*tensors, LENGTHS), attend_alone(*tensors, LENGTHS))
+    torch.testing.assert_close(attend_packed(*tensors, LENGTHS), attend_separately(*tensors, LENGTHS))
 
 
-def test_a_change_in_one_sequence_leaves_every_other_one_bit_for_bit_as_it_was():
+def test_a_change_in_one_sequence_changes_no_bit_of_the_others():
     attend = partial(attend_packed, lengths=LENGTHS)
     query, key, value = heads(2, 0), heads(2, 1), heads(2, 2)
     before = attend(query, key, value)
@@ -124,6 +123,6 @@ def test_a_change_in_one_sequence_leaves_every_other_one_bit_for_bit_as_it_was()
 @pytest.mark.parametrize(
     ("setting", "name"), [({"softcap": 50.0}, "soft-capping"), ({"s_aux": torch.zeros(2)}, "sinks")]
 )
-def test_a_soft_cap_inside_attention_and_sinks_are_refused(setting, name):
+def test_attention_soft_capping_and_sinks_are_rejected(setting, name):
     with pytest.raises(ConfigError, match=name):
         attend_packed(heads(2, 0), heads(2, 1), heads(2, 2), LENGTHS, **setting)

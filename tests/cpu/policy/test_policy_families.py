@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.model import PackedTokens, build_empty, read_model_config, reshard
+from colocated_grpo.policy.model import build_empty, read_model_config, reshard
 from colocated_grpo.policy.policy import build_model
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks
@@ -54,27 +54,24 @@ def upstream_of(micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def packed_forward(world: World, folder: Path, micro_batch: MicroBatch, **policy) -> tuple[torch.Tensor, dict]:
-    """Log-probabilities of the scored tokens, and the gradient of their sum weighted by `upstream_of`."""
+    """Return log-probabilities of the scored tokens, and the gradient of their sum weighted by `upstream_of`."""
     config = config_of(folder, policy=policy)
     model = build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
-    tokens = PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
-    logprobs, _ = model(tokens)
+    logprobs, _ = model(micro_batch.tokens)
     (logprobs * upstream_of(micro_batch)).sum().backward()
-    reshard(model)  # gradients stand on the shards
+    reshard(model)  # gradients are on the sharded parameters
     return logprobs.detach(), {name: whole(p.grad) for name, p in model.hf_parameters().items()}
 
 
 def one_by_one_forward(folder: Path, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict]:
-    """The same from transformers' eager model, which knows nothing of packing."""
+    """Compute the same with transformers' eager model, without packing."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    logprobs = []
+    tokens, logprobs = micro_batch.tokens, []
     for index, rows in enumerate(rows_of(micro_batch)):
         own = micro_batch.loss_inputs.sequence_N == index
-        logits = model(micro_batch.tokens.input_ids_T[None, rows]).logits[
-            0, positions_of(rows, micro_batch.tokens.source_N[own])
-        ]
-        log_probs = torch.log_softmax(logits.float() / micro_batch.tokens.temperature_N[own, None], dim=-1)
-        logprobs.append(log_probs.gather(1, micro_batch.tokens.targets_N[own, None])[:, 0])
+        logits = model(tokens.input_ids_T[None, rows]).logits[0, positions_of(rows, tokens.source_N[own])]
+        log_probs = torch.log_softmax(logits.float() / tokens.temperature_N[own, None], dim=-1)
+        logprobs.append(log_probs.gather(1, tokens.targets_N[own, None])[:, 0])
     logprobs = torch.cat(logprobs)
     (logprobs * upstream_of(micro_batch)).sum().backward()
     return logprobs.detach(), {name: p.grad for name, p in model.named_parameters()}
@@ -88,7 +85,7 @@ def test_packed_log_probabilities_and_gradients_equal_those_of_one_sequence_at_a
     folder = model_folder(family.split()[0], tied=tied, **FAMILIES[family])
     micro_batch = micro_batch_of(world, folder)
     expected, expected_gradients = one_by_one_forward(folder, micro_batch)
-    assert expected.std() > 0.1, "the model must tell tokens apart"
+    assert expected.std() > 0.1, "tokens must differ in probability"
     for checkpointing in (False, True):
         actual, gradients = packed_forward(world, folder, micro_batch, gradient_checkpointing=checkpointing)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -97,8 +94,8 @@ def test_packed_log_probabilities_and_gradients_equal_those_of_one_sequence_at_a
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_the_sliding_window_of_these_models_is_felt(world, model_folder, family):
-    """Without this the test above would hold for a window that nobody applies."""
+def test_the_sliding_window_changes_the_log_probabilities(world, model_folder, family):
+    """Otherwise the test above would pass with windows ignored on both sides."""
     folder = model_folder(family, tied=True, **FAMILIES[family])
     wide = model_folder(family, tied=True, edits={**FAMILIES[family]["edits"], "sliding_window": 64})
     micro_batch = micro_batch_of(world, folder)
@@ -112,8 +109,9 @@ def test_the_temperature_is_not_rounded_to_the_compute_type(world, model_folder)
     config = config_of(folder, policy={"compute_dtype": "bfloat16"})
     model = build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
     micro_batch = micro_batch_of(world, folder)
-    tokens = PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
-    hidden_NH, temperature_N = model(tokens, lambda hidden_NH, *_, temperature_N, **__: (hidden_NH, temperature_N))
+    hidden_NH, temperature_N = model(
+        micro_batch.tokens, lambda hidden_NH, *_, temperature_N, **__: (hidden_NH, temperature_N)
+    )
     assert hidden_NH.dtype == torch.bfloat16
     assert torch.equal(temperature_N, micro_batch.tokens.temperature_N)
     assert not torch.equal(temperature_N, temperature_N.bfloat16().float())
@@ -127,15 +125,13 @@ def test_gradient_checkpointing_keeps_fewer_activations(world, model_folder):
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t):
             config = config_of(folder, policy={"gradient_checkpointing": checkpointing})
-            policy_of(config, world).model(
-                PackedTokens(**{name: getattr(micro_batch, name) for name in PackedTokens.__dataclass_fields__})
-            )
+            policy_of(config, world).model(micro_batch.tokens)
         sizes[checkpointing] = sum(saved)
     assert sizes[True] < 0.6 * sizes[False]
 
 
 def loaded_weights(world: World, folder: Path) -> tuple[dict, dict]:
-    """What two ranks loaded, and how many rows each tensor was read for on this rank."""
+    """Return the weights that the ranks loaded, and the number of rows of each tensor that this rank read."""
     rows = defaultdict(int)
     read = CheckpointReader.read
 
@@ -151,7 +147,7 @@ def loaded_weights(world: World, folder: Path) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("tied", TYING.values(), ids=TYING)
-def test_shards_of_two_ranks_hold_the_file_and_no_rank_reads_rows_of_the_other(model_folder, tied):
+def test_each_rank_reads_only_its_own_rows_of_the_checkpoint(model_folder, tied):
     folder = model_folder(tied=tied)
     file = load_file(folder / "model.safetensors")
     (first, first_rows), (second, second_rows) = run_on_ranks(loaded_weights, 2, folder)
@@ -163,7 +159,7 @@ def test_shards_of_two_ranks_hold_the_file_and_no_rank_reads_rows_of_the_other(m
         assert first_rows[name] <= (len(tensor) + 1) // 2
 
 
-def test_a_checkpoint_in_torchs_own_format_loads_the_same_weights(world, model_folder, tmp_path):
+def test_a_checkpoint_in_torch_format_loads_the_same_weights(world, model_folder, tmp_path):
     tensors = load_file(model_folder() / "model.safetensors")
     (tmp_path / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
     names = list(tensors)
@@ -182,14 +178,14 @@ def test_weights_in_half_precision_become_float32_masters(world, model_folder, t
     assert all(torch.equal(weights[name], stored[name].float()) for name in stored)
 
 
-def test_a_base_model_without_the_prefix_of_its_language_model_loads(world, model_folder, tmp_path):
-    """Saved from the inner model, tensors are called 'h.0...' where the language model says 'transformer.h.0...'."""
+def test_a_checkpoint_of_the_base_model_alone_loads(world, model_folder, tmp_path):
+    """Its tensors are named 'h.0...' instead of 'transformer.h.0...'."""
     AutoModelForCausalLM.from_pretrained(model_folder("gpt2")).transformer.save_pretrained(tmp_path)
     weights = weights_of(policy_of(config_of(tmp_path), world))
     assert_same(weights, weights_of(policy_of(config_of(model_folder("gpt2")), world)), rtol=0, atol=0)
 
 
-def test_a_checkpoint_that_lacks_tensors_is_refused_in_one_line(world, model_folder, tmp_path):
+def test_a_checkpoint_that_lacks_tensors_is_rejected_in_one_line(world, model_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folder())
     state = {name: tensor for name, tensor in model.state_dict().items() if ".1.mlp." not in name}
     model.save_pretrained(tmp_path, state_dict=state)
@@ -198,41 +194,41 @@ def test_a_checkpoint_that_lacks_tensors_is_refused_in_one_line(world, model_fol
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_weights_is_refused_in_one_line(world, model_folder, tmp_path):
+def test_a_folder_without_weights_is_rejected_in_one_line(world, model_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
-    with pytest.raises(ConfigError, match=r"holds no .*safetensors"):
+    with pytest.raises(ConfigError, match=r"has no .*safetensors"):
         policy_of(config_of(tmp_path), world)
 
 
-def test_models_that_scale_their_logits_are_refused(model_folder, tmp_path):
+def test_models_that_scale_their_logits_are_rejected(model_folder, tmp_path):
     config = json.loads((model_folder() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"logit_scale": 0.5}))
     with pytest.raises(ConfigError, match="logit_scale"):
         read_model_config(config_of(tmp_path).model, tmp_path)
 
 
-def test_attention_with_soft_capped_scores_is_refused(world, model_folder):
+def test_attention_with_soft_capped_scores_is_rejected(world, model_folder):
     folder = model_folder("gemma2")
     with pytest.raises(ConfigError, match="gemma2"):
         policy_of(config_of(folder), world).score(micro_batch_of(world, folder))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "minimax", "jamba"])
-def test_models_whose_tokens_get_more_than_keys_and_values_of_those_before_are_refused(family):
-    """Packed sequences would run into one another, and the freshness check, which scores one alone, would pass."""
+def test_models_with_layers_that_carry_a_state_are_rejected(family):
+    """The state would leak between packed sequences, and the freshness check, which scores only one, would pass."""
     layers = {"lfm2": {"layer_types": ["conv", "full_attention"]}}.get(family, {})
     with pytest.raises(ConfigError, match=f"model type '{family}': layers that carry a state") as caught:
         build_empty(AutoConfig.for_model(family, num_hidden_layers=2, **layers), 64, trust_remote_code=False)
     assert "\n" not in str(caught.value)
 
 
-def test_attention_within_chunks_is_refused():
-    """It looks like any other to packed attention: its chunks are in the mask that packed models do without."""
+def test_attention_within_chunks_is_rejected():
+    """Packed attention would ignore the chunks, because they are part of the mask that it does not use."""
     with pytest.raises(ConfigError, match="model type 'llama4_text': attention within chunks"):
         build_empty(AutoConfig.for_model("llama4_text", num_hidden_layers=2), 64, trust_remote_code=False)
 
 
-def test_a_model_that_is_not_loaded_yet_holds_no_storage_but_has_its_rotary_frequencies(model_folder):
+def test_a_model_before_loading_has_rotary_frequencies_but_no_parameter_storage(model_folder):
     folder = model_folder()
     model = build_empty(read_model_config(config_of(folder).model, folder), 64, trust_remote_code=False)
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""The Triton kernels of the log-probability operator equal their plain form, run by Triton's interpreter on the CPU."""
+"""The Triton kernels of the log-probability operator equal plain torch, in Triton's interpreter on CPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COMPARISON = """
 import torch
 from colocated_grpo.policy import logprobs, softmax_kernels
 
-softmax_kernels.BLOCK = 64  # several blocks a row, the last one cut
+softmax_kernels.BLOCK = 64  # several blocks per row, the last one partial
 torch.manual_seed(0)
 rows, vocabulary = 5, 333
 logits = torch.randn(rows, vocabulary) * 6
-logits[0, 7], logits[1, 300] = 60.0, -200.0  # peaks and pits that a careless exponential overflows on
+logits[0, 7], logits[1, 300] = 60.0, -200.0  # extremes at which a naive exponential overflows
 targets = torch.tensor([7, 300, 0, vocabulary - 1, 64])
 temperatures = torch.tensor([0.7, 1.0, 1.3, 1.0, 2.0])
 gradients = torch.randn(rows)
@@ -30,13 +30,13 @@ for expected, actual in zip(plain, fast, strict=True):
 for softcap in (None, 70.0):
     arguments = targets, temperatures, plain[2], gradients, torch.float32, softcap
     expected = logprobs._logit_gradient(logits, *arguments)
-    actual = softmax_kernels.logit_gradient(logits.clone(), *arguments)  # it takes the memory of its logits
+    actual = softmax_kernels.logit_gradient(logits.clone(), *arguments)  # it overwrites the logits
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 print("equal")
 """
 
 
-def test_the_kernels_equal_the_plain_operations():
+def test_the_kernels_equal_plain_torch():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", COMPARISON], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,9 +1,8 @@
-"""One rank with unsharded weights trains as FSDP2 does, to the bit, and its checkpoints fit both."""
+"""Training with unsharded weights on one rank equals FSDP2 bit for bit, and checkpoints of each load in the other."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from tests.support.small_policy import (
     train,
     weights_of,
     whole,
+    with_old_logprobs,
 )
 
 FUSED = re.compile("[qkv]_proj|gate_proj|up_proj")
-WAYS = ["copied", "shared"]
+SETTINGS = ["copied", "shared"]
 MODELS = {
     "tied": ("qwen3", {}),
     "untied": ("qwen3", {"tied": False}),
@@ -43,7 +43,7 @@ MODELS = {
 
 
 def config_with(folder: Path, weights: str, **policy: Any) -> Config:
-    """Several micro-batches in each of two minibatches."""
+    """Two minibatches of several micro-batches each."""
     return config_of(
         folder,
         weights=weights,
@@ -61,18 +61,13 @@ def trained(world: World, config: Config, steps: int = 2) -> tuple[Policy, dict[
     return policy, metrics
 
 
-def with_old_logprobs(micro_batch):
-    """Ratios that are not one: the loss then depends on the weights' values, not on their gradient alone."""
-    return replace(micro_batch, old_logprobs_N=micro_batch.loss_inputs.sampling_logprobs_N)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_and_weights_after_several_steps_equal_those_of_fsdp(world, model_folder, model, dtype):
     architecture, settings = MODELS[model]
     folder = model_folder(architecture, **settings)
     (sharded, expected), (plain, metrics) = (
-        trained(world, config_with(folder, weights, compute_dtype=dtype)) for weights in WAYS
+        trained(world, config_with(folder, weights, compute_dtype=dtype)) for weights in SETTINGS
     )
     assert isinstance(sharded.weights, ShardedWeights)
     assert isinstance(plain.weights, UnshardedWeights)
@@ -85,7 +80,7 @@ def test_losses_and_weights_after_several_steps_equal_those_of_fsdp(world, model
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_of_all_micro_batches_equal_those_of_fsdp(world, model_folder, tied, dtype):
     gradients = []
-    for weights in WAYS:
+    for weights in SETTINGS:
         config = config_with(model_folder(tied=tied), weights, compute_dtype=dtype)
         policy = policy_of(config, world)
         policy.forward_backward(pack_for(world, random_groups(6, 4), config).minibatches[0], Metrics(world.device))
@@ -95,15 +90,15 @@ def test_gradients_of_all_micro_batches_equal_those_of_fsdp(world, model_folder,
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw_8bit"])
-def test_every_optimizer_moves_whole_masters_as_it_moves_shards(world, model_folder, optimizer):
+def test_every_optimizer_updates_unsharded_masters_as_it_updates_shards(world, model_folder, optimizer):
     after = []
-    for weights in WAYS:
+    for weights in SETTINGS:
         config = config_with(model_folder(), weights, optimizer={"type": optimizer}, gradient_checkpointing=True)
         after.append(weights_of(trained(world, config)[0]))
     assert_same(after[1], after[0], rtol=0, atol=0)
 
 
-def test_the_model_computes_with_rounded_masters_which_keep_what_rounding_loses(world, model_folder):
+def test_the_model_computes_with_rounded_copies_of_fp32_masters(world, model_folder):
     config = config_with(model_folder(), "shared", compute_dtype="bfloat16")
     policy = policy_of(config, world)
     batch = pack_for(world, random_groups(6, 4), config)
@@ -117,7 +112,7 @@ def test_the_model_computes_with_rounded_masters_which_keep_what_rounding_loses(
     assert all(lost)
 
 
-def test_no_gradient_in_16_bit_outlives_the_backward_pass(world, model_folder):
+def test_16_bit_gradients_are_freed_during_the_backward_pass(world, model_folder):
     config = config_with(model_folder(), "shared", compute_dtype="bfloat16")
     policy = policy_of(config, world)
     policy.forward_backward(pack_for(world, random_groups(6, 4), config).minibatches[0], Metrics(world.device))
@@ -126,7 +121,7 @@ def test_no_gradient_in_16_bit_outlives_the_backward_pass(world, model_folder):
     assert all(master.grad is None for master in policy.parameters().values())
 
 
-def test_a_tied_head_stays_the_embedding(world, model_folder):
+def test_a_tied_output_layer_stays_tied(world, model_folder):
     lm = policy_of(config_with(model_folder(tied=True), "shared"), world).model.lm
     assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     lm = policy_of(config_with(model_folder(tied=False), "shared"), world).model.lm
@@ -134,7 +129,7 @@ def test_a_tied_head_stays_the_embedding(world, model_folder):
 
 
 def engine_like(policy: Policy) -> dict[str, torch.Tensor]:
-    """Memory as an engine has it, filled with nonsense: layers fused, with rows of padding after them."""
+    """Return views like those of an engine's memory, with arbitrary values: layers fused, then rows of padding."""
     rows: dict[str, list[str]] = {}
     parameters = policy.model.hf_parameters()
     for name in parameters:
@@ -148,7 +143,7 @@ def engine_like(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_in_another_s_memory_the_policy_trains_on_as_before(world, model_folder, tied):
+def test_training_in_adopted_memory_equals_training_in_own_memory(world, model_folder, tied):
     config = config_with(model_folder(tied=tied), "shared")
     expected = weights_of(trained(world, config)[0])
     policy = policy_of(config, world)
@@ -162,8 +157,8 @@ def test_in_another_s_memory_the_policy_trains_on_as_before(world, model_folder,
         assert parameter.data_ptr() != policy.parameters()[name].data_ptr()
 
 
-def test_compiled_blocks_compute_with_rows_of_fused_layers(world, model_folder, monkeypatch):
-    # Tracing decides what compiles; generating code for it would take the test a minute.
+def test_compiled_blocks_compute_with_views_of_fused_layers(world, model_folder, monkeypatch):
+    # aot_eager: tracing is what can fail here, and generating code would take a minute.
     monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager"))
     gradients = {}
     for compiled in ("off", "on"):
@@ -177,7 +172,7 @@ def test_compiled_blocks_compute_with_rows_of_fused_layers(world, model_folder, 
 
 
 @pytest.mark.parametrize("wrong", [lambda view: view[1:], lambda view: view.double(), lambda view: view.to("meta")])
-def test_memory_of_another_shape_type_or_device_is_refused_whole(world, model_folder, wrong):
+def test_views_of_another_shape_type_or_device_are_rejected_and_change_nothing(world, model_folder, wrong):
     policy = policy_of(config_with(model_folder(), "shared"), world)
     before = {name: parameter.data_ptr() for name, parameter in policy.model.hf_parameters().items()}
     views = engine_like(policy)
@@ -186,8 +181,8 @@ def test_memory_of_another_shape_type_or_device_is_refused_whole(world, model_fo
     assert {name: parameter.data_ptr() for name, parameter in policy.model.hf_parameters().items()} == before
 
 
-def save_and_go_on(world: World, folder: Path, run_dir: Path, weights: str, optimizer: str) -> dict:
-    """The weights one step after the save."""
+def save_and_continue(world: World, folder: Path, run_dir: Path, weights: str, optimizer: str) -> dict:
+    """Return the weights one step after the save."""
     config = config_with(folder, weights, optimizer={"type": optimizer})
     policy, _ = trained(world, config, steps=1)
     checkpoints = Checkpoints(run_dir, CheckpointConfig(), world)
@@ -197,7 +192,7 @@ def save_and_go_on(world: World, folder: Path, run_dir: Path, weights: str, opti
     return weights_of(policy)
 
 
-def restore_and_go_on(world: World, folder: Path, run_dir: Path, weights: str, optimizer: str) -> dict:
+def restore_and_continue(world: World, folder: Path, run_dir: Path, weights: str, optimizer: str) -> dict:
     config = config_with(folder, weights, optimizer={"type": optimizer})
     policy = policy_of(config, world)
     Checkpoints(run_dir, CheckpointConfig(), world).restore(policy)
@@ -210,18 +205,18 @@ def restore_and_go_on(world: World, folder: Path, run_dir: Path, weights: str, o
 @pytest.mark.parametrize(
     ("saved_by", "restored_by"), [("copied", "shared"), ("shared", "copied"), ("shared", "shared")]
 )
-def test_a_checkpoint_of_either_way_continues_in_the_other(
+def test_a_checkpoint_of_either_setting_continues_in_the_other(
     world, model_folder, tmp_path, saved_by, restored_by, optimizer
 ):
-    expected = save_and_go_on(world, model_folder(), tmp_path, saved_by, optimizer)
-    actual = restore_and_go_on(world, model_folder(), tmp_path, restored_by, optimizer)
+    expected = save_and_continue(world, model_folder(), tmp_path, saved_by, optimizer)
+    actual = restore_and_continue(world, model_folder(), tmp_path, restored_by, optimizer)
     assert_same(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_a_checkpoint_of_two_ranks_continues_whole_on_one(world, model_folder, tmp_path, optimizer):
-    expected = run_on_ranks(save_and_go_on, 2, model_folder(), tmp_path, "copied", optimizer)[0]
-    actual = restore_and_go_on(world, model_folder(), tmp_path, "shared", optimizer)
+def test_a_checkpoint_of_two_ranks_continues_unsharded_on_one(world, model_folder, tmp_path, optimizer):
+    expected = run_on_ranks(save_and_continue, 2, model_folder(), tmp_path, "copied", optimizer)[0]
+    actual = restore_and_continue(world, model_folder(), tmp_path, "shared", optimizer)
     assert_same(actual, expected, rtol=1e-3, atol=1e-4)
 
 
