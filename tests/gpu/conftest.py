@@ -1,4 +1,4 @@
-"""Skips what this machine has no devices for."""
+"""Skips tests that need more CUDA devices than this machine has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     devices = torch.cuda.device_count()
-    for item in items:  # of the whole session, the CPU tests among them
+    for item in items:  # all tests of the session, including CPU tests
         needed = max((devices_needed(mark) for mark in item.iter_markers()), default=0)
         if devices < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, {devices} here"))

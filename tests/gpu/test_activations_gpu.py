@@ -1,4 +1,4 @@
-"""Blocks recompute where memory is short, as few as it takes, and the training then fits."""
+"""Only as many blocks are checkpointed as free memory requires, and training then fits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = 16_384
 
 @contextmanager
 def occupied_but_for(size: float) -> Iterator[None]:
-    """Free device memory is `size` bytes inside, and afterwards what it was: other tests' processes need it."""
+    """Leave `size` bytes of device memory free inside the block; release the rest afterwards, for other tests."""
     gc.collect()
     torch.cuda.empty_cache()
     ballast = torch.empty(int(torch.cuda.mem_get_info()[0] - size), dtype=torch.uint8, device="cuda")
@@ -38,7 +38,7 @@ def occupied_but_for(size: float) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def test_as_few_blocks_recompute_as_free_memory_demands_and_training_stays_within_it(world, tmp_path):
+def test_training_fits_into_free_memory_with_as_few_checkpointed_blocks_as_needed(world, tmp_path):
     folder = make_model(tmp_path / "model", shape=SHAPE)
     lengths = {"max_prompt_tokens": 256, "max_completion_tokens": 768}
     config = config_of(folder, batch={"max_tokens_per_micro_batch": TOKENS}, rollout=lengths)

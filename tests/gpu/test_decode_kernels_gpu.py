@@ -1,4 +1,4 @@
-"""The kernels that decoding uses on CUDA devices, against plain arithmetic and what the engine sees of them."""
+"""Decode kernels on CUDA devices against plain arithmetic, and their results as the engine sees them."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ def test_one_token_attention_over_the_paged_cache_equals_softmax(sequences, head
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 20011), (33, 20011), (3, 50), (600, 4097)])
-def test_sampling_also_gives_logsumexp_and_never_a_forbidden_token(rows, vocabulary, dtype):
+def test_sampling_returns_logsumexp_and_never_a_masked_token(rows, vocabulary, dtype):
     from tests.support.decode_kernels import assert_samples_are_sound
 
     assert_samples_are_sound("cuda", rows, vocabulary, dtype)
 
 
-def test_without_temperature_the_likeliest_token_is_taken():
+def test_at_temperature_zero_the_most_likely_token_is_chosen():
     from tests.support.decode_kernels import assert_greedy_takes_the_likeliest
 
     assert_greedy_takes_the_likeliest("cuda")
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 8, 128), (4, 1, 64), (32, 8, 128)])
-def test_queries_keys_and_values_are_prepared_as_by_separate_layers(heads, kv_heads, size):
+def test_the_fused_qkv_kernel_equals_separate_layers(heads, kv_heads, size):
     from tests.support.decode_kernels import assert_prepared_as_by_separate_layers
 
     assert_prepared_as_by_separate_layers("cuda", heads, kv_heads, size)
 
 
-def test_tokens_are_drawn_as_often_as_softmax_says_in_every_part_of_the_vocabulary():
+def test_sampling_frequencies_follow_softmax_in_every_part_of_the_vocabulary():
     from tests.support.decode_kernels import chi_squared_of_draws
 
     likely = [0, 1, 1023, 1024, 2047, 2048, 3071, 3072, 4095, 4096, 8191, 8192, 8999]
     for rows in (4000, 50):  # one part and many
         chi_squared = chi_squared_of_draws("cuda", 9000, likely, draws=40_000, rows=rows)
-        assert chi_squared < 40, "12 degrees of freedom: above 32.9 in one of a thousand cases"
+        assert chi_squared < 40, "12 degrees of freedom: above 32.9 with probability 0.001"
 
 
-def test_a_draw_follows_from_seed_and_position_and_not_from_its_company():
+def test_a_sample_depends_on_seed_and_position_and_not_on_the_batch():
     from colocated_grpo.rollout.vllm.sampling_kernels import sample
     from tests.support.decode_kernels import rows_of
 
     logits = torch.randn(1, 151_936, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     row = [part * 0 + value for part, value in zip(rows_of("cuda", 1), (0, 1, 5, 9), strict=True)]
-    alone = [sample(logits, *row)[0]]
-    for company in (3, 200, 2000):
-        places, temperatures, seeds, positions = rows_of("cuda", company)
+    samples = [sample(logits, *row)[0]]
+    for batch in (3, 200, 2000):
+        places, temperatures, seeds, positions = rows_of("cuda", batch)
         seeds[places[1]], positions[1] = 5, 9
-        alone.append(sample(logits.expand(company, -1), places, temperatures, seeds, positions)[0][1:2])
-        assert len(sample(logits.expand(company, -1), places, temperatures, seeds, positions)[0].unique()) > 1
-    assert len(torch.cat(alone).unique()) == 1
+        samples.append(sample(logits.expand(batch, -1), places, temperatures, seeds, positions)[0][1:2])
+        assert len(sample(logits.expand(batch, -1), places, temperatures, seeds, positions)[0].unique()) > 1
+    assert len(torch.cat(samples).unique()) == 1
 
 
-def test_the_sampler_gets_log_probabilities_of_what_it_has_just_drawn():
+def test_the_sampler_returns_the_log_probabilities_of_its_last_samples():
     import vllm.v1.worker.gpu.sample.sampler as sampler
 
     from colocated_grpo.rollout.vllm import patches
@@ -73,7 +73,7 @@ def test_the_sampler_gets_log_probabilities_of_what_it_has_just_drawn():
     options = {"logprob_token_ids_state": None, "expanded_idx_mapping": None, "max_per_req_token_ids": 0}
     rows = rows_of("cuda", 4)
     tokens = sampler.gumbel_sample(logits, *rows, apply_temperature=False, use_fp64=False)
-    for scored in (logits, logits.clone()):  # the second has not been sampled from: vLLM's own path
+    for scored in (logits, logits.clone()):  # the second was not sampled from: vLLM's own path
         scores = sampler.compute_topk_scores(scored, 0, tokens, None, **options, logits_mode=False)
         expected = torch.log_softmax(logits.double(), -1).gather(1, tokens[:, None])
         torch.testing.assert_close(scores.logprobs.double(), expected, rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Optimizer state that lives on the host while the engine generates."""
+"""Optimizer state in host memory during generation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("weights", ["copied", "shared"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw_8bit"])
-def test_offloading_between_steps_changes_no_weight_and_keeps_one_host_buffer_for_each_tensor(
-    world, tmp_path, optimizer, weights
-):
+def test_offloading_between_steps_changes_no_weight_and_reuses_its_host_buffers(world, tmp_path, optimizer, weights):
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    torch.use_deterministic_algorithms(True, warn_only=True)  # or two policies differ by the order of atomic additions
+    torch.use_deterministic_algorithms(True, warn_only=True)  # otherwise atomic additions differ in order
     model = make_model(tmp_path / "model", shape=replace(TINY, vocab=SHAPE.vocab), init_std=0.15)
     policy_settings = {"lr": 1e-2, "optimizer": {"type": optimizer}, "offload_optimizer": True, "compile": "off"}
     config = config_of(model, weights=weights, policy=policy_settings)

@@ -1,4 +1,4 @@
-"""The kernels that CUDA devices run, against the padded path that the CPU tests have proved exact."""
+"""CUDA attention kernels against the padded implementation, which the CPU tests verify."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colocated_grpo.batching import build_micro_batch
-from colocated_grpo.policy.attention import copied
+from colocated_grpo.policy.attention import expand_keys
 from colocated_grpo.policy.attention_kernels import Runs, attend_only_fa4, attend_padded, attend_varlen, has_fa4
 from tests.support.small_policy import sequence_of
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = [37, 1, 300, 128, 5]
 SIBLINGS = {40: [37, 1, 300], 150: [128, 5, 70, 2]}
-"""Own tokens of each sibling, by the length of what they share."""
+"""Tokens of each sibling after the common prefix, by the length of that prefix."""
 HEADS = 8
-ROUNDINGS = 2**-7
-"""Two of bfloat16's, relative: the kernel rounds a key's gradient for each query head and again for their sum."""
+MAX_BF16_DIFFERENCE = 2**-7
+"""Two relative rounding errors of bfloat16: the kernel rounds a key's gradient per query head, then their sum."""
 
 
 def heads(count: int, tokens: int, seed: int, size: int = 64) -> torch.Tensor:
@@ -30,7 +30,7 @@ def heads(count: int, tokens: int, seed: int, size: int = 64) -> torch.Tensor:
 
 
 def attention_of(attend, keys_of, runs: Runs, tensors, dtype: torch.dtype, scaling, window) -> list[torch.Tensor]:
-    """Output, and gradients of query, key and value."""
+    """Return the output and the gradients of query, key and value."""
     query, key, value = (tensor.to(dtype).detach().requires_grad_() for tensor in tensors)
     out = attend(query, keys_of(key), keys_of(value), runs, scaling, window)
     upstream = heads(HEADS, len(query), seed=9, size=query.shape[-1]).float()
@@ -43,35 +43,35 @@ def assert_as_exact_as_padded(kernel, keys_of, runs: Runs, tensors, scaling, win
     padded, tested = run(attend_padded, dtype=torch.bfloat16), run(kernel, dtype=torch.bfloat16)
     for name, a, b, c in zip(("output", "query", "key", "value"), tested, padded, exact, strict=True):
         error, usual = ((tensor.double() - c).norm() / c.norm() for tensor in (a, b))
-        assert error < max(2 * usual, ROUNDINGS), f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
+        assert error < max(2 * usual, MAX_BF16_DIFFERENCE), (
+            f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
+        )
 
 
 def own_keys(count_kv: int, size: int) -> tuple[Runs, list[torch.Tensor]]:
-    """Runs that see their own tokens, and their query, key and value."""
+    """Return runs without prefixes, and their query, key and value."""
     cu = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32, device="cuda")
     tensors = [heads(count, sum(LENGTHS), seed, size) for seed, count in enumerate((HEADS, count_kv, count_kv))]
     return Runs(cu, max(LENGTHS), cu, max(LENGTHS)), tensors
 
 
-def shared_keys(count_kv: int, size: int) -> tuple[partial, Runs, list[torch.Tensor]]:
-    """What copies the keys of siblings, their runs, and query, key and value."""
+def with_prefixes(count_kv: int, size: int) -> tuple[partial, Runs, list[torch.Tensor]]:
+    """Return the function that copies prefix keys, the runs of siblings, and their query, key and value."""
     sequences = [
-        replace(sequence_of(shared + own), scored=np.array([shared]), group=shared, shared=shared)
-        for shared, siblings in SIBLINGS.items()
+        replace(sequence_of(prefix + own), scored=np.array([prefix]), group=prefix, prefix_length=prefix)
+        for prefix, siblings in SIBLINGS.items()
         for own in siblings
     ]
-    micro_batch = build_micro_batch(sequences)
-    shared = micro_batch.tokens.prefix_keys
-    shared = shared._replace(**{n: t.cuda() for n, t in shared._asdict().items() if isinstance(t, torch.Tensor)})
-    runs = Runs(
-        micro_batch.tokens.cu_seqlens.cuda(), micro_batch.tokens.max_seqlen, shared.cu_seqlens, shared.max_seqlen
-    )
+    tokens = build_micro_batch(sequences).tokens
+    keys = tokens.prefix_keys
+    keys = keys._replace(**{n: t.cuda() for n, t in keys._asdict().items() if isinstance(t, torch.Tensor)})
+    runs = Runs(tokens.cu_seqlens.cuda(), tokens.max_seqlen, keys.cu_seqlens, keys.max_seqlen)
     counts = HEADS, count_kv, count_kv
-    tensors = [heads(count, micro_batch.tokens.num_tokens, seed, size) for seed, count in enumerate(counts)]
-    return partial(copied, shared=shared), runs, tensors
+    tensors = [heads(count, tokens.num_tokens, seed, size) for seed, count in enumerate(counts)]
+    return partial(expand_keys, prefix_keys=keys), runs, tensors
 
 
-def as_they_are(keys: torch.Tensor) -> torch.Tensor:
+def unchanged(keys: torch.Tensor) -> torch.Tensor:
     return keys
 
 
@@ -86,13 +86,13 @@ def fa4_or_skip(kv_heads: int, size: int):
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_the_varlen_kernel_equals_padded_attention_in_value_and_gradients(kv_heads, scaling, window):
     runs, tensors = own_keys(kv_heads, 64)
-    assert_as_exact_as_padded(attend_varlen, as_they_are, runs, tensors, scaling, window)
+    assert_as_exact_as_padded(attend_varlen, unchanged, runs, tensors, scaling, window)
 
 
 @pytest.mark.parametrize("window", [None, 2, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_so_it_does_where_siblings_share_their_beginning(kv_heads, window):
-    keys_of, runs, tensors = shared_keys(kv_heads, 64)
+def test_the_varlen_kernel_equals_padded_attention_with_common_prefixes(kv_heads, window):
+    keys_of, runs, tensors = with_prefixes(kv_heads, 64)
     assert_as_exact_as_padded(attend_varlen, keys_of, runs, tensors, None, window)
 
 
@@ -101,39 +101,39 @@ def test_so_it_does_where_siblings_share_their_beginning(kv_heads, window):
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_flash_attention_4_equals_padded_attention_in_value_and_gradients(kv_heads, size, scaling):
     runs, tensors = own_keys(kv_heads, size)
-    assert_as_exact_as_padded(fa4_or_skip(kv_heads, size), as_they_are, runs, tensors, scaling, None)
+    assert_as_exact_as_padded(fa4_or_skip(kv_heads, size), unchanged, runs, tensors, scaling, None)
 
 
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_so_does_flash_attention_4_where_siblings_share_their_beginning(kv_heads, size):
-    keys_of, runs, tensors = shared_keys(kv_heads, size)
+def test_flash_attention_4_equals_padded_attention_with_common_prefixes(kv_heads, size):
+    keys_of, runs, tensors = with_prefixes(kv_heads, size)
     assert_as_exact_as_padded(fa4_or_skip(kv_heads, size), keys_of, runs, tensors, None, None)
 
 
-def test_compiled_flash_attention_4_has_the_same_gradients_and_no_break_in_its_graph():
+def test_compiled_flash_attention_4_has_the_same_gradients_and_no_graph_break():
     runs, tensors = own_keys(2, 128)
     kernel = fa4_or_skip(2, 128)
 
     def attend(query, key, value, runs, scaling, window):
-        # As projections give them: heads first, so that tokens do not lie side by side.
+        # Heads first in memory, as projections produce them: tokens are not contiguous.
         query, key, value = (tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (query, key, value))
         return kernel(query * 2, key, value, runs, scaling) * 3
 
     plain, compiled = (
-        attention_of(form, as_they_are, runs, tensors, torch.bfloat16, None, None)
+        attention_of(form, unchanged, runs, tensors, torch.bfloat16, None, None)
         for form in (attend, torch.compile(attend, fullgraph=True, dynamic=True))
     )
     for name, a, b in zip(("output", "query", "key", "value"), plain, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_flash_attention_4_repeats_its_gradients_where_torch_is_told_to_be_deterministic():
+def test_flash_attention_4_repeats_its_gradients_with_deterministic_algorithms():
     runs, tensors = own_keys(2, 128)
     kernel = fa4_or_skip(2, 128)
     torch.use_deterministic_algorithms(True)
     try:
-        results = [attention_of(kernel, as_they_are, runs, tensors, torch.bfloat16, None, None) for _ in range(8)]
+        results = [attention_of(kernel, unchanged, runs, tensors, torch.bfloat16, None, None) for _ in range(8)]
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for later in results[1:] for a, b in zip(results[0], later, strict=True))

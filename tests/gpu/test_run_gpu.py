@@ -1,4 +1,4 @@
-"""Whole runs on CUDA devices: they finish, keep fresh, stop when asked and go on from there."""
+"""Full runs on CUDA devices: they finish, stay fresh, stop on SIGTERM and resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Talk:
 
 
 def gpu_settings(**changes: object) -> Settings:
-    """bfloat16, CUDA graphs and sleep as a real run has them."""
+    """Settings with bfloat16, CUDA graphs and sleep, as in real runs."""
     engine = {"enforce_eager": False, "max_num_seqs": 32}
     return settings(tiny_model(), training_steps=STEPS, engine=engine, **changes)
 
@@ -44,7 +44,7 @@ def check_finished(run: TrainingRun) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", ["copied", "shared"])
-def test_a_run_on_one_device_stops_when_asked_and_goes_on_from_there(tmp_path, weights):
+def test_a_run_on_one_device_stops_on_sigterm_and_resumes(tmp_path, weights):
     config = gpu_settings(weights=weights, checkpoint={"every": 0})
     with LaunchedRun(tmp_path, config, gpus=1) as run:
         run.wait_for_step(3)
@@ -59,13 +59,13 @@ def test_a_run_on_one_device_stops_when_asked_and_goes_on_from_there(tmp_path, w
 
 
 @pytest.mark.gpu
-def test_a_run_keeps_its_engines_weights_between_syncs(tmp_path):
+def test_the_engine_keeps_its_weights_between_syncs(tmp_path):
     run = launch(tmp_path, gpu_settings(sync_frequency=3, evaluation={"every": 0}), gpus=1)
     assert [row["staleness"] for row in run.rows(files.TRAIN)] == [0, 1, 2] * (STEPS // 3)
 
 
 @pytest.mark.multigpu(2)
-def test_a_run_on_two_devices_that_is_killed_goes_on(tmp_path):
+def test_a_killed_run_on_two_devices_resumes(tmp_path):
     config = gpu_settings(checkpoint={"every": 2})
     with LaunchedRun(tmp_path, config, gpus=2) as run:
         run.wait_for_step(5)
@@ -76,12 +76,12 @@ def test_a_run_on_two_devices_that_is_killed_goes_on(tmp_path):
 
 
 @pytest.mark.multigpu(2)
-def test_devices_whose_episodes_take_eight_turns_and_one_sleep_and_wake_together(tmp_path):
+def test_ranks_with_episodes_of_different_length_sleep_and_wake_together(tmp_path):
     (tmp_path / "talk.py").write_text(EIGHT_TURNS_AND_ONE)
     config = gpu_settings(
         environments=[{"type": "episode", "name": f"{tmp_path / 'talk.py'}:Talk"}],
         rollout={"max_prompt_tokens": 32, "max_completion_tokens": 96},
-        deterministic=True,  # every other prompt to the other device
+        deterministic=True,  # prompts alternate between the devices
         evaluation={"every": 0},
     )
     run = launch(tmp_path, config, gpus=2)

@@ -1,4 +1,4 @@
-"""One device without FSDP computes the gradients that FSDP computes there: compiled blocks, 16 bits."""
+"""On one device, unsharded weights give the same gradients as FSDP: compiled blocks, 16 bits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.small_policy import SHAPE, config_of, gradients_of, pack_for,
 pytestmark = pytest.mark.gpu
 
 CLOSE = 0.02
-"""Of a gradient's own size: atomic additions and, between graphs, fused kernels round in different orders."""
+"""Relative difference of gradients: atomic additions, and kernels fused differently, round in different orders."""
 
 
 def gradients_with(weights: str, folder: Path, world: World) -> dict[str, Tensor]:
-    """After several micro-batches."""
+    """Return the gradients of several micro-batches."""
     lengths = {"max_prompt_tokens": 16, "max_completion_tokens": 16}
     config = config_of(folder, weights=weights, batch={"max_tokens_per_micro_batch": 36}, rollout=lengths)
     policy = policy_of(config, world)
@@ -31,7 +31,7 @@ def gradients_with(weights: str, folder: Path, world: World) -> dict[str, Tensor
     return gradients_of(policy)
 
 
-def test_gradients_of_a_plain_model_are_those_of_fsdp(world, tmp_path):
+def test_gradients_with_unsharded_weights_equal_those_of_fsdp(world, tmp_path):
     folder = make_model(tmp_path / "model", shape=replace(TINY, vocab=SHAPE.vocab), init_std=0.15)
     plain, sharded = (gradients_with(weights, folder, world) for weights in ("shared", "copied"))
     for name, expected in sharded.items():

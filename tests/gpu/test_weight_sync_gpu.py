@@ -1,4 +1,4 @@
-"""The engine follows the policy on CUDA devices: asleep in between, in 16 bit, whole and split over devices."""
+"""The engine has the policy's weights after each sync on CUDA: with sleep, in 16 bits, with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.training_runs import tiny_model
 TIMEOUT = 300.0
 ENGINE = {"enforce_eager": False, "max_num_seqs": 8}
 CLOSE = 0.15
-"""As the freshness check: bfloat16 on both sides, with other kernels."""
+"""The tolerance of the freshness check: bfloat16 on both sides, different kernels."""
 
 
 def followed(world: World, folder: Path, tensor_parallel: int) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def followed(world: World, folder: Path, tensor_parallel: int) -> dict[str, Any]
 
 
 def shared(world: World, folder: Path) -> dict[str, Any]:
-    """The facts of `followed`, and where the policy's weights lie before and after."""
+    """Return the facts of `followed`, and the addresses of the policy's weights before and after."""
     pair = Pair(world, folder, engine=ENGINE, weights="shared")
     addresses = [[parameter.data_ptr() for parameter in pair.policy.model.parameters()]]
     facts = three_phases(pair)
@@ -34,7 +34,7 @@ def shared(world: World, folder: Path) -> dict[str, Any]:
 
 
 def three_phases(pair: Pair) -> dict[str, Any]:
-    """As the loop has them, the weights changed between them and the engine asleep."""
+    """Run three rollout phases as the training loop does: between them the engine sleeps and the weights change."""
     facts: dict[str, Any] = {"after": [], "sampling": [], "free": []}
     for phase in range(3):
         pair.engine.wake("weights")
@@ -54,11 +54,11 @@ def three_phases(pair: Pair) -> dict[str, Any]:
 def assert_follows(facts: dict[str, Any]) -> None:
     assert max(facts["after"]) < CLOSE
     assert max(facts["sampling"]) < CLOSE
-    assert facts["free"][0] - facts["free"][-1] < 64 << 20, "memory is lost with every sleep"
+    assert facts["free"][0] - facts["free"][-1] < 64 << 20, "each sleep leaks memory"
 
 
 def opposed(world: World, folder: Path, weights: str) -> dict[str, Any]:
-    """What the engine scores for the policy, for an opponent as the policy was at first, and for the policy again."""
+    """Return the engine's scores for the policy, for an opponent with its initial weights, and for the policy again."""
     environments = [{"type": "turns", "name": "town", "opponent": {}}]
     pair = Pair(world, folder, engine=ENGINE, weights=weights, environments=environments)
     pair.engine.wake("weights")
@@ -70,21 +70,21 @@ def opposed(world: World, folder: Path, weights: str) -> dict[str, Any]:
     facts["before"] = pair.engine.score(PROBE)
     with pair.opponent.plays():
         facts["opponent"] = pair.engine.score(PROBE)
-    facts["behind"] = pair.engine.score(PROBE)
-    facts["rests on"] = {local_part(weight).device.type for weight in pair.opponent.parameters.values()}
+    facts["after"] = pair.engine.score(PROBE)
+    facts["devices"] = {local_part(weight).device.type for weight in pair.opponent.parameters.values()}
     pair.engine.close()
     return facts
 
 
 def assert_plays(facts: dict[str, Any]) -> None:
     assert facts["opponent"] == facts["initial"] != facts["before"]
-    assert facts["behind"] == facts["before"]
-    assert facts["rests on"] == {"cpu"}
+    assert facts["after"] == facts["before"]
+    assert facts["devices"] == {"cpu"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", ["copied", "shared"])
-def test_an_opponent_plays_from_host_memory_and_leaves_the_policys_weights_behind(weights):
+def test_an_opponent_is_loaded_from_host_memory_and_the_policys_weights_are_restored(weights):
     [facts] = run_on_ranks(opposed, 1, tiny_model(), weights, timeout=TIMEOUT)
     assert_plays(facts)
 
@@ -105,7 +105,7 @@ def test_the_engine_follows_the_policy_through_sleep(architecture):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3"])
-def test_an_engine_that_shares_its_weights_follows_the_policy_through_sleep(architecture):
+def test_an_engine_with_shared_weights_follows_the_policy_through_sleep(architecture):
     [facts] = run_on_ranks(shared, 1, tiny_model(architecture), timeout=TIMEOUT)
     before, after = facts["addresses"]
     assert before == after
