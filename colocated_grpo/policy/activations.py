@@ -122,12 +122,12 @@ def fit_tokens(policy: Policy, config: Config, world: World) -> int:
 
 
 def fit_tokens_and_blocks(policy: Policy, config: Config, world: World) -> int:
-    """Return the best size that needs no checkpointing, else one for which few blocks are checkpointed. Collective."""
+    """Return the best size without checkpointing, else one with as few checkpointed blocks as possible. Collective."""
     sizes, blocks = candidate_sizes(config), len(blocks_of(policy.model))
     set_checkpointed(policy.model, 0)
     kept = _measure_all_ranks(policy, config, world)
-    # All ranks decide alike, because the next trial is collective. It compiles checkpointed blocks: run it only if
-    # needed.
+    # Decided from all ranks' measurements, because the next trial is collective. It is skipped if possible, because it
+    # compiles checkpointed blocks.
     fitting = _sizes_that_fit([s for s in sizes if s >= MIN_TOKENS_WITHOUT_CHECKPOINTS] or sizes[:1], kept, policy)
     if fitting:
         return fitting[0]

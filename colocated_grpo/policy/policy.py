@@ -118,7 +118,7 @@ class Policy:
         return isinstance(self.optimizer, LocalShardOptimizer)
 
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's state by parameter name. The inner dicts are the optimizer's own: changes apply."""
+        """Return the optimizer's state by parameter name. The values of the inner dicts may be replaced."""
         parameters, optimizer = self.parameters(), self.optimizer
         keys = optimizer.shards if isinstance(optimizer, LocalShardOptimizer) else parameters.values()
         return {name: optimizer.state[key] for name, key in zip(parameters, keys, strict=True)}
@@ -184,7 +184,7 @@ class Policy:
         self.version = version
 
     def init_optimizer_state(self) -> None:
-        """Allocate the optimizer's state if it is not: memory measured afterwards is what a training step leaves.
+        """Allocate the optimizer's state unless it exists, so that memory measured afterwards includes it.
 
         A step with zero gradients and learning rate zero changes neither weights nor moments. It advances the step
         counters, which are reset here.

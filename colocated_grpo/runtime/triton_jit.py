@@ -9,10 +9,10 @@ import triton
 
 
 class Kernel:
-    """What `jit` returns, as a type checker sees it: never instantiated.
+    """Result type of `jit`, for type checkers only: never instantiated.
 
-    `kernel[grid](...)` launches it; `helper(...)` inlines it into another kernel. Not a Protocol: pyrefly 1.4 reduces
-    a decorator's result to its `__call__` where that is one.
+    `kernel[grid](...)` launches it; `helper(...)` inlines it into another kernel. A class, because pyrefly 1.4 keeps
+    only `__call__` of a Protocol that a decorator returns.
     """
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...

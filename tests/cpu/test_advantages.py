@@ -1,4 +1,4 @@
-"""Group advantages against hand arithmetic. TRL's own numbers are compared in test_loss_parity_with_trl.py."""
+"""Group advantages against hand arithmetic. test_loss_parity_with_trl.py compares them with TRL's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_two_siblings_are_enough_for_a_deviation():
     assert one_group([3.0, 2.0]) == pytest.approx([0.5 / (std + 1e-4), -0.5 / (std + 1e-4)])
 
 
-def test_batch_scaling_measures_the_deviation_over_all_groups_but_keeps_each_groups_mean():
+def test_batch_scaling_uses_the_deviation_over_all_groups_and_each_groups_mean():
     groups = [[0.0, 2.0], [10.0, 12.0]]
     std = math.sqrt((36 + 16 + 16 + 36) / 3)  # distances 6, 4, 4, 6 from the batch mean 6
     a = 1 / (std + 1e-4)
@@ -48,7 +48,7 @@ def test_leave_one_out_subtracts_the_mean_of_the_others():
     assert one_group([1.0, 0.0, 5.0], scale="none", leave_one_out=True) == pytest.approx(expected)
 
 
-def test_an_unscored_sibling_gets_zero_and_does_not_move_the_others():
+def test_an_unscored_sibling_gets_zero_and_does_not_affect_the_others():
     with_none = one_group([1.0, None, 0.0, 4.0], leave_one_out=True)
     assert with_none[1] == 0.0
     assert with_none[:1] + with_none[2:] == one_group([1.0, 0.0, 4.0], leave_one_out=True)
@@ -65,7 +65,7 @@ def test_a_group_without_variance_gets_exact_zeros(rewards: list[float | None], 
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_no_finite_number_is_refused_with_its_group(bad: float):
+def test_a_non_finite_reward_is_rejected_with_its_group(bad: float):
     with pytest.raises(ValueError, match=r"group 1 has reward (nan|-?inf)"):
         group_advantages([[0.0, 1.0], [None, bad]], AdvantageConfig())
 
@@ -83,12 +83,12 @@ def test_shape_is_kept_and_each_group_sums_to_zero(groups: list[list[float | Non
 
 
 @given(st.lists(st.integers(-50, 50), min_size=2, max_size=8), st.integers(-1000, 1000), any_config)
-def test_a_constant_added_to_all_rewards_changes_nothing(rewards: list[int], shift: int, config: AdvantageConfig):
+def test_adding_a_constant_to_all_rewards_changes_no_advantage(rewards: list[int], shift: int, config: AdvantageConfig):
     shifted = [reward + shift for reward in rewards]
     assert group_advantages([shifted], config)[0] == pytest.approx(group_advantages([rewards], config)[0], abs=1e-7)
 
 
 @given(any_group, any_group)
-def test_groups_are_independent_unless_scaled_by_the_batch(one: list[float | None], other: list[float | None]):
+def test_groups_are_independent_with_group_scaling(one: list[float | None], other: list[float | None]):
     config = AdvantageConfig(scale="group")
     assert group_advantages([one, other], config) == group_advantages([one], config) + group_advantages([other], config)

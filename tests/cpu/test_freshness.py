@@ -1,4 +1,4 @@
-"""The proof after a sync: it passes where engine and policy agree, and ends the run where they do not."""
+"""The freshness check passes if engine and policy agree after a sync, and ends the run otherwise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def one_changed_parameter(world: World, folder: Path) -> dict[str, Any]:
     pair.write()
     check = FreshnessCheck(pair.policy, pair.engine, torch.float32, FreshnessConfig())
     check.before_sync(PROBE)
-    facts: dict[str, Any] = {"fresh": check.after_sync(), "complaints": {}}
+    facts: dict[str, Any] = {"fresh": check.after_sync(), "errors": {}}
     for name in (
         "model.layers.0.self_attn.qkv_proj.weight",
         "model.layers.1.mlp.down_proj.weight",
@@ -39,23 +39,23 @@ def one_changed_parameter(world: World, folder: Path) -> dict[str, Any]:
         try:
             check.after_sync()
         except RunError as error:
-            facts["complaints"][name] = str(error)
+            facts["errors"][name] = str(error)
     pair.engine.close()
     return facts
 
 
-def test_any_engine_parameter_that_differs_ends_the_run_with_both_numbers():
+def test_any_wrong_engine_parameter_ends_the_run_with_both_numbers():
     [facts] = run_on_ranks(one_changed_parameter, 1, tiny_model(), timeout=300.0)
     assert facts["fresh"] < 1e-5
-    assert len(facts["complaints"]) == 3
-    for line in facts["complaints"].values():
+    assert len(facts["errors"]) == 3
+    for line in facts["errors"].values():
         assert line.startswith("freshness: after the weight sync engine and policy disagree by 0.")
         assert "(limit freshness.max_mean_diff=0.001; worst token: engine -" in line
         assert ", policy -" in line
         assert "\n" not in line
 
 
-def test_a_run_need_not_wait_for_a_compiler_to_score_a_probe(world, model_folder):
+def test_scoring_a_probe_compiles_nothing(world, model_folder):
     policy = policy_of(config_of(model_folder(), policy={"compile": True}), world)
     check = FreshnessCheck(policy, FakeEngine(), torch.float32, FreshnessConfig())
     counters.clear()
@@ -64,7 +64,7 @@ def test_a_run_need_not_wait_for_a_compiler_to_score_a_probe(world, model_folder
 
 
 class Scorer:
-    """A policy that gives every token the same log-probability."""
+    """A policy under which every token has the same log-probability."""
 
     dtype = torch.float32
 
@@ -78,20 +78,20 @@ class Scorer:
 
 
 def outcome(policy: Scorer, config: FreshnessConfig, probe: Sequence[int] = PROBE) -> float | None:
-    """Of one sync; a FakeEngine scores every token -1."""
+    """Return the result of one sync; FakeEngine scores every token -1."""
     check = FreshnessCheck(policy, FakeEngine(), torch.float32, config)
     check.before_sync(probe)
     return check.after_sync()
 
 
-def test_the_limit_is_the_mean_difference_and_can_be_set():
+def test_the_limit_applies_to_the_mean_difference_and_is_configurable():
     assert outcome(Scorer(-1.0009), FreshnessConfig()) == pytest.approx(0.0009, rel=1e-3)
     with pytest.raises(RunError, match=r"disagree by 0.0011.*engine -1.0000, policy -1.0011"):
         outcome(Scorer(-1.0011), FreshnessConfig())
     assert outcome(Scorer(-1.4), FreshnessConfig(max_mean_diff=0.5)) == pytest.approx(0.4)
 
 
-def test_a_policy_that_scores_nan_is_not_fresh():
+def test_nan_log_probabilities_fail_the_check():
     with pytest.raises(RunError, match="disagree by nan"):
         outcome(Scorer(math.nan), FreshnessConfig())
 
@@ -106,7 +106,7 @@ def test_only_every_nth_sync_is_checked():
     assert checked == [True, False, False, True, False, False, True]
 
 
-def test_a_probe_is_cut_and_one_too_short_or_unwanted_is_left_out():
+def test_a_long_probe_is_truncated_and_a_short_one_or_a_disabled_check_is_skipped():
     policy = Scorer(-1.0)
     assert outcome(policy, FreshnessConfig(probe_tokens=4)) == 0
     assert policy.lengths == [3]

@@ -15,11 +15,11 @@ from colocated_grpo.metrics import Metrics, Stat, reduce
 
 
 def one_rank(tensor: Tensor) -> None:
-    """An all-reduce over one rank."""
+    """All-reduce over one rank."""
 
 
 def reduce_over_ranks(ranks: list[Metrics]) -> list[dict[str, float]]:
-    """Each rank's result of `reduce`: a dry run records what every rank sends, a second one hands out the reduction."""
+    """Return each rank's result of `reduce`. A first call records what every rank sends, a second one reduces it."""
     sent: dict[str, list[Tensor]] = {"sum": [], "max": []}
     for rank in ranks:
         reduce(rank, lambda t: sent["sum"].append(t.clone()), lambda t: sent["max"].append(t.clone()))
@@ -34,7 +34,7 @@ def metrics_of(*batches: dict[str, Stat]) -> Metrics:
     return metrics
 
 
-def test_a_mean_is_weighted_by_counts_and_not_a_mean_of_means():
+def test_a_mean_is_weighted_by_counts_instead_of_a_mean_of_means():
     metrics = metrics_of(
         {"kl": Stat.mean(torch.tensor(9.0), torch.tensor(1.0))}, {"kl": Stat.mean(torch.tensor(3.0), torch.tensor(3.0))}
     )
@@ -59,20 +59,20 @@ def test_every_kind_is_reduced_over_micro_batches_and_ranks():
 
 
 def test_a_name_without_data_on_any_rank_is_left_out():
-    none = torch.tensor(0.0)
-    stats = {"mean": Stat.mean(none, none), "max": Stat.max(-math.inf), "ess": Stat.ess(none, none, none)}
+    zero = torch.tensor(0.0)
+    stats = {"mean": Stat.mean(zero, zero), "max": Stat.max(-math.inf), "ess": Stat.ess(zero, zero, zero)}
     metrics = metrics_of(stats)
     assert reduce(metrics, one_rank, one_rank) == {}
     assert reduce(Metrics("cpu"), one_rank, one_rank) == {}
 
 
-def test_not_a_number_is_shown_and_not_left_out():
+def test_nan_is_reported_and_not_left_out():
     metrics = metrics_of({"kl": Stat.mean(math.nan, 2.0), "max": Stat.max(torch.tensor(math.nan))})
     assert all(math.isnan(value) for value in reduce(metrics, one_rank, one_rank).values())
 
 
-def test_one_name_with_two_kinds_is_refused():
-    with pytest.raises(ValueError, match="metric 'kl' is a mean and a max"):
+def test_one_name_with_two_kinds_is_rejected():
+    with pytest.raises(ValueError, match="metric 'kl' is both a mean and a max"):
         metrics_of({"kl": Stat.mean(1.0, 1.0)}, {"kl": Stat.max(1.0)})
 
 
@@ -98,7 +98,7 @@ def test_the_device_is_read_exactly_once(monkeypatch: pytest.MonkeyPatch):
 
 
 @given(st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5), min_size=1, max_size=5))
-def test_any_split_gives_the_statistics_of_the_whole(parts: list[list[float]]):
+def test_statistics_do_not_depend_on_the_split_into_micro_batches(parts: list[list[float]]):
     metrics = metrics_of(
         *({"mean": Stat.mean(sum(part), len(part)), "max": Stat.max(torch.tensor(max(part)))} for part in parts)
     )
