@@ -103,7 +103,7 @@ def problem(options: argparse.Namespace) -> str | None:
     if find_spec("trl") is None:
         return "--peer=trl: the package trl is not installed; pip install trl"
     if "tuned" in setups(options) and options.gpus and find_spec("liger_kernel") is None:
-        return "--peer=trl: tuned TRL needs the package liger-kernel; pip install liger-kernel, or use --peer-defaults"
+        return "--peer=trl: tuned TRL needs liger-kernel; pip install liger-kernel, or use --peer-defaults"
     return None
 
 

@@ -69,7 +69,7 @@ def build_trainer(spec: PeerSpec, output: Path) -> tuple[GRPOTrainer, JsonObject
     )
     record = {
         "model": spec.model,
-        "reward_funcs": f"{reward.__module__}.{reward.__name__}",
+        "reward_funcs": "a hash of the completion (RandomWork.score)",
         "args": "GRPOConfig",
         "train_dataset": f"{len(rows)} prompts of {RandomWork.__name__}",
         "processing_class": f"{type(tokenizer).__name__}(padding_side='left', truncation_side='left')",

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from colocated_grpo.benchmarks.peer import PeerOutOfMemory, PeerRun, PeerSpec, run_peer
 from colocated_grpo.benchmarks.throughput import ModelSize
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS
+from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS
 from colocated_grpo.errors import RunError
 
 GIB = 1 << 30
@@ -89,7 +89,7 @@ def engine_share(size: ModelSize, completions: int, max_completion: int, gpus: i
 
 
 def least_training_bytes(hf_config: PretrainedConfig, parameters: int, spec: PeerSpec, candidate: Candidate) -> float:
-    """Return a lower bound of the device memory of a training step, to skip candidates that cannot fit.
+    """Return a lower bound of the device memory of the probe step, to skip candidates that cannot fit.
 
     Counts the trainer's state and, in bf16, the tensors that every implementation keeps for the backward pass: in each
     layer the inputs of all matrix products, attention's inputs and output, and both halves of the gated MLP; with
@@ -101,7 +101,7 @@ def least_training_bytes(hf_config: PretrainedConfig, parameters: int, spec: Pee
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     layer = 4 * text.hidden_size + 2 * (heads + kv_heads) * head_size + 3 * getattr(text, "intermediate_size", 0)
     kept = text.hidden_size if candidate.checkpointing else layer
-    tokens = candidate.micro_batch * spec.max_completion
+    tokens = candidate.micro_batch * (LONGEST_PROMPT + spec.max_completion)  # of the probe step
     return 2 * tokens * text.num_hidden_layers * kept + TRAINER_BYTES_PER_PARAMETER * parameters / spec.ranks
 
 
@@ -118,8 +118,8 @@ def run_tuned(
 ) -> TunedRun:
     """Run TRL with the first candidate that fits, and print every try.
 
-    A try fails if its probe step or any later step runs out of memory. The process of the try that fits goes on to
-    measure. Raises RunError where none fits, or where the engine leaves no room for the trainer.
+    A try begins with a probe step and goes on to the measured steps in the same process. It fails when any step runs
+    out of memory. A single candidate needs no probe. Raises RunError where none fits, or where the engine does not.
     """
     tries: list[Try] = []
 
@@ -127,19 +127,15 @@ def run_tuned(
         print(f"TRL tuned: {candidate}: {outcome}", flush=True)
         tries.append(Try(*candidate, outcome))
 
+    searching, first_failed = len(tried) > 1, False
     for candidate in tried:
         least = least_bytes(candidate)
-        if least > device_bytes:
+        if searching and least > device_bytes:
             note(candidate, f"skipped, needs at least {least / GIB:.0f} of {device_bytes / GIB:.0f} GiB")
             continue
-        if spec.until is not None and time.time() > spec.until:
-            raise RunError(f"--peer-until: the time was up before a configuration of TRL fitted; last: {candidate}")
-        setup = replace(
-            spec.setup,
-            micro_batch=candidate.micro_batch,
-            checkpointing=candidate.checkpointing,
-            probe=len(tried) > 1,
-        )
+        if first_failed and spec.until is not None and time.time() > spec.until:
+            raise RunError(f"--peer-until: the time was up before a configuration of TRL fitted; next was {candidate}")
+        setup = replace(spec.setup, **candidate._asdict(), probe=searching)
         print(f"TRL tuned: {candidate}: trying", flush=True)
         try:
             run = run_peer(replace(spec, setup=setup), scratch)
@@ -150,6 +146,7 @@ def run_tuned(
                     f"--peer-gpu-memory={setup.engine_share}: TRL ran out of memory during {error.phase}, where the "
                     "micro-batch does not matter; set it lower"
                 ) from None
+            first_failed = True
             continue
         note(candidate, "fits")
         return TunedRun(run, tries)
