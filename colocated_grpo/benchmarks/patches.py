@@ -1,7 +1,8 @@
 """Hits of the patches of vLLM in a short rollout: `python -m colocated_grpo.benchmarks.patches --shape tiny --gpus 0`.
 
-An engine starts beside a policy, samples a few groups, sleeps and wakes once. A patch without hits was installed and
-never called, or does not apply to this device, model or version of vLLM; its status says which.
+An engine starts beside a policy, samples a few groups, sleeps and wakes once, and closes. A row with status 'applied'
+and no hits replaces a constant, or a function that this model does not call. Of a kernel inside CUDA graphs only the
+captures count as hits.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from accelerate.utils import gather_object
+from packaging.version import Version
 from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerBase,
@@ -280,12 +281,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def prepare_cpu() -> None:
-    """Let TRL run on vLLM's CPU build: weights stay writable after loading, and compilation is off."""
+    """Let TRL run on vLLM's CPU build: weights stay writable after loading, and compilation is off.
+
+    On a GPU TRL runs with vLLM as it is.
+    """
     import trl.generation.vllm_generation as generation
+    import vllm
 
-    from colocated_grpo.rollout.vllm import process as vllm_process
+    from colocated_grpo.rollout.vllm.patches import PATCHES
 
-    vllm_process.linear_layers.dispatch_cpu_unquantized_gemm = vllm_process._plain_cpu_linear
+    writable_weights = next(patch for patch in PATCHES if patch.target.endswith(":dispatch_cpu_unquantized_gemm"))
+    writable_weights.apply("cpu", Version(vllm.__version__))
     replace_method(generation, "LLM", partial(generation.LLM, enforce_eager=True))
 
 

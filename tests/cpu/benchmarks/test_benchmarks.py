@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
-from colocated_grpo.benchmarks import attention, decode, logprob, overlap, sleep, sync, train
+from colocated_grpo.benchmarks import attention, decode, logprob, overlap, patches, sleep, sync, train
 from colocated_grpo.benchmarks.harness import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
@@ -30,7 +30,7 @@ from tests.support.small_policy import config_of, group_of, policy_of, rollout_o
 from tests.support.training_runs import tiny_model
 
 CPU = torch.device("cpu")
-ORIGIN = {"benchmark", "command", "commit", "time", "python", "packages", "machine", "gpu", "ranks", "roofline", "rows"}
+ORIGIN = {"benchmark", "command", "commit", "time", "python", "packages", "machine", "gpu", "ranks", "rows"}
 RATES = Roofline(
     copy_bytes_per_second=100.0,
     matmul_flops_per_second=1000.0,
@@ -54,7 +54,7 @@ def measured(tmp_path) -> Callable[..., JsonObject]:
         else:
             assert benchmark.main(arguments) == 0
         result = json.loads(file.read_text())
-        assert set(result) >= ORIGIN
+        assert set(result) >= ORIGIN | ({"roofline"} if benchmark is not patches else set())
         assert result["packages"]["torch"] == torch.__version__
         assert result["command"].startswith("python -m colocated_grpo.benchmarks.")
         return result
@@ -132,6 +132,21 @@ def test_decode_divides_the_time_of_a_step_among_kernels(measured):
         assert sum(kernel["ms"] for kernel in kernels) == pytest.approx(4 * row["device_ms"])
         assert {kernel["kernel"]: kernel["calls"] for kernel in kernels}["aten::mm"] == 4 * 9  # two layers and the head
         assert row["idle_share"] == pytest.approx(1 - row["device_ms"] / row["step_ms"])
+
+
+def test_patches_lists_every_replacement_inside_vllm_with_its_hits(measured):
+    work = ["--sequences", "4", "--group-size", "2", "--prompt", "20", "--completion", "8"]
+    result = measured(patches, "--gpus", "0", "--shape", "tiny", *work, forked=True)
+
+    rows = {row["target"]: (row["status"], row["hits"]) for row in result["rows"]}
+    assert list(rows) == [row["target"] for row in result["patches"]]
+    assert rows["vllm.v1.sample.sampler:batched_count_greater_than"][0] == "applied"
+    status, linear_layers = rows["vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm"]
+    assert status == "applied"
+    assert linear_layers >= 2 * 4  # qkv, o, gate_up and down of two layers
+    assert rows["vllm.v1.core.sched.scheduler:Scheduler.schedule"][1] > 0
+    assert rows["vllm.model_executor.models.qwen3:Qwen3Attention.forward"] == ("skipped: only on cuda", 0)
+    assert result["sampled_tokens"] == 4 * 8
 
 
 def test_overlap_counts_micro_batches_trained_while_a_tail_decodes(measured):
