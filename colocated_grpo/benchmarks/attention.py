@@ -90,6 +90,7 @@ def make_problem(options: argparse.Namespace, length: int, device: torch.device)
 
 
 def kernels_for(problem: Problem) -> dict[str, Attend]:
+    """Return the attention kernels that run on the problem's device, by name."""
     query = problem.query_THD
     if not query.is_cuda:
         return {"padded": attend_padded}
@@ -110,6 +111,7 @@ def product_flops(problem: Problem) -> float:
 
 
 def measure(problem: Problem, attend: Attend, repeats: int) -> KernelSeconds:
+    """Time the forward and the backward pass of one kernel."""
     forward = partial(attend, *problem.inputs, problem.runs, None, None)
     backward = partial(torch.autograd.grad, forward(), problem.inputs, problem.grad_THD, retain_graph=True)
     device = problem.query_THD.device

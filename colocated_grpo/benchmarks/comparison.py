@@ -29,16 +29,19 @@ class Summary(TypedDict):
 
 
 class PeerSummary(Summary):
+    """The same of TRL, and how it was configured."""
+
     setup: SetupName
     arguments: JsonObject
     """All arguments of GRPOConfig and GRPOTrainer, under these two names."""
     tries: list[JsonObject]
     """Configurations tried before and including the measured one; empty for the defaults."""
     notes: list[str]
+    """Where this run differs from the setup's definition."""
 
 
 def comparison(ours: Summary, peers: Mapping[SetupName, PeerSummary], bounds: Mapping[str, float]) -> JsonObject:
-    """Return the keys of a result that compare: 'ours', 'peer', 'peer_defaults', 'speedup', 'speedup_defaults', 'rows'.
+    """Return the result keys 'ours', 'peer', 'peer_defaults', 'speedup', 'speedup_defaults' and 'rows'.
 
     A setup of TRL that did not run is None, and its speedup is empty.
     """
@@ -61,7 +64,7 @@ def comparison(ours: Summary, peers: Mapping[SetupName, PeerSummary], bounds: Ma
 
 
 def speedup(ours: Mapping[str, float], peer: Mapping[str, float]) -> Medians:
-    """Return how many times less time and memory, or more throughput, we have than the peer, by common figure."""
+    """Return, for each figure of both, the peer's time or memory over ours, or our throughput over the peer's."""
     factors = {}
     for name in SHOWN:
         if name.startswith(LESS_IS_BETTER):
@@ -76,4 +79,5 @@ def speedup(ours: Mapping[str, float], peer: Mapping[str, float]) -> Medians:
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
+    """Return over / under, or None if a number is missing or `under` is zero."""
     return over / under if over is not None and under else None

@@ -107,6 +107,7 @@ def decode(engine: RolloutEngine, options: argparse.Namespace, sequences: int, t
 
 
 def requests(options: argparse.Namespace, sequences: int, tokens: int) -> list[Request]:
+    """Return requests for whole groups of --group-size completions, each of exactly `tokens` tokens."""
     rng = random.Random(sequences)
     prompts = [rng.choices(range(8, 64), k=options.prompt) for _ in range(-(-sequences // options.group_size))]
     sampling = Sampling(temperature=1.0, max_tokens=tokens)
@@ -119,6 +120,7 @@ def requests(options: argparse.Namespace, sequences: int, tokens: int) -> list[R
 def row_of(
     options: argparse.Namespace, sequences: int, measured: DecodeTime, size: ModelSize, roofline: Roofline
 ) -> JsonObject:
+    """Return step and device time, beside the time to read weights and cache at the middle of the measured steps."""
     seconds = measured.step_seconds
     busy = busy_seconds(measured.kernels) / options.steps
     cached = sequences * (options.prompt + options.sampled + options.steps / 2)

@@ -115,6 +115,7 @@ def full_logits(problem: Problem) -> Tensor:
 
 
 def forward_backward(problem: Problem, operator: Operator) -> None:
+    """Run the operator and its backward pass, into fresh gradients."""
     problem.hidden_NH.grad = problem.weight_VH.grad = None
     operator(problem).backward()
 

@@ -72,6 +72,7 @@ class Overlap:
     device: torch.device
 
     def row(self, tail: int, tokens: int, preferred: Preferred) -> JsonObject:
+        """Time decoding and training alone and together, after one short warm-up of each."""
         self.decode(tail, 8)
         self.train_one()
         decode_alone, train_alone = self.seconds(lambda: self.decode(tail, tokens)), self.seconds(self.train_one)
@@ -88,6 +89,7 @@ class Overlap:
         }
 
     def decode(self, tail: int, tokens: int) -> None:
+        """Decode `tail` sequences of `tokens` tokens to their end."""
         sampling = Sampling(temperature=1.0, max_tokens=tokens)
         self.engine.submit(
             Request(key=(0, index), token_ids=[1, 2, 3, 4], seed=index, sampling=sampling) for index in range(tail)
@@ -97,6 +99,7 @@ class Overlap:
             finished += len(self.engine.step())
 
     def train_one(self) -> None:
+        """Run forward and backward of one micro-batch."""
         minibatch = self.batch.minibatches[0]
         one = Minibatch(micro_batches=[minibatch.micro_batches[0]], counts=minibatch.counts)
         self.policy.forward_backward(one, Metrics(self.device))
@@ -131,6 +134,7 @@ class Overlap:
         return torch.cuda.stream(torch.cuda.Stream(self.device, priority=priority))
 
     def wait(self) -> None:
+        """Block until this thread's current stream is idle."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 

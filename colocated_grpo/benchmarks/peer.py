@@ -28,7 +28,8 @@ TRL_MICRO_BATCH = 8
 """Default of GRPOConfig.per_device_train_batch_size."""
 
 SetupName = Literal["tuned", "defaults"]
-OutOfMemoryPhase = Literal["start", "generation", "training"]
+OutOfMemoryPhase = Literal["start", "first generation", "training"]
+"""Part of a run. 'training' is everything after the first generation, later generations included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class PeerSetup:
     """Sequences per forward pass on one rank (per_device_train_batch_size)."""
     checkpointing: bool | None = None
     liger: bool | None = None
-    engine_share: float | None = None
+    engine_fraction: float | None = None
     """Fraction of device memory for vLLM (vllm_gpu_memory_utilization)."""
     probe: bool = False
     """Precede the steps by a discarded one in which every completion has the greatest length."""
@@ -112,7 +113,7 @@ def grpo_arguments(spec: PeerSpec) -> JsonObject:
         "gradient_accumulation_steps": spec.completions // setup.micro_batch,
         "gradient_checkpointing": setup.checkpointing,
         "use_liger_kernel": setup.liger,
-        "vllm_gpu_memory_utilization": setup.engine_share,
+        "vllm_gpu_memory_utilization": setup.engine_fraction,
     }
     return {
         "use_vllm": True,

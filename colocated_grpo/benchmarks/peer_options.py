@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from colocated_grpo.benchmarks.peer import WARMUP, PeerSetup, PeerSpec, SetupName, default_micro_batch
-from colocated_grpo.benchmarks.peer_tuning import engine_share, total_device_bytes
+from colocated_grpo.benchmarks.peer_tuning import engine_fraction, total_device_bytes
 from colocated_grpo.benchmarks.throughput import ModelSize
 from colocated_grpo.config.schema import Config
 
@@ -71,7 +71,7 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if not isinstance(options.peer_args, dict):
         parser.error(f"--peer-args={options.peer_args}: must be a YAML mapping, such as '{{torch_compile: true}}'")
     if options.peer is None and (options.peer_defaults or options.peer_both or named):
-        parser.error("--peer: missing; flags that begin with --peer- need --peer trl")
+        parser.error("--peer: missing; the other --peer-* flags need --peer trl")
     if options.peer_defaults and named:
         parser.error(f"{named[0]}: applies to the tuned TRL only; drop --peer-defaults, or use --peer-args")
     if options.peer and options.peer_steps < 1:
@@ -108,7 +108,7 @@ def problem(options: argparse.Namespace) -> str | None:
 
 
 def spec(name: SetupName, options: argparse.Namespace, model: Path, size: ModelSize, began: float) -> PeerSpec:
-    """Return the work with TRL's setup. The tuned setup's micro-batch is the largest one, as the search's first.
+    """Return the work with TRL's setup. The tuned micro-batch is the whole batch, where the search starts.
 
     began: Unix time from which --peer-until counts.
     """
@@ -131,9 +131,9 @@ def spec(name: SetupName, options: argparse.Namespace, model: Path, size: ModelS
 
     if name == "defaults":
         return with_setup(PeerSetup(name=name, micro_batch=default_micro_batch(completions)))
-    share = options.peer_gpu_memory
-    if share is None:
-        share = engine_share(size, completions, options.max_completion, options.gpus, total_device_bytes(options.gpus))
-    return with_setup(
-        PeerSetup(name=name, micro_batch=completions, liger=bool(options.gpus) or None, engine_share=share)
-    )
+    fraction = options.peer_gpu_memory
+    if fraction is None:
+        device_bytes = total_device_bytes(options.gpus)
+        fraction = engine_fraction(size, completions, options.max_completion, options.gpus, device_bytes)
+    liger = True if options.gpus else None  # Liger's kernels need a GPU
+    return with_setup(PeerSetup(name=name, micro_batch=completions, liger=liger, engine_fraction=fraction))

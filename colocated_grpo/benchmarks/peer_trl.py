@@ -111,12 +111,12 @@ class Recorder(TrainerCallback):
         self.rows: list[dict[str, float]] = []
         self.started = 0.0
         """Unix time at which the first recorded step began."""
-        self.generating = False
-        """vLLM has been woken and not yet been put to sleep."""
+        self.in_first_generation = False
         self._device = trainer.accelerator.device
         self._clock = Clock(self._device)
         self._counts: dict[str, float] = {}
         self._step_began = 0.0
+        self._completed_steps = 0
         self._instrument(trainer)
 
     def _instrument(self, trainer: GRPOTrainer) -> None:
@@ -144,9 +144,9 @@ class Recorder(TrainerCallback):
     def _during_generation(self, method: Callable[P, R]) -> Callable[P, R]:
         @wraps(method)
         def marked(*arguments: P.args, **named: P.kwargs) -> R:
-            self.generating = True
+            self.in_first_generation = self._completed_steps == 0
             result = method(*arguments, **named)
-            self.generating = False  # stays True after an exception, which names the phase
+            self.in_first_generation = False  # not after an exception: the flag then names the phase that failed
             return result
 
         return marked
@@ -202,6 +202,7 @@ class Recorder(TrainerCallback):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()
+        self._completed_steps += 1
         self._clock.note_memory("train")
         measured = self._clock.read()
         if self._probing:
@@ -309,7 +310,7 @@ def main(spec_file: Path, result: Path) -> None:
         if is_out_of_memory(error):
             phase: OutOfMemoryPhase = "start"
             if recorder is not None:
-                phase = "generation" if recorder.generating else "training"
+                phase = "first generation" if recorder.in_first_generation else "training"
             failure_file(result).write_text(json.dumps({"out_of_memory": phase}))
         raise
     by_rank = gather_object([recorder.rows])

@@ -51,6 +51,8 @@ class Try:
 
 
 class TunedRun(NamedTuple):
+    """A run of TRL, and the configurations that were tried for it."""
+
     run: PeerRun
     tries: list[Try]
 
@@ -73,7 +75,7 @@ def micro_batch_sizes(completions: int) -> list[int]:
     return sizes
 
 
-def engine_share(size: ModelSize, completions: int, max_completion: int, gpus: int, device_bytes: int) -> float:
+def engine_fraction(size: ModelSize, completions: int, max_completion: int, gpus: int, device_bytes: int) -> float:
     """Return the fraction of device memory with which all sequences of a rank can decode together at full length.
 
     It is smaller where the trainer's state does not leave that much.
@@ -106,6 +108,7 @@ def least_training_bytes(hf_config: PretrainedConfig, parameters: int, spec: Pee
 
 
 def total_device_bytes(gpus: int) -> int:
+    """Return the memory of one GPU, or of the host for 0 GPUs."""
     return torch.cuda.get_device_properties(0).total_memory if gpus else psutil.virtual_memory().total
 
 
@@ -127,13 +130,13 @@ def run_tuned(
         print(f"TRL tuned: {candidate}: {outcome}", flush=True)
         tries.append(Try(*candidate, outcome))
 
-    searching, first_failed = len(tried) > 1, False
+    searching, failed = len(tried) > 1, False
     for candidate in tried:
         least = least_bytes(candidate)
         if searching and least > device_bytes:
             note(candidate, f"skipped, needs at least {least / GIB:.0f} of {device_bytes / GIB:.0f} GiB")
             continue
-        if first_failed and spec.until is not None and time.time() > spec.until:
+        if failed and spec.until is not None and time.time() > spec.until:
             raise RunError(f"--peer-until: the time was up before a configuration of TRL fitted; next was {candidate}")
         setup = replace(spec.setup, **candidate._asdict(), probe=searching)
         print(f"TRL tuned: {candidate}: trying", flush=True)
@@ -143,10 +146,10 @@ def run_tuned(
             note(candidate, f"out of memory during {error.phase}")
             if error.phase != "training":
                 raise RunError(
-                    f"--peer-gpu-memory={setup.engine_share}: TRL ran out of memory during {error.phase}, where the "
+                    f"--peer-gpu-memory={setup.engine_fraction}: TRL ran out of memory during {error.phase}, where the "
                     "micro-batch does not matter; set it lower"
                 ) from None
-            first_failed = True
+            failed = True
             continue
         note(candidate, "fits")
         return TunedRun(run, tries)

@@ -3,9 +3,8 @@
 Runs the trainer itself through the launcher on a random model of the shape, drops the first steps (compilation) and
 writes medians as JSON, beside the device's limits. Settings may follow: --weights shared
 
---peer trl then runs the same work through TRL: tuned (Liger kernels, no gradient checkpointing and the largest
-micro-batch that fits into memory, found by trying), with --peer-defaults as TRL comes, with --peer-both first tuned and
-then as it comes.
+--peer trl then runs the same work through tuned TRL: with Liger kernels, no gradient checkpointing where that fits, and the
+largest micro-batch that fits, found by trying. --peer-defaults keeps TRL's defaults instead; --peer-both measures both.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "roofline": {**rates.as_dict(), **bounds},
         }
         peers: dict[SetupName, PeerSummary] = {}
-        # After each part: a run of TRL takes several times as long as ours, and may be cut off.
+        # Published after each part: a run of TRL takes several times as long as ours, and may be cut off.
         publish({**result, **comparison(ours, peers, bounds)}, options.json)
         for setup in peer_options.setups(options):
             try:
@@ -173,6 +172,7 @@ def ready_model(options: argparse.Namespace, scratch: Path) -> Path:
 
 
 def settings(options: argparse.Namespace, model: Path, output: Path) -> JsonObject:
+    """Return our trainer's config for the work that the flags name."""
     completions = options.prompts * options.group_size
     return {
         "model": {"name": str(model)},

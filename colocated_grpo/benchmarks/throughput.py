@@ -29,6 +29,8 @@ Medians = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
+    """Sizes of a model that bound a step's time and memory."""
+
     parameters: int
     weight_bytes: int
     """Of the engine's copy."""

@@ -159,6 +159,7 @@ def pack_all(groups: Sequence[Group], config: Config, world: World) -> Batch:
 
 
 def train(policy: Policy, batch: Batch) -> None:
+    """Run the training phase of one batch, optimizer steps included."""
     metrics = Metrics(policy.device)
     for minibatch in batch.minibatches:
         policy.forward_backward(minibatch, metrics)

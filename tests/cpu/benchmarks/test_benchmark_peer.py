@@ -31,7 +31,13 @@ from colocated_grpo.benchmarks.peer import (
     run_peer,
 )
 from colocated_grpo.benchmarks.peer_trl import Recorder, chats, is_out_of_memory, merge, own_seconds, shortened
-from colocated_grpo.benchmarks.peer_tuning import Candidate, candidates, engine_share, least_training_bytes, run_tuned
+from colocated_grpo.benchmarks.peer_tuning import (
+    Candidate,
+    candidates,
+    engine_fraction,
+    least_training_bytes,
+    run_tuned,
+)
 from colocated_grpo.benchmarks.throughput import ModelSize
 from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS, RandomWork, add_stop_tokens
 from colocated_grpo.environments.prompts import PromptEncoder
@@ -40,7 +46,7 @@ from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from tests.support.paths import ROOT
 
-TUNED = PeerSetup(name="tuned", micro_batch=4, checkpointing=False, liger=True, engine_share=0.5)
+TUNED = PeerSetup(name="tuned", micro_batch=4, checkpointing=False, liger=True, engine_fraction=0.5)
 DEFAULTS = PeerSetup(name="defaults", micro_batch=8)
 SPEC = PeerSpec(
     model="somewhere",
@@ -137,7 +143,7 @@ def test_a_fully_named_configuration_runs_without_a_probe(monkeypatch: pytest.Mo
     assert ran == [replace(TUNED, micro_batch=8, checkpointing=True, probe=False)]
 
 
-@pytest.mark.parametrize("phase", ["start", "generation"])
+@pytest.mark.parametrize("phase", ["start", "first generation"])
 def test_an_engine_that_does_not_fit_ends_the_search(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: OutOfMemoryPhase
 ):
@@ -183,10 +189,10 @@ def test_the_engine_gets_the_cache_of_all_sequences_beside_the_trainer():
     working = peer_tuning.ENGINE_WORKING_BYTES["cuda"]
     needed = 2e9 + 100 * (MAX_PROMPT_TOKENS + 840) * 1e5 + working
 
-    assert engine_share(size, 100, 840, 1, 100 * 10**9) == pytest.approx(needed / 100e9, abs=0.006)
+    assert engine_fraction(size, 100, 840, 1, 100 * 10**9) == pytest.approx(needed / 100e9, abs=0.006)
     # 12 bytes a parameter stay with the trainer, and a twentieth with neither.
-    assert engine_share(size, 10_000, 840, 1, 100 * 10**9) == pytest.approx(0.95 - 0.12)
-    assert engine_share(size, 10_000, 840, 2, 100 * 10**9) == pytest.approx(0.95 - 0.06)
+    assert engine_fraction(size, 10_000, 840, 1, 100 * 10**9) == pytest.approx(0.95 - 0.12)
+    assert engine_fraction(size, 10_000, 840, 2, 100 * 10**9) == pytest.approx(0.95 - 0.06)
 
 
 def test_the_least_memory_of_a_step_counts_what_backward_keeps(model: Path):
@@ -392,14 +398,19 @@ def test_completions_of_the_probe_step_have_the_greatest_length_and_it_is_not_re
     assert control.should_training_stop, "the time was up, and one step after the warm-up is recorded"
 
 
-def test_an_error_during_the_weight_sync_belongs_to_generation():
+def test_an_error_in_the_first_weight_sync_belongs_to_the_first_generation_and_later_ones_to_training():
     trainer = fake_trainer()
     recorder = Recorder(trainer, SPEC)
-    assert not recorder.generating
-
+    assert not recorder.in_first_generation
     with pytest.raises(RuntimeError):
         trainer.vllm_generation.sync_weights()
-    assert recorder.generating
+    assert recorder.in_first_generation
+
+    trainer.vllm_generation.generate([[1, 2]])
+    recorder.on_step_end(TrainingArguments(), TrainerState(), TrainerControl())
+    with pytest.raises(RuntimeError):
+        trainer.vllm_generation.sync_weights()
+    assert not recorder.in_first_generation
 
 
 def test_our_steps_and_those_of_tuned_trl_stand_side_by_side(model: Path, tmp_path: Path):
