@@ -97,7 +97,7 @@ def kernels_for(problem: Problem) -> dict[str, Attend]:
     usable = has_fa4(query.shape[1], problem.key_TKD.shape[1], query.shape[2], query.dtype, query.device)
     kernels: dict[str, Attend] = {"varlen": attend_varlen}
     if usable:
-        kernels["fa4"] = lambda query, key, value, runs, scaling, _window: attend_only_fa4(query, key, value, runs, scaling)
+        kernels["fa4"] = attend_only_fa4
     return kernels
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from accelerate.utils import gather_object
-from packaging.version import Version
 from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerBase,
@@ -287,12 +286,10 @@ def prepare_cpu() -> None:
     On a GPU TRL runs with vLLM as it is.
     """
     import trl.generation.vllm_generation as generation
-    import vllm
 
-    from colocated_grpo.rollout.vllm.patches import PATCHES
+    from colocated_grpo.rollout.vllm import patches
 
-    writable_weights = next(patch for patch in PATCHES if patch.target.endswith(":dispatch_cpu_unquantized_gemm"))
-    writable_weights.apply("cpu", Version(vllm.__version__))
+    patches.apply("cpu", [row for row in patches.PATCHES if row.target.endswith(":dispatch_cpu_unquantized_gemm")])
     replace_method(generation, "LLM", partial(generation.LLM, enforce_eager=True))
 
 

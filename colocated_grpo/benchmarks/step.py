@@ -3,8 +3,8 @@
 Runs the trainer itself through the launcher on a random model of the shape, drops the first steps (compilation) and
 writes medians as JSON, beside the device's limits. Settings may follow: --weights shared
 
---peer trl then runs the same work through tuned TRL: with Liger kernels, no gradient checkpointing where that fits, and the
-largest micro-batch that fits, found by trying. --peer-defaults keeps TRL's defaults instead; --peer-both measures both.
+--peer trl then runs the same work through tuned TRL: with Liger kernels, no gradient checkpointing where that fits, and
+the largest micro-batch that fits, found by trying. --peer-defaults keeps TRL's defaults; --peer-both measures both.
 """
 
 from __future__ import annotations
