@@ -1,7 +1,7 @@
 """Attention of packed sequences, forward and backward: `python -m colocated_grpo.benchmarks.attention`.
 
-Each kernel that this device has, for sequences of each length, beside the FLOP of the scores that causal attention
-needs over the measured matmul rate. Seconds are the device's: training queues its work far ahead.
+Times every kernel that this device supports, at each sequence length, beside a floor: the FLOP of causal attention over
+the measured matmul rate. Seconds are device seconds, because training queues its work far ahead of the device.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from colocated_grpo.benchmarks.alone import main_alone
+from colocated_grpo.benchmarks.harness import main_here
 from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
 from colocated_grpo.benchmarks.roofline import Roofline
 from colocated_grpo.policy.attention_kernels import Attend, Runs, attend_only_fa4, attend_padded, attend_varlen, has_fa4
+from colocated_grpo.types import JsonObject
 
 
 class Problem(NamedTuple):
-    """Sequences that see themselves: T tokens, H query heads, K key-value heads, D head size."""
+    """Packed sequences under causal self-attention: T tokens, H query heads, K key-value heads, D head size."""
 
     query_THD: Tensor
     key_TKD: Tensor
@@ -37,10 +38,10 @@ class Problem(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return main_alone("attention", arguments, parser(), measure_lengths)
+    return main_here("attention", arguments, parser(), measure_lengths)
 
 
-def measure_lengths(options: argparse.Namespace, device: torch.device, roofline: Roofline) -> dict[str, Any]:
+def measure_lengths(options: argparse.Namespace, device: torch.device, roofline: Roofline) -> JsonObject:
     rows = []
     for length in options.lengths:
         problem = make_problem(options, length, device)
@@ -56,18 +57,25 @@ def measure_lengths(options: argparse.Namespace, device: torch.device, roofline:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=24576, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=24576, help="tokens of a micro-batch")
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 64, 96, 128, 192, 256, 512, 2048, 8192])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=Path, help="result file to write")
     return parser
 
 
+class KernelSeconds(TypedDict):
+    """Device seconds of one call of a kernel."""
+
+    forward_seconds: float
+    backward_seconds: float
+
+
 def make_problem(options: argparse.Namespace, length: int, device: torch.device) -> Problem:
-    """Sequences of one length, in the types of training: bf16 on CUDA, fp32 on CPU."""
+    """Return sequences of one length in the training dtype: bf16 on CUDA, fp32 on CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     count = max(1, options.tokens // length)
     torch.manual_seed(0)
@@ -82,20 +90,28 @@ def make_problem(options: argparse.Namespace, length: int, device: torch.device)
 
 
 def kernels_for(problem: Problem) -> dict[str, Attend]:
+    """Return the attention kernels that run on the problem's device, by name."""
     query = problem.query_THD
     if not query.is_cuda:
         return {"padded": attend_padded}
     usable = has_fa4(query.shape[1], problem.key_TKD.shape[1], query.shape[2], query.dtype, query.device)
-    return {"varlen": attend_varlen} | ({"fa4": attend_only_fa4} if usable else {})
+    kernels: dict[str, Attend] = {"varlen": attend_varlen}
+    if usable:
+        kernels["fa4"] = attend_only_fa4
+    return kernels
 
 
 def product_flops(problem: Problem) -> float:
-    """FLOP of one product of scores' size, below the diagonal alone: attention is two of them, its gradient five."""
+    """Return the FLOP of one product of the scores' size, below the diagonal only.
+
+    Attention takes two such products, its gradient five.
+    """
     tokens, heads, size = problem.query_THD.shape
     return 2 * tokens * heads * size * (problem.runs.longest_q + 1) / 2
 
 
-def measure(problem: Problem, attend: Attend, repeats: int) -> dict[str, Any]:
+def measure(problem: Problem, attend: Attend, repeats: int) -> KernelSeconds:
+    """Time the forward and the backward pass of one kernel."""
     forward = partial(attend, *problem.inputs, problem.runs, None, None)
     backward = partial(torch.autograd.grad, forward(), problem.inputs, problem.grad_THD, retain_graph=True)
     device = problem.query_THD.device
@@ -106,7 +122,7 @@ def measure(problem: Problem, attend: Attend, repeats: int) -> dict[str, Any]:
 
 
 def device_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Of one call, gaps between its kernels left out."""
+    """Return the device seconds of one call of `work`, without the gaps between its kernels."""
 
     def all_repeats() -> None:
         for _ in range(repeats):

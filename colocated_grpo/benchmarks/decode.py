@@ -1,7 +1,7 @@
-"""Where a step of decoding goes: `python -m colocated_grpo.benchmarks.decode --shape qwen3-0.6b --gpus 1`.
+"""Time of a decode step, by kernel: `python -m colocated_grpo.benchmarks.decode --shape qwen3-0.6b --gpus 1`.
 
-Groups of siblings decode together. Seconds are those of a step in the middle of their completions, beside the time that
-the device was at work in it and the least that reading weights and cache would take.
+Several groups decode together. A step in the middle of their completions is timed, beside the device time in it and the
+least time to read weights and KV cache.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import argparse
 import random
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
-from colocated_grpo.benchmarks.figures import ModelSize, model_size
-from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
-from colocated_grpo.benchmarks.ranks import (
+from colocated_grpo.benchmarks.harness import (
     config_of,
     main_in_ranks,
     model_folder,
@@ -22,12 +20,15 @@ from colocated_grpo.benchmarks.ranks import (
     rank_parser,
     wake_with_weights,
 )
+from colocated_grpo.benchmarks.kernels import KernelRow, busy_seconds, kernel_rows
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
+from colocated_grpo.benchmarks.throughput import ModelSize, model_size
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
 from colocated_grpo.rollout.vllm.kv_budget import BLOCK
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.types import JsonObject
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,15 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = rank_parser(__doc__)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[512, 256, 64], help="that decode together")
-    parser.add_argument("--group-size", type=int, default=16, help="sequences of one prompt")
-    parser.add_argument("--prompt", type=int, default=82, help="tokens")
-    parser.add_argument("--sampled", type=int, default=384, help="tokens of each sequence before the measured ones")
-    parser.add_argument("--steps", type=int, default=64, help="measured ones, and as many profiled ones after them")
+    parser.add_argument(
+        "--sequences", type=int, nargs="+", default=[512, 256, 64], help="sequences that decode together"
+    )
+    parser.add_argument("--group-size", type=int, default=16, help="completions of one prompt")
+    parser.add_argument("--prompt", type=int, default=82, help="prompt tokens")
+    parser.add_argument("--sampled", type=int, default=384, help="tokens of each sequence before the measured steps")
+    parser.add_argument("--steps", type=int, default=64, help="measured steps; as many profiled ones follow")
     return parser
 
 
-def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
+def measure(world: World, options: argparse.Namespace) -> JsonObject:
     from colocated_grpo.build.policy import build_engine
     from colocated_grpo.trainer import settle_garbage_collector
 
@@ -54,36 +57,39 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
         config = config_of(folder, options, **sections(options, tokens))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         size = model_size(folder, itemsize=policy.dtype.itemsize)
-        # For all of them at full length, which a run's cache is not made for: some would wait and not be measured.
-        room = max(options.sequences) * (options.prompt + tokens + BLOCK) * size.kv_bytes_per_token
-        size_set = config.engine.kv_cache_memory_bytes
-        engine_settings = config.engine.model_copy(update={"kv_cache_memory_bytes": size_set or room})
+        # Room for all sequences at full length. In a training run's smaller cache some would queue and not be measured.
+        full_length_bytes = max(options.sequences) * (options.prompt + tokens + BLOCK) * size.kv_bytes_per_token
+        cache_bytes = config.engine.kv_cache_memory_bytes or full_length_bytes
+        engine_settings = config.engine.model_copy(update={"kv_cache_memory_bytes": cache_bytes})
         engine = build_engine(config.model_copy(update={"engine": engine_settings}), policy, folder, world)
     wake_with_weights(engine, policy, world)
     settle_garbage_collector()
-    decode(engine, options, max(options.sequences), tokens, world)  # whatever is made or compiled at first use
+    decode(engine, options, max(options.sequences), tokens, world)  # warm-up: lazy initialization, compilation
     measured = [decode(engine, options, sequences, tokens, world) for sequences in options.sequences]
-    rows = [row_of(options, *one, size, roofline) for one in zip(options.sequences, measured, strict=True)]
-    kernels = [
-        {"sequences": sequences, **kernel}
-        for sequences, (_, kernels) in zip(options.sequences, measured, strict=True)
-        for kernel in kernels
-    ]
+    results = list(zip(options.sequences, measured, strict=True))
+    rows = [row_of(options, sequences, one, size, roofline) for sequences, one in results]
+    kernels = [{"sequences": sequences, **kernel} for sequences, one in results for kernel in one.kernels]
     engine.close()
     return {"roofline": roofline.as_dict(), "rows": rows, "kernels": kernels}
 
 
-def sections(options: argparse.Namespace, tokens: int) -> dict[str, dict[str, Any]]:
+def sections(options: argparse.Namespace, tokens: int) -> JsonObject:
     return {
         "rollout": {"max_prompt_tokens": options.prompt, "max_completion_tokens": tokens},
         "engine": {"max_num_seqs": max(options.sequences)},
     }
 
 
-def decode(
-    engine: RolloutEngine, options: argparse.Namespace, sequences: int, tokens: int, world: World
-) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds of a step of so many sequences, and the kernels of `options.steps` further ones."""
+class DecodeTime(NamedTuple):
+    """Time of a decode step at one number of sequences."""
+
+    step_seconds: float
+    kernels: list[KernelRow]
+    """Of `options.steps` steps."""
+
+
+def decode(engine: RolloutEngine, options: argparse.Namespace, sequences: int, tokens: int, world: World) -> DecodeTime:
+    """Decode that many sequences together: time `options.steps` steps and profile as many more."""
     engine.submit(requests(options, sequences, tokens))
     finished = 0
 
@@ -97,10 +103,11 @@ def decode(
     kernels = kernel_rows(lambda: steps(options.steps), world.device)
     while finished < sequences:
         steps(1)
-    return seconds / options.steps, kernels
+    return DecodeTime(seconds / options.steps, kernels)
 
 
 def requests(options: argparse.Namespace, sequences: int, tokens: int) -> list[Request]:
+    """Return requests for whole groups of --group-size completions, each of exactly `tokens` tokens."""
     rng = random.Random(sequences)
     prompts = [rng.choices(range(8, 64), k=options.prompt) for _ in range(-(-sequences // options.group_size))]
     sampling = Sampling(temperature=1.0, max_tokens=tokens)
@@ -111,14 +118,11 @@ def requests(options: argparse.Namespace, sequences: int, tokens: int) -> list[R
 
 
 def row_of(
-    options: argparse.Namespace,
-    sequences: int,
-    measured: tuple[float, list[dict[str, Any]]],
-    size: ModelSize,
-    roofline: Roofline,
-) -> dict[str, Any]:
-    seconds, kernels = measured
-    busy = busy_seconds(kernels) / options.steps
+    options: argparse.Namespace, sequences: int, measured: DecodeTime, size: ModelSize, roofline: Roofline
+) -> JsonObject:
+    """Return step and device time, beside the time to read weights and cache at the middle of the measured steps."""
+    seconds = measured.step_seconds
+    busy = busy_seconds(measured.kernels) / options.steps
     cached = sequences * (options.prompt + options.sampled + options.steps / 2)
     return {
         "shape": model_name(options),

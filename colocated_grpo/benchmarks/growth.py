@@ -1,7 +1,7 @@
-"""Seconds of a step as its work grows: `python -m colocated_grpo.benchmarks.growth --axis completions --gpus 1`.
+"""Step time as the work grows: `python -m colocated_grpo.benchmarks.growth --axis completions --gpus 1`.
 
-Axes: `completions` a step at standard lengths; `length` of a completion, with stops that grow with the limit; `gpus`
-from 1 to --gpus with the same work for each. One run is built for all sizes of an axis and trained at each in turn.
+Axes: `completions` per step at the standard length; `length` of the longest completion, with the mean in proportion;
+`gpus`, 1 and --gpus of them with the same work for each. One run is built per axis and trained at each size in turn.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, rank_parser
+from colocated_grpo.benchmarks.harness import config_of, main_in_ranks, model_folder, rank_parser
 from colocated_grpo.benchmarks.results import describe, publish
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, STOP_SHARE, stop_tokens, vocabulary_of
+from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, STOP_PROBABILITY, stop_tokens, vocabulary_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
+from colocated_grpo.rollout.supply import PromptSupply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.tracking.files import METRICS_FILE, TRAIN, read_rows
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.build.run import Run
@@ -36,19 +38,19 @@ PHASES = ("generate", "train", "step")
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The work of one step over all ranks."""
+    """Work of one step over all ranks."""
 
     completions: int
     length: int
-    """Longest completion; the mean grows in proportion."""
+    """Longest completion, in tokens; the mean grows in proportion."""
 
     @property
-    def stop_share(self) -> float:
-        return STOP_SHARE * STANDARD_LENGTH / self.length
+    def stop_probability(self) -> float:
+        return STOP_PROBABILITY * STANDARD_LENGTH / self.length
 
 
 def sizes_of(options: argparse.Namespace, ranks: int) -> list[Size]:
-    """One size for each value of the axis, smallest first. For `gpus` the value is the completions of one rank."""
+    """Return one size for each value of the axis, smallest first. On `gpus` the value is completions per rank."""
     makers = {
         "completions": lambda value: Size(completions=value, length=options.length),
         "length": lambda value: Size(completions=options.completions, length=value),
@@ -63,33 +65,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, _settings = parser.parse_known_args(arguments)
     for size in sizes_of(options, ranks=1):
         if size.completions % options.group_size:
-            whole = f"a multiple of --group-size={options.group_size}"
-            parser.error(f"--axis={options.axis}: {size.completions} completions are not {whole}")
+            multiple = f"a multiple of --group-size={options.group_size}"
+            parser.error(f"--axis={options.axis}: {size.completions} completions are not {multiple}")
     if options.axis == "gpus" and options.ranks is None:
-        most = options.gpus or options.nproc
-        if most < 2:
-            parser.error(f"--axis=gpus: compares one rank with several, and there is {most}")
-        return compare_ranks(arguments, options, most)
+        ranks = options.gpus or options.nproc
+        if ranks < 2:
+            parser.error(f"--axis=gpus: compares one rank with several, but {ranks} was given; set --gpus to 2 or more")
+        return compare_ranks(arguments, options, ranks)
     return main_in_ranks("growth", parser, measure, arguments)
 
 
 def growth_parser() -> argparse.ArgumentParser:
     parser = rank_parser(__doc__)
     parser.add_argument("--axis", choices=DEFAULT_SIZES, default="completions")
-    parser.add_argument("--sizes", type=int, nargs="+", help="values of the axis; of gpus: completions for each rank")
-    parser.add_argument("--length", type=int, default=STANDARD_LENGTH, help="longest completion of the other axes")
-    parser.add_argument("--completions", type=int, default=64, help="of a step on the length axis")
+    parser.add_argument("--sizes", type=int, nargs="+", help="values of the axis; on gpus: completions per rank")
+    parser.add_argument("--length", type=int, default=STANDARD_LENGTH, help="longest completion on the other axes")
+    parser.add_argument("--completions", type=int, default=64, help="completions per step on the length axis")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--max-num-seqs", type=int, default=512, help="sequences that decode together on one rank")
-    parser.add_argument("--steps", type=int, default=4, help="at each size, warm-up included")
+    parser.add_argument("--steps", type=int, default=4, help="steps at each size, warm-up included")
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)  # marks one launch of the gpus axis
+    parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)  # set on each launch of the gpus axis
     return parser
 
 
-def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    """Train the steps of every size. Collective; the figures are rank 0's."""
-    # They import vLLM, which neither --help nor the process that starts the ranks need wait for.
+def measure(world: World, options: argparse.Namespace) -> JsonObject:
+    """Train the steps of every size. Collective; rank 0 returns the result."""
+    # Imported here because they import vLLM, which takes seconds and is needed in the ranks only.
     from colocated_grpo.build.run import build_run
     from colocated_grpo.build.run import describe as facts_of
     from colocated_grpo.trainer import STOPPED, settle_garbage_collector, train
@@ -113,15 +115,15 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     rows = [
         figures(size, part[options.warmup :], world.size)
         for size, part in zip(sizes, parts, strict=True)
-        if len(part) == options.steps  # a stop keeps the sizes that were done
+        if len(part) == options.steps  # a stopped run keeps its completed sizes
     ]
     if not rows:
-        raise RunError("stopped before the smallest size was done")
+        raise RunError("stopped before the smallest size was completed; nothing was measured")
     return {"axis": options.axis, "shape": options.shape, "rows": with_growth(rows)}
 
 
 def growth_config(options: argparse.Namespace, model: Path, sizes: Sequence[Size], ranks: int) -> Config:
-    """Settings that every size fits into."""
+    """Return the settings of a run whose limits hold every size."""
     largest = max(size.completions for size in sizes)
     rollout = {
         "prompts_per_step": largest // options.group_size,
@@ -142,10 +144,11 @@ def growth_config(options: argparse.Namespace, model: Path, sizes: Sequence[Size
 
 
 def resized(run: Run, size: Size, start: int, steps: int, vocabulary: int) -> Run:
-    """The run with the work of `size`, from step `start` on. Engine and policy are the same objects."""
+    """Return the run with the work of `size` from step `start` on. Engine and policy are the same objects."""
+    assert isinstance(run.supply, PromptSupply), "the workload is a task, whose prompts this run samples itself"
     prompts = size.completions // run.config.rollout.group_size
     rollout = run.config.rollout.model_copy(update={"prompts_per_step": prompts, "max_completion_tokens": size.length})
-    stop_token_ids = tuple(stop_tokens(vocabulary, size.stop_share))
+    stop_token_ids = tuple(stop_tokens(vocabulary, size.stop_probability))
     sampling = replace(run.supply.sampling, max_tokens=size.length, stop_token_ids=stop_token_ids)
     return replace(
         run,
@@ -156,9 +159,8 @@ def resized(run: Run, size: Size, start: int, steps: int, vocabulary: int) -> Ru
 
 
 def figures(size: Size, steps: Sequence[dict[str, float]], ranks: int) -> dict[str, float]:
-    """Medians over steps of one size."""
-    middle = lambda name: statistics.median(row[name] for row in steps)  # noqa: E731
-    seconds = {f"{phase} s": middle(f"seconds/{phase}") for phase in PHASES}
+    """Return the medians over the steps of one size."""
+    seconds = {f"{phase} s": statistics.median(row[f"seconds/{phase}"] for row in steps) for phase in PHASES}
     tokens = statistics.median(row["tokens_per_second"] * row["seconds/step"] for row in steps)
     return {
         "ranks": ranks,
@@ -171,7 +173,7 @@ def figures(size: Size, steps: Sequence[dict[str, float]], ranks: int) -> dict[s
 
 
 def with_growth(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """The rows with their tokens, and their time for a token and throughput, over those of the first row."""
+    """Add to each row its tokens, time per token and throughput relative to the first row."""
     first = rows[0]
     return [
         {
@@ -184,12 +186,12 @@ def with_growth(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     ]
 
 
-def compare_ranks(arguments: Sequence[str], options: argparse.Namespace, most: int) -> int:
-    """One launch with a single rank and one with `most` of them, the same work for each rank."""
+def compare_ranks(arguments: Sequence[str], options: argparse.Namespace, most_ranks: int) -> int:
+    """Launch once with a single rank and once with `most_ranks`, with the same work per rank, and publish both."""
     flag = "--gpus" if options.gpus else "--nproc"
     rows = []
     with tempfile.TemporaryDirectory(prefix="benchmark-growth-") as scratch:
-        for ranks in (1, most):
+        for ranks in (1, most_ranks):
             file = Path(scratch) / f"{ranks}.json"
             again = ["--ranks", str(ranks), flag, str(ranks), "--json", str(file)]
             command = [sys.executable, "-m", "colocated_grpo.benchmarks.growth", *arguments, *again]
@@ -197,7 +199,7 @@ def compare_ranks(arguments: Sequence[str], options: argparse.Namespace, most: i
             rows += json.loads(file.read_text())["rows"]
     rows = with_growth(rows)
     result = {"axis": "gpus", "shape": options.shape, "rows": rows}
-    publish({**describe("growth", arguments, ranks=most), **result}, options.json)
+    publish({**describe("growth", arguments, ranks=most_ranks), **result}, options.json)
     return 0
 
 

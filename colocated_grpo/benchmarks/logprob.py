@@ -1,7 +1,7 @@
 """The log-probability operator against its own matrix products: `python -m colocated_grpo.benchmarks.logprob`.
 
-Forward and backward, beside three plain products of the same sizes (logits, gradient of the hidden states, gradient of
-the weights). Both forms of the operator, and the plain path, which holds all logits at once.
+Times forward plus backward of both forms of the operator and of the plain path, which holds all logits at once, beside
+three plain matrix products of the same sizes: logits, gradient of the hidden states, gradient of the weights.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from colocated_grpo.benchmarks.alone import main_alone
+from colocated_grpo.benchmarks.harness import main_here
 from colocated_grpo.benchmarks.roofline import Roofline, median_seconds
 from colocated_grpo.config.schema import PolicyConfig
 from colocated_grpo.policy.logprobs import linear_logprobs, linear_loss
+from colocated_grpo.types import JsonObject
 
 GIB = 1 << 30
 
@@ -36,14 +37,14 @@ class Problem(NamedTuple):
 
 
 Operator = Callable[[Problem], Tensor]
-"""A scalar whose gradient is that of sum(grad * log p(target)), entropies computed on the way."""
+"""Returns a scalar with the gradient of sum(grad * log p(target)). Entropies are computed as well."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return main_alone("logprob", arguments, parser(), measure_sizes)
+    return main_here("logprob", arguments, parser(), measure_sizes)
 
 
-def measure_sizes(options: argparse.Namespace, device: torch.device, roofline: Roofline) -> dict[str, Any]:
+def measure_sizes(options: argparse.Namespace, device: torch.device, roofline: Roofline) -> JsonObject:
     rows = []
     for hidden in options.hidden:
         problem = make_problem(options.tokens, options.vocab, hidden, device)
@@ -62,12 +63,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--chunk", type=int, default=PolicyConfig().logprob_chunk_tokens, help="logprob_chunk_tokens")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=Path, help="result file to write")
     return parser
 
 
 def make_problem(tokens: int, vocab: int, hidden: int, device: torch.device) -> Problem:
-    """In the types of training: bf16 on CUDA, fp32 on CPU."""
+    """Return random inputs in the training dtype: bf16 on CUDA, fp32 on CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     return Problem(
@@ -80,7 +81,7 @@ def make_problem(tokens: int, vocab: int, hidden: int, device: torch.device) -> 
 
 
 def fused_loss(problem: Problem, chunk_tokens: int) -> Tensor:
-    """The loss inside the operator: logits are computed once."""
+    """Compute the loss inside the operator, so that logits are computed once."""
     loss, _, _ = linear_loss(
         problem.hidden_NH,
         problem.weight_VH,
@@ -93,7 +94,7 @@ def fused_loss(problem: Problem, chunk_tokens: int) -> Tensor:
 
 
 def recomputed(problem: Problem, chunk_tokens: int) -> Tensor:
-    """Log-probabilities for a loss outside: the backward pass computes the logits again."""
+    """Return log-probabilities to a loss outside the operator: the backward pass recomputes the logits."""
     logprobs_N, _ = linear_logprobs(
         problem.hidden_NH,
         problem.weight_VH,
@@ -105,7 +106,7 @@ def recomputed(problem: Problem, chunk_tokens: int) -> Tensor:
 
 
 def full_logits(problem: Problem) -> Tensor:
-    """What a trainer without such an operator does."""
+    """Compute the loss without the operator, with all logits in memory."""
     logits_NV = (problem.hidden_NH @ problem.weight_VH.t()).float() / problem.temperature_N[:, None]
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
     with torch.no_grad():
@@ -114,19 +115,23 @@ def full_logits(problem: Problem) -> Tensor:
 
 
 def forward_backward(problem: Problem, operator: Operator) -> None:
+    """Run the operator and its backward pass, into fresh gradients."""
     problem.hidden_NH.grad = problem.weight_VH.grad = None
     operator(problem).backward()
 
 
-def measure(problem: Problem, chunk_tokens: int, repeats: int) -> list[dict[str, Any]]:
-    """Seconds and extra memory of each operator, beside the three products. Nothing for one that does not fit."""
+def measure(problem: Problem, chunk_tokens: int, repeats: int) -> list[JsonObject]:
+    """Return one row per operator: seconds, extra memory, and the seconds of the three products.
+
+    The seconds of an operator that does not fit into memory are None.
+    """
     products = matmul_seconds(problem, repeats)
     operators: dict[str, Operator] = {
         "linear_loss": partial(fused_loss, chunk_tokens=chunk_tokens),
         "linear_logprobs": partial(recomputed, chunk_tokens=chunk_tokens),
         "full_logits": full_logits,
     }
-    rows = []
+    rows: list[JsonObject] = []
     for name, operator in operators.items():
         try:
             seconds, extra = seconds_and_memory(problem, operator, repeats)
@@ -141,7 +146,10 @@ def measure(problem: Problem, chunk_tokens: int, repeats: int) -> list[dict[str,
 
 
 def seconds_and_memory(problem: Problem, operator: Operator, repeats: int) -> tuple[float, float | None]:
-    """Median seconds, and peak GiB beyond inputs and gradients; None on CPU, where nothing counts allocations."""
+    """Return median seconds, and peak GiB beyond inputs and gradients.
+
+    The peak is None on CPU, whose allocator has no statistics.
+    """
     device = problem.hidden_NH.device
     seconds = median_seconds(lambda: forward_backward(problem, operator), device, repeats=repeats, warmup=2)
     if device.type != "cuda":
@@ -150,15 +158,15 @@ def seconds_and_memory(problem: Problem, operator: Operator, repeats: int) -> tu
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     forward_backward(problem, operator)
-    gradients = problem.hidden_NH.grad.nbytes + problem.weight_VH.grad.nbytes
+    gradients = problem.hidden_NH.nbytes + problem.weight_VH.nbytes
     return seconds, (torch.cuda.max_memory_allocated(device) - before - gradients) / GIB
 
 
 @torch.no_grad()
 def matmul_seconds(problem: Problem, repeats: int) -> float:
-    """Of the three products that no implementation can avoid, each alone."""
+    """Return the summed seconds of the three products that every implementation needs, each timed alone."""
     hidden_NH, weight_VH = problem.hidden_NH, problem.weight_VH
-    logits_NV = hidden_NH @ weight_VH.t()  # stands for its own gradient below
+    logits_NV = hidden_NH @ weight_VH.t()  # also used as the logits' gradient below
     grad_hidden_NH, grad_weight_VH = torch.empty_like(hidden_NH), torch.empty_like(weight_VH)
     products = [
         lambda: torch.mm(hidden_NH, weight_VH.t(), out=logits_NV),

@@ -1,7 +1,7 @@
-"""The same work through TRL's GRPOTrainer, co-located with sleep mode: what `benchmarks.step --peer trl` runs.
+"""One run of TRL's GRPOTrainer on the work of `benchmarks.step`, with its co-located vLLM in sleep mode.
 
-Every rank runs `python -m colocated_grpo.benchmarks.peer_trl SPEC RESULT`. TRL is imported in functions only: what
-is reckoned here is tested where TRL is not installed.
+Every rank runs `python -m colocated_grpo.benchmarks.peer_trl SPEC RESULT`. TRL is imported in functions only, so that
+the rest of this module can be tested without it.
 """
 
 from __future__ import annotations
@@ -11,128 +11,179 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from accelerate.utils import gather_object
-from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
-from colocated_grpo.benchmarks.peer import PeerSpec
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, RandomWork
+from colocated_grpo.benchmarks.peer import WARMUP, OutOfMemoryPhase, PeerSpec, failure_file, grpo_arguments
+from colocated_grpo.benchmarks.workload import CHARACTERS, LONGEST_PROMPT, RandomWork
 from colocated_grpo.build.data import stop_token_ids
 from colocated_grpo.phases import Clock
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-
-def trainer_arguments(spec: PeerSpec) -> dict[str, Any]:
-    """Arguments of GRPOConfig. What is left out keeps TRL's default, gradient checkpointing and DAPO loss included."""
-    on_gpu = spec.gpus > 0
-    return {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_enable_sleep_mode": on_gpu,
-        "vllm_gpu_memory_utilization": spec.gpu_memory,
-        "vllm_max_model_length": MAX_PROMPT_TOKENS + spec.max_completion,
-        "use_cpu": not on_gpu,
-        "bf16": on_gpu,
-        "per_device_train_batch_size": spec.batch,
-        "gradient_accumulation_steps": spec.completions // (spec.batch * spec.ranks),
-        "num_generations": spec.group_size,
-        "max_completion_length": spec.max_completion,
-        "max_steps": spec.steps,
-        "lr_scheduler_type": "constant",
-        "seed": spec.seed,
-        "shuffle_dataset": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        **spec.changes,
-    }
+P = ParamSpec("P")
+R = TypeVar("R")
+LONGEST_RECORDED = 16
+"""Longer lists among the arguments are recorded as their length."""
 
 
-def build_trainer(spec: PeerSpec, output: Path) -> GRPOTrainer:
+def build_trainer(spec: PeerSpec, output: Path) -> tuple[GRPOTrainer, JsonObject]:
+    """Return the trainer and a JSON record of its arguments and of GRPOConfig's."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(spec.model, padding_side="left", truncation_side="left")
-    # vLLM reads the model's stop tokens by itself; given here they are the trainer's own list beyond doubt.
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    # vLLM also reads the stop tokens from the model folder; passing them makes both trainers use the same list.
     stops = list(stop_token_ids(tokenizer, Path(spec.model)))
-    arguments = {"generation_kwargs": {"stop_token_ids": stops}, **trainer_arguments(spec)}
-    return GRPOTrainer(
+    config: JsonObject = {
+        "output_dir": str(output),
+        "generation_kwargs": {"stop_token_ids": stops},
+        **grpo_arguments(spec),
+    }
+    rows = chats(spec)
+    trainer = GRPOTrainer(
         spec.model,
         reward_funcs=reward,
-        args=GRPOConfig(output_dir=str(output), **arguments),
-        train_dataset=Dataset.from_list(chats(spec)),
+        args=GRPOConfig(**config),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
     )
+    record = {
+        "model": spec.model,
+        "reward_funcs": "a hash of the completion (RandomWork.score)",
+        "args": "GRPOConfig",
+        "train_dataset": f"{len(rows)} prompts of {RandomWork.__name__}",
+        "processing_class": f"{type(tokenizer).__name__}(padding_side='left', truncation_side='left')",
+    }
+    return trainer, {"GRPOConfig": shortened(config), "GRPOTrainer": record}
 
 
-def chats(spec: PeerSpec) -> list[dict[str, Any]]:
-    """Our prompts in our order, as the chat message that our trainer makes of a text."""
+def shortened(value: Any) -> Any:
+    """Return JSON data with every long list replaced by a description."""
+    if isinstance(value, dict):
+        return {name: shortened(part) for name, part in value.items()}
+    return f"{len(value)} values" if isinstance(value, list) and len(value) > LONGEST_RECORDED else value
+
+
+def chats(spec: PeerSpec) -> list[JsonObject]:
+    """Return our prompts in our order, each as the chat message that our trainer makes of a text.
+
+    With a probe step, its prompts of the greatest length come first.
+    """
+    longest = repeat({"prompt": CHARACTERS[0] * LONGEST_PROMPT}, spec.prompts if spec.setup.probe else 0)
     items = islice(RandomWork().prompts(spec.seed, "train"), spec.prompts * spec.steps)
-    return [{"prompt": [{"role": "user", "content": item["prompt"]}]} for item in items]
+    return [{"prompt": [{"role": "user", "content": item["prompt"]}]} for item in (*longest, *items)]
 
 
-def reward(completions: Sequence[Sequence[Mapping[str, str]]], **_columns: Any) -> list[float]:
+def reward(completions: Sequence[Sequence[Mapping[str, str]]], **_columns: Any) -> list[float | None]:
     return [RandomWork().score({}, turns[0]["content"]) for turns in completions]
 
 
 class Recorder(TrainerCallback):
-    """One row for each optimizer step of this rank, from the end of the step before to its own end."""
+    """Collects one row per optimizer step of this rank, each from the end of the step before to its own end.
 
-    def __init__(self, trainer: GRPOTrainer, until: float | None) -> None:
-        self._until = math.inf if until is None else until
+    The probe step is not recorded.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, spec: PeerSpec) -> None:
+        self._until = math.inf if spec.until is None else spec.until
+        self._probing = spec.setup.probe
         self.rows: list[dict[str, float]] = []
         self.started = 0.0
-        """Unix time at which the first step began."""
+        """Unix time at which the first recorded step began."""
+        self.in_first_generation = False
         self._device = trainer.accelerator.device
         self._clock = Clock(self._device)
         self._counts: dict[str, float] = {}
-        self._watch(trainer)
+        self._step_began = 0.0
+        self._completed_steps = 0
+        self._instrument(trainer)
 
-    def _watch(self, trainer: GRPOTrainer) -> None:
+    def _instrument(self, trainer: GRPOTrainer) -> None:
+        """Time TRL's phases, and lengthen the completions of the probe step."""
         engine = trainer.vllm_generation
-        engine.sync_weights = self._timed("sync", engine.sync_weights)
-        engine.generate = self._timed("generate", engine.generate)
-        engine.llm.sleep = self._timed("sleep", engine.llm.sleep)
-        wake = {part: self._timed(f"wake_{part}", engine.llm.wake_up) for part in ("weights", "kv_cache")}
-        engine.llm.wake_up = lambda tags: wake[tags[0]](tags=tags)
-        engine.llm.generate = self._noting_memory(engine.llm.generate)
+        lengthened = self._lengthened(engine, engine.generate)
+        replace_method(engine, "sync_weights", self._during_generation(self._timed("sync", engine.sync_weights)))
+        replace_method(engine, "generate", self._during_generation(self._timed("generate", lengthened)))
+        llm = engine.llm
+        wake_up = {part: self._timed(f"wake_{part}", llm.wake_up) for part in ("weights", "kv_cache")}
+        replace_method(llm, "sleep", self._timed("sleep", llm.sleep))
+        replace_method(llm, "wake_up", lambda tags: wake_up[tags[0]](tags=tags))
+        replace_method(llm, "generate", self._noting_memory(llm.generate))
         collect = self._timed("collect", trainer._generate_and_score_completions)
-        trainer._generate_and_score_completions = self._counted(collect)
+        replace_method(trainer, "_generate_and_score_completions", self._counted(collect))
 
-    def _timed(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, phase: str, method: Callable[P, R]) -> Callable[P, R]:
         @wraps(method)
-        def timed(*arguments: Any, **named: Any) -> Any:
+        def timed(*arguments: P.args, **named: P.kwargs) -> R:
             with self._clock.time(phase):
                 return method(*arguments, **named)
 
         return timed
 
-    def _noting_memory(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _during_generation(self, method: Callable[P, R]) -> Callable[P, R]:
         @wraps(method)
-        def noting(*arguments: Any, **named: Any) -> Any:
+        def marked(*arguments: P.args, **named: P.kwargs) -> R:
+            self.in_first_generation = self._completed_steps == 0
+            result = method(*arguments, **named)
+            self.in_first_generation = False  # not after an exception: the flag then names the phase that failed
+            return result
+
+        return marked
+
+    def _noting_memory(self, method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def noting(*arguments: P.args, **named: P.kwargs) -> R:
             result = method(*arguments, **named)
             self._clock.note_memory("generate")
             return result
 
         return noting
 
-    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(inputs: Any) -> Any:
+    def _lengthened(self, engine: Any, method: Callable[P, Sequence[list[list[Any]]]]) -> Callable[P, Any]:
+        """Return `method`, whose completions in the probe step have the greatest length.
+
+        It samples one token per completion and repeats it, so that the probe costs no decoding.
+        """
+
+        @wraps(method)
+        def lengthened(*arguments: P.args, **named: P.kwargs) -> Any:
+            if not self._probing:
+                return method(*arguments, **named)
+            with temporary(engine, "max_completion_length", 1) as greatest:
+                prompts, *aligned = method(*arguments, **named)
+            return prompts, *([row + row[-1:] * (greatest - len(row)) for row in rows] for rows in aligned)
+
+        return lengthened
+
+    def _counted(self, method: Callable[..., Mapping[str, torch.Tensor]]) -> Callable[..., Mapping[str, torch.Tensor]]:
+        def counted(inputs: Any) -> Mapping[str, torch.Tensor]:
             batch = method(inputs)
             prompts, completions = batch["prompt_mask"], batch["completion_mask"]
             self._counts = {
                 "sequences": float(len(prompts)),
                 "prompt_tokens": float(prompts.sum()),
                 "completion_tokens": float(completions.sum()),
-                # Every micro-batch keeps the width of the whole batch.
+                # Every micro-batch is padded to the width of the whole batch.
                 "computed_tokens": float(prompts.numel() + completions.numel()),
             }
             return batch
@@ -140,28 +191,54 @@ class Recorder(TrainerCallback):
         return counted
 
     def on_train_begin(self, *_arguments: Any, **_named: Any) -> None:
-        self.started = time.time()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.started = self.started if self.rows else time.time()
         self._step_began = time.perf_counter()
 
-    def on_step_end(
-        self, _arguments: TrainingArguments, _state: TrainerState, control: TrainerControl, **_named: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()
+        self._completed_steps += 1
         self._clock.note_memory("train")
         measured = self._clock.read()
+        if self._probing:
+            self._probing = False
+            self._begin_step()
+            return
         seconds = {name.removeprefix("seconds/"): value for name, value in measured.items()}
         memory = {name: value for name, value in measured.items() if name.startswith("memory/")}
         self.rows.append({**own_seconds(seconds, now - self._step_began), **memory, **self._counts})
-        # Whichever rank is late, all of them end with the same step.
-        control.should_training_stop |= any(gather_object([time.time() > self._until]))
-        self._step_began = time.perf_counter()
+        late = time.time() > self._until and len(self.rows) > WARMUP
+        # Gathered, so that all ranks stop after the same step.
+        control.should_training_stop |= any(gather_object([late]))
+        self._begin_step()
+
+
+def replace_method(owner: object, name: str, method: Callable[..., Any]) -> None:
+    """Set a method of one object, for the instrumentation of a class that is not ours."""
+    setattr(owner, name, method)
+
+
+@contextmanager
+def temporary(owner: Any, name: str, value: int) -> Iterator[int]:
+    """Set an attribute within the context, which yields its former value."""
+    former = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield former
+    finally:
+        setattr(owner, name, former)
 
 
 def own_seconds(nested: Mapping[str, float], step: float) -> dict[str, float]:
-    """Seconds of each phase without the phases inside it: TRL wakes inside its sync, and sleeps inside generation."""
-    of = lambda phase: nested.get(phase, 0.0)  # noqa: E731, CPU runs neither sleep nor wake
+    """Return the seconds of each phase without nested phases: TRL wakes inside its sync, sleeps inside generation."""
+
+    def of(phase: str) -> float:
+        return nested.get(phase, 0.0)  # CPU runs have neither sleep nor wake
+
     return {
         "seconds/step": step,
         "seconds/generate": of("generate") - of("wake_kv_cache") - of("sleep"),
@@ -174,7 +251,7 @@ def own_seconds(nested: Mapping[str, float], step: float) -> dict[str, float]:
 
 
 def merge(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One step over all ranks: seconds and memory of rank 0, as our own; tokens of all."""
+    """Return one row for a step of all ranks: seconds and memory of rank 0, as in our own rows, and all tokens."""
     total = partial(_total, ranks)
     loads = [rank["prompt_tokens"] + rank["completion_tokens"] for rank in ranks]
     tokens = sum(loads)
@@ -193,34 +270,63 @@ def _total(ranks: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(rank[name] for rank in ranks)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for torch's own error and for the RuntimeErrors of vLLM's allocator, NCCL and cuBLAS."""
+    text = str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or "out of memory" in text.lower()
+        or "CUBLAS_STATUS_ALLOC_FAILED" in text
+    )
+
+
 def prepare_cpu() -> None:
-    """Let TRL run on vLLM's CPU build: weights that can be written in place, and no minute of compilation."""
+    """Let TRL run on vLLM's CPU build: weights stay writable after loading, and compilation is off.
+
+    On a GPU TRL runs with vLLM as it is.
+    """
     import trl.generation.vllm_generation as generation
 
-    from colocated_grpo.rollout.vllm import process as vllm_process
+    from colocated_grpo.rollout.vllm import patches
 
-    vllm_process.linear_layers.dispatch_cpu_unquantized_gemm = vllm_process._plain_cpu_linear
-    generation.LLM = partial(generation.LLM, enforce_eager=True)
+    patches.apply("cpu", [row for row in patches.PATCHES if row.target.endswith(":dispatch_cpu_unquantized_gemm")])
+    replace_method(generation, "LLM", partial(generation.LLM, enforce_eager=True))
 
 
 def main(spec_file: Path, result: Path) -> None:
-    spec = PeerSpec(**json.loads(spec_file.read_text()))
+    spec = PeerSpec.read(spec_file)
     if not spec.gpus:
         prepare_cpu()
-    trainer = build_trainer(spec, result.with_suffix(""))
-    recorder = Recorder(trainer, spec.until)
-    trainer.add_callback(recorder)
-    trainer.train()
+    recorder = None
+    try:
+        trainer, arguments = build_trainer(spec, result.with_suffix(""))
+        recorder = Recorder(trainer, spec)
+        trainer.add_callback(recorder)
+        trainer.train()
+    except Exception as error:
+        if is_out_of_memory(error):
+            phase: OutOfMemoryPhase = "start"
+            if recorder is not None:
+                phase = "first generation" if recorder.in_first_generation else "training"
+            failure_file(result).write_text(json.dumps({"out_of_memory": phase}))
+        raise
     by_rank = gather_object([recorder.rows])
     if trainer.accelerator.is_main_process:
         rows = [merge(ranks) for ranks in zip(*by_rank, strict=True)]
-        result.write_text(json.dumps({"started": recorder.started, "steps": rows}))
+        content = {"started": recorder.started, "steps": rows, "arguments": arguments}
+        result.write_text(json.dumps(content, default=str))
     trainer.accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
-    # Not sys.exit: engines that slept are known to crash while Python tears them down, and everything is written.
+    exit_code = 0
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+        exit_code = 1
+    # Skip interpreter shutdown: after a failure other ranks may be stuck in a collective, and vLLM engines that slept
+    # are known to crash during teardown.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(exit_code)

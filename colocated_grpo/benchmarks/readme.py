@@ -1,28 +1,50 @@
-"""README's tables, from the files of docs/results: `python -m colocated_grpo.benchmarks.readme`.
+"""README's tables of measurements, from the files in docs/results: `python -m colocated_grpo.benchmarks.readme`.
 
-What `benchmarks.step` and `benchmarks.growth` left in files that begin with `step_` and `growth_` decides every figure;
-nothing is typed by hand.
+`step_*.json` are results of `benchmarks.step`, `growth_*.json` of `benchmarks.growth`. Every figure comes from a file.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+
+from colocated_grpo.types import JsonObject
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("docs") / "results"
-STEP_HEAD = (
-    "| | TRL step | our step | faster | generate / train / sync | MFU | TRL memory, generate / train | our memory |",
-    "|---|---|---|---|---|---|---|---|",
+STEP_COLUMNS = (
+    "Model and GPUs",
+    "Step, ours",
+    "Step, TRL tuned",
+    "Step, TRL defaults",
+    "Generate / train / sync, ours",
+    "Generate / score + train / sync, TRL tuned",
+    "Peak GPU memory, ours",
+    "Peak GPU memory, TRL tuned",
 )
-GROWTH_HEAD = (
-    "| | completions | longest | tokens | generate | train | step | us/token | tokens/s, times the first |",
-    "|---|---|---|---|---|---|---|---|---|",
+GROWTH_COLUMNS = (
+    "Model and GPUs",
+    "Completions per step",
+    "Longest completion",
+    "Tokens per step",
+    "Generate",
+    "Train",
+    "Step",
+    "us per token",
+    "Tokens/s, first row of the file = 1",
 )
 AXES = ("completions", "length", "gpus")
+NOT_MEASURED = "-"
+
+
+class ResultFile(NamedTuple):
+    """A result and its path, relative to the repository."""
+
+    path: Path
+    content: JsonObject
 
 
 def main(root: Path = ROOT) -> int:
@@ -32,9 +54,9 @@ def main(root: Path = ROOT) -> int:
 
 
 def with_tables(text: str, root: Path) -> str:
-    """The text of a README with what stands between each table's markers made anew.
+    """Return the text of a README with new tables between their markers.
 
-    Raises ValueError without both markers of each.
+    Raises ValueError where a marker is missing.
     """
     for name, lines in {"whole steps": step_lines(root), "growth": growth_lines(root)}.items():
         begin, end = markers(name)
@@ -52,28 +74,34 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def step_lines(root: Path) -> list[str]:
-    """Smallest model first. None where no file holds a whole step."""
-    steps = [(file, result) for file, result in read_results(root, "step") if "ours" in result]
-    steps.sort(key=lambda one: (one[1]["parameters"], one[1]["ranks"]))
-    return [*STEP_HEAD, *(step_line(file, result) for file, result in steps)] if steps else []
+    """Return the table of whole steps, smallest model first; [] without results."""
+    files = [file for file in read_results(root, "step") if "ours" in file.content]
+    files.sort(key=lambda file: (file.content["parameters"], file.content["ranks"]))
+    return table(STEP_COLUMNS, [step_cells(file) for file in files])
 
 
 def growth_lines(root: Path) -> list[str]:
-    """One table for all axes: the sizes of each file, smallest first, under its name."""
-    files = sorted(read_results(root, "growth"), key=lambda one: AXES.index(one[1]["axis"]))
-    rows = [growth_line(file, result, row) for file, result in files for row in result["rows"]]
-    return [*GROWTH_HEAD, *rows] if rows else []
+    """Return one table for all axes, with the sizes of each file, smallest first; [] without results."""
+    files = sorted(read_results(root, "growth"), key=lambda file: AXES.index(file.content["axis"]))
+    return table(GROWTH_COLUMNS, [growth_cells(file, row) for file in files for row in file.content["rows"]])
 
 
-def read_results(root: Path, kind: str) -> list[tuple[Path, dict[str, Any]]]:
-    """Files of docs/results that begin with the kind, by name, with what they hold."""
+def read_results(root: Path, kind: str) -> list[ResultFile]:
+    """Return the results whose file names begin with `kind`, by name."""
     files = sorted((root / RESULTS).glob(f"{kind}_*.json"))
-    return [(file.relative_to(root), json.loads(file.read_text())) for file in files]
+    return [ResultFile(file.relative_to(root), json.loads(file.read_text())) for file in files]
 
 
-def growth_line(file: Path, result: Mapping[str, Any], row: Mapping[str, float]) -> str:
-    cells = [
-        f"[{result['shape']}, {row['ranks']} x {result['gpu'] or 'CPU'}]({file.as_posix()})",
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; [] without rows."""
+    if not rows:
+        return []
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+
+
+def growth_cells(file: ResultFile, row: Mapping[str, float]) -> list[str]:
+    return [
+        f"[{file.content['shape']}, {row['ranks']} x {file.content['gpu'] or 'CPU'}]({file.path.as_posix()})",
         f"{row['completions']:,}",
         f"{row['longest']:,}",
         f"{row['tokens']:,.0f}",
@@ -81,42 +109,59 @@ def growth_line(file: Path, result: Mapping[str, Any], row: Mapping[str, float])
         f"{row['step us/token']:.1f}",
         f"{row['tokens/s x']:.2f}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def step_line(file: Path, result: Mapping[str, Any]) -> str:
-    """One row. A dash stands for what the file does not hold."""
+def step_cells(file: ResultFile) -> list[str]:
+    result = file.content
     ours = result["ours"]["median"]
-    peer = result["peer"]["median"] if result.get("peer") else {}
-    device = result["gpu"] or "CPU"
-    cells = [
-        f"[{result['work']['shape']}, {result['ranks']} x {device}]({file.as_posix()})",
-        seconds(peer.get("seconds/step")),
+    peers = peer_medians(result)
+    tuned, defaults = peers.get("tuned", {}), peers.get("defaults", {})
+    return [
+        f"[{result['work']['shape']}, {result['ranks']} x {result['gpu'] or 'CPU'}]({file.path.as_posix()})",
         seconds(ours["seconds/step"]),
-        factor(result["speedup"].get("seconds/step")),
-        " / ".join(seconds(ours[f"seconds/{phase}"]) for phase in ("generate", "train", "sync")),
-        f"{100 * ours['mfu']:.0f} %",
-        memory(peer),
-        memory(ours),
+        with_ratio(tuned, ours),
+        with_ratio(defaults, ours),
+        phases(ours),
+        phases(tuned),
+        peak_memory(ours),
+        peak_memory(tuned),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def seconds(value: float | None) -> str:
-    """Milliseconds below a tenth of a second."""
-    if value is None:
-        return "-"
+def peer_medians(result: JsonObject) -> dict[str, Mapping[str, float]]:
+    """Return TRL's medians by setup. A peer without 'setup' is from before TRL was tuned, and ran with its defaults."""
+    peers = [result.get(key) for key in ("peer", "peer_defaults")]
+    return {peer.get("setup", "defaults"): peer["median"] for peer in peers if peer}
+
+
+def with_ratio(peer: Mapping[str, float], ours: Mapping[str, float]) -> str:
+    """Return the peer's step time, and how many times ours it is."""
+    if not peer:
+        return NOT_MEASURED
+    return f"{seconds(peer['seconds/step'])} ({peer['seconds/step'] / ours['seconds/step']:.1f} x)"
+
+
+def phases(median: Mapping[str, float]) -> str:
+    """Return the time of generation, training and weight sync.
+
+    TRL's training includes its 'score' phase, the forward pass for the log-probabilities of the rollouts before the
+    update. Our trainer skips that pass on-policy.
+    """
+    if not median:
+        return NOT_MEASURED
+    training = median["seconds/train"] + median.get("seconds/score", 0.0)
+    return " / ".join(seconds(value) for value in (median["seconds/generate"], training, median["seconds/sync"]))
+
+
+def seconds(value: float) -> str:
+    """Return seconds, or milliseconds below a tenth of a second."""
     return f"{1e3 * value:.1f} ms" if value < 0.1 else f"{value:.1f} s"
 
 
-def factor(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} x"
-
-
-def memory(median: Mapping[str, float]) -> str:
-    """In use on the device, by everybody, as generation ends and as training ends."""
-    used = [median.get(f"memory/{phase}_gib") for phase in ("generate", "train")]
-    return " / ".join("-" if gib is None else f"{gib:.0f} GiB" for gib in used)
+def peak_memory(median: Mapping[str, float]) -> str:
+    """Return the device memory used by all processes at the end of generation or training, whichever is larger."""
+    used = [median[name] for name in ("memory/generate_gib", "memory/train_gib") if name in median]
+    return f"{max(used):.0f} GiB" if used else NOT_MEASURED
 
 
 if __name__ == "__main__":

@@ -1,23 +1,30 @@
-"""What every benchmark leaves: a table for people and one JSON file, with where the figures come from."""
+"""Output of every benchmark: a printed table and one JSON file, both with the versions and machine they come from."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from colocated_grpo.tracking.environment import describe_start
+from colocated_grpo.types import JsonObject
 
 Row = Mapping[str, Any]
-"""One line of a table: the name of each column and its value. Units are part of the names."""
+"""One line of a table: column name -> value. Column names include the unit."""
+PEER_PACKAGES = ("liger-kernel",)
+"""Packages that only the peer uses; their versions are recorded as well."""
 
 
-def describe(benchmark: str, arguments: Sequence[str], *, ranks: int) -> dict[str, Any]:
-    """Where a result comes from. Example: describe("sync", ["--gpus", "2"], ranks=2)"""
+def describe(benchmark: str, arguments: Sequence[str], *, ranks: int) -> JsonObject:
+    """Return the origin of a result: command, commit, versions, device.
+
+    Example: describe("sync", ["--gpus", "2"], ranks=2)
+    """
     start = describe_start(first_step=0)
     return {
         "benchmark": benchmark,
@@ -25,17 +32,27 @@ def describe(benchmark: str, arguments: Sequence[str], *, ranks: int) -> dict[st
         "commit": start["git"],
         "time": start["time"],
         "python": start["python"],
-        "packages": start["packages"],
+        "packages": start["packages"] | _installed(PEER_PACKAGES),
         "machine": start["machine"],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "ranks": ranks,
     }
 
 
-def publish(result: Mapping[str, Any], file: Path | None) -> None:
-    """Print the result (its 'rows' as a table, the rest of it that is flat as lines), and write it to `file` if given.
+def _installed(packages: Sequence[str]) -> dict[str, str]:
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
 
-    result: `describe` plus the benchmark's own keys; 'rows' holds its figures, 'kernels' where the device's time went.
+
+def publish(result: Mapping[str, Any], file: Path | None) -> None:
+    """Print the result's origin, its roofline and its tables, and write all of it to `file` if given.
+
+    result: `describe` plus the benchmark's own keys. 'rows' holds its figures, 'kernels' the device time by kernel.
     """
     origin = [result["command"], f"commit {result['commit']}", f"{result['ranks']} x {result['gpu'] or 'CPU'}"]
     print(*origin, versions(result), sep="\n")
@@ -49,14 +66,15 @@ def publish(result: Mapping[str, Any], file: Path | None) -> None:
 
 
 def versions(result: Mapping[str, Any]) -> str:
-    """One line with the versions that decide speed."""
-    shown = {name: version for name, version in result["packages"].items() if name.startswith(("torch", "vllm"))}
-    shown |= {name: result["packages"][name] for name in ("transformers", "trl") if name in result["packages"]}
+    """Return one line with the versions that affect speed."""
+    packages = result["packages"]
+    shown = {name: version for name, version in packages.items() if name.startswith(("torch", "vllm"))}
+    shown |= {name: packages[name] for name in ("transformers", "trl", *PEER_PACKAGES) if name in packages}
     return ", ".join(f"{name} {version}" for name, version in {"python": result["python"], **shown}.items())
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Aligned columns, one for each name in any row, in order of appearance. A single row is turned on its side."""
+    """Return aligned columns, one for each name in any row, in order of appearance. A single row is transposed."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, *([number(row.get(name)) for name in columns] for row in rows)]
     if len(rows) == 1:
@@ -68,7 +86,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def number(value: object) -> str:
-    """Four significant digits: large numbers with separators, counts as they are, nothing for None."""
+    """Format with four significant digits; thousands separators from 1,000 up; integers in full; '' for None."""
     if value is None:
         return ""
     if isinstance(value, float):

@@ -1,6 +1,6 @@
-"""Limits of this device, measured: the seconds that bytes and arithmetic must take, to set beside what they do take.
+"""Measured limits of a device: copy bandwidth, matmul rate and all-gather bandwidth, as floors for measured times.
 
-Measure before anything else fills the device: the buffers need some GiB and are given back.
+Measure before other allocations fill the device: the buffers need a few GiB, which are freed afterwards.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 DENSE_BF16_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
-"""Data-sheet rates by exact device name: the PCIe and NVL forms of these chips are slower."""
+"""Data-sheet rates by exact device name: the PCIe and NVL versions of these chips are slower."""
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
 """Far beyond the last-level cache on CUDA; on CPU only large enough to take milliseconds."""
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
 GATHER_BYTES = {"cuda": 512 << 20, "cpu": 4 << 20}
-"""What each rank contributes to the measured all-gather."""
+"""Contribution of each rank to the measured all-gather."""
 REPEATS, WARMUP = 10, 3
 
 
@@ -40,7 +40,7 @@ class Roofline:
 
     @property
     def peak_flops_per_second(self) -> float:
-        """What MFU is a share of: the data sheet's rate where known, else the measured one."""
+        """Denominator of MFU: the data sheet's rate where known, else the measured one."""
         return self.datasheet_flops_per_second or self.matmul_flops_per_second
 
     def seconds_for_bytes(self, read_and_written: float) -> float:
@@ -50,7 +50,7 @@ class Roofline:
         return flops / self.matmul_flops_per_second
 
     def seconds_for_gather(self, received: float) -> float:
-        """Zero for a single rank, which receives nothing."""
+        """Return the seconds of an all-gather in which this rank receives so many bytes; 0 for a single rank."""
         return received / self.gather_bytes_per_second if self.gather_bytes_per_second else 0.0
 
     def as_dict(self) -> dict[str, float | None]:
@@ -58,7 +58,7 @@ class Roofline:
 
 
 def measure_roofline(device: torch.device) -> Roofline:
-    """Collective where a process group exists: every rank measures at the same time, as every rank works."""
+    """Measure all rates. Collective if a process group exists: ranks also share the host's links while they work."""
     roofline = Roofline(
         copy_bytes_per_second=_copy_rate(device),
         matmul_flops_per_second=_matmul_rate(device),
@@ -78,9 +78,10 @@ def median_seconds(
     warmup: int = WARMUP,
     align: Callable[[], object] | None = None,
 ) -> float:
-    """Median of `repeats` runs after `warmup` discarded ones, each from an idle device to the end of its last kernel.
+    """Return the median of `repeats` runs after `warmup` discarded ones.
 
-    align: run before each repetition, outside the clock; `meet` for work with collectives, else a late rank is timed.
+    A run is timed from an idle device to the end of its last kernel.
+    align: called before each run, untimed. With collectives in `work` use `barrier`, or waiting for a late rank counts.
     """
     return statistics.median(seconds_of(work, device, repeats=repeats, warmup=warmup, align=align))
 
@@ -93,7 +94,7 @@ def seconds_of(
     warmup: int,
     align: Callable[[], object] | None = None,
 ) -> list[float]:
-    """Seconds of each repetition, see `median_seconds`."""
+    """Return the seconds of each run; arguments as in `median_seconds`."""
     timed = _seconds_on_cuda if device.type == "cuda" else _seconds_on_cpu
     seconds = []
     for _ in range(warmup + repeats):
@@ -104,7 +105,7 @@ def seconds_of(
 
 
 def _seconds_on_cuda(work: Callable[[], object], device: torch.device) -> float:
-    # The device is idle when the first event is queued, so the host's share of the work is inside the interval too.
+    # The device is idle when the first event is queued, so the interval includes the host time before the first kernel.
     torch.cuda.synchronize(device)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -121,19 +122,19 @@ def _seconds_on_cpu(work: Callable[[], object], _device: torch.device) -> float:
 
 
 def copy_seconds(destination: Tensor, source: Tensor) -> float:
-    """Of one plain copy between tensors of one device."""
+    """Return the median seconds of one plain copy between tensors of one device."""
     return median_seconds(lambda: destination.copy_(source), destination.device)
 
 
 def gather_seconds(gathered: Tensor, own: Tensor) -> float:
-    """Of one all-gather of flat tensors over the default process group. Collective."""
+    """Return the median seconds of one all-gather of flat tensors over the default process group. Collective."""
     return median_seconds(
-        lambda: dist.all_gather_into_tensor(gathered, own), own.device, align=lambda: meet(own.device)
+        lambda: dist.all_gather_into_tensor(gathered, own), own.device, align=lambda: barrier(own.device)
     )
 
 
-def meet(device: torch.device) -> None:
-    """Wait for all ranks. Collective; nothing without a process group."""
+def barrier(device: torch.device) -> None:
+    """Barrier over all ranks; no-op without a process group. Collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(torch.zeros(1, device=device))
 
@@ -147,7 +148,7 @@ def _copy_rate(device: torch.device) -> float:
 def _matmul_rate(device: torch.device) -> float:
     size = MATMUL_SIZE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    # Random values: a product of zeros draws less power, and the chip would clock higher than it does at work.
+    # Random values: a product of zeros draws less power, so the chip would clock higher than it does on real data.
     left, right = torch.randn(2, size, size, device=device).to(dtype).unbind(0)
     out = torch.empty_like(left)
     return 2 * size**3 / median_seconds(lambda: torch.mm(left, right, out=out), device)

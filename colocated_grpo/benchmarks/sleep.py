@@ -1,7 +1,7 @@
-"""The engine's life beside a policy: `python -m colocated_grpo.benchmarks.sleep --shape qwen3-0.6b`.
+"""Start, sleep and wake of an engine beside a policy: `python -m colocated_grpo.benchmarks.sleep --shape qwen3-0.6b`.
 
-Seconds from building it to its first sampled token, seconds of sleep and of waking up, and what it holds of the device
-awake and asleep, by the driver's own count.
+Reports the seconds from the engine's construction to its first sampled token, the seconds of sleep and wake, and the
+device memory of the engine awake and asleep, as counted by the driver.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
-from colocated_grpo.benchmarks.ranks import (
+from colocated_grpo.benchmarks.harness import (
     config_of,
     main_in_ranks,
     model_folder,
@@ -25,13 +25,14 @@ from colocated_grpo.benchmarks.ranks import (
     rank_parser,
     wake_with_weights,
 )
-from colocated_grpo.benchmarks.roofline import measure_roofline, meet, seconds_of
+from colocated_grpo.benchmarks.roofline import barrier, measure_roofline, seconds_of
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS
 from colocated_grpo.config import Config
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.rollout.vllm.engine import VLLMEngine
@@ -52,13 +53,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
+def measure(world: World, options: argparse.Namespace) -> JsonObject:
     imports = import_seconds()
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        policy.init_optimizer_state()  # part of the trainer, and must not count as held by the engine
+        policy.init_optimizer_state()  # before the first reading: it belongs to the trainer
         before = driver_bytes(world)
         engine, start = first_token(config, policy, folder, world)
     awake = driver_bytes(world) - before
@@ -66,18 +67,19 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     engine.sleep()
     asleep = driver_bytes(world) - before
     engine.close()
+    seconds = medians(cycles)
     row = {
         "shape": model_name(options),
         "import_seconds": imports,
         **start,
-        **medians(cycles),
+        **seconds,
         **memory(awake, asleep, world),
+        "sleep_and_wake_seconds": sum(seconds.values()),
     }
-    row["sleep_and_wake_seconds"] = row["sleep_seconds"] + row["wake_weights_seconds"] + row["wake_kv_cache_seconds"]
     return {"roofline": roofline.as_dict(), "rows": [row]}
 
 
-def sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def sections(options: argparse.Namespace) -> JsonObject:
     return {
         "rollout": {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_completion_tokens": options.max_completion},
         "engine": {"max_num_seqs": options.max_num_seqs},
@@ -85,18 +87,18 @@ def sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def import_seconds() -> float:
-    """From the start of this process until all that a run needs is imported, vLLM included; most of it is imports."""
+    """Return the seconds from the start of this process until every module of a run is imported, vLLM included."""
     import colocated_grpo.trainer  # noqa: F401
 
     return time.time() - psutil.Process().create_time()
 
 
 def first_token(config: Config, policy: Policy, folder: Path, world: World) -> tuple[VLLMEngine, dict[str, float]]:
-    """An engine, awake, and the seconds until it was built and until it had sampled from the policy's weights."""
+    """Return an awake engine, and the seconds until it was built and until it sampled from the policy's weights."""
     from colocated_grpo.build.policy import build_engine
     from colocated_grpo.trainer import settle_garbage_collector
 
-    meet(world.device)
+    barrier(world.device)
     begin = time.perf_counter()
     engine = build_engine(config, policy, folder, world)
     built = time.perf_counter() - begin
@@ -115,7 +117,7 @@ def sample_one_token(engine: RolloutEngine) -> None:
 
 
 def cycle(engine: RolloutEngine, world: World) -> dict[str, float]:
-    """Seconds of one sleep and of waking up again, of the slowest rank. The weights hold garbage afterwards."""
+    """Return the seconds of one sleep and one wake on the slowest rank. The engine's weights are garbage afterwards."""
     seconds = {"sleep_seconds": _seconds(engine.sleep, world)}
     leave_cached(world.device)
     seconds["wake_weights_seconds"] = _seconds(lambda: engine.wake("weights"), world)
@@ -124,12 +126,12 @@ def cycle(engine: RolloutEngine, world: World) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object], world: World) -> float:
-    [own] = seconds_of(work, world.device, repeats=1, warmup=0, align=lambda: meet(world.device))
+    [own] = seconds_of(work, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))
     return max(world.gather_objects(own))
 
 
 def leave_cached(device: torch.device) -> None:
-    """Leave memory in torch's cache, as a training phase does: waking up has to give it back to the driver first."""
+    """Fill torch's allocator cache as a training phase does: a wake must return this memory to the driver first."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         blocks = [torch.empty(GIB, dtype=torch.uint8, device=device) for _ in range(free // 2 // GIB)]
@@ -141,7 +143,7 @@ def medians(cycles: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def driver_bytes(world: World) -> int:
-    """Device memory in use by anybody, what torch only caches given back first; 0 on CPU."""
+    """Return the device memory used by all processes, without torch's allocator cache; 0 on CPU."""
     if world.device.type != "cuda":
         return 0
     torch.cuda.synchronize(world.device)
@@ -151,7 +153,7 @@ def driver_bytes(world: World) -> int:
 
 
 def memory(awake: int, asleep: int, world: World) -> dict[str, float]:
-    """GiB that the engine holds on the rank where it keeps most when asleep; empty on CPU, where it never sleeps."""
+    """Return the engine's GiB on the rank where most remains allocated asleep; {} on CPU, where it never sleeps."""
     if world.device.type != "cuda":
         return {}
     asleep, awake = max(world.gather_objects((asleep, awake)))

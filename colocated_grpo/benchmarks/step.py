@@ -1,28 +1,45 @@
 """Seconds of a whole training step, by phase: `python -m colocated_grpo.benchmarks.step --shape qwen3-0.6b --gpus 1`.
 
 Runs the trainer itself through the launcher on a random model of the shape, drops the first steps (compilation) and
-writes medians as JSON, with what the device allows beside them. `--peer trl` then runs the same work through TRL.
-Settings may follow: --weights shared
+writes medians as JSON, beside the device's limits. Settings may follow: --weights shared
+
+--peer trl then runs the same work through tuned TRL: with Liger kernels, no gradient checkpointing where that fits, and
+the largest micro-batch that fits, found by trying. --peer-defaults keeps TRL's defaults; --peer-both measures both.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
+from transformers import AutoConfig
 
-from colocated_grpo.benchmarks.comparison import comparison
-from colocated_grpo.benchmarks.figures import (
+from colocated_grpo.benchmarks import peer, peer_options
+from colocated_grpo.benchmarks.comparison import PeerSummary, Summary, comparison
+from colocated_grpo.benchmarks.peer import PeerSpec, SetupName, run_peer
+from colocated_grpo.benchmarks.peer_tuning import (
+    TunedRun,
+    candidates,
+    least_training_bytes,
+    run_tuned,
+    total_device_bytes,
+)
+from colocated_grpo.benchmarks.rates import measured_rates
+from colocated_grpo.benchmarks.results import describe, publish
+from colocated_grpo.benchmarks.roofline import Roofline
+from colocated_grpo.benchmarks.throughput import (
+    Medians,
     ModelSize,
+    StepRow,
     generation_bound,
     medians,
     model_size,
@@ -30,60 +47,71 @@ from colocated_grpo.benchmarks.figures import (
     training_bound,
     with_rates,
 )
-from colocated_grpo.benchmarks.peer import PeerSpec, peer_command, peer_environment
-from colocated_grpo.benchmarks.rates import measured_rates
-from colocated_grpo.benchmarks.results import describe, publish
-from colocated_grpo.benchmarks.roofline import Roofline
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK, add_stop_tokens
-from colocated_grpo.config.schema import Config
+from colocated_grpo.errors import RunError
 from colocated_grpo.launch.cli import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.tools.shapes import SHAPES
 from colocated_grpo.tracking.files import CONFIG_FILE, METRICS_FILE, TRAIN, read_rollouts, read_rows
+from colocated_grpo.types import JsonObject
 
-SEED = Config.model_fields["seed"].default
 KERNELS = Path("profile") / "kernels.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OurRun:
+    """A completed run of our trainer."""
+
+    steps: list[StepRow]
+    start_seconds: float
+    """From the launch to the end of the first step."""
+    lengths: list[list[int]]
+    """Completion tokens of every rollout, by step."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     began = time.time()
     options, overrides = parse(arguments)
-    ranks = options.gpus or options.nproc
-    if options.peer and (misfit := peer_spec(options, Path(options.shape), began).misfit()):
-        print(f"error: {misfit}", file=sys.stderr)
+    if problem := peer_options.problem(options):
+        print(f"error: {problem}", file=sys.stderr)
         return USAGE_ERROR
+    ranks = options.gpus or options.nproc
+    code = 0
     with tempfile.TemporaryDirectory(prefix="benchmark-step-") as name:
         scratch = Path(name)
         model = ready_model(options, scratch)
         size = model_size(model, itemsize=2 if options.gpus else 4)
         rates = measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
-        done = run_ours(options, overrides, model, scratch)
-        ours = summary(done, size, rates, ranks, options.warmup)
-        bounds = lower_bounds(done, size, rates, ranks, options)
+        run = run_ours(options, overrides, model, scratch)
+        ours = summary(run.steps, run.start_seconds, size, rates, ranks, options.warmup)
+        bounds = lower_bounds(run, size, rates, ranks, options.warmup)
         result = {
             **describe("step", arguments, ranks=ranks),
             "work": {name: value for name, value in vars(options).items() if name not in ("model", "json")},
             "parameters": size.parameters,
-            **comparison(ours, None, bounds),
             "roofline": {**rates.as_dict(), **bounds},
         }
-        publish(result, options.json)  # now, for the peer takes several times as long and may be cut off
-        if options.peer:
-            theirs = run_peer(peer_spec(options, model, began), scratch)
-            if theirs is None or len(theirs["steps"]) <= options.warmup:
-                print(
-                    "error: --peer=trl: TRL did not finish; its words are above, our figures are kept", file=sys.stderr
-                )
-                return RUN_ERROR
-            peer = summary(theirs, size, rates, ranks, options.warmup)
-            publish({**result, **comparison(ours, peer, bounds)}, options.json)
-    return 0
+        peers: dict[SetupName, PeerSummary] = {}
+        # Published after each part: a run of TRL takes several times as long as ours, and may be cut off.
+        publish({**result, **comparison(ours, peers, bounds)}, options.json)
+        for setup in peer_options.setups(options):
+            try:
+                peers[setup] = measure_peer(setup, options, model, size, rates, began, scratch)
+            except RunError as error:
+                print(f"error: {error}", file=sys.stderr)
+                code = RUN_ERROR
+                continue
+            publish({**result, **comparison(ours, peers, bounds)}, options.json)
+    return code
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return the benchmark's options, and the remaining arguments, which are settings of our trainer."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--model", type=Path, help="model folder to use, made there if it is missing")
+    parser.add_argument("--model", type=Path, help="model folder to use; created from --shape if missing")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--nproc", type=int, default=1, help="CPU ranks, with --gpus 0")
     parser.add_argument("--prompts", type=int, default=32)
@@ -91,38 +119,50 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--max-completion", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=7, help="all steps, warm-up included")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--peer", choices=["trl"], help="run the same work through this trainer afterwards")
-    parser.add_argument("--peer-batch", type=int, default=16, help="its sequences of one forward pass on one rank")
-    parser.add_argument("--peer-gpu-memory", type=float, default=0.4, help="share of GPU memory for its engine")
-    parser.add_argument("--peer-until", type=float, help="seconds from now after which it begins no further step")
-    parser.add_argument("--peer-args", default="{}", metavar="YAML", help="of GRPOConfig: '{torch_compile: true}'")
+    parser.add_argument("--json", type=Path, help="result file to write")
+    peer_options.add_flags(parser)
     options, overrides = parser.parse_known_args(arguments)
     if not 0 <= options.warmup < options.steps:
         parser.error(f"--warmup={options.warmup}: must be less than --steps={options.steps}")
-    if options.peer and options.gpus == 0 and options.nproc > 1:
-        parser.error(f"--nproc={options.nproc}: on the CPU --peer runs one rank")
+    peer_options.check(options, parser)
     return options, overrides
 
 
-def peer_spec(options: argparse.Namespace, model: Path, began: float) -> PeerSpec:
-    return PeerSpec(
-        model=str(model.resolve()),
-        prompts=options.prompts,
-        group_size=options.group_size,
-        max_completion=options.max_completion,
-        steps=options.steps,
-        until=None if options.peer_until is None else began + options.peer_until,
-        seed=SEED,
-        gpus=options.gpus,
-        batch=options.peer_batch,
-        gpu_memory=options.peer_gpu_memory,
-        changes=yaml.safe_load(options.peer_args),
+def measure_peer(
+    name: SetupName,
+    options: argparse.Namespace,
+    model: Path,
+    size: ModelSize,
+    rates: Roofline,
+    began: float,
+    scratch: Path,
+) -> PeerSummary:
+    """Run TRL and print its arguments. Raises RunError."""
+    spec = peer_options.spec(name, options, model, size, began)
+    tuned = name == "tuned"
+    run, tries = tune(spec, options, model, size, scratch) if tuned else TunedRun(run_peer(spec, scratch), [])
+    for called, arguments in run.arguments.items():
+        print(f"TRL {name}: {called}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
+    return {
+        **summary(run.steps, run.start_seconds, size, rates, spec.ranks, peer.WARMUP),
+        "setup": name,
+        "arguments": run.arguments,
+        "tries": [asdict(one) for one in tries],
+        "notes": [] if options.gpus or not tuned else ["use_liger_kernel is left out: Liger's kernels need a GPU"],
+    }
+
+
+def tune(spec: PeerSpec, options: argparse.Namespace, model: Path, size: ModelSize, scratch: Path) -> TunedRun:
+    """Run TRL with the named micro-batch and checkpointing, or with the best found where they are not named."""
+    tried = candidates(
+        spec.completions, options.peer_micro_batch, peer_options.CHECKPOINTING[options.peer_checkpointing]
     )
+    least_bytes = partial(least_training_bytes, AutoConfig.from_pretrained(model), size.parameters, spec)
+    return run_tuned(spec, tried, least_bytes, total_device_bytes(options.gpus), scratch)
 
 
 def ready_model(options: argparse.Namespace, scratch: Path) -> Path:
-    """The model folder, made if it is missing, in a process of its own: what it takes on a GPU would stay taken."""
+    """Return the model folder, created if missing by another process: this one must not keep GPU memory."""
     model = options.model or scratch / options.shape
     if not model.exists():
         make = ["-m", "colocated_grpo.tools.make_model", str(model), "--shape", options.shape, "--dtype", "bfloat16"]
@@ -131,7 +171,8 @@ def ready_model(options: argparse.Namespace, scratch: Path) -> Path:
     return model
 
 
-def settings(options: argparse.Namespace, model: Path, output: Path) -> dict[str, Any]:
+def settings(options: argparse.Namespace, model: Path, output: Path) -> JsonObject:
+    """Return our trainer's config for the work that the flags name."""
     completions = options.prompts * options.group_size
     return {
         "model": {"name": str(model)},
@@ -146,13 +187,13 @@ def settings(options: argparse.Namespace, model: Path, output: Path) -> dict[str
         },
         "evaluation": {"every": 0},
         "checkpoint": {"every": 0, "final": False},
-        # All rollouts, for their lengths. They are written between steps, outside the clock.
+        # All rollouts, for their lengths. They are written between steps, untimed.
         "tracking": {"console": "plain", "rollouts_per_step": completions},
     }
 
 
-def run_ours(options: argparse.Namespace, overrides: Sequence[str], model: Path, scratch: Path) -> dict[str, Any]:
-    """Steps of our trainer, seconds until the first one ended, and the lengths of each step's completions."""
+def run_ours(options: argparse.Namespace, overrides: Sequence[str], model: Path, scratch: Path) -> OurRun:
+    """Run our trainer through the launcher. Copies its kernel profile beside --json if the settings ask for one."""
     config = scratch / "step.yaml"
     config.write_text(yaml.safe_dump(settings(options, model, scratch / "runs")))
     devices = ["--gpus", str(options.gpus)] if options.gpus else ["--gpus", "0", "--nproc", str(options.nproc)]
@@ -163,54 +204,42 @@ def run_ours(options: argparse.Namespace, overrides: Sequence[str], model: Path,
     if options.json and (run / KERNELS).exists():
         options.json.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(run / KERNELS, options.json.with_suffix(".kernels.txt"))
-    steps = [counted(row, options) for row in read_rows(run / METRICS_FILE) if row["kind"] == TRAIN]
+    completions = options.prompts * options.group_size
+    steps = [with_tokens(row, completions) for row in read_rows(run / METRICS_FILE) if row["kind"] == TRAIN]
     lengths: list[list[int]] = [[] for _ in steps]
     for rollout in read_rollouts(run):
         lengths[rollout["step"]].append(rollout["completion_tokens"])
-    # The settings are written as the first step begins.
+    # The trainer writes its resolved settings when the first step begins.
     began = (run / CONFIG_FILE).stat().st_mtime
-    return {"steps": steps, "seconds/start": began - launched + steps[0]["seconds/step"], "lengths": lengths}
+    return OurRun(steps=steps, start_seconds=began - launched + steps[0]["seconds/step"], lengths=lengths)
 
 
-def counted(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """A metrics row with the tokens that it speaks of in means and rates."""
-    completions = options.prompts * options.group_size
+def with_tokens(row: StepRow, completions: int) -> StepRow:
+    """Add 'tokens' and 'trained_tokens' to a metrics row, which has means and rates only."""
     tokens = completions * (row["prompt_tokens"] + row["completion_tokens"])
     trained = row["tokens_per_second/train"] * row["seconds/train"] * (1 - row["shared"])
     return {**row, "tokens": tokens, "trained_tokens": trained}
 
 
-def run_peer(spec: PeerSpec, scratch: Path) -> dict[str, Any] | None:
-    """Steps of TRL and seconds until the first one ended; None when it failed."""
-    result = scratch / "peer.json"
-    launched = time.time()
-    command = peer_command(spec, scratch / "peer-spec.json", result)
-    done = subprocess.run(command, env=peer_environment(spec), cwd=scratch, check=False)
-    if done.returncode or not result.exists():
-        return None
-    content = json.loads(result.read_text())
-    start = content["started"] - launched + content["steps"][0]["seconds/step"]
-    return {"steps": content["steps"], "seconds/start": start}
+def summary(
+    steps: Sequence[StepRow], start_seconds: float, size: ModelSize, rates: Roofline, ranks: int, warmup: int
+) -> Summary:
+    """Return all steps with throughput and MFU, and the medians after the warm-up."""
+    rows = [with_rates(row, size, rates, ranks) for row in steps]
+    return {"median": {**medians(rows[warmup:]), "seconds/start": start_seconds}, "steps": rows}
 
 
-def summary(run: dict[str, Any], size: ModelSize, rates: Roofline, ranks: int, warmup: int) -> dict[str, Any]:
-    steps = [with_rates(row, size, rates, ranks) for row in run["steps"]]
-    return {"median": {**medians(steps[warmup:]), "seconds/start": run["seconds/start"]}, "steps": steps}
-
-
-def lower_bounds(
-    ours: dict[str, Any], size: ModelSize, rates: Roofline, ranks: int, options: argparse.Namespace
-) -> dict[str, float]:
-    """Seconds that the device needs at least for the phases of a median step of ours."""
-    measured = [
+def lower_bounds(run: OurRun, size: ModelSize, rates: Roofline, ranks: int, warmup: int) -> Medians:
+    """Return the least seconds that the device needs for the phases of our median step."""
+    bounds = [
         {
             "seconds/sync": sync_bound(size, rates, ranks),
             "seconds/generate": generation_bound(size, rates, ranks, row["prompt_tokens"], lengths),
             "seconds/train": training_bound(size, rates, ranks, row["trained_tokens"]),
         }
-        for row, lengths in zip(ours["steps"], ours["lengths"], strict=True)
+        for row, lengths in zip(run.steps, run.lengths, strict=True)
     ]
-    return medians(measured[options.warmup :])
+    return medians(bounds[warmup:])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Weights from the policy into the engine: `python -m colocated_grpo.benchmarks.sync --shape qwen3-1.7b --gpus 2`.
+"""Weight sync from policy to engine: `python -m colocated_grpo.benchmarks.sync --shape qwen3-1.7b --gpus 2`.
 
-The planned sync, beside one all-gather and one copy of the same bytes measured in the same run, and beside the engine's
-own `load_weights`.
+Times the planned sync beside one all-gather and one copy of the same bytes, and beside the engine's own `load_weights`.
 """
 
 from __future__ import annotations
@@ -9,26 +8,26 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, model_name, rank_parser
+from colocated_grpo.benchmarks.harness import config_of, main_in_ranks, model_folder, model_name, rank_parser
 from colocated_grpo.benchmarks.roofline import (
     Roofline,
+    barrier,
     copy_seconds,
     gather_seconds,
     measure_roofline,
     median_seconds,
-    meet,
     seconds_of,
 )
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.types import JsonObject
 
 MAX_NUM_SEQS = 16
-"""Enough for an engine that only receives weights: its start is not measured here."""
+"""Small, because this engine only receives weights."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    # vLLM takes seconds to import, which --help need not wait for.
+def measure(world: World, options: argparse.Namespace) -> JsonObject:
+    # Imported here because they import vLLM, which takes seconds and is needed in the ranks only.
     from colocated_grpo.build.policy import build_engine, copy_into
 
     roofline = measure_roofline(world.device)
@@ -52,7 +51,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
         engine = build_engine(config, policy, folder, world)
     engine.wake("weights")
     planned = copy_into(engine, policy.parameters(), world)
-    first = seconds_of(planned.sync, world.device, repeats=1, warmup=0, align=lambda: meet(world.device))[0]
+    first = seconds_of(planned.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
     seconds = slowest_median(planned.sync, world, options.repeats)
     loading = copy_into(engine, policy.parameters(), world, planned=False)
     load_seconds = slowest_median(loading.sync, world, max(3, options.repeats // 3))
@@ -76,13 +75,13 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def slowest_median(work: Callable[[], object], world: World, repeats: int) -> float:
-    """Median seconds of collective work, of the slowest rank."""
-    own = median_seconds(work, world.device, repeats=repeats, warmup=1, align=lambda: meet(world.device))
+    """Return the median seconds of collective work on the slowest rank."""
+    own = median_seconds(work, world.device, repeats=repeats, warmup=1, align=lambda: barrier(world.device))
     return max(world.gather_objects(own))
 
 
 def bare_seconds(size: int, world: World) -> dict[str, float]:
-    """One all-gather whose result has `size` bytes on every rank, and one copy of it. Collective."""
+    """Time one all-gather to `size` bytes on every rank, and one copy of its result. Collective."""
     own = torch.zeros(-(-size // world.size), dtype=torch.uint8, device=world.device)
     gathered = torch.empty(world.size * own.numel(), dtype=torch.uint8, device=world.device)
     gather = max(world.gather_objects(gather_seconds(gathered, own))) if world.size > 1 else 0.0
@@ -92,7 +91,7 @@ def bare_seconds(size: int, world: World) -> dict[str, float]:
 
 
 def floor_seconds(moved: int, parameters: int, roofline: Roofline, ranks: int) -> float:
-    """What the rates allow: own fp32 rows cast, those of the others received, all of them copied into the engine."""
+    """Return the least seconds at the measured rates: cast own fp32 rows, receive the others, copy all to vLLM."""
     cast = 4 * parameters / ranks + moved / ranks
     return (
         roofline.seconds_for_bytes(cast)

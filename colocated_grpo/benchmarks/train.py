@@ -1,7 +1,7 @@
 """The training phase alone, without an engine: `python -m colocated_grpo.benchmarks.train --shape qwen3-1.7b`.
 
-Made-up rollouts with the lengths of `benchmarks.workload` are packed as the trainer packs them and trained, one
-optimizer step a repetition. Settings may follow: --policy.gradient_checkpointing true
+Packs synthetic rollouts with the lengths of `benchmarks.workload` as the trainer does, and trains them, one optimizer
+step per repetition. Settings may follow: --policy.gradient_checkpointing true
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from colocated_grpo.advantages import group_advantages
 from colocated_grpo.batching import Batch, pack
+from colocated_grpo.benchmarks.harness import config_of, main_in_ranks, model_folder, model_name, rank_parser
 from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
-from colocated_grpo.benchmarks.ranks import config_of, main_in_ranks, model_folder, model_name, rank_parser
-from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, meet, seconds_of
-from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_SHARE
+from colocated_grpo.benchmarks.roofline import Roofline, barrier, measure_roofline, seconds_of
+from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_PROBABILITY
 from colocated_grpo.config import Config
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.activations import choose_micro_batch_size
@@ -30,7 +29,7 @@ from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.summaries import group_rewards
-from colocated_grpo.types import Group, Prompt, Rollout, Score
+from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 
 GIB = 1 << 30
 
@@ -42,34 +41,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = add_work(rank_parser(__doc__))
     parser.add_argument("--steps", type=int, default=5, help="measured optimizer steps")
-    parser.add_argument("--warmup", type=int, default=2, help="further ones before them: compilation")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them, for compilation")
     return parser
 
 
 def add_work(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The flags that `make_groups` reads."""
-    parser.add_argument("--prompts", type=int, default=32, help="of one batch, over all ranks")
+    """Add the flags that `make_groups` reads."""
+    parser.add_argument("--prompts", type=int, default=32, help="prompts per batch, over all ranks")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--max-completion", type=int, default=1024)
-    parser.add_argument("--mean-completion", type=float, default=1 / STOP_SHARE, help="before the cut")
+    parser.add_argument(
+        "--mean-completion",
+        type=float,
+        default=1 / STOP_PROBABILITY,
+        help="before the cut",
+    )
     return parser
 
 
-def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
+def measure(world: World, options: argparse.Namespace) -> JsonObject:
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
-        policy = Policy(config, read_model_config(config.model, folder), folder, world)
+        hf_config = read_model_config(config.model, folder)
+        policy = Policy(config, hf_config, folder, world)
     config = settle_memory(policy, config, world)
-    batch = pack_all(make_groups(options, policy.model.lm.config.vocab_size), config, world)
+    batch = pack_all(make_groups(options, hf_config.vocab_size), config, world)
     seconds = seconds_of(
         lambda: train(policy, batch),
         world.device,
         repeats=options.steps,
         warmup=options.warmup,
-        align=lambda: meet(world.device),
+        align=lambda: barrier(world.device),
     )
-    slowest = [max(of_ranks) for of_ranks in zip(*world.gather_objects(seconds), strict=True)]
+    slowest = [max(by_rank) for by_rank in zip(*world.gather_objects(seconds), strict=True)]
     peaks = peak_memory(world)
     kernels = kernel_rows(lambda: train(policy, batch), world.device)
     row = {
@@ -90,7 +95,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def settle_memory(policy: Policy, config: Config, world: World) -> Config:
-    """As before a run's first step: optimizer state allocated, micro-batches sized. Peaks count anew."""
+    """Prepare as before a run's first step: allocate optimizer state, size micro-batches, reset peak statistics."""
     policy.init_optimizer_state()
     config = choose_micro_batch_size(policy, config, world)
     if world.device.type == "cuda":
@@ -98,7 +103,7 @@ def settle_memory(policy: Policy, config: Config, world: World) -> Config:
     return config
 
 
-def sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def sections(options: argparse.Namespace) -> JsonObject:
     return {
         "rollout": {
             "prompts_per_step": options.prompts,
@@ -110,7 +115,7 @@ def sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def make_groups(options: argparse.Namespace, vocabulary: int) -> list[Group]:
-    """Random tokens, geometric lengths, rewards of 0 and 1; the same on every rank."""
+    """Return groups with random tokens, geometric lengths and rewards of 0 and 1; the same on every rank."""
     rng = random.Random(0)
     return [_group(index, rng, options, vocabulary) for index in range(options.prompts)]
 
@@ -122,16 +127,16 @@ def _group(index: int, rng: random.Random, options: argparse.Namespace, vocabula
         _rollout(prompt, rng.choices(range(vocabulary), k=length), float(sibling % 2), vocabulary)
         for sibling, length in enumerate(lengths)
     ]
-    return Group(prompt=Prompt(index=index, token_ids=prompt, text="", item={}, source="made up"), rollouts=rollouts)
+    return Group(prompt=Prompt(index=index, token_ids=prompt, text="", item={}, source="synthetic"), rollouts=rollouts)
 
 
 def _geometric(rng: random.Random, mean: float, longest: int) -> int:
-    """Tokens up to and with the first stop, each token stopping with probability 1 / mean; cut at `longest`."""
+    """Draw a number of tokens up to and including the first stop, of probability 1 / mean; at most `longest`."""
     return min(longest, 1 + int(math.log(1 - rng.random()) / math.log1p(-1 / mean)))
 
 
 def _rollout(prompt: list[int], completion: list[int], reward: float, vocabulary: int) -> Rollout:
-    # Random weights make every token about equally likely: importance weights stay near 1, as in a real run.
+    # Under random weights every token is about equally likely, so importance weights stay near 1 as in a real run.
     logprobs = [0.0] * len(prompt) + [-math.log(vocabulary)] * len(completion)
     return Rollout(
         token_ids=prompt + completion,
@@ -147,13 +152,14 @@ def _rollout(prompt: list[int], completion: list[int], reward: float, vocabulary
 
 
 def pack_all(groups: Sequence[Group], config: Config, world: World) -> Batch:
-    """This rank's share of all groups, as the trainer packs a batch."""
+    """Return this rank's part of the batch, packed as in the trainer."""
     advantages = group_advantages([group_rewards(group) for group in groups], config.advantage)
     kept = [False] * len(groups)
     return pack(groups, advantages, kept, config.batch, rank=world.rank, world_size=world.size, shuffle_seed=0)
 
 
 def train(policy: Policy, batch: Batch) -> None:
+    """Run the training phase of one batch, optimizer steps included."""
     metrics = Metrics(policy.device)
     for minibatch in batch.minibatches:
         policy.forward_backward(minibatch, metrics)
@@ -161,7 +167,7 @@ def train(policy: Policy, batch: Batch) -> None:
 
 
 def speed(batch: Batch, parameters: int, seconds: float, roofline: Roofline, ranks: int) -> dict[str, float]:
-    """MFU counts 6 FLOP for each parameter and token that runs; what is computed twice is not counted."""
+    """Return seconds, throughput and MFU: 6 FLOP per parameter and computed token, recomputation not counted."""
     flops = 6 * parameters * batch.computed_tokens / ranks
     return {
         "seconds": seconds,
@@ -173,9 +179,9 @@ def speed(batch: Batch, parameters: int, seconds: float, roofline: Roofline, ran
 
 
 def packing(batch: Batch, world: World) -> dict[str, float]:
-    """Tokens that run, against those that would if each micro-batch were padded to its longest sequence."""
+    """Return packing statistics, with the tokens of the same micro-batches padded to their longest sequence."""
     micro_batches = [micro_batch for minibatch in batch.minibatches for micro_batch in minibatch.micro_batches]
-    run = sum(world.gather_objects(sum(m.tokens.num_tokens for m in micro_batches)))
+    packed = sum(world.gather_objects(sum(m.tokens.num_tokens for m in micro_batches)))
     padded = sum(
         world.gather_objects(sum(m.loss_inputs.num_sequences * m.tokens.longest_sequence for m in micro_batches))
     )
@@ -183,15 +189,18 @@ def packing(batch: Batch, world: World) -> dict[str, float]:
         "tokens": batch.num_tokens,
         "micro_batches": len(micro_batches),
         "shared": 1 - batch.computed_tokens / batch.num_tokens,
-        "padding": run / batch.computed_tokens - 1,
+        "padding": packed / batch.computed_tokens - 1,
         "padded_tokens": padded,
-        "padding_saved": 1 - run / padded,
+        "padding_saved": 1 - packed / padded,
         "imbalance": batch.imbalance,
     }
 
 
 def peak_memory(world: World) -> dict[str, float]:
-    """GiB of the fullest rank; empty on CPU. torch keeps what it once took: the driver counts a peak."""
+    """Return the peak GiB of the fullest rank; {} on CPU.
+
+    torch caches freed memory, so the driver's count at the end is a peak as well.
+    """
     if world.device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(world.device)

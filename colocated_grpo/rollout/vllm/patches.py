@@ -287,12 +287,12 @@ PRIVATE_STATE: dict[str, str] = {
 """Private attributes that are read or written in place -> why."""
 
 
-def apply(device: Device) -> None:
+def apply(device: Device, patches: Iterable[Patch] = PATCHES) -> None:
     """Install the rows for this device and the installed version of vLLM. Later calls in a process add nothing."""
     import vllm
 
     version = Version(vllm.__version__)
-    for patch in PATCHES:
+    for patch in patches:
         patch.apply(device, version)
 
 

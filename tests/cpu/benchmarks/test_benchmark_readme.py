@@ -1,4 +1,4 @@
-"""The tables of the README are what the files of results hold."""
+"""README's tables show the figures in docs/results."""
 
 from __future__ import annotations
 
@@ -8,49 +8,54 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.benchmarks import readme
+from colocated_grpo.types import JsonObject
 from tests.support.paths import ROOT
 
 STEPS, GROWTH = (readme.markers(name) for name in ("whole steps", "growth"))
+OURS = {
+    "seconds/step": 6.0, "seconds/generate": 4.0, "seconds/train": 1.5, "seconds/sync": 0.0066, "mfu": 0.4321,
+    "memory/generate_gib": 49.0, "memory/train_gib": 31.0,
+}  # fmt: skip
+TRL = {
+    "seconds/step": 30.0, "seconds/generate": 14.0, "seconds/score": 3.5, "seconds/train": 12.0, "seconds/sync": 0.25,
+    "memory/generate_gib": 65.0, "memory/train_gib": 116.0,
+}  # fmt: skip
 
 
-def sample(shape: str, parameters: int, *, peer: bool) -> dict[str, object]:
-    ours = {
-        "seconds/step": 6.0, "seconds/generate": 4.0, "seconds/train": 1.5, "seconds/sync": 0.0066, "mfu": 0.4321,
-        "memory/generate_gib": 49.0, "memory/train_gib": 31.0,
-    }  # fmt: skip
-    theirs = {"median": {"seconds/step": 30.0, "memory/generate_gib": 65.0, "memory/train_gib": 16.0}}
+def result(shape: str, parameters: int, **peers: JsonObject | None) -> JsonObject:
     return {
         "work": {"shape": shape},
         "gpu": "NVIDIA H200",
         "ranks": 1,
         "parameters": parameters,
-        "ours": {"median": ours},
-        "peer": theirs if peer else None,
-        "speedup": {"seconds/step": 5.0} if peer else {},
+        "ours": {"median": OURS},
+        **peers,
     }
 
 
-def growth(axis: str, sizes: list[int]) -> dict[str, object]:
+def growth(axis: str, sizes: list[int]) -> JsonObject:
     row = {"ranks": 1, "longest": 256, "generate s": 1.0, "train s": 0.05, "step s": 1.2, "step us/token": 187.5}
     rows = [{**row, "completions": size, "tokens": 100.0 * size, "tokens/s x": 1.0} for size in sizes]
     return {"axis": axis, "shape": "tiny", "gpu": "NVIDIA H200", "rows": rows}
 
 
-def project(folder: Path, **results: object) -> Path:
+def project(folder: Path, **results: JsonObject) -> Path:
     (folder / readme.RESULTS).mkdir(parents=True)
     lines = ["before", *STEPS, "between", GROWTH[0], "old", GROWTH[1], "after"]
     (folder / "README.md").write_text("\n".join(lines) + "\n")
-    for name, result in results.items():
-        (folder / readme.RESULTS / f"{name}.json").write_text(json.dumps(result))
+    for name, content in results.items():
+        (folder / readme.RESULTS / f"{name}.json").write_text(json.dumps(content))
     return folder
 
 
-def test_the_tables_hold_what_the_files_hold(tmp_path: Path):
+def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
+    tuned = {"setup": "tuned", "median": TRL}
+    defaults = {"setup": "defaults", "median": {"seconds/step": 42.0}}
     root = project(
         tmp_path,
-        step_a_large=sample("qwen3-8b", 8, peer=False),
-        step_small=sample("qwen3-0.6b", 1, peer=True),
-        step_of_old={"median": {}},
+        step_a_large=result("qwen3-8b", 8, peer=tuned, peer_defaults=None),
+        step_small=result("qwen3-0.6b", 1, peer=tuned, peer_defaults=defaults),
+        step_without_ours={"median": {}},
         growth_a_length=growth("length", [1024]),
         growth_completions=growth("completions", [64, 4096]),
         sync={"rows": []},
@@ -63,17 +68,20 @@ def test_the_tables_hold_what_the_files_hold(tmp_path: Path):
         "before",
         STEPS[0],
         "",
-        *readme.STEP_HEAD,
-        "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_small.json) | 30.0 s | 6.0 s | 5.0 x | "
-        "4.0 s / 1.5 s / 6.6 ms | 43 % | 65 GiB / 16 GiB | 49 GiB / 31 GiB |",
-        "| [qwen3-8b, 1 x NVIDIA H200](docs/results/step_a_large.json) | - | 6.0 s | - | "
-        "4.0 s / 1.5 s / 6.6 ms | 43 % | - / - | 49 GiB / 31 GiB |",
+        "| Model and GPUs | Step, ours | Step, TRL tuned | Step, TRL defaults | Generate / train / sync, ours "
+        "| Generate / score + train / sync, TRL tuned | Peak GPU memory, ours | Peak GPU memory, TRL tuned |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_small.json) | 6.0 s | 30.0 s (5.0 x) | 42.0 s (7.0 x) "
+        "| 4.0 s / 1.5 s / 6.6 ms | 14.0 s / 15.5 s / 0.2 s | 49 GiB | 116 GiB |",
+        "| [qwen3-8b, 1 x NVIDIA H200](docs/results/step_a_large.json) | 6.0 s | 30.0 s (5.0 x) | - "
+        "| 4.0 s / 1.5 s / 6.6 ms | 14.0 s / 15.5 s / 0.2 s | 49 GiB | 116 GiB |",
         "",
         STEPS[1],
         "between",
         GROWTH[0],
         "",
-        *readme.GROWTH_HEAD,
+        f"| {' | '.join(readme.GROWTH_COLUMNS)} |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| [tiny, 1 x NVIDIA H200](docs/results/growth_completions.json) | 64 | 256 | 6,400 | 1.0 s | 50.0 ms | 1.2 s "
         "| 187.5 | 1.00 |",
         "| [tiny, 1 x NVIDIA H200](docs/results/growth_completions.json) | 4,096 | 256 | 409,600 | 1.0 s | 50.0 ms "
@@ -86,17 +94,35 @@ def test_the_tables_hold_what_the_files_hold(tmp_path: Path):
     ]
 
 
-def test_without_files_nothing_is_claimed(tmp_path: Path):
+def test_the_peer_of_an_old_file_is_shown_as_trl_with_its_defaults(tmp_path: Path):
+    root = project(tmp_path, step_old=result("qwen3-0.6b", 1, peer={"median": TRL}))
+
+    assert readme.step_lines(root)[2:] == [
+        "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_old.json) | 6.0 s | - | 30.0 s (5.0 x) "
+        "| 4.0 s / 1.5 s / 6.6 ms | - | 49 GiB | - |"
+    ]
+
+
+def test_a_result_without_a_peer_has_dashes_for_it(tmp_path: Path):
+    root = project(tmp_path, step_alone=result("qwen3-0.6b", 1, peer=None))
+
+    assert readme.step_lines(root)[2:] == [
+        "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_alone.json) | 6.0 s | - | - "
+        "| 4.0 s / 1.5 s / 6.6 ms | - | 49 GiB | - |"
+    ]
+
+
+def test_without_result_files_there_are_no_tables(tmp_path: Path):
     root = project(tmp_path)
     assert readme.step_lines(root) == readme.growth_lines(root) == []
 
 
-def test_a_readme_without_markers_is_refused(tmp_path: Path):
+def test_a_readme_without_markers_is_rejected(tmp_path: Path):
     with pytest.raises(ValueError, match="needs the two lines"):
         readme.with_tables("no markers", tmp_path)
 
 
-def test_the_readme_is_what_its_files_give():
+def test_the_readme_matches_its_result_files():
     text = (ROOT / "README.md").read_text()
 
     assert readme.with_tables(text, ROOT) == text

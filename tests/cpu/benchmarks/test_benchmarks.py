@@ -1,4 +1,4 @@
-"""Benchmarks of the parts: each runs and says what it promises, and the ratios that make the trainer fast hold."""
+"""Benchmarks of single parts: each runs and reports its figures, and the ratios that make the trainer fast hold."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
-from colocated_grpo.benchmarks import attention, decode, logprob, overlap, sleep, sync, train
-from colocated_grpo.benchmarks.ranks import config_of as config_of_benchmark
+from colocated_grpo.benchmarks import attention, decode, logprob, overlap, patches, sleep, sync, train
+from colocated_grpo.benchmarks.harness import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
-from colocated_grpo.benchmarks.workload import STOP_SHARE
+from colocated_grpo.benchmarks.workload import STOP_PROBABILITY
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.losses import Counts
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.types import Group, Rollout
+from colocated_grpo.types import Group, JsonObject, Rollout
 from tests.support.ranks import TIMEOUT, start_module
 from tests.support.small_policy import config_of, group_of, policy_of, rollout_of, sequence_of
 from tests.support.training_runs import tiny_model
 
 CPU = torch.device("cpu")
-ORIGIN = {"benchmark", "command", "commit", "time", "python", "packages", "machine", "gpu", "ranks", "roofline", "rows"}
+ORIGIN = {"benchmark", "command", "commit", "time", "python", "packages", "machine", "gpu", "ranks", "rows"}
 RATES = Roofline(
     copy_bytes_per_second=100.0,
     matmul_flops_per_second=1000.0,
@@ -41,11 +40,11 @@ RATES = Roofline(
 
 
 @pytest.fixture
-def measured(tmp_path) -> Callable[..., dict[str, Any]]:
-    """Runs a benchmark and gives the JSON that it wrote."""
+def measured(tmp_path) -> Callable[..., JsonObject]:
+    """A function that runs a benchmark and returns the JSON it wrote."""
 
-    def run(benchmark: ModuleType, *arguments: str, forked: bool = False) -> dict[str, Any]:
-        """As its command does, or in a forked rank, which saves the imports."""
+    def run(benchmark: ModuleType, *arguments: str, forked: bool = False) -> JsonObject:
+        """Run the command's main function, or the module in a forked rank, which saves the imports."""
         file = tmp_path / "results" / "result.json"
         arguments += ("--json", str(file))
         if forked:
@@ -55,7 +54,7 @@ def measured(tmp_path) -> Callable[..., dict[str, Any]]:
         else:
             assert benchmark.main(arguments) == 0
         result = json.loads(file.read_text())
-        assert set(result) >= ORIGIN
+        assert set(result) >= ORIGIN | ({"roofline"} if benchmark is not patches else set())
         assert result["packages"]["torch"] == torch.__version__
         assert result["command"].startswith("python -m colocated_grpo.benchmarks.")
         return result
@@ -111,7 +110,7 @@ def test_the_planned_sync_is_no_slower_than_the_loader_of_the_engine(measured):
     assert row["bytes"] == 4 * 105_408
 
 
-def test_sleep_tells_the_life_of_an_engine(measured):
+def test_sleep_times_the_start_sleep_and_wake_of_an_engine(measured):
     small = ["--shape", "tiny", "--max-num-seqs", "4", "--max-completion", "16", "--repeats", "2"]
     [row] = measured(sleep, "--gpus", "0", *small)["rows"]
 
@@ -119,10 +118,10 @@ def test_sleep_tells_the_life_of_an_engine(measured):
     assert row["import_seconds"] > 0
     parts = [row[f"{part}_seconds"] for part in ("sleep", "wake_weights", "wake_kv_cache")]
     assert row["sleep_and_wake_seconds"] == pytest.approx(sum(parts))
-    assert "asleep_gib" not in row  # nobody counts an engine's share of host memory
+    assert "asleep_gib" not in row  # host memory is not measured by engine
 
 
-def test_decode_tells_where_the_time_of_a_step_goes(measured):
+def test_decode_divides_the_time_of_a_step_among_kernels(measured):
     work = ["--sequences", "4", "2", "--group-size", "2", "--prompt", "20", "--sampled", "8", "--steps", "4"]
     result = measured(decode, "--gpus", "0", "--shape", "tiny", *work, forked=True)
 
@@ -135,7 +134,22 @@ def test_decode_tells_where_the_time_of_a_step_goes(measured):
         assert row["idle_share"] == pytest.approx(1 - row["device_ms"] / row["step_ms"])
 
 
-def test_overlap_counts_what_is_trained_while_a_tail_decodes(measured):
+def test_patches_lists_every_replacement_inside_vllm_with_its_hits(measured):
+    work = ["--sequences", "4", "--group-size", "2", "--prompt", "20", "--completion", "8"]
+    result = measured(patches, "--gpus", "0", "--shape", "tiny", *work, forked=True)
+
+    rows = {row["target"]: (row["status"], row["hits"]) for row in result["rows"]}
+    assert list(rows) == [row["target"] for row in result["patches"]]
+    assert rows["vllm.v1.sample.sampler:batched_count_greater_than"][0] == "applied"
+    status, linear_layers = rows["vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm"]
+    assert status == "applied"
+    assert linear_layers >= 2 * 4  # qkv, o, gate_up and down of two layers
+    assert rows["vllm.v1.core.sched.scheduler:Scheduler.schedule"][1] > 0
+    assert rows["vllm.model_executor.models.qwen3:Qwen3Attention.forward"] == ("skipped: only on cuda", 0)
+    assert result["sampled_tokens"] == 4 * 8
+
+
+def test_overlap_counts_micro_batches_trained_while_a_tail_decodes(measured):
     work = ["--prompts", "2", "--group-size", "2", "--max-completion", "16", "--mean-completion", "8"]
     tail = ["--tails", "2", "--tokens", "12"]
     rows = measured(overlap, "--gpus", "0", "--shape", "tiny", *work, *tail, forked=True)["rows"]
@@ -146,7 +160,7 @@ def test_overlap_counts_what_is_trained_while_a_tail_decodes(measured):
         assert row["gain"] == pytest.approx(both / row["together_seconds"])
 
 
-def test_settings_of_the_command_line_go_before_those_of_the_benchmark():
+def test_settings_of_the_command_line_override_those_of_the_benchmark():
     settings = ["--rollout.group_size", "4", "--policy.lr=1e-3"]
     config = config_of_benchmark(Path("model"), Namespace(settings=settings), rollout={"group_size": 2})
 
@@ -171,7 +185,7 @@ def test_a_packed_long_tail_trains_faster_than_one_padded_to_its_longest(world):
     assert statistics.median(ratios) >= 1.5
 
 
-def test_siblings_of_a_long_prompt_train_faster_together_than_apart(world, monkeypatch):
+def test_completions_of_a_long_prompt_train_faster_when_its_forward_pass_is_reused(world, monkeypatch):
     limits = {"max_completion_tokens": 32, "max_prompt_tokens": 256}
     config = config_of(tiny_model(), rollout=limits, batch={"max_tokens_per_micro_batch": 2048})
     policy = policy_of(config, world)
@@ -217,14 +231,14 @@ def test_the_logprob_operator_needs_a_fraction_of_the_memory_of_full_logits(oper
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that was allocated at one time beyond what there was before, from the allocator's own events."""
+    """Return the peak of allocated bytes beyond those before `work`, from the allocator's events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
+    allocated = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
     return peak
 
 
@@ -243,27 +257,27 @@ def test_all_three_operators_compute_the_same_gradients():
 
 
 def test_completions_have_the_long_tail_of_random_stops():
-    options = Namespace(prompts=200, group_size=16, max_completion=1024, mean_completion=1 / STOP_SHARE)
+    options = Namespace(prompts=200, group_size=16, max_completion=1024, mean_completion=1 / STOP_PROBABILITY)
     groups = train.make_groups(options, vocabulary=100)
     lengths = [sum(rollout.loss_mask) for group in groups for rollout in group.rollouts]
 
-    survives = (1 - STOP_SHARE) ** 1024
-    assert statistics.mean(lengths) == pytest.approx((1 - survives) / STOP_SHARE, rel=0.05)
-    assert lengths.count(1024) / len(lengths) == pytest.approx(survives / (1 - STOP_SHARE), rel=0.15)
+    survives = (1 - STOP_PROBABILITY) ** 1024
+    assert statistics.mean(lengths) == pytest.approx((1 - survives) / STOP_PROBABILITY, rel=0.05)
+    assert lengths.count(1024) / len(lengths) == pytest.approx(survives / (1 - STOP_PROBABILITY), rel=0.15)
     assert min(lengths) >= 1
 
 
-def test_mfu_counts_six_flop_for_each_parameter_and_token_that_a_rank_runs():
+def test_mfu_counts_six_flop_per_parameter_and_computed_token():
     batch = Batch(minibatches=[], num_tokens=60, computed_tokens=40, imbalance=0.0, padding=0.0)
     row = train.speed(batch, parameters=10, seconds=2.0, roofline=RATES, ranks=2)
 
     assert row["mfu"] == pytest.approx(6 * 10 * 20 / 2.0 / 2000)
     assert row["mfu_of_measured_matmul"] == pytest.approx(6 * 10 * 20 / 2.0 / 1000)
     assert row["floor_seconds"] == pytest.approx(6 * 10 * 20 / 1000)
-    assert row["tokens_per_second_per_gpu"] == 15, "of the rollouts, however often their prompts ran"
+    assert row["tokens_per_second_per_gpu"] == 15, "tokens of the rollouts, however often their prompts were computed"
 
 
-def test_saved_padding_is_counted_by_micro_batch(world):
+def test_saved_padding_is_counted_per_micro_batch(world):
     micro_batches = [build_micro_batch([sequence_of(5), sequence_of(3)]), build_micro_batch([sequence_of(4)] * 2)]
     counts = Counts(tokens=16, sequences=4, batch_tokens=16, minibatches=1)
     minibatches = [Minibatch(micro_batches=micro_batches, counts=counts)]
@@ -276,23 +290,23 @@ def test_saved_padding_is_counted_by_micro_batch(world):
     assert row["padding"] == 0
 
 
-def test_the_limits_of_a_sync_are_its_bytes_over_the_measured_rates():
+def test_the_lower_bound_of_a_sync_is_its_bytes_over_the_measured_rates():
     rates = replace(RATES, gather_bytes_per_second=50.0)
     # two ranks, ten parameters of two bytes: half of them cast from four bytes, half received, all copied
     assert sync.floor_seconds(20, 10, rates, ranks=2) == pytest.approx((20 + 10) / 100 + 10 / 50 + 40 / 100)
     assert sync.floor_seconds(20, 10, RATES, ranks=1) == pytest.approx((40 + 20) / 100 + 40 / 100)
 
 
-def test_the_device_has_limits(world: World):
-    limits = measure_roofline(CPU)
+def test_the_roofline_of_a_cpu_has_no_all_gather_and_no_data_sheet(world: World):
+    roofline = measure_roofline(CPU)
 
-    assert limits.copy_bytes_per_second > 1e8
-    assert limits.matmul_flops_per_second > 1e8
-    assert limits.gather_bytes_per_second is None  # one rank
-    assert limits.peak_flops_per_second == limits.matmul_flops_per_second  # a CPU has no data sheet here
+    assert roofline.copy_bytes_per_second > 1e8
+    assert roofline.matmul_flops_per_second > 1e8
+    assert roofline.gather_bytes_per_second is None  # one rank
+    assert roofline.peak_flops_per_second == roofline.matmul_flops_per_second  # a CPU has no data sheet here
 
 
-def test_a_table_is_aligned_and_leaves_out_what_a_row_lacks():
+def test_a_table_is_aligned_and_leaves_missing_cells_empty():
     text = table([{"name": "a", "seconds": 0.00123456}, {"name": "bcd", "bytes": 1234567}])
     assert text.splitlines() == [
         "name   seconds      bytes",
@@ -301,12 +315,12 @@ def test_a_table_is_aligned_and_leaves_out_what_a_row_lacks():
     ]
 
 
-def test_a_single_row_stands_upright():
+def test_a_single_row_is_transposed():
     assert table([{"shape": "tiny", "seconds": 2.5}]).splitlines() == ["  shape  tiny", "seconds   2.5"]
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(None, ""), (123456.7, "123,457"), (0.25, "0.25"), (12345, "12,345"), ("a", "a")]
 )
-def test_numbers_are_short(value, text):
+def test_numbers_have_four_significant_digits(value, text):
     assert number(value) == text

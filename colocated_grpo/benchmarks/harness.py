@@ -1,6 +1,7 @@
-"""Benchmarks of ranks: the same command once more in every rank, and what each of them measures on.
+"""Command lines of the benchmarks: the same command started again in every rank, or run in this process alone.
 
-A rank is a process of its own even where there is only one: the libraries read their variables when they are imported.
+A rank is a process of its own even where there is only one, because libraries read their environment variables when
+they are imported.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import yaml
 
 from colocated_grpo.benchmarks.results import describe, publish
+from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline
 from colocated_grpo.benchmarks.workload import TASK
 from colocated_grpo.config import Config
 from colocated_grpo.config.errors import ConfigError
@@ -31,32 +33,38 @@ from colocated_grpo.launch.launcher import child_environment
 from colocated_grpo.launch.processes import run_command
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.tools.shapes import SHAPES
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.policy.policy import Policy
     from colocated_grpo.rollout.vllm.engine import VLLMEngine
 
-Measure = Callable[[World, argparse.Namespace], dict[str, Any]]
-"""Runs on every rank; what rank 0 returns is published."""
+MeasureInRanks = Callable[[World, argparse.Namespace], JsonObject]
+"""Runs on every rank; rank 0's return value is published."""
+MeasureHere = Callable[[argparse.Namespace, torch.device, Roofline], JsonObject]
+"""Returns the result's rows and any further keys."""
 
 
-def rank_parser(description: str) -> argparse.ArgumentParser:
-    """Flags of every benchmark that runs in ranks. What it does not know is a setting: --policy.compile off"""
+def rank_parser(description: str | None) -> argparse.ArgumentParser:
+    """Flags of every benchmark that runs in ranks. Unknown flags are settings: --policy.compile off"""
     parser = argparse.ArgumentParser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--model", type=Path, help="model folder to use, made there from --shape if it is missing")
+    parser.add_argument("--model", type=Path, help="model folder to use; created from --shape if missing")
     parser.add_argument("--gpus", type=int, default=min(1, torch.cuda.device_count()), help="0: CPU")
     parser.add_argument("--nproc", type=int, default=1, help="CPU ranks, with --gpus 0")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=Path, help="result file to write")
     return parser
 
 
 def main_in_ranks(
-    benchmark: str, parser: argparse.ArgumentParser, measure: Measure, arguments: Sequence[str] | None
+    benchmark: str, parser: argparse.ArgumentParser, measure: MeasureInRanks, arguments: Sequence[str] | None
 ) -> int:
-    """Run `measure` on as many ranks as asked for and publish its result. Returns the exit code; in a rank, never."""
+    """Run `measure` on the ranks that the flags name and publish its result.
+
+    Returns the exit code in the starting process. Never returns in a rank, which exits with its own code.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options, options.settings = parser.parse_known_args(arguments)
     if "RANK" not in os.environ:
@@ -78,8 +86,8 @@ def main_in_ranks(
         code = RUN_ERROR
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not a return: peers may wait in a collective for a rank that failed, and what torch and vLLM tear down at the end
-    # of an interpreter would wait for them.
+    # Skip interpreter shutdown: after a failure the other ranks may be stuck in a collective, and the teardown of torch
+    # and vLLM would block on them.
     os._exit(code)
 
 
@@ -96,10 +104,24 @@ def _start_ranks(benchmark: str, arguments: Sequence[str], options: argparse.Nam
     return run_command([*command, f"colocated_grpo.benchmarks.{benchmark}", *arguments], environment)
 
 
+def main_here(
+    benchmark: str, arguments: Sequence[str] | None, parser: argparse.ArgumentParser, measure: MeasureHere
+) -> int:
+    """Measure in this process, on the first CUDA device or else on the CPU, and publish. `parser` defines --json."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    roofline = measure_roofline(device)
+    measured = measure(options, device, roofline)
+    result = describe(benchmark, arguments, ranks=1)
+    publish({**result, "roofline": roofline.as_dict(), **measured}, options.json)
+    return 0
+
+
 @contextmanager
 def model_folder(options: argparse.Namespace, world: World) -> Iterator[Path]:
-    """The model that --model or --shape names; one made for this run alone is deleted on exit. Collective."""
-    # transformers takes seconds to import, which neither --help nor a process that only starts the ranks need wait for.
+    """The model folder of --model, or a random model of --shape that is deleted on exit. Collective."""
+    # Imported here because transformers takes seconds to import, and neither --help nor the starting process needs it.
     from transformers.utils.logging import disable_progress_bar
 
     from colocated_grpo.tools.make_model import make_model
@@ -114,13 +136,13 @@ def model_folder(options: argparse.Namespace, world: World) -> Iterator[Path]:
 
         world.from_main(make)
         if world.device.type == "cuda":
-            torch.cuda.empty_cache()  # rank 0 made the model on its device
+            torch.cuda.empty_cache()  # rank 0 built the model on its device
         yield folder
-        world.barrier()  # rank 0 deletes what the others may still read
+        world.barrier()  # before rank 0 deletes files that other ranks may still read
 
 
 def config_of(model: Path, options: argparse.Namespace, **sections: Any) -> Config:
-    """The defaults, `sections` on top of them, and the command line's settings on top of those."""
+    """The defaults, overridden by `sections`, overridden by the command line's settings."""
     content = {
         "model": {"name": str(model)},
         "environments": [{"type": "task", "name": TASK}],
@@ -133,13 +155,13 @@ def config_of(model: Path, options: argparse.Namespace, **sections: Any) -> Conf
 
 
 def model_name(options: argparse.Namespace) -> str:
-    """Of the model that `model_folder` gives."""
+    """Display name of the model that `model_folder` yields."""
     return options.model.name if options.model else options.shape
 
 
 def wake_with_weights(engine: VLLMEngine, policy: Policy, world: World) -> None:
-    """Wake an engine that sleeps, or has just been built, with the policy's weights. Collective."""
-    from colocated_grpo.build.policy import build_sync  # vLLM takes seconds to import, which --help need not wait for
+    """Wake a new or sleeping engine with the policy's weights. Collective."""
+    from colocated_grpo.build.policy import build_sync  # imports vLLM, which --help does not need
 
     engine.wake("weights")
     build_sync(policy, engine, world).sync()

@@ -1,8 +1,9 @@
-"""From the seconds and tokens of steps to the figures that are compared: throughput, MFU, medians, lower bounds.
+"""Throughput, MFU and lower bounds of a step, from its seconds and tokens.
 
-Tokens are prompt and completion tokens of real rollouts; trained ones count a prompt that siblings share as often as it
-runs. FLOP are 6 x parameters x trained tokens: recomputed activations and attention are not counted, so neither sharing
-nor checkpointing nor longer sequences raise a figure.
+Tokens are the prompt and completion tokens of real rollouts. Trained tokens count a prompt as often as it is computed,
+so a prompt whose forward pass is reused by its completions counts once. FLOP are 6 x parameters x trained tokens:
+recomputed activations and attention are not counted, so prefix reuse, checkpointing and longer sequences do not raise
+MFU.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from transformers import AutoConfig
 
 from colocated_grpo.benchmarks.roofline import Roofline
 from colocated_grpo.rollout.vllm.kv_budget import kv_bytes_per_token
+from colocated_grpo.types import JsonObject
 
-Row = Mapping[str, float]
-"""One step. `tokens`, `trained_tokens`, `seconds/step` and `seconds/train` are in every row."""
+StepRow = JsonObject
+"""Metrics of one step. 'tokens', 'trained_tokens', 'seconds/step' and 'seconds/train' are in every row."""
+Medians = dict[str, float]
+"""Metric name -> median over steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
+    """Sizes of a model that bound a step's time and memory."""
+
     parameters: int
     weight_bytes: int
     """Of the engine's copy."""
@@ -32,7 +38,7 @@ class ModelSize:
 
 
 def model_size(folder: Path, itemsize: int) -> ModelSize:
-    """Sizes of the model in `folder` with `itemsize` bytes a number. A tied head counts once."""
+    """Return the sizes of the model in `folder` at `itemsize` bytes per parameter. A tied head counts once."""
     parameters = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
@@ -49,8 +55,8 @@ def training_flops(size: ModelSize, tokens: float) -> float:
     return 6 * size.parameters * tokens
 
 
-def with_rates(row: Row, size: ModelSize, rates: Roofline, ranks: int) -> dict[str, float]:
-    """The row with its throughput and the share of the devices' peak that its training phase reached."""
+def with_rates(row: StepRow, size: ModelSize, rates: Roofline, ranks: int) -> StepRow:
+    """Return the row with 'tokens_per_second_per_gpu' of the step and 'mfu' of its training phase."""
     flops_per_second = training_flops(size, row["trained_tokens"]) / (row["seconds/train"] * ranks)
     return {
         **row,
@@ -59,14 +65,18 @@ def with_rates(row: Row, size: ModelSize, rates: Roofline, ranks: int) -> dict[s
     }
 
 
-def medians(rows: Sequence[Row]) -> dict[str, float]:
-    """Median of every number that each of the rows has."""
-    names = [name for name, value in rows[0].items() if isinstance(value, float)]
-    return {name: statistics.median(row[name] for row in rows) for name in names if all(name in row for row in rows)}
+def medians(rows: Sequence[Mapping[str, object]]) -> Medians:
+    """Return the median of every float that all rows have."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, float):
+                columns.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in columns.items() if len(values) == len(rows)}
 
 
 def sync_bound(size: ModelSize, rates: Roofline, ranks: int) -> float:
-    """Seconds: what a rank lacks of the engine's weights is gathered, then all of them are read and written once."""
+    """Return the least seconds of a weight sync: gather the missing weights, then read and write all of them once."""
     gathered = size.weight_bytes * (ranks - 1) / ranks
     return rates.seconds_for_gather(gathered) + rates.seconds_for_bytes(2 * size.weight_bytes)
 
@@ -74,10 +84,11 @@ def sync_bound(size: ModelSize, rates: Roofline, ranks: int) -> float:
 def generation_bound(
     size: ModelSize, rates: Roofline, ranks: int, prompt_tokens: float, completion_tokens: Sequence[int]
 ) -> float:
-    """Seconds to read what decoding must read, with every sequence decoding from the start.
+    """Return the least seconds to read the memory that decoding must read, with every sequence decoding from the start.
 
-    A step reads all weights, and the longest completion needs as many steps as it has tokens; token n of a completion
-    reads the keys and values of its prompt and of n tokens. The cache is spread evenly over ranks. Prefill is left out.
+    Each step reads all weights, and there are as many steps as the longest completion has tokens. Token n of a
+    completion reads the keys and values of its prompt and of n tokens. The KV cache is assumed to be spread evenly over
+    ranks. Prefill is left out.
     """
     cached = sum(n * prompt_tokens + n * (n + 1) / 2 for n in completion_tokens)
     read = max(completion_tokens) * size.weight_bytes + cached * size.kv_bytes_per_token / ranks
@@ -85,5 +96,5 @@ def generation_bound(
 
 
 def training_bound(size: ModelSize, rates: Roofline, ranks: int, tokens: float) -> float:
-    """Seconds of the FLOP at the measured matmul rate."""
+    """Return the seconds of the training FLOP at the measured matmul rate."""
     return rates.seconds_for_flops(training_flops(size, tokens) / ranks)

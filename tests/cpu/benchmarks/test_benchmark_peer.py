@@ -1,0 +1,450 @@
+"""TRL as the peer: its arguments, the search for its fastest configuration, and one tiny run of both trainers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, TrainerControl, TrainerState, TrainingArguments
+
+from colocated_grpo.benchmarks import peer, peer_options, peer_tuning, step
+from colocated_grpo.benchmarks.peer import (
+    OutOfMemoryPhase,
+    PeerOutOfMemory,
+    PeerRun,
+    PeerSetup,
+    PeerSpec,
+    grpo_arguments,
+    peer_command,
+    peer_environment,
+    run_peer,
+)
+from colocated_grpo.benchmarks.peer_trl import Recorder, chats, is_out_of_memory, merge, own_seconds, shortened
+from colocated_grpo.benchmarks.peer_tuning import (
+    Candidate,
+    candidates,
+    engine_fraction,
+    least_training_bytes,
+    run_tuned,
+)
+from colocated_grpo.benchmarks.throughput import ModelSize
+from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS, RandomWork, add_stop_tokens
+from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.errors import RunError
+from colocated_grpo.tools.make_model import make_model
+from colocated_grpo.tools.shapes import TINY
+from tests.support.paths import ROOT
+
+TUNED = PeerSetup(name="tuned", micro_batch=4, checkpointing=False, liger=True, engine_fraction=0.5)
+DEFAULTS = PeerSetup(name="defaults", micro_batch=8)
+SPEC = PeerSpec(
+    model="somewhere",
+    prompts=4,
+    group_size=4,
+    max_completion=8,
+    steps=2,
+    until=None,
+    seed=0,
+    gpus=2,
+    setup=TUNED,
+    extra_arguments={},
+)
+RUN = PeerRun(steps=[], start_seconds=1.0, arguments={})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_model(tmp_path_factory.mktemp("benchmark") / "tiny", shape=TINY)
+    add_stop_tokens(folder)
+    return folder
+
+
+def test_trl_makes_one_optimizer_step_of_all_completions():
+    for setup in (TUNED, DEFAULTS):
+        arguments = grpo_arguments(replace(SPEC, setup=setup))
+
+        sequences = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * SPEC.ranks
+        assert sequences == SPEC.prompts * SPEC.group_size
+        assert arguments["vllm_enable_sleep_mode"]
+    assert grpo_arguments(replace(SPEC, extra_arguments={"bf16": False}))["bf16"] is False
+
+
+def test_only_tuned_trl_gets_arguments_for_speed():
+    tuned, defaults = (grpo_arguments(replace(SPEC, setup=setup)) for setup in (TUNED, DEFAULTS))
+
+    assert {name: tuned[name] for name in tuned.keys() - defaults.keys()} == {
+        "gradient_checkpointing": False,
+        "use_liger_kernel": True,
+        "vllm_gpu_memory_utilization": 0.5,
+    }
+
+
+def test_the_default_micro_batch_is_that_of_trl():
+    grpo_trainer = pytest.importorskip("trl")
+    default = {field.name: field.default for field in dataclasses.fields(grpo_trainer.GRPOConfig)}
+
+    assert default["per_device_train_batch_size"] == peer.TRL_MICRO_BATCH
+    assert [peer.default_micro_batch(completions) for completions in (512, 4, 12, 7)] == [8, 4, 6, 7]
+
+
+def test_micro_batches_are_tried_from_the_whole_batch_down_and_checkpointing_last():
+    assert peer_tuning.micro_batch_sizes(512) == [512, 256, 128, 64, 32, 16, 8, 4, 2, 1]
+    assert peer_tuning.micro_batch_sizes(60) == [60, 30, 15, 6, 3, 1]
+    assert candidates(4, None, None) == [(4, False), (2, False), (1, False), (4, True), (2, True), (1, True)]
+    assert candidates(4, 2, None) == [(2, False), (2, True)]
+    assert candidates(4, None, True) == [(4, True), (2, True), (1, True)]
+    assert candidates(4, 2, False) == [(2, False)]
+
+
+def test_the_search_ends_with_the_first_configuration_that_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    ran = outcomes(monkeypatch, ["training", None])
+    tried = [Candidate(8, False), Candidate(4, False), Candidate(2, False), Candidate(8, True)]
+    needed = dict.fromkeys(tried, 1.0) | {tried[0]: 3.0 * 2**30}
+
+    run, tries = run_tuned(SPEC, tried, needed.__getitem__, 2 * 2**30, tmp_path)
+
+    assert run == RUN
+    assert [(setup.micro_batch, setup.checkpointing, setup.probe) for setup in ran] == [
+        (4, False, True),
+        (2, False, True),
+    ]
+    assert [one.outcome for one in tries] == [
+        "skipped, needs at least 3 of 2 GiB",
+        "out of memory during training",
+        "fits",
+    ]
+    assert capsys.readouterr().out.splitlines() == [
+        "TRL tuned: micro-batch 8, checkpointing off: skipped, needs at least 3 of 2 GiB",
+        "TRL tuned: micro-batch 4, checkpointing off: trying",
+        "TRL tuned: micro-batch 4, checkpointing off: out of memory during training",
+        "TRL tuned: micro-batch 2, checkpointing off: trying",
+        "TRL tuned: micro-batch 2, checkpointing off: fits",
+    ]
+
+
+def test_a_fully_named_configuration_runs_without_a_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    ran = outcomes(monkeypatch, [None])
+
+    run_tuned(SPEC, [Candidate(8, True)], lambda _candidate: 2.0, 1, tmp_path)
+
+    assert ran == [replace(TUNED, micro_batch=8, checkpointing=True, probe=False)]
+
+
+@pytest.mark.parametrize("phase", ["start", "first generation"])
+def test_an_engine_that_does_not_fit_ends_the_search(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: OutOfMemoryPhase
+):
+    ran = outcomes(monkeypatch, [phase])
+
+    with pytest.raises(RunError, match=f"--peer-gpu-memory=0.5: TRL ran out of memory during {phase}"):
+        run_tuned(SPEC, candidates(8, None, None), lambda _candidate: 0.0, 1, tmp_path)
+    assert len(ran) == 1
+
+
+def test_a_search_without_a_fit_ends_with_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    outcomes(monkeypatch, ["training", "training"])
+
+    with pytest.raises(RunError, match="no configuration of TRL fits"):
+        run_tuned(SPEC, candidates(1, None, None), lambda _candidate: 0.0, 1, tmp_path)
+
+
+def test_a_search_ends_after_its_first_try_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    ran = outcomes(monkeypatch, ["training"])
+
+    with pytest.raises(RunError, match="--peer-until"):
+        run_tuned(replace(SPEC, until=time.time() - 1), candidates(2, None, None), lambda _candidate: 0.0, 1, tmp_path)
+    assert len(ran) == 1
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, phases: list[OutOfMemoryPhase | None]) -> list[PeerSetup]:
+    """Let runs of TRL end in these phases, or complete for None. Returns the list of setups that ran."""
+    remaining: Iterator[OutOfMemoryPhase | None] = iter(phases)
+    ran: list[PeerSetup] = []
+
+    def fake_run(spec: PeerSpec, _scratch: Path) -> PeerRun:
+        ran.append(spec.setup)
+        if (phase := next(remaining)) is not None:
+            raise PeerOutOfMemory(phase)
+        return RUN
+
+    monkeypatch.setattr(peer_tuning, "run_peer", fake_run)
+    return ran
+
+
+def test_the_engine_gets_the_cache_of_all_sequences_beside_the_trainer():
+    size = ModelSize(parameters=10**9, weight_bytes=2 * 10**9, kv_bytes_per_token=10**5)
+    working = peer_tuning.ENGINE_WORKING_BYTES["cuda"]
+    needed = 2e9 + 100 * (MAX_PROMPT_TOKENS + 840) * 1e5 + working
+
+    assert engine_fraction(size, 100, 840, 1, 100 * 10**9) == pytest.approx(needed / 100e9, abs=0.006)
+    # 12 bytes a parameter stay with the trainer, and a twentieth with neither.
+    assert engine_fraction(size, 10_000, 840, 1, 100 * 10**9) == pytest.approx(0.95 - 0.12)
+    assert engine_fraction(size, 10_000, 840, 2, 100 * 10**9) == pytest.approx(0.95 - 0.06)
+
+
+def test_the_least_memory_of_a_step_counts_what_backward_keeps(model: Path):
+    hf_config = AutoConfig.from_pretrained(model)
+    spec = replace(SPEC, gpus=1)
+    tokens = 4 * (LONGEST_PROMPT + 8)
+    # 2 layers; hidden 64, 4 query heads and 2 key-value heads of 32, intermediate 128
+    layer = 4 * 64 + 2 * (4 + 2) * 32 + 3 * 128
+
+    assert least_training_bytes(hf_config, 10, spec, Candidate(4, False)) == 2 * tokens * 2 * layer + 120
+    assert least_training_bytes(hf_config, 10, spec, Candidate(4, True)) == 2 * tokens * 2 * 64 + 120
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("shape mismatch"), False),
+    ],
+)
+def test_errors_of_all_allocators_count_as_out_of_memory(error: Exception, expected: bool):
+    assert is_out_of_memory(error) is expected
+
+
+def test_a_process_without_memory_says_in_which_phase_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    write = "import pathlib; pathlib.Path('peer.failed.json').write_text('{\"out_of_memory\": \"training\"}'); exit(1)"
+    monkeypatch.setattr(peer, "peer_command", lambda *_arguments: [sys.executable, "-c", write])
+
+    with pytest.raises(PeerOutOfMemory) as raised:
+        run_peer(SPEC, tmp_path)
+    assert raised.value.phase == "training"
+
+
+def test_a_process_that_fails_ends_with_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(peer, "peer_command", lambda *_arguments: ["false"])
+
+    with pytest.raises(RunError, match="--peer=trl: TRL exited with code 1"):
+        run_peer(SPEC, tmp_path)
+
+
+def test_phases_of_trl_leave_out_the_phases_nested_in_them():
+    nested = {"collect": 10.0, "sync": 2.0, "generate": 6.0, "wake_weights": 0.5, "wake_kv_cache": 0.25, "sleep": 1.0}
+
+    own = own_seconds(nested, step=25.0)
+
+    assert own.pop("seconds/step") == sum(own.values()) == 25.0
+    assert own["seconds/generate"] == 4.75
+    assert own["seconds/sync"] == 1.5
+    assert own["seconds/score"] == 2.0
+
+
+def test_tokens_of_trl_are_summed_over_ranks_and_padding_is_what_it_computed_beyond_them():
+    counts = {"sequences": 2.0, "prompt_tokens": 10.0, "completion_tokens": 20.0, "computed_tokens": 60.0}
+    busier = {**counts, "completion_tokens": 50.0}
+
+    row = merge([{**counts, "seconds/step": 1.0}, {**busier, "seconds/step": 9.0}])
+
+    assert row["tokens"] == row["trained_tokens"] == 90
+    assert row["padding"] == pytest.approx(1 - 90 / 120)
+    assert row["imbalance"] == pytest.approx(60 / 45 - 1)
+    assert (row["prompt_tokens"], row["completion_tokens"]) == (5, 17.5)
+    assert row["seconds/step"] == 1.0
+
+
+def test_long_lists_among_recorded_arguments_are_replaced_by_their_length():
+    assert shortened({"a": {"ids": [7] * 300, "few": [1, 2]}, "b": 0.5}) == {
+        "a": {"ids": "300 values", "few": [1, 2]},
+        "b": 0.5,
+    }
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line printed for flags of a peer run that is rejected."""
+    assert step.main(["--gpus", "2", "--prompts", "4", "--group-size", "4", "--peer", "trl", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_micro_batch_that_does_not_divide_the_work_is_rejected_in_one_line(capsys: pytest.CaptureFixture[str]):
+    line = "error: --peer-micro-batch=3: 16 completions on 2 ranks are not a multiple of it\n"
+
+    assert error_of(capsys, "--peer-micro-batch", "3") == error_of(capsys, "--peer-batch", "3") == line
+
+
+def test_tuned_trl_without_liger_kernel_is_rejected_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(peer_options, "find_spec", lambda name: None if name == "liger_kernel" else name)
+
+    assert error_of(capsys) == (
+        "error: --peer=trl: tuned TRL needs liger-kernel; pip install liger-kernel, or use --peer-defaults\n"
+    )
+    options, _ = step.parse(["--gpus", "1", "--peer", "trl", "--peer-defaults"])
+    assert peer_options.problem(options) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--peer", "trl", "--peer-defaults", "--peer-micro-batch", "2"], "--peer-micro-batch: applies to the tuned"),
+        (["--peer-both"], "--peer: missing"),
+        (["--peer-checkpointing", "on"], "--peer: missing"),
+        (["--peer", "trl", "--peer-args", "[1]"], "--peer-args=[1]: must be a YAML mapping"),
+        (["--peer", "trl", "--peer-steps", "0"], "--peer-steps=0: must be at least 1"),
+        (["--peer", "trl", "--peer-both", "--peer-defaults"], "not allowed with argument"),
+    ],
+)
+def test_contradicting_flags_are_rejected(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        step.parse(arguments)
+
+    assert line in capsys.readouterr().err
+
+
+def test_flags_choose_the_setups_that_run():
+    setups = {flags: peer_options.setups(step.parse(["--peer", "trl", *flags])[0]) for flags in FLAGS}
+
+    assert setups == {(): ["tuned"], ("--peer-defaults",): ["defaults"], ("--peer-both",): ["tuned", "defaults"]}
+    assert peer_options.setups(step.parse([])[0]) == []
+
+
+FLAGS: list[tuple[str, ...]] = [(), ("--peer-defaults",), ("--peer-both",)]
+
+
+def test_several_ranks_of_trl_start_with_fsdp2(tmp_path: Path):
+    from accelerate.commands.config import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    python, _, launcher, *arguments = peer_command(SPEC, tmp_path / "spec.json", tmp_path / "result.json")
+
+    assert (python, launcher) == (sys.executable, "accelerate.commands.launch")
+    launch = launch_command_parser().parse_args(arguments)
+    assert launch.num_processes == 2
+    assert (launch.module, launch.training_script) == (True, "colocated_grpo.benchmarks.peer_trl")
+    assert load_config_from_file(launch.config_file).fsdp_config["fsdp_version"] == 2
+    assert PeerSpec.read(Path(launch.training_script_args[0])) == SPEC
+
+
+def test_trl_sees_no_more_gpus_than_it_has_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    assert peer_environment(SPEC)["CUDA_VISIBLE_DEVICES"] == "3,5"
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert peer_environment(SPEC)["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_trl_reads_the_same_prompt_tokens_as_our_trainer(model: Path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=200)
+    ours = RandomWork().prompts(SPEC.seed, "train")
+
+    for theirs in chats(SPEC):
+        token_ids = tokenizer.apply_chat_template(theirs["prompt"], add_generation_prompt=True, return_dict=False)
+        assert encoder.encode(next(ours), index=0, source="work").token_ids == token_ids
+
+
+def test_a_probe_step_has_the_longest_prompts_and_precedes_the_same_work():
+    probing = chats(replace(SPEC, setup=replace(TUNED, probe=True)))
+
+    assert probing[SPEC.prompts :] == chats(SPEC)
+    assert {len(row["prompt"][0]["content"]) for row in probing[: SPEC.prompts]} == {LONGEST_PROMPT}
+    assert grpo_arguments(replace(SPEC, setup=replace(TUNED, probe=True)))["max_steps"] == SPEC.steps + 1
+
+
+def fake_trainer() -> Any:
+    """A trainer whose engine samples three tokens for each prompt, at most `max_completion_length`."""
+    engine = SimpleNamespace(max_completion_length=8, llm=SimpleNamespace(sleep=None, wake_up=None, generate=None))
+
+    def generate(prompts: list[list[int]]) -> tuple[list[list[int]], ...]:
+        completions = [[5, 6, 7][: engine.max_completion_length] for _ in prompts]
+        return (
+            prompts,
+            completions,
+            [[[0.5]] * len(row) for row in completions],
+            [[[0]] * len(row) for row in completions],
+        )
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    engine.generate, engine.sync_weights = generate, fail
+    engine.llm = SimpleNamespace(sleep=fail, wake_up=fail, generate=fail)
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    return SimpleNamespace(accelerator=accelerator, vllm_generation=engine, _generate_and_score_completions=fail)
+
+
+def test_completions_of_the_probe_step_have_the_greatest_length_and_it_is_not_recorded():
+    trainer = fake_trainer()
+    recorder = Recorder(trainer, replace(SPEC, setup=replace(TUNED, probe=True), until=0.0))
+    control = TrainerControl()
+    recorder.on_train_begin()
+
+    for recorded, completion in [(0, [5] * 8), (1, [5, 6, 7]), (2, [5, 6, 7])]:
+        assert not control.should_training_stop
+        prompts, completions, logprobs, token_ids = trainer.vllm_generation.generate([[1, 2]])
+        recorder.on_step_end(TrainingArguments(), TrainerState(), control)
+        assert (prompts, completions) == ([[1, 2]], [completion])
+        assert len(logprobs[0]) == len(token_ids[0]) == len(completion)
+        assert len(recorder.rows) == recorded
+    assert control.should_training_stop, "the time was up, and one step after the warm-up is recorded"
+
+
+def test_an_error_in_the_first_weight_sync_belongs_to_the_first_generation_and_later_ones_to_training():
+    trainer = fake_trainer()
+    recorder = Recorder(trainer, SPEC)
+    assert not recorder.in_first_generation
+    with pytest.raises(RuntimeError):
+        trainer.vllm_generation.sync_weights()
+    assert recorder.in_first_generation
+
+    trainer.vllm_generation.generate([[1, 2]])
+    recorder.on_step_end(TrainingArguments(), TrainerState(), TrainerControl())
+    with pytest.raises(RuntimeError):
+        trainer.vllm_generation.sync_weights()
+    assert not recorder.in_first_generation
+
+
+def test_our_steps_and_those_of_tuned_trl_stand_side_by_side(model: Path, tmp_path: Path):
+    file = tmp_path / "step.json"
+
+    command = [
+        sys.executable, "-m", "colocated_grpo.benchmarks.step", "--model", str(model), "--gpus", "0",
+        "--prompts", "2", "--group-size", "4", "--max-completion", "8",
+        "--steps", "2", "--warmup", "0", "--json", str(file), "--peer", "trl", "--peer-steps", "3",
+        "--peer-until", "0", "--policy.compile", "off",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+    result = json.loads(file.read_text())
+    ours, theirs = result["ours"]["median"], result["peer"]["median"]
+    steps = [len(result[side]["steps"]) for side in ("ours", "peer")]
+    assert steps == [2, 2], "TRL's time was up after its warm-up and one measured step"
+    assert result["ours"]["steps"][0]["prompt_tokens"] == pytest.approx(result["peer"]["steps"][0]["prompt_tokens"])
+    assert 0 < theirs["padding"] < 1
+    for side in (ours, theirs):
+        assert side["seconds/step"] > side["seconds/generate"] > result["roofline"]["seconds/generate"] > 0
+        assert side["mfu"] > 0
+    assert result["speedup"]["seconds/step"] == pytest.approx(theirs["seconds/step"] / ours["seconds/step"])
+    assert result["commit"]
+    assert "tokens_per_second_per_gpu" in done.stdout
+
+    assert result["peer"]["setup"] == "tuned"
+    assert result["peer"]["tries"] == [{"micro_batch": 8, "checkpointing": False, "outcome": "fits"}]
+    assert "use_liger_kernel is left out" in result["peer"]["notes"][0]
+    arguments = result["peer"]["arguments"]["GRPOConfig"]
+    assert arguments["per_device_train_batch_size"] == 8
+    assert arguments["gradient_checkpointing"] is False
+    for name, value in arguments.items():
+        assert f"{name}={value!r}" in done.stdout
+    assert result["peer_defaults"] is None
