@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.runtime.checkpoint_folders import FOLDER, STATE_FILE, complete_checkpoints, is_complete
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.run_folder import STATE_FILE, complete_checkpoints, is_complete
 
 UNFINISHED = ".partial"
 

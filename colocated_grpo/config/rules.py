@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import COLDEST, Config, EngineConfig
+from colocated_grpo.config.schema import MIN_TEMPERATURE, Config, EngineConfig
 from colocated_grpo.config.sources import EpisodeSourceConfig
 from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 
@@ -62,8 +62,8 @@ def _completion_fits_micro_batch(config: Config) -> Lines:
 
 def _evaluation_is_sampled_as_asked(config: Config) -> Lines:
     temperature = config.evaluation.temperature
-    if 0 < temperature < COLDEST:
-        yield f"evaluation.temperature={temperature:g}: must be 0 (greedy) or at least {COLDEST:g}"
+    if 0 < temperature < MIN_TEMPERATURE:
+        yield f"evaluation.temperature={temperature:g}: must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"
 
 
 def _sequence_fits_engine(config: Config) -> Lines:

@@ -16,7 +16,7 @@ from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.config.sources import EnvironmentConfig
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
-COLDEST = 0.01
+MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a lower one is asked for, and 0 is greedy."""
 _ANSWERS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -111,7 +111,7 @@ class RolloutConfig(Section):
     """Longer prompts are dropped, never cut; prompts_dropped counts them."""
     max_completion_tokens: Positive = 1024
     """Sampling stops here with finish_reason 'length'. Of an episode: everything after the prompt, observations too."""
-    temperature: float = Field(1.0, ge=COLDEST, le=2)
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=2)
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling. Below 1 the engine's log-probabilities are renormalised and no longer match the trainer's."""

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from colocated_grpo.runtime.descriptors import allow_descriptors
+from colocated_grpo.runtime.descriptors import raise_descriptor_limit
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
@@ -32,13 +32,13 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
 """File into which a rank that knows what went wrong writes its exit code and its lines."""
-GOOD_END = ".end"
+FINISHED_SUFFIX = ".end"
 """Of the file beside it that a rank makes when its run is over: an exit code of 0 may be that of user code."""
 RUN_ERROR, USAGE_ERROR = 1, 2
 """Exit codes: the run could not go on; what was asked for cannot run."""
 DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """The last three: a file system that became read-only, a disk that broke, a network share that went away."""
-BRIEF_SPINS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
+OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 """For OpenMP, when it is loaded: threads that wait spin for microseconds and then sleep. By default they spin for so
 long that beside other work, or with as many ranks as cores, they keep everybody from the cores. Not to spin at all
 would put a thread to sleep at each short wait."""
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(problem)
     for name, value in library_environment(options.log_level).items():
         os.environ.setdefault(name, value)
-    allow_descriptors()
+    raise_descriptor_limit()
     faulthandler.enable()
     rank = os.environ["RANK"]
     logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
@@ -162,7 +162,7 @@ def _import_trainer() -> Callable[..., None]:
 def _run(config: Config, resume: str | None, name: str) -> int:
     """Train. What the user can act on becomes one line, from the first rank that met it, and an exit code."""
     from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.errors import ReportedElsewhere, RunError
+    from colocated_grpo.errors import AlreadyReported, RunError
 
     train = _import_trainer()
     try:
@@ -178,12 +178,12 @@ def _run(config: Config, resume: str | None, name: str) -> int:
         return RUN_ERROR
     except SystemExit as error:  # of user code: with a code of 0 the run would pass for finished
         raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
-    except ReportedElsewhere:
+    except AlreadyReported:
         logging.getLogger(__name__).debug("another rank failed first; what this one met:", exc_info=True)
         return RUN_ERROR
     if VERDICT_VARIABLE in os.environ:
         with suppress(OSError):
-            Path(os.environ[VERDICT_VARIABLE]).with_suffix(GOOD_END).touch()
+            Path(os.environ[VERDICT_VARIABLE]).with_suffix(FINISHED_SUFFIX).touch()
     return 0
 
 
@@ -228,7 +228,7 @@ def library_environment(log_level: str) -> dict[str, str]:
         "NCCL_DEBUG": "INFO" if debug else "WARN",
         "TORCH_DISTRIBUTED_DEBUG": "INFO" if debug else "OFF",
         "TOKENIZERS_PARALLELISM": "false",
-        **BRIEF_SPINS,
+        **OPENMP_SETTINGS,
         "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.launch.cli import (
-    GOOD_END,
+    FINISHED_SUFFIX,
     LOG_LEVEL_VARIABLE,
     RUN_ERROR,
     USAGE_ERROR,
@@ -290,7 +290,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
         if len(folder) <= LONGEST_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", folder)
         code = run_command(command, inside, redirect)
-        if code == 0 and verdict.parent.is_dir() and not verdict.with_suffix(GOOD_END).exists():
+        if code == 0 and verdict.parent.is_dir() and not verdict.with_suffix(FINISHED_SUFFIX).exists():
             known, lines = str(RUN_ERROR), f"error: {ENDED_FROM_INSIDE}"
         elif code and verdict.exists():
             known, _, lines = verdict.read_text(encoding="utf-8").partition("\n")

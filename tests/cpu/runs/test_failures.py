@@ -111,5 +111,5 @@ def test_a_finished_run_is_not_mixed_with_a_new_one_of_the_same_name():
     before = finished.rows("train")
     run = failed(ForkedRun(finished.folder.parent, deterministic(), name="again"))
     [line] = run.stderr.splitlines()
-    assert "holds a run already; add --resume, or choose another name" in line
+    assert "already contains a run; add --resume, or choose another name" in line
     assert finished.rows("train") == before
