@@ -32,7 +32,7 @@ values; they are fillers such as -9999."""
 MAX_MAGNITUDE = 1e6
 """Bound of scores and advantages. Much larger finite values make the gradient norm infinite, which stops the run."""
 MAX_TEMPERATURE = 100.0
-"""Temperatures above it, and positive ones below MIN_TEMPERATURE, are treated as errors: the trainer divides logits by them."""
+"""Temperatures above it, and positive ones below MIN_TEMPERATURE, are errors: the trainer divides logits by them."""
 MISSING_LOGPROBS = "GRPO requires inference_logprobs for importance sampling!"
 
 
