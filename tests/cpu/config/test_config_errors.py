@@ -7,7 +7,7 @@ import pytest
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.loading import load_config
 from colocated_grpo.config.rules import check_world
-from tests.support.config_text import complaint, load, notes
+from tests.support.config_text import config_error, load, notes
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ from tests.support.config_text import complaint, load, notes
     ],
 )
 def test_an_invalid_line_of_the_file_is_reported_with_value_and_rule(text, line):
-    assert complaint(text) == line
+    assert config_error(text) == line
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_an_invalid_line_of_the_file_is_reported_with_value_and_rule(text, line)
     ],
 )
 def test_an_invalid_file_is_a_one_line_error(text, line):
-    assert complaint(text, alone=True) == line
+    assert config_error(text, alone=True) == line
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_an_invalid_file_is_a_one_line_error(text, line):
     ],
 )
 def test_an_invalid_override_is_reported_with_value_and_rule(words, line):
-    assert complaint("", *words) == line
+    assert config_error("", *words) == line
 
 
 def test_a_missing_file_is_a_one_line_error(tmp_path):
@@ -195,22 +195,22 @@ def test_a_binary_file_is_a_one_line_error(tmp_path):
 def test_reward_weights_need_one_number_per_reward():
     text = "model: {name: a}\ndataset_name: d\nreward_funcs: [m.f, m.g]\nreward_weights: [1.0]"
     line = "reward_weights=[1.0]: needs one number for each of the 2 rewards (line 4 of x.yaml)"
-    assert complaint(text, alone=True) == line
+    assert config_error(text, alone=True) == line
 
 
 def test_a_reward_with_two_weights_is_rejected():
     text = "model: a\ndataset_name: d\nreward_funcs: [{name: m.f, weight: 2}]\nreward_weights: [1.0]"
     line = "reward_weights=[1.0]: one of the rewards has a weight of its own; remove one of them (line 4 of x.yaml)"
-    assert complaint(text, alone=True) == line
+    assert config_error(text, alone=True) == line
 
 
 def test_several_mistakes_give_one_line_each():
-    assert len(complaint("policy: {lr: -1}\nseed: x\nfoo: 1").splitlines()) == 3
+    assert len(config_error("policy: {lr: -1}\nseed: x\nfoo: 1").splitlines()) == 3
 
 
 def test_a_yaml_document_of_exponential_size_is_read_quickly():
     levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 25))
-    assert "unknown key" in complaint("a0: &a0 [x]\n" + levels)
+    assert "unknown key" in config_error("a0: &a0 [x]\n" + levels)
 
 
 # Rules between settings
@@ -278,13 +278,13 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
     ],
 )
 def test_settings_that_contradict_each_other_are_rejected(text, line):
-    assert complaint(text) == line
+    assert config_error(text) == line
 
 
 def test_an_invalid_reward_is_reported_with_its_index():
     text = "model: {name: a}\nenvironments:\n- {type: dataset, name: d, rewards: [gsm8k, {name: b, weight: big}]}"
     line = "environments.0.rewards.1.weight='big': must be a number (line 3 of x.yaml)"
-    assert complaint(text, alone=True) == line
+    assert config_error(text, alone=True) == line
 
 
 @pytest.mark.parametrize(
@@ -345,4 +345,6 @@ def test_renormalised_sampling_is_allowed_with_a_note():
 
 
 def test_a_key_that_only_resembles_an_old_name_gets_no_suggestion():
-    assert complaint("dataset_num_proc: 4").startswith("dataset_num_proc: unknown key; valid at the top level: model, ")
+    assert config_error("dataset_num_proc: 4").startswith(
+        "dataset_num_proc: unknown key; valid at the top level: model, "
+    )

@@ -169,11 +169,11 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
         ("--environments.0.name gone.py:Task", "environments.0.name='gone.py:Task': no such file"),
         (
             "--gpus 3 --engine.tensor_parallel_size 2",
-            "engine.tensor_parallel_size=2 does not divide the 3 ranks: each engine spans so many",
+            "engine.tensor_parallel_size=2: must divide the number of ranks, 3",
         ),
         (
             "--gpus 8 --nodes 8 --rollout.prompts_per_step 32",
-            "rollout.prompts_per_step=32 is smaller than the number of engines=64: some would idle",
+            "rollout.prompts_per_step=32: must be at least the number of engines, 64",
         ),
         (
             "--redirect-output nope/x.log",
