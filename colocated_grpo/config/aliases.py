@@ -1,7 +1,7 @@
 """Translates the setting names of other trainers.
 
 Tables: the co-located ToSSim trainer's YAML and Atropos' example trainer here, TRL in `trl_names`. A name is accepted
-only where its meaning is exactly the same; for any other the error line says what to write instead.
+only where its meaning is exactly the same. Other names are rejected with what to write instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Base class and types of all settings models. A module of its own: environments use it for their `args` too."""
+"""Base class and types of all settings models. A separate module, as environments use it for their `args` too."""
 
 from os.path import expanduser
 from typing import Annotated

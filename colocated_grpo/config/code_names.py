@@ -1,7 +1,7 @@
 """Checks names of user code, 'module:object' and 'path/to/file.py:object', without importing it.
 
-Names are looked up in the parsed source. Importing the code takes seconds, for what it imports in turn; a misspelled
-name should be reported at once.
+Names are looked up in the parsed source. Importing user code can take seconds, because of the libraries it imports; a
+misspelled name is reported before that.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def _problem_in(file: Path, title: str, wanted: str) -> str | None:
     """Return what is wrong with `wanted` in `file`, which the line calls `title`; None where it may exist."""
     try:
         source = file.read_bytes()
+        # As bytes, so that a coding line is honoured; typeshed accepts str only.
         with warnings.catch_warnings(action="ignore"):  # the ranks show them when they import the file
-            scope = symtable(source, title, "exec")  # pyrefly: ignore[bad-argument-type]  (bytes keep the coding line)
+            scope = symtable(source, title, "exec")  # pyrefly: ignore[bad-argument-type]
     except (OSError, SyntaxError, ValueError) as error:
         return f"cannot be imported: {type(error).__name__}: {error}"
     names = set(_bound_by(scope))

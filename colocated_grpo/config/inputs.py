@@ -62,7 +62,7 @@ def _check_chat_template(template: str | None) -> Iterator[str]:
 
 
 def _check_opponent(section: str, opponent: ModelConfig, config: Config, policy: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the opponent's weights do not fit into the engine, whose parameters the policy shapes."""
+    """Raise ConfigError where the opponent's shape differs from the policy's. Both use the same engine."""
     if opponent == config.model:
         return
     ours, theirs = shape_of(policy), shape_of(read_config_json(opponent, section))
@@ -74,7 +74,7 @@ def _check_opponent(section: str, opponent: ModelConfig, config: Config, policy:
 
 
 def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config.json that determine the shapes of the weights. Omitted defaults are omitted."""
+    """Return the entries of a config.json that determine the shapes of the weights. Defaults may be missing."""
     text = model.get("text_config") or model
     return {key: text[key] for key in _SHAPE_KEYS if text.get(key) is not None}
 
@@ -198,7 +198,7 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
     if positions is None or kind in (None, "default", "longrope", "su", "llama3"):
-        return positions  # these do not extend the positions, or state the extended number already
+        return positions  # these kinds extend nothing, or state the extended number already
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 

@@ -45,7 +45,7 @@ class KLConfig(Section):
     """KL penalty: coef times the k3 estimate of KL(policy || target), added to the loss of each token."""
 
     coef: float = Field(0.0, ge=0)
-    """Weight of the penalty. 0 turns it off, loads no reference model, and lets groups of equal rewards be skipped
+    """Weight of the penalty. 0 turns it off, loads no reference model, and allows groups of equal rewards to be skipped
     (batch.drop_constant_groups)."""
     target: Literal["reference", "rollout"] = "reference"
     """reference: the initial model, of which a frozen copy is kept and evaluated on every batch. rollout: the policy

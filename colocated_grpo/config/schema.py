@@ -98,8 +98,8 @@ class EngineConfig(Section):
     """Sequences that one engine decodes at the same time. Default: its share of a step's completions, at least 64 and
     at most 512; 256 with an atropos environment."""
     max_model_len: Positive | None = None
-    """Longest prompt plus completion in tokens, reduced to what the model supports. Default: rollout.max_prompt_tokens
-    + rollout.max_completion_tokens."""
+    """Longest prompt plus completion in tokens, reduced to the model's own limit. Default: rollout.max_prompt_tokens +
+    rollout.max_completion_tokens."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the engine's weights. auto: policy.compute_dtype."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
@@ -110,8 +110,8 @@ class EngineConfig(Section):
     enforce_eager: bool = False
     """Decode without CUDA graphs: the engine starts faster and decodes more slowly."""
     sleep: bool = True
-    """Free the engine's weights and KV cache while the policy trains. The weights stay with weights: shared and with
-    sync_frequency above 1. CUDA only; no effect on CPU."""
+    """Free the engine's weights and KV cache while the policy trains. The weights stay on the device with weights:
+    shared and with sync_frequency above 1. CUDA only; no effect on CPU."""
     args: dict[str, Any] = {}
     """Further vLLM engine arguments, passed unchanged. Example: {quantization: fp8}."""
 
@@ -146,21 +146,22 @@ class RolloutConfig(Section):
     reward_workers: Positive = 8
     """Threads per rank that compute rewards while the engine decodes. 1: rewards of one prompt at a time."""
     reward_timeout: float = Field(60.0, gt=0)
-    """Seconds that the rewards of one prompt may take. Counted from the start of the call, but not before the step's
-    last completion. Afterwards its completions count as failed, and threads that hang are replaced."""
+    """Seconds that the rewards of one prompt may take. The time begins with the call, but not before the rank has
+    sampled its last completion of the step. After it the completions count as failed, and hanging threads are
+    replaced."""
     tool_timeout: float = Field(60.0, gt=0)
-    """Seconds that an episode may take between two turns (tools, its reward). Afterwards the episode counts as
-    failed."""
+    """Seconds that an episode may take between two turns (tools, its reward). After it the episode counts as failed."""
     max_reward_errors: Fraction = 0.2
-    """Largest fraction of a step's completions whose reward may fail. Above it the run stops with the first error."""
+    """Largest fraction of a step's completions whose reward may fail. Above it the run stops and shows the first
+    error."""
 
 
 class BatchConfig(Section):
     max_tokens_per_micro_batch: Literal["auto"] | Positive = "auto"
     """Packed tokens of one forward pass on one rank; changes speed and memory, not the gradient. At least the longest
     sequence. auto on CUDA: the largest of 24,576, 16,384 and 8,192 that fits into the measured free memory without
-    recomputing blocks; if none does, at most 8,192 with as few recomputed blocks as needed. auto on CPU: 16,384, or
-    what a longer sequence needs."""
+    recomputing blocks; if none does, at most 8,192 with as few recomputed blocks as needed. auto on CPU: 16,384, or as
+    much as the longest sequence needs."""
     minibatches: Positive = 1
     """Optimizer steps per pass over a batch. Groups stay together, so it must divide rollout.prompts_per_step. Every
     update after the first is off-policy; the loss clips its ratio."""
@@ -170,7 +171,8 @@ class BatchConfig(Section):
     """Skip groups of equal rewards in the forward pass: their policy gradient is zero. They still count in the loss's
     denominator, so the gradient is the same. No effect with loss.kl.coef above 0, where they have a gradient."""
     mask_truncated: bool = False
-    """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss."""
+    """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss. The completions still count
+    in the denominator of grpo, dr_grpo and gspo."""
 
 
 class EvaluationConfig(Section):
@@ -219,7 +221,7 @@ class FreshnessConfig(Section):
     every: NonNegative = 1
     """Check every n-th weight sync. 0: never."""
     probe_tokens: int = Field(32, ge=2)
-    """Tokens that engine and policy both score after a sync."""
+    """Tokens of a prompt that engine and policy both score after a sync."""
     max_mean_diff: float | None = Field(None, gt=0)
     """Largest accepted mean of |engine - policy| log-probability (freshness/mean_diff); above it the run stops.
     Default: 0.15 where engine or policy is 16-bit, 0.001 in float32."""
@@ -239,8 +241,8 @@ class Config(Section):
     weights: Literal["copied", "shared"] = "copied"
     """copied: the policy is sharded by FSDP2, and each sync copies its weights into the engine. shared: a single rank
     only; policy and engine use the same tensors, which every optimizer step writes, so there is nothing to sync and no
-    FSDP overhead. They stay on the device while the policy trains, 2 bytes per parameter in bfloat16. Checkpoints of
-    either resume in the other."""
+    FSDP overhead. They stay on the device while the policy trains: 2 bytes more per parameter in bfloat16. Checkpoints
+    of either resume in the other."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Determines all random numbers of the run."""
     deterministic: bool = False
@@ -249,7 +251,7 @@ class Config(Section):
     output_dir: FileName = "runs"
     """Folder in which run folders are created."""
     run_name: str | None = None
-    """Name of the run folder. Default: the config file's name and the start time."""
+    """Name of the run folder, new or with --resume. Default: the config file's name and the start time."""
     policy: PolicyConfig = PolicyConfig()
     """Optimizer, precision and memory of the trained model."""
     engine: EngineConfig = EngineConfig()

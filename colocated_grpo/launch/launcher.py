@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MASTER_PORT = 29500
 PROBE_SECONDS = 10
-# How long a stopped torchrun lets its ranks save before it kills them. Its default is 30 s.
+# Seconds that a stopped torchrun gives its ranks to save before it kills them; its default is 30.
 SHUTDOWN_SECONDS = 600
 UNFINISHED = (
     "the run exited with code 0 before it was finished, for example by os._exit() in a reward or an environment; "
@@ -49,7 +49,7 @@ MAX_SOCKET_FOLDER = 70
 
 
 class LaunchError(ValueError):
-    """Arguments, settings or a machine that cannot run. The message has one line per problem."""
+    """The run cannot be started. The message has one line per problem."""
 
 
 @dataclass(frozen=True, kw_only=True)

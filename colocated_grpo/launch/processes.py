@@ -1,4 +1,4 @@
-"""Runs one command to its end, lets its ranks save on the first stop signal, and leaves no process behind."""
+"""Runs one command, forwards the first stop signal so that its ranks can save, and leaves no process behind."""
 
 from __future__ import annotations
 
