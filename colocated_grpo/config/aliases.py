@@ -155,8 +155,8 @@ def new_names() -> dict[str, str]:
 def translate_aliases(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
     """Replace old names in `tree` and `locations` by new ones, in place, and return notes for the user.
 
-    Raises ConfigError where a value is not supported, or where an old and a new name set the same thing. Only between
-    the command line and the file does one of the two win: the command line.
+    A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError
+    for unsupported values, and for two names of one setting in the same place.
     """
     for name in (*_RENAMED_SECTIONS, *_SECTIONS):
         if not tree.get(name, True):  # null, "" or []: an empty section in other trainers' files
