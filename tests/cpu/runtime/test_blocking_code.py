@@ -76,7 +76,7 @@ def test_a_wait_of_the_package_itself_is_not_reported():
     thread.start()
     until(lambda: any(frame.f_code is Inbox.wait.__code__ for frame in frames()))
     assert innermost_user_frame(frames()[0]) is None
-    inbox.ring()
+    inbox.wake()
     thread.join(TIMEOUT)
 
 
