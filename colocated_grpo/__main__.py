@@ -1,3 +1,5 @@
+"""Entry point of one rank: `python -m colocated_grpo --config FILE`."""
+
 import os
 import sys
 import traceback
@@ -7,15 +9,15 @@ from colocated_grpo.launch.cli import RUN_ERROR, main
 
 try:
     code = main()
-except SystemExit:  # of the parser of arguments
+except SystemExit:  # raised by argparse for --help and for invalid arguments
     raise
-except BaseException:  # torch's CheckpointException is no Exception
+except BaseException:  # torch's CheckpointException does not derive from Exception
     traceback.print_exc()
     code = RUN_ERROR
-# Not sys.exit: a reward that never returns has a thread that Python would wait for, and the process group of a rank
-# that gives up would abort while it is torn down and hide the exit code.
+# sys.exit would join the threads of rewards that never return. On a failing rank, tearing down the process group could
+# also abort the process and hide its exit code.
 for stream in (sys.stdout, sys.stderr):
-    # Its terminal is gone, there never was one, or user code has closed it.
+    # The terminal may be closed, the stream None, or closed by user code.
     with suppress(OSError, AttributeError, ValueError):
         stream.flush()
 os._exit(code)

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.runtime.checkpoint_folders import FOLDER, STATE_FILE, complete_checkpoints, is_complete
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.run_folder import CHECKPOINTS, STATE_FILE, complete_checkpoints, is_complete
 
 UNFINISHED = ".partial"
 
@@ -38,7 +38,7 @@ class Checkpoints:
         self, run_dir: Path, config: CheckpointConfig, world: World, others: Mapping[str, Tensor] | None = None
     ) -> None:
         """others: further tensors of the run, such as an opponent's shards, by names that the policy does not use."""
-        self._folder = run_dir / FOLDER
+        self._folder = run_dir / CHECKPOINTS
         self._config = config
         self._world = world
         self._others = others or {}

@@ -5,23 +5,23 @@ from pathlib import Path
 
 
 class RunError(RuntimeError):
-    """The run cannot go on. The message is one line: what was measured, the limit, and what to do."""
+    """The run cannot continue. The message is one line: what was measured, the limit, and what to do."""
+
+
+class AlreadyReported(Exception):
+    """This rank ends because another rank failed first, and that rank reports the cause."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Type and message without newlines."""
+    """Return the error's type and message on one line."""
     try:
         message = str(error)
-    except Exception as another:  # user code may raise what cannot be shown
+    except Exception as another:  # an exception of user code may fail to format itself
         message = f"(its message cannot be shown: {type(another).__name__})"
     return " ".join(f"{type(error).__name__}: {message}".split())
 
 
 def write_failed(what: str, folder: Path, cause: str) -> RunError:
-    """For a write that a full disk may have ended: the line says how much is free there."""
+    """Return the error for a failed write. Its line includes the free disk space, the usual reason."""
     free = shutil.disk_usage(folder).free / 2**30
     return RunError(f"{what}: writing to {folder} failed ({free:.3g} GiB free there): {cause}")
-
-
-class ReportedElsewhere(Exception):
-    """This rank ends after another one that failed first and says why."""

@@ -16,19 +16,18 @@ from colocated_grpo.batching import Batch, MicroBatch, pack
 from colocated_grpo.build.run import GOAL_REACHED, Run, build_run, describe
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import BatchResult
-from colocated_grpo.errors import ReportedElsewhere, RunError
+from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import export
 from colocated_grpo.policy.masters import ShardedWeights
 from colocated_grpo.policy.policy import dtype_of, fill_missing, score
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.prompt_queue import Job
-from colocated_grpo.runtime.checkpoint_folders import MODEL_SHAPE
+from colocated_grpo.runtime.blocking_code import BlockingCodeReporter
 from colocated_grpo.runtime.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
 from colocated_grpo.runtime.profiling import profiled
-from colocated_grpo.runtime.run_folder import choose_run_folder, claim, removed_if_unused
-from colocated_grpo.runtime.supervision import StopRequest, Watchdog, left_without_a_word
-from colocated_grpo.runtime.waiting import SlowCodeTeller
+from colocated_grpo.runtime.run_folder import MODEL_SHAPE, choose_run_folder, lock_folder, removed_if_unused
+from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
 from colocated_grpo.summaries import (
     check_reward_errors,
     group_rewards,
@@ -51,10 +50,10 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
     world = init_world()
     stop = StopRequest(world.store)
     watchdog = Watchdog(world, stop)
-    slow_code = SlowCodeTeller(logging.getLogger(__name__).warning)
+    blocking_code = BlockingCodeReporter(logging.getLogger(__name__).warning)
     try:
         seed_everything(derive_seed(config.seed, "build"))
-        folder = world.from_main(lambda: claim(choose_run_folder(config, resume, name)))
+        folder = world.from_main(lambda: lock_folder(choose_run_folder(config, resume, name)))
         with removed_if_unused(folder):
             run = build_run(config, folder, world, stop)
         run.tracker.start(run.config, describe(run), run.start)
@@ -70,14 +69,15 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
         run.tracker.close(outcome)
         run.close()
     except BaseException as error:
-        if watchdog.failed():
+        if watchdog.report_failure():
             # A broken collective does not say why: name the ranks that died. Other errors of this rank are its own.
-            if isinstance(error, RuntimeError) and not isinstance(error, RunError) and (gone := watchdog.gone()):
-                raise RunError(left_without_a_word(gone)) from error
+            broken = isinstance(error, RuntimeError) and not isinstance(error, RunError)
+            if broken and (dead := watchdog.missing_ranks()):
+                raise RunError(explain_missing_ranks(dead)) from error
             raise
         # The first rank's error again, or the connection that broke when that rank exited: showing it would mislead.
-        raise ReportedElsewhere from error
-    slow_code.close()
+        raise AlreadyReported from error
+    blocking_code.close()
     watchdog.close()
     world.barrier()
     dist.destroy_process_group()

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from colocated_grpo.launch.cli import BRIEF_SPINS
+from colocated_grpo.launch.cli import OPENMP_SETTINGS
 
-os.environ.update({**BRIEF_SPINS, **os.environ})  # before torch is imported
+os.environ.update({**OPENMP_SETTINGS, **os.environ})  # before torch is imported
 
 import pytest
 from hypothesis import settings

@@ -17,7 +17,7 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from colocated_grpo.atropos.exchange import Exchange, QueueFull, UnknownEnvironment
 from colocated_grpo.atropos.wire import EnvIdentifier, EnvRegistration, Registration, ScoredData
-from colocated_grpo.runtime.descriptors import allow_descriptors
+from colocated_grpo.runtime.descriptors import raise_descriptor_limit
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit
 from colocated_grpo.web.server import Connection
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-queued", type=int, default=MAX_QUEUED, help="limit of sequences queued for the trainer")
     options = parser.parse_args(arguments)
     app = create_app(max_body_bytes=options.max_body_bytes, max_queued=options.max_queued)
-    allow_descriptors()
+    raise_descriptor_limit()
     uvicorn.run(app, host=options.host, port=options.port, http=Connection, ws="none", log_level="error")
 
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeGuard
 import numpy as np
 
 from colocated_grpo.atropos.wire import ReceivedGroup
-from colocated_grpo.config.schema import COLDEST
+from colocated_grpo.config.schema import MIN_TEMPERATURE
 from colocated_grpo.errors import RunError
 from colocated_grpo.serving.origins import Origin, Origins
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
@@ -32,7 +32,7 @@ values; they are fillers such as -9999."""
 MAX_MAGNITUDE = 1e6
 """Bound of scores and advantages. Much larger finite values make the gradient norm infinite, which stops the run."""
 MAX_TEMPERATURE = 100.0
-"""Temperatures above it, and positive ones below COLDEST, are treated as errors: the trainer divides logits by them."""
+"""Temperatures above it, and positive ones below MIN_TEMPERATURE, are errors: the trainer divides logits by them."""
 MISSING_LOGPROBS = "GRPO requires inference_logprobs for importance sampling!"
 
 
@@ -249,7 +249,7 @@ def _temperature(group: ReceivedGroup, override: JsonObject, origin: Origin | No
     for settings in (override, group.get("generation_params"), group.get("group_overrides")):
         if isinstance(settings, dict) and settings.get("temperature") is not None:
             temperature = _number(settings["temperature"])
-            if temperature is None or temperature > MAX_TEMPERATURE or 0 < temperature < COLDEST:
+            if temperature is None or temperature > MAX_TEMPERATURE or 0 < temperature < MIN_TEMPERATURE:
                 raise InvalidSequence("temperature")
             return temperature if temperature > 0 else 1.0
     return 1.0 if origin is None else origin.temperature

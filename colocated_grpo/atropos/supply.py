@@ -68,7 +68,7 @@ class MainRank:
         rank_links: list[RankLink],
         engines: LoadBalancer,
         servers: list[ServerThread],
-        stop_asked: Callable[[], bool],
+        stop_requested: Callable[[], bool],
         policy_version: Callable[[], int],
         note: Note,
     ) -> None:
@@ -78,7 +78,7 @@ class MainRank:
         self._rank_links = rank_links
         self._engines = engines
         self._servers = servers
-        self._stop_asked = stop_asked
+        self._stop_requested = stop_requested
         self._policy_version = policy_version
         self._note = note
         self._asleep_since: float | None = None
@@ -93,11 +93,11 @@ class MainRank:
         batch = self._batch_thread.submit(self._source.wait_for_groups, step, self._policy_version(), end)
         batch.add_done_callback(lambda _: self._inbox.wake())
         try:
-            while not batch.done() and not self._stop_asked():
+            while not batch.done() and not self._stop_requested():
                 self._driver.step()
         finally:
             end.set()
-            stopped = self._stop_asked()
+            stopped = self._stop_requested()
             for link in self._rank_links:
                 link.end_phase(step + 1, abort=stopped)
         if stopped:
@@ -178,15 +178,15 @@ class WorkerRank:
 class AtroposSupply:
     """A `Supply` whose groups come from Atropos environments."""
 
-    def __init__(self, rank: ServingRank, world: World, stop_asked: Callable[[], bool], probe: list[int]) -> None:
+    def __init__(self, rank: ServingRank, world: World, stop_requested: Callable[[], bool], probe: list[int]) -> None:
         """probe: tokens for the first freshness check. Later ones use the tokens of the previous batch."""
         self._rank = rank
         self._world = world
-        self._stop_asked = stop_asked
+        self._stop_requested = stop_requested
         self._probe = probe
 
     def order(self, step: int) -> Order:
-        if self._world.from_main(self._stop_asked):
+        if self._world.from_main(self._stop_requested):
             raise Stopped
         self._rank.before_wake()
         return Order(probe=self._probe, collect=lambda: self._collect(step))

@@ -115,7 +115,7 @@ def build_collector(
         seed=config.seed,
         reward_workers=rollout.reward_workers,
         reward_timeout=rollout.reward_timeout,
-        stop_asked=stop.asked,
+        stop_requested=stop.requested,
     )
 
 
@@ -134,7 +134,7 @@ def build_prompt_supply(
     prompts = config.rollout.prompts_per_step - round(config.atropos_share)
     rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
     sampling = training_sampling(config, model.stop_token_ids)
-    return PromptSupply(data.source, collector, world, stop.asked, rollout, sampling, opponent)
+    return PromptSupply(data.source, collector, world, stop.requested, rollout, sampling, opponent)
 
 
 def training_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:

@@ -115,7 +115,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     driver = Driver(engine, inbox)
     collector = build_collector(config, driver, inbox, data, model, world, stop)
     sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent)
-    served = None if serving is None else serving.start(driver, start, stop.asked, lambda: policy.version)
+    served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
     supply = join_supplies(sampled, served)
     if state:
         supply.load_state_dict(state["source"])

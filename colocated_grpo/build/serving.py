@@ -97,7 +97,7 @@ class Serving:
         return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
 
     def start(
-        self, driver: Driver, step: int, stop_asked: Callable[[], bool], policy_version: Callable[[], int]
+        self, driver: Driver, step: int, stop_requested: Callable[[], bool], policy_version: Callable[[], int]
     ) -> AtroposSupply:
         """Register as the trainer at `step`, so that environments begin. Collective.
 
@@ -115,13 +115,13 @@ class Serving:
                 self._links,
                 self._engines,
                 self._servers,
-                stop_asked,
+                stop_requested,
                 policy_version,
                 self._note,
             )
         self._world.from_main(lambda: None if source is None else source.begin(step))
         probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]
-        return AtroposSupply(rank, self._world, stop_asked, probe)
+        return AtroposSupply(rank, self._world, stop_requested, probe)
 
 
 def trainer_of(config: Config, folder: Path) -> TrainerSettings:

@@ -1,4 +1,4 @@
-"""What an old name can mean for our settings: another name, one of a few values, nothing, or no equivalent."""
+"""How a setting of another trainer translates: renamed, one of a few values, without effect, or not supported."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any
 from colocated_grpo.config.errors import show
 
 Lookup = Callable[[str], Any]
-"""Value at a dotted path of the settings as far as they are translated, or None."""
-Translate = Callable[[str, Any, Lookup], dict[str, Any]]
-"""(last part of the old name, value, lookup) -> values by new dotted name. Raises ValueError with the rule."""
+"""Returns the value at a dotted path of the settings translated so far, or None."""
+NewSettings = dict[str, Any]
+"""Values by new dotted name."""
+Translate = Callable[[str, Any, Lookup], NewSettings]
+"""(last part of the old name, value, lookup) -> new settings. Raises ValueError with the rule that is broken."""
 
 
 @dataclass(frozen=True)
 class Alias:
     translate: Translate
     new_name: str = ""
-    """For suggestions; where it is no setting, the old name is suggested, whose own line then says what to do."""
+    """Suggested for a misspelled old name. Where it is not a setting, the old name itself is suggested."""
     remark: str = ""
-    """Added to the note."""
+    """Appended to the note that reports the translation."""
 
     @property
     def names_a_setting(self) -> bool:
@@ -29,39 +31,47 @@ class Alias:
 
 
 def unless_null(translate: Translate) -> Translate:
-    """null is how other trainers write that a setting has its default: then there is nothing to set."""
+    """Set nothing for null, by which other trainers mean the default."""
 
     @wraps(translate)
-    def translate_value(key: str, value: Any, look: Lookup) -> dict[str, Any]:
-        return {} if value is None else translate(key, value, look)
+    def translate_value(key: str, value: Any, get: Lookup) -> NewSettings:
+        return {} if value is None else translate(key, value, get)
 
     return translate_value
 
 
 def renamed(new_name: str, remark: str = "") -> Alias:
-    return Alias(unless_null(lambda _key, value, _look: {new_name: value}), new_name, remark)
+    """Return an alias with the same values as the setting `new_name`."""
+    return Alias(unless_null(lambda _key, value, _get: {new_name: value}), new_name, remark)
 
 
 def one_of(new_name: str, values: Mapping[Any, Any], remark: str = "") -> Alias:
-    """Only the listed values have an equivalent. None in `values` means: it is so anyway, nothing to set."""
+    """Return an alias that accepts the keys of `values` only, and sets their value; None sets nothing.
+
+    Where nothing is ever set, `new_name` is the reason why only these values are accepted.
+    """
 
     @unless_null
-    def translate(_key: str, value: Any, _look: Lookup) -> dict[str, Any]:
+    def translate(_key: str, value: Any, _get: Lookup) -> NewSettings:
         key = value.lower() if isinstance(value, str) else value
         if isinstance(key, dict | list) or key not in values:
-            raise ValueError(f"no equivalent here; known are {', '.join(show(known) for known in values)} ({new_name})")
+            accepted = ", ".join(show(known) for known in values)
+            raise ValueError(f"must be {'one of ' if len(values) > 1 else ''}{accepted} ({new_name})")
         return {} if values[key] is None else {new_name: values[key]}
 
     return Alias(translate, new_name, remark)
 
 
 def not_needed(why: str) -> Alias:
-    return Alias(lambda _key, _value, _look: {}, remark=why)
+    """Return an alias that is accepted with any value and sets nothing."""
+    return Alias(lambda _key, _value, _get: {}, remark=why)
 
 
-def no_equivalent(instead: str) -> Alias:
+def not_supported(instead: str) -> Alias:
+    """Return an alias that is rejected with any value but null. `instead` says what to do."""
+
     @unless_null
-    def translate(_key: str, _value: Any, _look: Lookup) -> dict[str, Any]:
-        raise ValueError(f"no equivalent here; {instead}")
+    def translate(_key: str, _value: Any, _get: Lookup) -> NewSettings:
+        raise ValueError(f"not supported; {instead}")
 
     return Alias(translate)

@@ -1,4 +1,4 @@
-"""Settings of an environment in another process, behind Atropos' API server."""
+"""Settings of environments that run in other processes, behind Atropos' API server: docs/guides/atropos.md."""
 
 from __future__ import annotations
 
@@ -12,38 +12,44 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class ServerConfig(Section):
-    """The engine over HTTP, for environments in other processes."""
+    """HTTP server on rank 0 through which environments sample from the engines of all ranks."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0 lets other machines in; set api_key_variable then."""
+    """Address to listen on. 0.0.0.0 accepts requests from other machines; set api_key_variable with it."""
     port: Port = 9001
-    """Where environments find the engine (--openai.base_url http://host:port/v1)."""
+    """Port of the server: environments are started with --openai.base_url http://HOST:PORT/v1."""
     more_ports: list[Port] = []
-    """Further ports with the same server. [9004, 9005, 9006, 9007] for environments that ignore --openai.base_url."""
+    """Further ports of the same server. Use [9004, 9005, 9006, 9007] for environments that ignore --openai.base_url."""
     api_key_variable: str | None = None
-    """Environment variable that holds the key which requests must bring; the key itself is never written anywhere."""
+    """Environment variable with the key that requests must send. The key itself is never logged or saved. null: no key
+    is required."""
     max_body_bytes: Positive = 32 << 20
-    """Larger request bodies are refused."""
+    """Maximum size of a request body in bytes; larger ones are rejected with 413."""
     max_requests: Positive = 4096
-    """Requests held at one time; more are answered with 503."""
+    """Maximum number of requests that are being served or are waiting; more are rejected with 503."""
 
 
 class AtroposSourceConfig(Section):
+    """Groups that Atropos environments sample, score and post to an API server."""
+
     type: Literal["atropos"]
     name: str = "atropos"
-    """What its groups are called in logs."""
+    """Name of this source in logs and rollouts.jsonl."""
     url: str = "http://localhost:8000"
-    """Atropos' API server (run-api, or python -m colocated_grpo.atropos.api)."""
+    """Address of the API server (run-api, or python -m colocated_grpo.atropos.api)."""
     reset: bool = False
-    """Empty an API server that is registered with another batch size or length; its queue is lost."""
+    """Reset an API server that still serves a run with another batch size or sequence length; its queue is lost. false:
+    stop with an error."""
     missing_logprobs: Literal["refuse", "recompute"] = "refuse"
-    """Groups without inference_logprobs. recompute: the trainer's of before the batch stand in, so that neither
-    mismatch nor staleness is corrected."""
+    """What to do with groups without inference_logprobs. refuse: stop with an error. recompute: use the trainer's
+    log-probabilities before the batch, which leaves mismatch and staleness uncorrected."""
     keep_last_batch: bool = False
-    """Leave the latest batch as it came, in atropos_batch.json in the run folder."""
+    """Write the latest batch, as received, to atropos_batch.json in the run folder."""
     connect_timeout: float = Field(30.0, gt=0)
-    """Seconds to wait for the API server at the start."""
+    """Seconds to wait for the API server when the run starts. Once it runs, it waits for a lost server without
+    limit."""
     server: ServerConfig = ServerConfig()
-    """Where environments sample completions."""
+    """The server from which environments sample."""
     weight: float = Field(1.0, gt=0)
-    """Share of a step's prompts that its batch stands for, relative to the other entries."""
+    """Relative share of a step's prompts that the Atropos batch replaces, beside other entries. The shares must be
+    whole numbers of prompts."""

@@ -1,6 +1,7 @@
-"""Names of the user's own code, 'module:object' and 'path/to/file.py:object': looked up in its text, not by running it.
+"""Checks names of user code, 'module:object' and 'path/to/file.py:object', without importing it.
 
-The ranks import it, and what it imports takes them seconds; the launcher would take as long for each mistake.
+Names are looked up in the parsed source. Importing user code can take seconds, because of the libraries it imports; a
+misspelled name is reported before that.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from symtable import SymbolTable, symtable
 
 ADAPTED = ("gymnasium", "openenv", "reasoning_gym", "textarena", "verifiers")
 """Libraries whose environments are named 'library:environment'."""
-_UNSEEN = re.compile(
+_DYNAMIC = re.compile(
     rb"import[\s\\]*\*|__getattr__|__dict__|__path__|sys\.modules"
     rb"|\b(globals|locals|vars|exec|setattr|declare_namespace)\b"
 )
-"""Where one of these is in a file, only running it shows what it defines, or which modules are beneath it."""
+"""Matches files whose names, or whose submodules, are known only after running them. They are not checked."""
 
 
 def check_code_name(key: str, name: str) -> Iterator[str]:
-    """One line where no object can be behind the name. A built-in or an installed one has no colon."""
+    """Yield one error line for `key` where `name` refers to no object. Names without a colon are not checked."""
     if name.partition(":")[0] in ADAPTED:
-        return  # what stands behind the colon may have one too, as URLs do; and the rank names the package to install
+        return  # an environment of that library, such as a URL; the rank reports a missing package
     location, colon, wanted = name.rpartition(":")
     if not colon:
         return
@@ -37,7 +38,7 @@ def check_code_name(key: str, name: str) -> Iterator[str]:
         problem = None if file.is_file() else "no such file"
     else:
         file, missing = _find_module(location)
-        problem = None if missing is None else f"no module named {missing!r}, neither here nor installed"
+        problem = None if missing is None else f"no module named {missing!r} in the working folder or installed"
     if problem is None and file is not None:
         problem = _problem_in(file, Path(location).name, wanted)
     if problem is not None:
@@ -45,52 +46,58 @@ def check_code_name(key: str, name: str) -> Iterator[str]:
 
 
 def _find_module(name: str) -> tuple[Path | None, str | None]:
-    """The module's file where it has one, and the first part of the dotted name that is nowhere."""
+    """Return (the module's source file, None), (None, None) without a source file, or (None, the missing part)."""
     folders = [os.getcwd(), *sys.path]
     for dotted in accumulate(name.split("."), "{}.{}".format):
         spec = _find_spec(dotted, folders)
         if spec is None:
             return None, dotted
-        if not _is_plain_package(spec):
+        submodule_folders = _submodule_folders(spec)
+        if submodule_folders is None:
             break
-        folders = list(spec.submodule_search_locations)
-    return (_file_of(spec) if dotted == name else None), None
+        folders = submodule_folders
+    return (_source_file(spec) if dotted == name else None), None
 
 
 def _find_spec(name: str, folders: list[str]) -> ModuleSpec | None:
-    """Asks every finder, as an import does: packages that are installed to be edited have one of their own."""
+    """Search with every finder, as an import does. Editable installs add finders of their own."""
     last = name.rpartition(".")[2]
     if not last:
         return None
-    # with the whole name, the finder of folders wants the package above it imported
-    asked = ((finder, last if finder is PathFinder else name) for finder in sys.meta_path)
-    return next(filter(None, (finder.find_spec(wanted, folders) for finder, wanted in asked)), None)
+    # Given the full name, PathFinder would need the parent package to be imported.
+    names = ((finder, last if finder is PathFinder else name) for finder in sys.meta_path)
+    return next(filter(None, (finder.find_spec(wanted, folders) for finder, wanted in names)), None)
 
 
-def _file_of(spec: ModuleSpec) -> Path | None:
-    """Its text; None where it is compiled, or inside an archive."""
-    file = Path(spec.origin) if spec.has_location else None
+def _source_file(spec: ModuleSpec) -> Path | None:
+    """Return the module's source file; None where it is compiled or inside an archive."""
+    file = Path(spec.origin) if spec.has_location and spec.origin is not None else None
     return file if file is not None and file.suffix == ".py" and file.is_file() else None
 
 
-def _is_plain_package(spec: ModuleSpec) -> bool:
-    """Whether its modules are the files in its folders. `os` is no package, and puts os.path beneath itself."""
+def _submodule_folders(spec: ModuleSpec) -> list[str] | None:
+    """Return the folders of a package whose submodules are the files in them; None for any other module.
+
+    None also for `os`, which is not a package and still provides `os.path`.
+    """
     if spec.submodule_search_locations is None:
-        return False
-    file = _file_of(spec)
-    return not spec.has_location or (file is not None and not _UNSEEN.search(file.read_bytes()))
+        return None
+    file = _source_file(spec)
+    plain = not spec.has_location or (file is not None and not _DYNAMIC.search(file.read_bytes()))
+    return list(spec.submodule_search_locations) if plain else None
 
 
 def _problem_in(file: Path, title: str, wanted: str) -> str | None:
-    """title: what the file is called in the line."""
+    """Return what is wrong with `wanted` in `file`, which the line calls `title`; None where it may exist."""
     try:
         source = file.read_bytes()
-        with warnings.catch_warnings(action="ignore"):  # they are the ranks' to show
-            scope = symtable(source, title, "exec")
+        # As bytes, so that a coding line is honoured; typeshed accepts str only.
+        with warnings.catch_warnings(action="ignore"):  # the ranks show them when they import the file
+            scope = symtable(source, title, "exec")  # pyrefly: ignore[bad-argument-type]
     except (OSError, SyntaxError, ValueError) as error:
         return f"cannot be imported: {type(error).__name__}: {error}"
     names = set(_bound_by(scope))
-    if wanted in names or _UNSEEN.search(source):
+    if wanted in names or _DYNAMIC.search(source):
         return None
     near = get_close_matches(wanted, names, n=1)
     own = [symbol.get_name() for symbol in scope.get_symbols() if symbol.is_assigned()]
@@ -99,7 +106,7 @@ def _problem_in(file: Path, title: str, wanted: str) -> str | None:
 
 
 def _bound_by(scope: SymbolTable) -> Iterator[str]:
-    """Names that a module may have once it has run: its own, and those that its functions declare global."""
+    """Yield the names that a module may define: at its top level, and those that functions declare global."""
     for symbol in scope.get_symbols():
         bound = symbol.is_assigned() or symbol.is_imported()
         if bound and (scope.get_type() == "module" or symbol.is_declared_global()):

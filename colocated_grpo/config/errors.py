@@ -1,4 +1,4 @@
-"""What a person reads when a setting is wrong: one line with key, value, rule and place."""
+"""Error lines of settings. Each names the key, its value, the rule and the place where it was written."""
 
 from __future__ import annotations
 
@@ -11,53 +11,57 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 KeyPath = tuple[str | int, ...]
-"""Where a setting stands: ("environments", 0, "args")."""
+"""Path of a setting. Example: ("environments", 0, "args")."""
+SettingsTree = dict[str, Any]
+"""Settings as plain nested data, before they are validated."""
 
-SIMILAR = 0.6  # below this likeness a suggestion confuses more than it helps
-MISSPELLED = 0.8
-"""The same for an old name: what is suggested is the new one, which may look like nothing that was written."""
-LONGEST_VALUE = 80
+MIN_SIMILARITY = 0.6
+"""Names less similar than this to an unknown key are not suggested: they would confuse more than help."""
+MIN_ALIAS_SIMILARITY = 0.8
+"""The same for aliases. Higher, because the suggestion shows the new name, which may look nothing like the key."""
+SAME_SECTION_BONUS = 0.1
+MAX_VALUE_CHARACTERS = 80
 
 
 class ConfigError(ValueError):
-    """Settings that cannot be run. `str()` is one line for each thing that is wrong."""
+    """Settings that cannot be run. The message has one line per problem."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(" ".join(line.split()) for line in lines))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where a value was written."""
+class SettingLocation:
+    """Where a setting was written. `str()` is the form shown in error lines."""
 
     where: str
-    """For people: 'line 7 of x.yaml' or 'command line'."""
+    """'line 7 of x.yaml' or 'command line'."""
     on_command_line: bool = False
     text: str | None = None
-    """Exactly what stood on the command line."""
+    """The command line's text of the value, before it was parsed as YAML."""
     old_name: str | None = None
-    """The alias that was used."""
+    """The alias that was used, or None."""
 
     def __str__(self) -> str:
         return f"{self.where}, as {self.old_name}" if self.old_name else self.where
 
 
-_WORDS = ((None, "null"), (True, "true"), (False, "false"))
+_YAML_CONSTANTS = ((None, "null"), (True, "true"), (False, "false"))
 
 
 def dotted(path: Iterable[str | int]) -> str:
     return ".".join(map(str, path))
 
 
-def path_of(name: str) -> KeyPath:
-    """The inverse of `dotted`."""
+def parse_path(name: str) -> KeyPath:
+    """Return the inverse of `dotted`."""
     return tuple(int(step) if step.isdigit() else step for step in name.split("."))
 
 
 def show(value: Any) -> str:
-    """A value as a person would write it in YAML, cut to a readable length."""
-    text = next((word for constant, word in _WORDS if value is constant), repr(value))
-    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+    """Return a value as written in YAML, cut to `MAX_VALUE_CHARACTERS`."""
+    text = next((word for constant, word in _YAML_CONSTANTS if value is constant), repr(value))
+    return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."
 
 
 _RULES = {
@@ -82,31 +86,32 @@ _RULES = {
     "model_attributes_type": "must be a mapping of settings",
     "too_short": "needs at least {min_length} entry",
 }
+"""Rules by pydantic's type of error."""
 
 
-def describe(
+def error_line(
     error: ErrorDetails,
     tree: Mapping[str, Any],
-    origins: Mapping[KeyPath, Origin],
+    locations: Mapping[KeyPath, SettingLocation],
     model: type[BaseModel],
     aliases: Mapping[str, str],
 ) -> str:
-    """One line for one pydantic error. `aliases` maps old names to the new ones that a suggestion should show."""
+    """Return the line for one pydantic error. `aliases` maps old names to the new names that suggestions show."""
     path, kind, value = setting_path(error, tree), error["type"], error["input"]
-    place = place_of(path, origins)
+    location = location_suffix(path, locations)
     if kind == "extra_forbidden":
-        return f"{dotted(path)}: unknown key; {suggestion(path, tree, model, aliases)}{place}"
+        return f"{dotted(path)}: unknown key; {suggestion(path, tree, model, aliases)}{location}"
     if kind == "missing":
-        return f"{dotted(path)}: {_RULES[kind]}{place}"
+        return f"{dotted(path)}: {_RULES[kind]}{location}"
     context = {name: _short(bound) for name, bound in error.get("ctx", {}).items()}
     if kind == "union_tag_invalid":
         path, tags = (*path, "type"), context["expected_tags"].replace("'", "")
-        return f"{dotted(path)}={show(context['tag'])}: unknown; one of {tags}{place_of(path, origins)}"
+        return f"{dotted(path)}={show(context['tag'])}: must be one of {tags}{location_suffix(path, locations)}"
     rule = _RULES.get(kind, error["msg"].removeprefix("Value error, ")).format(**context)
     if kind == "string_type" and not isinstance(value, dict | list):
         rule += "; put quotes around it"
     shown = "" if kind == "value_error" and isinstance(value, Mapping) else f"={show(value)}"
-    return f"{dotted(path)}{shown}: {rule}{place}"
+    return f"{dotted(path)}{shown}: {rule}{location}"
 
 
 def _short(bound: Any) -> Any:
@@ -114,7 +119,7 @@ def _short(bound: Any) -> Any:
 
 
 def setting_path(error: ErrorDetails, tree: Any) -> KeyPath:
-    """A pydantic location without the union tags that pydantic puts into it."""
+    """Return the path of a pydantic error, without the union tags that pydantic inserts into its location."""
     path: list[str | int] = []
     node = tree
     for step in error["loc"]:
@@ -129,23 +134,26 @@ def setting_path(error: ErrorDetails, tree: Any) -> KeyPath:
 
 
 def suggestion(path: KeyPath, tree: Mapping[str, Any], model: type[BaseModel], aliases: Mapping[str, str]) -> str:
-    """What an unknown key probably meant: the nearest valid name in its own section, then in any."""
+    """Return advice for an unknown key: the most similar valid name, its own section preferred, or all valid names."""
     section, key = path[:-1], str(path[-1])
     generic = tuple(0 if isinstance(step, int) else step for step in path)
     owners = [owner for other, owner in setting_names(model) if other == generic]
     if owners:
-        return f"it belongs to type {', '.join(tag for owner in owners for tag in _tags(owner))}"
-    if "." in key and any(other == path_of(key) for other, _ in setting_names(model)):
-        return f"in a file write {_nested(path_of(key))}, in one section with what else is set there"
+        return f"valid only for type {', '.join(tag for owner in owners for tag in _tags(owner))}"
+    if "." in key and any(other == parse_path(key) for other, _ in setting_names(model)):
+        return f"dotted names work on the command line only; in a file write {_nested(parse_path(key))}"
     candidates = {dotted(other): (str(other[-1]), other[:-1] == generic[:-1]) for other, _ in setting_names(model)}
-    scored = [(_likeness(key, leaf) + 0.1 * same, name) for name, (leaf, same) in candidates.items()]
-    misspelled = [(max(_likeness(dotted(path), old), _likeness(key, old)), new) for old, new in aliases.items()]
-    score, best = max(scored + [(likeness, new) for likeness, new in misspelled if likeness >= MISSPELLED])
-    if score >= SIMILAR:
+    scored = [
+        (_similarity(key, leaf) + SAME_SECTION_BONUS * same_section, name)
+        for name, (leaf, same_section) in candidates.items()
+    ]
+    old_names = [(max(_similarity(dotted(path), old), _similarity(key, old)), new) for old, new in aliases.items()]
+    score, best = max(scored + [(score, new) for score, new in old_names if score >= MIN_ALIAS_SIMILARITY])
+    if score >= MIN_SIMILARITY:
         return f"did you mean {best}?"
-    valid = [leaf for leaf, same in candidates.values() if same]
-    where = f"in {dotted(section)}" if section else "at the top"
-    return f"valid {where}: {', '.join(valid)}" if valid else f"{dotted(section)} is no section"
+    valid = [leaf for leaf, same_section in candidates.values() if same_section]
+    where = f"in {dotted(section)}" if section else "at the top level"
+    return f"valid {where}: {', '.join(valid)}" if valid else f"{dotted(section)} is not a section"
 
 
 def _nested(path: KeyPath) -> str:
@@ -157,7 +165,7 @@ def _nested(path: KeyPath) -> str:
 
 
 def setting_names(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
-    """Every setting of every union member, with the model that has it; index 0 stands for any list entry."""
+    """Yield every setting of every union member, with the model that defines it. Index 0 stands for any list entry."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), model
         inside = (*prefix, name, 0) if get_origin(field.annotation) is list else (*prefix, name)
@@ -166,7 +174,7 @@ def setting_names(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tupl
 
 
 def sections(annotation: Any) -> list[type[BaseModel]]:
-    """The settings models named in an annotation, through unions, lists and Annotated."""
+    """Return the settings models in an annotation, through unions, lists and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for part in get_args(annotation) for found in sections(part)]
@@ -176,13 +184,13 @@ def _tags(model: type[BaseModel]) -> tuple[str, ...]:
     return get_args(model.model_fields["type"].annotation)
 
 
-def _likeness(one: str, other: str) -> float:
+def _similarity(one: str, other: str) -> float:
     return SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
 
-def place_of(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:
-    """' (line 7 of x.yaml)', of the key itself or of what encloses it: a missing key has no line of its own."""
+def location_suffix(path: KeyPath, locations: Mapping[KeyPath, SettingLocation]) -> str:
+    """Return ' (line 7 of x.yaml)', of the key or of the nearest section around it: a missing key has no line."""
     for length in range(len(path), 0, -1):
-        if path[:length] in origins:
-            return f" ({origins[path[:length]]})"
+        if path[:length] in locations:
+            return f" ({locations[path[:length]]})"
     return ""

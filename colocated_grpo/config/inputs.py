@@ -1,4 +1,4 @@
-"""What a run reads from outside its config: model, data files, modules. Checked before any process or device starts."""
+"""Checks what a config refers to: model, data files, user code. Runs before any process or device is started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""Of dataset files. Who reads them is above this module."""
+"""Suffixes of dataset files. The readers are in `environments.dataset`, which config may not import."""
 _SHAPE_KEYS = (
     "model_type",
     "hidden_size",
@@ -30,12 +30,15 @@ _SHAPE_KEYS = (
     "vocab_size",
     "tie_word_embeddings",
 )
-# The longest sequence goes by these names in the model families' config.json
+# Keys of the longest sequence in the config.json of the model families.
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
-    """The config fitted to its model, and notes. Raises ConfigError when something that the run needs is not there."""
+    """Return the config adapted to its model, and notes. Raises ConfigError where a file or name is missing.
+
+    Reads the model's config.json, from the Hub where it is neither a folder nor cached.
+    """
     missing = [line for index, source in enumerate(config.environments) for line in _check_source(index, source)]
     missing += _check_chat_template(config.model.chat_template)
     if missing:
@@ -43,46 +46,46 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     model = read_config_json(config.model)
     for index, source in enumerate(config.environments):
         if isinstance(source, TurnsSourceConfig) and source.opponent is not None:
-            _check_opponent(f"environments.{index}.opponent", config, model)
+            opponent = config.model_of(source.opponent)
+            _check_opponent(f"environments.{index}.opponent", opponent, config, model)
     return _fit_engine(config, model)
 
 
 def is_inline(chat_template: str) -> bool:
-    """Whether it is the template's text; otherwise it names a file. No template does without a Jinja tag."""
+    """Return whether `model.chat_template` is the template itself, which has a Jinja tag; else it names a file."""
     return "{" in chat_template
 
 
 def _check_chat_template(template: str | None) -> Iterator[str]:
     if template is not None and not is_inline(template) and not Path(template).is_file():
-        yield f"model.chat_template={template!r}: no such file, and no Jinja text"
+        yield f"model.chat_template={template!r}: no such file, and not Jinja text (no tag in it)"
 
 
-def _check_opponent(section: str, config: Config, policy: Mapping[str, Any]) -> None:
-    """It takes the policy's place in the engine, whose parameters have the policy's shapes."""
-    opponent = config.opponent_model
+def _check_opponent(section: str, opponent: ModelConfig, config: Config, policy: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the opponent's shape differs from the policy's. Both use the same engine."""
     if opponent == config.model:
         return
     ours, theirs = shape_of(policy), shape_of(read_config_json(opponent, section))
     if (key := first_difference(ours, theirs)) is not None:
         raise ConfigError(
-            f"{section}.name={opponent.name!r}: its {key} is {theirs[key]}, that of {config.model.name} is "
-            f"{ours[key]}; both must fit into one engine"
+            f"{section}.name={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {config.model.name}; "
+            "the opponent must have the shape of the policy"
         )
 
 
 def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a config.json, what decides the shapes of the weights; without what it leaves to its family's defaults."""
+    """Return the entries of a config.json that determine the shapes of the weights. Defaults may be missing."""
     text = model.get("text_config") or model
     return {key: text[key] for key in _SHAPE_KEYS if text.get(key) is not None}
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first key that two shapes both have, with different values. One that only one has may be the default."""
+    """Return the first key with different values in two shapes. Keys in only one may be the default, so are skipped."""
     return next((key for key in one if key in other and one[key] != other[key]), None)
 
 
 def read_config_json(model: ModelConfig, section: str = "model") -> dict[str, Any]:
-    """The model's config.json: from its folder, the local cache or the Hub. `section` names it in errors."""
+    """Return the model's config.json, from its folder, the local cache or the Hub. Error lines name `section`."""
     path = _local_config(model, section) or _hub_config(model, section)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -91,13 +94,15 @@ def read_config_json(model: ModelConfig, section: str = "model") -> dict[str, An
 
 
 def _local_config(model: ModelConfig, section: str) -> Path | None:
-    """config.json of a local folder; None where the name can only be one on the Hub."""
+    """Return the config.json of a local folder; None where the name can only be one on the Hub."""
     folder = Path(model.name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{section}.name={model.name!r}: this folder has no config.json, so it is no saved model")
+            raise ConfigError(
+                f"{section}.name={model.name!r}: no config.json in this folder; expected a saved transformers model"
+            )
         if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
-            raise ConfigError(f"{section}.name={model.name!r}: this folder has no weights (*.safetensors or *.bin)")
+            raise ConfigError(f"{section}.name={model.name!r}: no weights in this folder (*.safetensors or *.bin)")
         return folder / "config.json"
     if folder.is_absolute() or model.name.startswith((".", "~")) or model.name.count("/") > 1:
         raise ConfigError(f"{section}.name={model.name!r}: no such folder")
@@ -120,43 +125,47 @@ def _hub_config(model: ModelConfig, section: str) -> Path:
         if isinstance(cached, str):
             return Path(cached)
         if constants.HF_HUB_OFFLINE:
-            raise ConfigError(f"{name}, not in the local cache, and HF_HUB_OFFLINE forbids the Hub")
+            raise ConfigError(f"{name}, not in the local cache, and HF_HUB_OFFLINE is set")
         _reach(constants.ENDPOINT)
         return Path(
             hf_hub_download(model.name, "config.json", revision=model.revision, etag_timeout=HUB_TIMEOUT_SECONDS)
         )
     except HFValidationError:
-        raise ConfigError(f"{name}, and no valid Hugging Face name") from None
+        raise ConfigError(f"{name}, and not a valid Hugging Face name") from None
     except GatedRepoError:
         raise ConfigError(
-            f"{section}.name={model.name!r}: gated on the Hub; accept its terms and set HF_TOKEN"
+            f"{section}.name={model.name!r}: gated on the Hub; accept its terms there and set HF_TOKEN"
         ) from None
     except RepositoryNotFoundError:
         raise ConfigError(f"{name}, and not on the Hub (or private: set HF_TOKEN)") from None
     except RevisionNotFoundError:
-        raise ConfigError(f"{section}.revision={model.revision!r}: {model.name} has no such branch or commit") from None
+        raise ConfigError(
+            f"{section}.revision={model.revision!r}: {model.name} has no such branch, tag or commit"
+        ) from None
     except RemoteEntryNotFoundError:
         raise ConfigError(
-            f"{section}.name={model.name!r}: has no config.json on the Hub, no transformers model"
+            f"{section}.name={model.name!r}: no config.json on the Hub; expected a transformers model"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{name}, not in the local cache, and the Hub cannot be reached ({_first(error)})") from None
+        raise ConfigError(
+            f"{name}, not in the local cache, and the Hub cannot be reached ({_first_sentence(error)})"
+        ) from None
 
 
 def _reach(endpoint: str) -> None:
-    """Raise OSError at once where the Hub's host does not answer: the client itself would retry first."""
+    """Raise OSError where the Hub's host does not accept connections. huggingface_hub would retry first."""
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 
     if getproxies():
-        return  # the proxy resolves and connects; only the client knows how to ask it
+        return  # the proxy resolves the name and connects, not this process
     address = urlsplit(endpoint)
     port = address.port or (80 if address.scheme == "http" else 443)
     socket.create_connection((address.hostname or "", port), timeout=HUB_TIMEOUT_SECONDS).close()
 
 
-def _first(error: BaseException) -> str:
-    """The first sentence of an exception's text."""
+def _first_sentence(error: BaseException) -> str:
+    """Return the first sentence of an exception's text."""
     return str(error).split("\n")[0].split(". ")[0]
 
 
@@ -165,15 +174,15 @@ def _fit_engine(config: Config, model: Mapping[str, Any]) -> tuple[Config, list[
     heads, size = text.get("num_attention_heads") or text.get("n_head"), config.engine.tensor_parallel_size
     if heads and heads % size:
         raise ConfigError(
-            f"engine.tensor_parallel_size={size} does not divide the {heads} attention heads of {config.model.name}"
+            f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {config.model.name}"
         )
     positions = longest_sequence(text)
     if positions is None:
         return config, []
     if positions < config.max_sequence_tokens:
         raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens} is longer than "
-            f"{config.model.name} reads: its config.json allows {positions} positions"
+            f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most "
+            f"{positions}, the positions in the config.json of {config.model.name}"
         )
     wanted = config.engine.max_model_len
     if wanted is None or wanted <= positions:
@@ -184,12 +193,12 @@ def _fit_engine(config: Config, model: Mapping[str, Any]) -> tuple[Config, list[
 
 
 def longest_sequence(model: Mapping[str, Any]) -> int | None:
-    """Positions that a config.json allows, rope scaling included; None where it does not say."""
+    """Return the positions that a config.json allows, with rope scaling; None where it does not state them."""
     positions = next((model[key] for key in _POSITION_KEYS if isinstance(model.get(key), int)), None)
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
     if positions is None or kind in (None, "default", "longrope", "su", "llama3"):
-        return positions  # these either do not stretch, or state the stretched length already
+        return positions  # these kinds extend nothing, or state the extended number already
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 
@@ -198,7 +207,7 @@ def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     if isinstance(source, AtroposSourceConfig):
         variable = source.server.api_key_variable
         if variable is not None and not os.environ.get(variable):
-            yield f"{key}.server.api_key_variable={variable!r}: this environment variable is not set"
+            yield f"{key}.server.api_key_variable={variable!r}: this environment variable is not set; export it"
         return
     if not isinstance(source, DatasetSourceConfig):
         yield from check_code_name(f"{key}.name", source.name)
@@ -207,14 +216,14 @@ def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     if readable and not there:
         yield f"{key}.name={source.name!r}: no such file (in {os.getcwd()})"
     if there and not readable:
-        yield f"{key}.name={source.name!r}: no format that is read; there are {', '.join(DATA_SUFFIXES)}"
+        yield f"{key}.name={source.name!r}: unsupported format; supported: {', '.join(DATA_SUFFIXES)}"
     for number, reward in enumerate(source.rewards):
         yield from _check_reward(f"{key}.rewards.{number}", reward.name)
 
 
 def _check_reward(key: str, name: str) -> Iterator[str]:
     module, dot, function = name.rpartition(".")
-    if dot and ":" not in name:  # as Python imports it; no built-in reward has a dot
-        rule = "name its function too, file.py:function" if function == "py" else f"write {module}:{function}"
+    if dot and ":" not in name:  # a dotted Python name, as built-in rewards have no dot
+        rule = "names no function; write file.py:function" if function == "py" else f"write {module}:{function}"
         yield f"{key}={name!r}: {rule}"
     yield from check_code_name(key, name)

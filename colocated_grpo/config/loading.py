@@ -1,4 +1,4 @@
-"""YAML file and command-line overrides -> Config."""
+"""Loads a Config from a YAML file and command-line overrides."""
 
 from __future__ import annotations
 
@@ -13,55 +13,60 @@ from colocated_grpo.config.aliases import new_names, translate_aliases
 from colocated_grpo.config.errors import (
     ConfigError,
     KeyPath,
-    Origin,
-    describe,
+    SettingLocation,
+    SettingsTree,
     dotted,
-    path_of,
-    place_of,
+    error_line,
+    location_suffix,
+    parse_path,
     setting_path,
     show,
 )
 from colocated_grpo.config.rules import check, remarks
 from colocated_grpo.config.schema import Config
-from colocated_grpo.config.tree import lookup, place
+from colocated_grpo.config.tree import assign, lookup
 from colocated_grpo.config.yaml_text import parse_document, parse_value
 
-# What a file without environments trains on: procedural, so that it needs no download.
 DEFAULT_TASK = "arithmetic"
+"""Environment of a file that names none. Procedural, so that nothing has to be downloaded."""
 SHIPPED = Path("training_configs")
 MODEL_NAME = ("model", "name")
-"""What a model given as plain text, in the file or as --model, is."""
+"""The setting that `model: NAME` and `--model NAME` are short for."""
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
     config: Config
     notes: list[str]
-    """Lines for the person who starts the run: old names that were used, settings that deserve a word."""
+    """Lines to show to the user: translated names, defaults filled in, settings with side effects."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The settings of a run, checked. Raises ConfigError, one line for each thing that is wrong."""
+    """Return the settings of a run, validated. Raises ConfigError with one line per problem."""
     return read_config(path, overrides).config
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """As `load_config`, with notes. Overrides as on a command line: ["--policy.lr", "2e-6", "--engine.sleep=false"]."""
+    """Return the settings, like `load_config`, and notes about them.
+
+    Overrides are command-line arguments: ["--policy.lr", "2e-6", "--engine.sleep=false"].
+    """
     path = Path(path)
     tree, lines = parse_document(_read_text(path), path.name)
-    origins = {key: Origin(where=f"line {line} of {path.name}") for key, line in lines.items()}
+    locations = {key: SettingLocation(where=f"line {line} of {path.name}") for key, line in lines.items()}
     if isinstance(name := tree.get("model"), str):
         tree["model"] = {"name": name}
-        origins[MODEL_NAME] = origins.get(MODEL_NAME[:1], Origin(where=path.name))  # merged by a YAML anchor: no line
+        # A key merged by a YAML anchor has no line of its own.
+        locations[MODEL_NAME] = locations.get(MODEL_NAME[:1], SettingLocation(where=path.name))
     for key, text in parse_overrides(overrides):
         value = parse_value(text)
         if key == MODEL_NAME[:1] and isinstance(value, str):
             key = MODEL_NAME
-        place(tree, key, value)
-        origins[key] = Origin(where="command line", on_command_line=True, text=text)
-    notes = translate_aliases(tree, origins)
-    notes += _fill_in(tree)
-    config = _validate(tree, origins)
+        assign(tree, key, value)
+        locations[key] = SettingLocation(where="command line", on_command_line=True, text=text)
+    notes = translate_aliases(tree, locations)
+    notes += _fill_in_defaults(tree)
+    config = _validate(tree, locations)
     check(config)
     return LoadedConfig(config, notes + remarks(config))
 
@@ -79,10 +84,9 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
             if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{name}: needs a value, for example --{name} VALUE or --{name}=VALUE")
             text = remaining.pop(0)
-        # `--training-steps`, as flags are written elsewhere; only in the first word, as keys of free-form sections may
-        # have hyphens
+        # `--training-steps` is accepted as well. Only the first part is converted: keys of `args` may have hyphens.
         section, dot, rest = name.partition(".")
-        pairs.append((path_of(section.replace("-", "_") + dot + rest), text))
+        pairs.append((parse_path(section.replace("-", "_") + dot + rest), text))
     return pairs
 
 
@@ -99,12 +103,12 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"config='{path}': cannot be read ({error.strerror})") from None
 
 
-def _fill_in(tree: dict[str, Any]) -> list[str]:
-    """Union tags that have a default, and an environment where the file names none."""
+def _fill_in_defaults(tree: SettingsTree) -> list[str]:
+    """Add missing union tags, and a default environment where there is none, in place. Return notes."""
     notes = []
     if "environments" not in tree:
         tree["environments"] = [{"name": DEFAULT_TASK}]
-        notes.append(f"environments: none given; training on the built-in task {DEFAULT_TASK!r}")
+        notes.append(f"environments: not given; training on the built-in task {DEFAULT_TASK!r}")
     if isinstance(tree["environments"], list):
         for environment in tree["environments"]:
             if isinstance(environment, dict):
@@ -114,17 +118,21 @@ def _fill_in(tree: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _refuse_true_as_one(tree: dict[str, Any], config: Config, origins: dict[KeyPath, Origin]) -> None:
-    # pydantic turns true into 1, so `training_steps: true` would train for one step
+def _reject_booleans_as_numbers(tree: SettingsTree, config: Config, locations: dict[KeyPath, SettingLocation]) -> None:
+    # pydantic converts true to 1, so `training_steps: true` would train for one step.
     not_boolean = [path for path, value in _leaves(config) if not isinstance(value, bool)]
     wrong = {path: value for path in not_boolean if isinstance(value := lookup(tree, path), bool)}
     if wrong:
-        rule = "must be a number"
-        raise ConfigError(*(f"{dotted(path)}={show(wrong[path])}: {rule}{place_of(path, origins)}" for path in wrong))
+        raise ConfigError(
+            *(
+                f"{dotted(path)}={show(value)}: must be a number{location_suffix(path, locations)}"
+                for path, value in wrong.items()
+            )
+        )
 
 
 def _leaves(section: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every setting below `section` that is no section itself."""
+    """Yield every setting in `section` and the sections below it."""
     for name, value in section:
         path = (*prefix, name)
         if isinstance(value, BaseModel):
@@ -136,20 +144,21 @@ def _leaves(section: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath,
             yield path, value
 
 
-def _validate(tree: dict[str, Any], origins: dict[KeyPath, Origin]) -> Config:
+def _validate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as invalid:
         errors = invalid.errors(include_url=False)
     else:
-        _refuse_true_as_one(tree, config, origins)
+        _reject_booleans_as_numbers(tree, config, locations)
         return config
-    # `--run_name 2024` means the text: where a field wants text, take the command line's words as they stand
-    literal = {setting_path(error, tree) for error in errors if error["type"] == "string_type"}
-    words = {path: origins[path].text for path in literal if path in origins and origins[path].text is not None}
-    if words:
-        for path, text in words.items():
-            place(tree, path, text)
-            origins[path] = replace(origins[path], text=None)
-        return _validate(tree, origins)
-    raise ConfigError(*(describe(error, tree, origins, Config, new_names()) for error in errors))
+    # `--run_name 2024` was parsed as a number. Where a field needs text, use the command line's text unparsed.
+    needs_text = {setting_path(error, tree) for error in errors if error["type"] == "string_type"}
+    texts = {path: locations[path].text for path in needs_text if path in locations}
+    texts = {path: text for path, text in texts.items() if text is not None}
+    if texts:
+        for path, text in texts.items():
+            assign(tree, path, text)
+            locations[path] = replace(locations[path], text=None)
+        return _validate(tree, locations)
+    raise ConfigError(*(error_line(error, tree, locations, Config, new_names()) for error in errors))

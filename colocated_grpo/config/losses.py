@@ -1,4 +1,4 @@
-"""Settings of the objective: one model per loss, told apart by `type`; advantages beside it."""
+"""Settings of advantages and of the loss. Each loss has a model of its own, selected by `type`."""
 
 from __future__ import annotations
 
@@ -10,103 +10,137 @@ from colocated_grpo.config.base import Section
 
 
 class AdvantageConfig(Section):
+    """Advantage of a completion: its reward minus a baseline of its group, scaled."""
+
     scale: Literal["group", "batch", "none"] = "group"
-    """Divide reward - baseline by the standard deviation of the group, of the batch, or not at all (Dr. GRPO)."""
+    """Divisor of reward - baseline. group: the standard deviation of the group's rewards (GRPO). batch: that of all
+    rewards of the step. none: 1 (Dr. GRPO). With delayed game returns use batch or none: group would amplify a single
+    return in a group of otherwise equal rewards."""
     leave_one_out: bool = False
-    """Baseline is the mean of the other siblings (RLOO) instead of the group mean."""
+    """Baseline of each completion: the mean reward of the other completions of its group (RLOO). false: the mean of the
+    whole group."""
     eps: float = Field(1e-4, gt=0)
-    """Added to the standard deviation."""
+    """Added to the standard deviation, so that nearly equal rewards do not give huge advantages."""
 
 
 class CorrectionConfig(Section):
-    """Importance correction for the difference between sampler (vLLM) and trainer probabilities."""
+    """Importance weights that correct for the difference between engine and trainer.
+
+    ratio = trainer probability / engine probability, at the start of the batch. It differs from 1 by rounding, and by
+    staleness where a rollout was sampled with older weights. The weight multiplies the policy loss, not the KL penalty.
+    """
 
     level: Literal["token", "sequence"] = "token"
-    """token: one weight per token. sequence: the product over the completion's tokens."""
+    """token: one ratio per token. sequence: one ratio per completion, the product over its tokens."""
     mode: Literal["truncate", "mask", "off"] = "truncate"
-    """truncate: weight = min(ratio, cap) (TIS). mask: weight = ratio inside [floor, cap], else 0 (MIS). off: 1."""
+    """truncate: weight = min(ratio, cap), TIS. mask: weight = ratio inside [floor, cap], else 0, MIS. off: weight = 1;
+    the mismatch is still logged (mismatch/*)."""
     cap: float = Field(2.0, gt=1)
-    """Upper bound of the ratio trainer / sampler."""
+    """Upper bound of the ratio."""
     floor: float = Field(0.0, ge=0, lt=1)
-    """Lower bound of the ratio, for mode 'mask'."""
+    """Lower bound of the ratio. Used by mode: mask only."""
 
 
 class KLConfig(Section):
+    """KL penalty: coef times the k3 estimate of KL(policy || target), added to the loss of each token."""
+
     coef: float = Field(0.0, ge=0)
-    """Weight of the k3 KL penalty; 0 loads no reference model."""
+    """Weight of the penalty. 0 turns it off, loads no reference model, and allows groups of equal rewards to be skipped
+    (batch.drop_constant_groups)."""
     target: Literal["reference", "rollout"] = "reference"
-    """reference: the frozen initial model. rollout: the policy that sampled the completions."""
+    """reference: the initial model, of which a frozen copy is kept and evaluated on every batch. rollout: the policy
+    that sampled the completions; needs no second model."""
 
 
 class PolicyLoss(Section):
-    """What every policy-gradient loss here has."""
+    """Settings of every policy-gradient loss."""
 
     correction: CorrectionConfig = CorrectionConfig()
-    """Correction of sampler/trainer mismatch and staleness."""
+    """Correction of engine-trainer mismatch and of staleness."""
     kl: KLConfig = KLConfig()
     """KL penalty."""
     old_logprobs: Literal["trainer", "sampling"] = "trainer"
-    """Denominator of the ratio. trainer: recomputed before the batch's first update (free when there is only one).
-    sampling: vLLM's own; the ratio then corrects the mismatch itself and `correction` is not applied."""
+    """Denominator of the policy ratio. trainer: log-probabilities recomputed before the first update of the batch, for
+    free where there is only one update. sampling: the engine's; the ratio then includes the mismatch, and `correction`
+    is not applied."""
 
 
 class ClippedLoss(PolicyLoss):
+    """PPO's clipped surrogate: the minimum of ratio * advantage and clamp(ratio) * advantage."""
+
     clip_low: float = Field(0.2, gt=0, lt=1)
-    """The ratio is clamped to >= 1 - clip_low."""
+    """The ratio is clamped to >= 1 - clip_low. A token below it with a negative advantage has no gradient."""
     clip_high: float = Field(0.2, gt=0)
-    """The ratio is clamped to <= 1 + clip_high."""
+    """The ratio is clamped to <= 1 + clip_high. A token above it with a positive advantage has no gradient."""
     dual_clip: float | None = Field(None, gt=1)
-    """For negative advantages the ratio's influence is bounded by this factor (dual-clip PPO)."""
+    """Upper bound of the ratio where the advantage is negative (dual-clip PPO), which PPO leaves unbounded. Must exceed
+    1 + clip_high. null: no bound."""
 
     @model_validator(mode="after")
-    def _dual_clip_lies_above_the_clip_range(self) -> Self:
+    def _dual_clip_exceeds_the_clip_range(self) -> Self:
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(f"dual_clip={self.dual_clip} must be above 1 + clip_high = {1 + self.clip_high}")
+            raise ValueError(f"dual_clip={self.dual_clip:g}: must be greater than 1 + clip_high={1 + self.clip_high:g}")
         return self
 
 
 class GRPOConfig(ClippedLoss):
-    """Mean over each completion's tokens, then over completions (DeepSeekMath, arXiv 2402.03300)."""
+    """Mean over each completion's tokens, then over completions (DeepSeekMath, arXiv 2402.03300).
+
+    Tokens of short completions weigh more than those of long ones.
+    """
 
     type: Literal["grpo"] = "grpo"
 
 
 class DrGRPOConfig(ClippedLoss):
-    """Sum over tokens / (completions * max_completion_tokens) (arXiv 2503.20783); pair with advantage.scale 'none'."""
+    """Sum over tokens / (completions * rollout.max_completion_tokens) (Dr. GRPO, arXiv 2503.20783).
+
+    The constant denominator removes GRPO's length bias. Use it with advantage.scale: none.
+    """
 
     type: Literal["dr_grpo"] = "dr_grpo"
 
 
 class DAPOConfig(ClippedLoss):
-    """Mean over all tokens of the batch, asymmetric clip (arXiv 2503.14476)."""
+    """Mean over all tokens of the batch, with an asymmetric clip range (DAPO, arXiv 2503.14476).
+
+    With several minibatches the batch's tokens are divided evenly among them, so every token has the same weight.
+    """
 
     type: Literal["dapo"] = "dapo"
     clip_high: float = Field(0.28, gt=0)
-    """The ratio is clamped to <= 1 + clip_high."""
+    """The ratio is clamped to <= 1 + clip_high. Above clip_low by default, so that unlikely tokens can become likelier
+    and entropy does not collapse."""
 
 
 class BNPOConfig(ClippedLoss):
-    """Mean over all tokens of the minibatch."""
+    """Mean over all tokens of the minibatch. Equal to dapo's where batch.minibatches is 1."""
 
     type: Literal["bnpo"] = "bnpo"
 
 
 class CISPOConfig(PolicyLoss):
-    """Clipped importance weight as a constant factor of the log-probability, token mean (arXiv 2506.13585)."""
+    """Truncated ratio as a constant weight of the log-probability, token mean over the batch (arXiv 2506.13585).
+
+    No token loses its gradient to clipping.
+    """
 
     type: Literal["cispo"] = "cispo"
     clip_high: float = Field(5.0, gt=0)
-    """Upper bound of the importance weight."""
+    """Upper bound of the weight."""
 
 
 class GSPOConfig(ClippedLoss):
-    """One length-normalised ratio per completion, mean over completions (arXiv 2507.18071)."""
+    """One ratio per completion, the geometric mean over its tokens; mean over completions (arXiv 2507.18071).
+
+    Such ratios stay much closer to 1 than those of tokens, hence the small clip range.
+    """
 
     type: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, gt=0, lt=1)
-    """The sequence ratio is clamped to >= 1 - clip_low."""
+    """The completion's ratio is clamped to >= 1 - clip_low."""
     clip_high: float = Field(4e-4, gt=0)
-    """The sequence ratio is clamped to <= 1 + clip_high."""
+    """The completion's ratio is clamped to <= 1 + clip_high."""
 
 
 LossConfig = Annotated[

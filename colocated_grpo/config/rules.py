@@ -1,32 +1,32 @@
-"""Rules between settings. Each is a function that yields one line for each way in which it is broken."""
+"""Rules between settings. Each rule is a function that yields one line for every way in which a config breaks it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import COLDEST, Config, EngineConfig
+from colocated_grpo.config.schema import MIN_TEMPERATURE, Config, EngineConfig
 from colocated_grpo.config.sources import EpisodeSourceConfig
 from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 
 Lines = Iterator[str]
 
-LONGEST_NAME = 255  # of file systems in use
+MAX_NAME_BYTES = 255  # the limit of the usual file systems
 _SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError when settings contradict each other. Needs no file, network or device."""
+    """Raise ConfigError where settings contradict each other. Needs no file, network or device."""
     _raise_on([line for rule in RULES for line in rule(config)])
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """Raise ConfigError when the settings do not fit this number of ranks."""
+    """Raise ConfigError where the settings do not fit this number of ranks."""
     _raise_on([line for rule in WORLD_RULES for line in rule(config, world_size)])
 
 
 def remarks(config: Config) -> list[str]:
-    """What is allowed and yet deserves a word."""
+    """Return notes about settings that are valid but have side effects."""
     return [line for remark in REMARKS for line in remark(config)]
 
 
@@ -35,43 +35,42 @@ def _raise_on(lines: list[str]) -> None:
         raise ConfigError(*lines)
 
 
-def _run_folder_has_a_possible_name(config: Config) -> Lines:
+def _run_folder_has_a_valid_name(config: Config) -> Lines:
     for key, value in (("output_dir", config.output_dir), ("run_name", config.run_name or "")):
         longest = max(value.split("/"), key=len)
-        # Surrogates stand for bytes that are no UTF-8: a model is exported by libraries that do not know them.
-        impossible = any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in value)
-        if impossible or len(longest.encode()) > LONGEST_NAME:
+        # Surrogates stand for bytes that are not UTF-8, which the libraries that export a model cannot write.
+        invalid = any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value)
+        if invalid or len(longest.encode()) > MAX_NAME_BYTES:
             yield (
-                f"{key}={value[:40]!r}{'...' * (len(value) > 40)}: a folder's name has at most {LONGEST_NAME} bytes "
-                "of UTF-8 and no NUL"
+                f"{key}={value[:40]!r}{'...' * (len(value) > 40)}: each part of the path must be at most "
+                f"{MAX_NAME_BYTES} bytes of UTF-8, without NUL"
             )
     name = config.run_name or ""
     if name.startswith("/") or ".." in name.split("/"):
-        below = f"names a folder below output_dir={config.output_dir!r}"
-        yield f"run_name={name!r}: {below}, so no '/' at its start and no '..'"
+        yield f"run_name={name!r}: must be below output_dir={config.output_dir!r}, so no leading '/' and no '..'"
 
 
-def _completion_fits_micro_batch(config: Config) -> Lines:
+def _sequence_fits_micro_batch(config: Config) -> Lines:
     size = config.batch.max_tokens_per_micro_batch
     if size != "auto" and size < config.max_sequence_tokens:
         yield (
-            f"batch.max_tokens_per_micro_batch={size} is smaller than {_SEQUENCE}={config.max_sequence_tokens}: "
-            "one completion could never be packed"
+            f"batch.max_tokens_per_micro_batch={size}: must be at least {_SEQUENCE}={config.max_sequence_tokens}, "
+            "the longest sequence"
         )
 
 
-def _evaluation_is_sampled_as_asked(config: Config) -> Lines:
+def _evaluation_temperature_is_possible(config: Config) -> Lines:
     temperature = config.evaluation.temperature
-    if 0 < temperature < COLDEST:
-        yield f"evaluation.temperature={temperature:g}: must be 0 (greedy) or at least {COLDEST:g}"
+    if 0 < temperature < MIN_TEMPERATURE:
+        yield f"evaluation.temperature={temperature:g}: must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"
 
 
 def _sequence_fits_engine(config: Config) -> Lines:
     length = config.engine.max_model_len
     if length is not None and length < config.max_sequence_tokens:
         yield (
-            f"engine.max_model_len={length} is smaller than {_SEQUENCE}={config.max_sequence_tokens}: "
-            "the engine would cut completions short"
+            f"engine.max_model_len={length}: must be at least {_SEQUENCE}={config.max_sequence_tokens}, or the engine "
+            "would truncate completions"
         )
 
 
@@ -79,38 +78,38 @@ def _minibatches_divide_batch(config: Config) -> Lines:
     count = config.batch.minibatches
     if config.rollout.prompts_per_step % count:
         yield (
-            f"batch.minibatches={count} does not divide rollout.prompts_per_step={config.rollout.prompts_per_step}: "
-            "minibatches of whole groups would differ in size"
+            f"batch.minibatches={count}: must divide rollout.prompts_per_step={config.rollout.prompts_per_step}, as a "
+            "minibatch consists of whole groups"
         )
 
 
 def _min_lr_below_lr(config: Config) -> Lines:
     policy = config.policy
     if policy.min_lr > policy.lr:
-        yield f"policy.min_lr={policy.min_lr:g} is larger than policy.lr={policy.lr:g}: a schedule ends below its peak"
+        yield f"policy.min_lr={policy.min_lr:g}: must be at most policy.lr={policy.lr:g}, the peak of the schedule"
 
 
 def _warmup_ends(config: Config) -> Lines:
     if config.policy.warmup_steps > config.optimizer_steps:
         yield (
-            f"policy.warmup_steps={config.policy.warmup_steps} is larger than the run's {config.optimizer_steps} "
-            "optimizer steps: the learning rate would never reach policy.lr"
+            f"policy.warmup_steps={config.policy.warmup_steps}: must be at most the run's {config.optimizer_steps} "
+            "optimizer steps, or the learning rate would never reach policy.lr"
         )
 
 
-def _resumable_at_a_sync(config: Config) -> Lines:
+def _checkpoints_fall_on_syncs(config: Config) -> Lines:
     every, sync = config.checkpoint.every, config.sync_frequency
     if config.deterministic and every % sync:
         yield (
-            f"checkpoint.every={every} is not a multiple of sync_frequency={sync}: a resumed run syncs at once, so "
-            "deterministic: true needs checkpoints that fall on a sync"
+            f"checkpoint.every={every}: must be a multiple of sync_frequency={sync} with deterministic: true, because "
+            "a resumed run begins with a weight sync"
         )
 
 
 def _engine_fields_are_not_arguments(config: Config) -> Lines:
     for name in config.engine.args:
         if name in EngineConfig.model_fields:
-            yield f"engine.args.{name}: is a setting of its own; write engine.{name}"
+            yield f"engine.args.{name}: has a setting of its own; write engine.{name}"
 
 
 def _shared_weights_are_plain(config: Config) -> Lines:
@@ -119,50 +118,50 @@ def _shared_weights_are_plain(config: Config) -> Lines:
     policy, engine = config.policy, config.engine
     if config.sync_frequency > 1:
         yield (
-            f"sync_frequency={config.sync_frequency} does not go with weights=shared: the engine has each optimizer "
-            "step's weights at once"
+            f"sync_frequency={config.sync_frequency}: must be 1 with weights: shared, where the engine has every "
+            "update immediately"
         )
     if policy.cpu_offload:
-        yield "policy.cpu_offload=true does not go with weights=shared: the engine's weights are on the device"
+        yield "policy.cpu_offload=true: must be false with weights: shared, whose weights stay on the device"
     if engine.dtype not in ("auto", policy.compute_dtype):
         yield (
-            f"engine.dtype={engine.dtype} with policy.compute_dtype={policy.compute_dtype} does not go with "
-            "weights=shared: engine and policy compute with the same numbers; leave engine.dtype=auto"
+            f"engine.dtype={engine.dtype}: must be auto with weights: shared, as engine and policy "
+            f"(policy.compute_dtype={policy.compute_dtype}) use the same tensors"
         )
     quantization = engine.args.get("quantization")
     if quantization is not None:
-        yield f"engine.args.quantization={quantization} does not go with weights=shared: gradients need plain weights"
+        yield f"engine.args.quantization={quantization}: not supported with weights: shared, whose weights are trained"
 
 
 def _one_atropos_entry(config: Config) -> Lines:
     count = sum(source.type == "atropos" for source in config.environments)
     if count > 1:
-        yield f"environments: {count} atropos entries; connect every such environment to the one API server instead"
+        yield f"environments: {count} entries of type atropos; keep one and connect all environments to its API server"
 
 
-def _atropos_shares_prompts(config: Config) -> Lines:
+def _atropos_share_is_whole(config: Config) -> Lines:
     if config.atropos is None or len(config.environments) == 1:
         return
     share, prompts = config.atropos_share, config.rollout.prompts_per_step
     if abs(share - round(share)) > 1e-6 or not 1 <= round(share) < prompts:
         yield (
-            f"environments: by its weight={config.atropos.weight:g} the atropos entry has {share:.4g} of "
-            f"rollout.prompts_per_step={prompts}; it and the others need a whole number of prompts each, at least 1"
+            f"environments: weight={config.atropos.weight:g} of the atropos entry gives it {share:.4g} of "
+            f"rollout.prompts_per_step={prompts}; it and the other entries need a whole number of prompts, at least 1"
         )
 
 
-def _atropos_needs_whole_engines(config: Config) -> Lines:
+def _atropos_engines_are_independent(config: Config) -> Lines:
     if config.atropos is None:
         return
     if config.engine.tensor_parallel_size > 1:
         yield (
-            f"engine.tensor_parallel_size={config.engine.tensor_parallel_size}: an atropos environment needs 1, since "
-            "requests come to each engine at times of their own"
+            f"engine.tensor_parallel_size={config.engine.tensor_parallel_size}: must be 1 with an atropos "
+            "environment, whose requests arrive at each engine at different times"
         )
     if config.rollout.generation == "replicated":
-        yield "rollout.generation=replicated: an atropos environment samples what it asks for, once"
+        yield "rollout.generation=replicated: must be sharded with an atropos environment; each request is sampled once"
     if config.deterministic:
-        yield "deterministic: an atropos environment decides what is sampled and when; no run repeats another"
+        yield "deterministic=true: not possible with an atropos environment, which decides what is sampled and when"
 
 
 def _served_ports_differ(config: Config) -> Lines:
@@ -170,24 +169,24 @@ def _served_ports_differ(config: Config) -> Lines:
         return
     ports = [config.atropos.server.port, *config.atropos.server.more_ports]
     if len(set(ports)) < len(ports):
-        yield f"environments: atropos: server: port and more_ports name a port twice: {', '.join(map(str, ports))}"
+        yield f"environments: atropos: server: port and more_ports repeat a port: {', '.join(map(str, ports))}"
 
 
-def _episodes_have_the_engine_to_themselves(config: Config) -> Lines:
+def _episodes_need_single_rank_engines(config: Config) -> Lines:
     size = config.engine.tensor_parallel_size
     for index, source in enumerate(config.environments):
         if size > 1 and isinstance(source, EpisodeSourceConfig):
             yield (
-                f"environments.{index}.type=episode needs engine.tensor_parallel_size=1, not {size}: the ranks of one "
-                "engine would have to get every turn at the same step"
+                f"environments.{index}.type=episode: needs engine.tensor_parallel_size=1, not {size}, because the "
+                "ranks of an engine would have to submit every turn at the same step"
             )
 
 
-def _grammar_needs_weights(config: Config) -> Lines:
+def _structured_output_needs_trainer_logprobs(config: Config) -> Lines:
     if config.structured and config.loss.old_logprobs == "sampling":
         yield (
-            "loss.old_logprobs=sampling: with structured: true the sampling log-probabilities are over the tokens that "
-            "the grammar allows, so the ratio would not be one of policies"
+            "loss.old_logprobs=sampling: must be trainer with structured: true, where the engine's log-probabilities "
+            "cover only the tokens that the grammar allows"
         )
 
 
@@ -196,13 +195,15 @@ def _one_opponent(config: Config) -> Lines:
         if not isinstance(source, TurnsSourceConfig):
             continue
         if source.opponent is not None and config.atropos is not None:
-            yield f"environments.{index}.opponent: beside an atropos entry it would answer requests from outside too"
+            yield (
+                f"environments.{index}.opponent: not supported beside an atropos entry, whose requests it would answer"
+            )
         if source.opponent is not None and source.opponent != config.opponent:
-            yield f"environments.{index}.opponent: differs from another entry's; a run has one frozen model"
+            yield f"environments.{index}.opponent: must equal the opponent of the other entries; a run has only one"
         players = source.args.get("players")
         if source.opponent is None and isinstance(players, list) and FROZEN in players:
             yield (
-                f"environments.{index}.args.players: {FROZEN!r} seats need a model that plays them: "
+                f"environments.{index}.args.players: {FROZEN!r} needs a model; set "
                 f"environments.{index}.opponent: {{name: initial}}"
             )
 
@@ -210,7 +211,7 @@ def _one_opponent(config: Config) -> Lines:
 def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
     size = config.engine.tensor_parallel_size
     if world_size % size:
-        yield f"engine.tensor_parallel_size={size} does not divide the {world_size} ranks: each engine spans so many"
+        yield f"engine.tensor_parallel_size={size}: must divide the number of ranks, {world_size}"
 
 
 def _every_engine_has_prompts(config: Config, world_size: int) -> Lines:
@@ -218,17 +219,17 @@ def _every_engine_has_prompts(config: Config, world_size: int) -> Lines:
         return
     prompts, engines = config.rollout.prompts_per_step, world_size // config.engine.tensor_parallel_size
     if prompts < engines:
-        yield f"rollout.prompts_per_step={prompts} is smaller than the number of engines={engines}: some would idle"
+        yield f"rollout.prompts_per_step={prompts}: must be at least the number of engines, {engines}"
     elif config.deterministic and prompts % engines:
         yield (
-            f"rollout.prompts_per_step={prompts} is not a multiple of the number of engines={engines}: "
-            "deterministic: true gives every engine the same share"
+            f"rollout.prompts_per_step={prompts}: must be a multiple of the number of engines, {engines}, with "
+            "deterministic: true"
         )
 
 
-def _shared_weights_are_whole(config: Config, world_size: int) -> Lines:
+def _shared_weights_need_one_rank(config: Config, world_size: int) -> Lines:
     if config.weights == "shared" and world_size > 1:
-        yield f"weights=shared does not go with {world_size} ranks: an engine cannot compute with shards"
+        yield f"weights=shared: needs a single rank, not {world_size}; an engine cannot compute with sharded weights"
 
 
 def _renormalised_sampling(config: Config) -> Lines:
@@ -239,67 +240,67 @@ def _renormalised_sampling(config: Config) -> Lines:
     if changed:
         yield (
             f"{', '.join(changed)}: the engine's log-probabilities are renormalised over the tokens it keeps, "
-            "the trainer's are not; expect a larger sampler/trainer KL"
+            "the trainer's are not; expect a larger sampler-trainer KL"
         )
 
 
-def _masked_sampling(config: Config) -> Lines:
+def _structured_sampling(config: Config) -> Lines:
     if config.structured:
         yield (
-            "environments: structured: true: the engine's log-probabilities are over what the grammar allows, "
-            "the trainer's over all tokens; loss.correction weighs each token with the difference, mismatch/* shows it"
+            "environments: structured: true: the engine's log-probabilities cover the tokens that the grammar allows, "
+            "the trainer's all tokens; loss.correction weights each token by the ratio, and mismatch/* reports it"
         )
 
 
-def _both_memory_sizes(config: Config) -> Lines:
+def _two_cache_sizes(config: Config) -> Lines:
     if config.engine.kv_cache_memory_bytes is not None and config.engine.gpu_memory_utilization is not None:
-        yield "engine.gpu_memory_utilization is not used: engine.kv_cache_memory_bytes goes first"
+        yield "engine.gpu_memory_utilization: ignored, because engine.kv_cache_memory_bytes is set"
 
 
 def _stopped_between_syncs(config: Config) -> Lines:
     if config.deterministic and config.sync_frequency > 1:
         yield (
-            f"deterministic: true with sync_frequency={config.sync_frequency}: a run that a signal stops between two "
-            "syncs resumes with a sync, and does not repeat the uninterrupted one"
+            f"deterministic: true with sync_frequency={config.sync_frequency}: a run stopped by a signal between two "
+            "syncs resumes with a sync, so it does not repeat the uninterrupted run"
         )
 
 
-def _turns_by_the_clock(config: Config) -> Lines:
+def _episodes_depend_on_timing(config: Config) -> Lines:
     if config.deterministic and any(isinstance(source, EpisodeSourceConfig) for source in config.environments):
         yield (
-            "deterministic: true with type: episode: which turns decode together follows from how long tools take, and "
-            "rounding from that; a resumed run may differ in the last bits of a log-probability"
+            "deterministic: true with type: episode: which turns are decoded together depends on how long tools take, "
+            "and changes rounding; a resumed run may differ in the last bits of a log-probability"
         )
 
 
 RULES: tuple[Callable[[Config], Lines], ...] = (
-    _run_folder_has_a_possible_name,
-    _completion_fits_micro_batch,
-    _evaluation_is_sampled_as_asked,
+    _run_folder_has_a_valid_name,
+    _sequence_fits_micro_batch,
+    _evaluation_temperature_is_possible,
     _sequence_fits_engine,
     _minibatches_divide_batch,
     _min_lr_below_lr,
     _warmup_ends,
-    _resumable_at_a_sync,
+    _checkpoints_fall_on_syncs,
     _engine_fields_are_not_arguments,
     _shared_weights_are_plain,
     _one_atropos_entry,
-    _atropos_shares_prompts,
-    _atropos_needs_whole_engines,
+    _atropos_share_is_whole,
+    _atropos_engines_are_independent,
     _served_ports_differ,
-    _episodes_have_the_engine_to_themselves,
-    _grammar_needs_weights,
+    _episodes_need_single_rank_engines,
+    _structured_output_needs_trainer_logprobs,
     _one_opponent,
 )
 WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
     _tensor_parallel_divides_world,
     _every_engine_has_prompts,
-    _shared_weights_are_whole,
+    _shared_weights_need_one_rank,
 )
 REMARKS: tuple[Callable[[Config], Lines], ...] = (
     _renormalised_sampling,
-    _masked_sampling,
-    _both_memory_sizes,
+    _structured_sampling,
+    _two_cache_sizes,
     _stopped_between_syncs,
-    _turns_by_the_clock,
+    _episodes_depend_on_timing,
 )

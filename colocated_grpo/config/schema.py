@@ -1,7 +1,7 @@
-"""Every setting of a run, with its bound and its meaning; those of losses and environments are in files beside it.
+"""All settings of a run, with bounds and documentation. Those of losses and environments are in files of their own.
 
-A default lives in these files and nowhere else; they import neither torch nor vllm. Choices between kinds are unions
-told apart by `type`.
+Defaults are defined in these models and nowhere else. Nothing here imports torch or vllm. Where there are several kinds
+of something, a union of models is selected by `type`.
 """
 
 from __future__ import annotations
@@ -16,170 +16,195 @@ from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.config.sources import EnvironmentConfig
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
-COLDEST = 0.01
-"""vLLM samples at this temperature where a lower one is asked for, and 0 is greedy."""
-_ANSWERS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this one, and samples greedily at 0."""
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def _answer(value: Any) -> Any:
-    """A yes or no as people write it, where a word is allowed beside them."""
-    return _ANSWERS.get(value.lower(), value) if isinstance(value, str) else value
+def _parse_boolean(value: Any) -> Any:
+    """Convert YAML 1.1's words for true and false. pydantic does this for plain bool fields only."""
+    return _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+AutoOrBool = Annotated[Literal["auto", True, False], BeforeValidator(_parse_boolean)]
 
 
 class ModelConfig(Section):
     name: FileName
     """Local folder or Hugging Face name of a causal language model."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub."""
+    """Branch, tag or commit on the Hub. Default: the main branch."""
     trust_remote_code: bool = False
-    """Run model code shipped with the checkpoint."""
+    """Run Python code that comes with the checkpoint. Only for repositories you trust."""
     chat_template: FileName | None = None
-    """Jinja text or path of a file that replaces the tokenizer's own chat template."""
+    """Jinja text, or the path of a file with it, that replaces the tokenizer's chat template. Default: the tokenizer's
+    own."""
 
 
 class OptimizerConfig(Section):
     type: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """adamw: fused torch AdamW on fp32 masters. adamw_8bit: bitsandbytes. adafactor: factored second moment."""
+    """adamw: torch's fused AdamW, 8 bytes of state per parameter. adamw_8bit: bitsandbytes, 2 bytes; resumes only on as
+    many ranks as saved it. adafactor: factored second moment, almost no state; ignores beta1, beta2 and eps."""
     beta1: Fraction = 0.9
-    """Decay of the first moment."""
+    """Decay rate of AdamW's first moment."""
     beta2: Fraction = 0.999
-    """Decay of the second moment."""
+    """Decay rate of AdamW's second moment."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the denominator of the update."""
+    """Added to the denominator of AdamW's update."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of all parameters: each step multiplies them by 1 - lr * weight_decay."""
 
 
 class PolicyConfig(Section):
     lr: float = Field(1e-6, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. The default suits pretrained models; models of a few million parameters need 1e-4 and
+    more."""
     min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end of a cosine or linear schedule."""
+    """Final learning rate of a cosine or linear schedule. At most lr."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape after warmup, over the run's optimizer steps. A step whose groups are all held back (games that pay late)
-    makes none: the schedule does not move then, and ends so many steps short of min_lr."""
+    """Course of the learning rate after warmup, over the run's optimizer steps. A step in which all groups are pending
+    (games with delayed returns) makes no optimizer step, so such a run ends before the schedule reaches min_lr."""
     warmup_steps: NonNegative = 0
-    """Optimizer steps of linear warmup; step i of n uses lr * (i + 1) / n."""
+    """Optimizer steps of linear warmup: step i (from 0) of n uses lr * (i + 1) / n."""
     grad_clip: float = Field(1.0, gt=0)
-    """Global gradient norm above which gradients are scaled down."""
+    """Maximum global gradient norm. Larger gradients are scaled down to it."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Which optimizer and its constants."""
+    """Optimizer and its constants."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of activations and gathered weights; masters and gradient reduction stay fp32. auto: bfloat16 on CUDA,
-    float32 on CPU."""
-    gradient_checkpointing: Annotated[Literal["auto", True, False], BeforeValidator(_answer)] = "auto"
-    """Recompute blocks' activations in the backward pass: less memory, up to a third more compute. auto: as few blocks
-    as the measured free memory demands on CUDA, none on CPU. true and false: all and none."""
-    compile: Annotated[Literal["auto", True, False], BeforeValidator(_answer)] = "auto"
-    """torch.compile of each transformer block. auto: on where the device is CUDA."""
+    """Type of activations and of the weights in the forward pass. Master weights and gradient reduction are always
+    float32. auto: bfloat16 on CUDA, float32 on CPU."""
+    gradient_checkpointing: AutoOrBool = "auto"
+    """Recompute the activations of transformer blocks in the backward pass: less memory, up to a third more compute.
+    auto: on CUDA as few blocks as the measured free memory requires, none on CPU. true: all blocks. false: none."""
+    compile: AutoOrBool = "auto"
+    """Compile each transformer block with torch.compile. auto: on CUDA only. Set false for very small models, where
+    compiling takes longer than it saves."""
     cpu_offload: bool = False
-    """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload)."""
+    """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload), about 16 bytes per
+    parameter over all ranks with AdamW. Slower; for models that do not fit on the device beside their engine."""
     offload_optimizer: bool = False
-    """Move optimizer state to host memory while the engine generates."""
+    """Move optimizer state to host memory while the engine generates, and back. Leaves more room for the KV cache;
+    costs two copies of the state per step."""
     logprob_chunk_tokens: Positive = 2048
-    """Tokens whose logits exist at one time in the fused log-probability operator."""
+    """Tokens whose logits exist at the same time while log-probabilities are computed, in float32: 2,048 tokens take
+    1.2 GB at a vocabulary of 152,000."""
 
 
 class EngineConfig(Section):
     tensor_parallel_size: Positive = 1
-    """Consecutive ranks that share one engine."""
+    """Number of consecutive ranks that form one engine. Must divide the number of ranks and the model's attention
+    heads."""
     max_num_seqs: Positive | None = None
-    """Sequences that decode together in one engine. Default: its share of a step's, at least 64 and at most 512; 256
-    where an atropos environment sends requests."""
+    """Sequences that one engine decodes at the same time. Default: its share of a step's completions, at least 64 and
+    at most 512; 256 with an atropos environment."""
     max_model_len: Positive | None = None
-    """Longest prompt + completion the engine accepts. Default: what rollout.* needs."""
+    """Longest prompt plus completion in tokens, reduced to the model's own limit. Default: rollout.max_prompt_tokens +
+    rollout.max_completion_tokens."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type of the engine's weights. auto: the policy's compute type."""
+    """Type of the engine's weights. auto: policy.compute_dtype."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of GPU memory for the engine, as vLLM means it. Default: what the trainer leaves free."""
+    """Fraction of the GPU's memory for the engine, as in vLLM. Default: the KV cache is sized from the memory that the
+    trainer leaves free, and not larger than its sequences can use."""
     kv_cache_memory_bytes: Positive | None = None
-    """Exact KV-cache size in bytes; goes before gpu_memory_utilization."""
+    """Exact size of the KV cache in bytes. Takes precedence over gpu_memory_utilization."""
     enforce_eager: bool = False
-    """Decode without CUDA graphs."""
+    """Decode without CUDA graphs: the engine starts faster and decodes more slowly."""
     sleep: bool = True
-    """Give the engine's GPU memory back while the policy trains. CUDA only; ignored on CPU."""
+    """Free the engine's weights and KV cache while the policy trains. The weights stay on the device with weights:
+    shared and with sync_frequency above 1. CUDA only; no effect on CPU."""
     args: dict[str, Any] = {}
-    """Any further vLLM engine argument, passed through unchanged."""
+    """Further vLLM engine arguments, passed unchanged. Example: {quantization: fp8}."""
 
 
 class RolloutConfig(Section):
     prompts_per_step: Positive = 32
-    """Prompts of one batch, over all ranks."""
+    """Prompts of one step, over all ranks. A step trains prompts_per_step * group_size completions."""
     group_size: int = Field(8, ge=2)
-    """Completions sampled for each prompt."""
+    """Completions sampled for each prompt. At least 2, as their rewards are compared with each other."""
     max_prompt_tokens: Positive = 1024
-    """Longer prompts are dropped, never cut; prompts_dropped counts them."""
+    """Maximum prompt length in tokens. Longer prompts are dropped, never truncated (metric prompts_dropped)."""
     max_completion_tokens: Positive = 1024
-    """Sampling stops here with finish_reason 'length'. Of an episode: everything after the prompt, observations too."""
-    temperature: float = Field(1.0, ge=COLDEST, le=2)
-    """Sampling temperature; the trainer divides its logits by the same number."""
+    """Maximum completion length in tokens; sampling stops there with finish_reason 'length'. In an episode: all tokens
+    after the prompt, observations included."""
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=2)
+    """Sampling temperature. The trainer divides its logits by the same value, so both use the same distribution."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling. Below 1 the engine's log-probabilities are renormalised and no longer match the trainer's."""
+    """Sample from the likeliest tokens that reach this total probability; 1 keeps all. Below 1 the engine's
+    log-probabilities are renormalised over the kept tokens and no longer match the trainer's."""
     top_k: int = Field(0, ge=0)
-    """Sample from the k likeliest tokens; 0 keeps all."""
+    """Sample from the k likeliest tokens; 0 keeps all. Changes log-probabilities like top_p."""
     min_p: Fraction = 0.0
-    """Drop tokens below this share of the likeliest one."""
+    """Drop tokens less likely than this fraction of the likeliest one; 0 keeps all. Changes log-probabilities like
+    top_p."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """vLLM's repetition penalty; 1 is off."""
+    """vLLM's repetition penalty; 1 is none. Changes log-probabilities like top_p."""
     stop: list[str] = []
-    """Strings that end a completion; the string itself is part of the trained tokens."""
+    """Strings that end a completion. The tokens of the string are part of the completion and are trained."""
     generation: Literal["sharded", "replicated"] = "sharded"
-    """sharded: each prompt is generated by one rank. replicated: every rank generates every prompt, rank 0's counts."""
+    """sharded: each prompt is generated by one engine. replicated: every engine generates every prompt, and those of
+    rank 0's engine are used."""
     reward_workers: Positive = 8
-    """Threads per rank that compute rewards while the engine decodes."""
+    """Threads per rank that compute rewards while the engine decodes. 1: rewards of one prompt at a time."""
     reward_timeout: float = Field(60.0, gt=0)
-    """Seconds that a prompt's rewards may take before they count as failed, counted from the step's last completion at
-    the earliest and without the wait for a worker. Workers that hang are replaced."""
+    """Seconds that the rewards of one prompt may take. The time begins with the call, but not before the rank has
+    sampled its last completion of the step. After it the completions count as failed, and hanging threads are
+    replaced."""
     tool_timeout: float = Field(60.0, gt=0)
-    """Seconds that an episode may take between two turns (tools, its reward) before it counts as failed."""
+    """Seconds that an episode may take between two turns (tools, its reward). After it the episode counts as failed."""
     max_reward_errors: Fraction = 0.2
-    """Share of a step's completions whose reward may fail before the run stops."""
+    """Largest fraction of a step's completions whose reward may fail. Above it the run stops and shows the first
+    error."""
 
 
 class BatchConfig(Section):
     max_tokens_per_micro_batch: Literal["auto"] | Positive = "auto"
-    """Packed tokens of one forward pass on one rank. auto on CUDA: the largest of 24,576, 16,384 and 8,192 whose
-    activations fit into the measured free memory; if none does, at most 8,192 with as few recomputed blocks as needed.
-    On CPU at most 16,384."""
+    """Packed tokens of one forward pass on one rank; changes speed and memory, not the gradient. At least the longest
+    sequence. auto on CUDA: the largest of 24,576, 16,384 and 8,192 that fits into the measured free memory without
+    recomputing blocks; if none does, at most 8,192 with as few recomputed blocks as needed. auto on CPU: 16,384, or as
+    much as the longest sequence needs."""
     minibatches: Positive = 1
-    """Optimizer steps per pass over a batch."""
+    """Optimizer steps per pass over a batch. Groups stay together, so it must divide rollout.prompts_per_step. Every
+    update after the first is off-policy; the loss clips its ratio."""
     epochs: Positive = 1
-    """Passes over each batch."""
+    """Passes over each batch. Every update after the first is off-policy."""
     drop_constant_groups: bool = True
-    """Leave groups without reward variance out of the forward pass; they still count in the denominator."""
+    """Skip groups of equal rewards in the forward pass: their policy gradient is zero. They still count in the loss's
+    denominator, so the gradient is the same. No effect with loss.kl.coef above 0, where they have a gradient."""
     mask_truncated: bool = False
-    """Take completions cut at max_completion_tokens out of the loss."""
+    """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss. The completions still count
+    in the denominator of grpo, dr_grpo and gspo."""
 
 
 class EvaluationConfig(Section):
     every: NonNegative = 10
-    """Steps between evaluations on held-out prompts; 0 is never. The start and the end of a run are evaluated too."""
+    """Steps between evaluations on held-out prompts. The start and the end of the run are evaluated too. 0: never."""
     prompts: Positive = 64
-    """Held-out prompts."""
+    """Held-out prompts per evaluation, from all environments by weight; the same ones each time."""
     samples_per_prompt: Positive = 1
     """Completions per held-out prompt."""
     temperature: float = Field(1.0, ge=0, le=2)
-    """Sampling temperature on held-out prompts; 0 is greedy."""
+    """Sampling temperature on held-out prompts; 0 is greedy. rollout.top_p, top_k, min_p and repetition_penalty are not
+    applied."""
 
 
 class CheckpointConfig(Section):
     every: NonNegative = 50
-    """Steps between checkpoints; 0 is only at the end and on a signal."""
+    """Steps between checkpoints. 0: only at the end and when a signal stops the run."""
     keep_last: Positive = 2
-    """Older checkpoints are deleted."""
+    """Number of checkpoints to keep. Older ones are deleted."""
     final: bool = True
-    """Save a checkpoint and export final_model/ when all steps are done."""
+    """Save a checkpoint and export final_model/ after the last step."""
     export_every: NonNegative = 0
-    """Steps between Hugging Face exports (step_N/); 0 is only final_model/."""
+    """Steps between exports in Hugging Face format (step_N/ in the run folder). 0: only final_model/."""
     export_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type of exported weights. auto: the policy's compute type."""
+    """Type of exported weights. auto: policy.compute_dtype."""
 
 
 class TrackingConfig(Section):
     console: Literal["auto", "live", "plain"] = "auto"
-    """live: progress bar and table. plain: one line per step. auto: live on a terminal."""
+    """live: progress bar and table. plain: one line per step. auto: live on a terminal, else plain."""
     wandb: Literal["off", "online", "offline"] = "off"
-    """Weights & Biases."""
+    """Log to Weights & Biases."""
     wandb_project: str = "colocated_grpo"
     """W&B project."""
     wandb_group: str | None = None
@@ -187,61 +212,66 @@ class TrackingConfig(Section):
     tensorboard: bool = False
     """Write TensorBoard events into the run folder."""
     profile_step: NonNegative | None = None
-    """Step whose training phase is profiled into profile/ of the run folder (rank 0)."""
+    """Step (from 0) whose training phase is profiled on rank 0, into profile/ in the run folder. null: none."""
     rollouts_per_step: NonNegative = 4
-    """Rollouts of each step written to rollouts.jsonl."""
+    """Rollouts of each step that are written to rollouts.jsonl."""
 
 
 class FreshnessConfig(Section):
     every: NonNegative = 1
-    """Check every n-th weight sync; 0 is never."""
+    """Check every n-th weight sync. 0: never."""
     probe_tokens: int = Field(32, ge=2)
-    """Tokens scored by engine and policy after a sync."""
+    """Tokens of a prompt that engine and policy both score after a sync."""
     max_mean_diff: float | None = Field(None, gt=0)
-    """Largest freshness/mean_diff (|engine - policy| log-probability). Default: 0.15 in 16-bit, 0.001 in float32."""
+    """Largest accepted mean of |engine - policy| log-probability (freshness/mean_diff); above it the run stops.
+    Default: 0.15 where engine or policy is 16-bit, 0.001 in float32."""
 
 
 class Config(Section):
     model: ModelConfig
-    """The model that is trained; plain text is its name."""
+    """Model to train. `model: NAME` is short for `model: {name: NAME}`."""
     environments: list[EnvironmentConfig] = Field(min_length=1)
-    """Where prompts and rewards come from; several are mixed by weight."""
+    """Sources of prompts and rewards, mixed by weight. A file without this key trains on the built-in task
+    arithmetic."""
     training_steps: Positive = 100
-    """Batches (rollout phases) of the whole run."""
+    """Steps of the whole run. A step samples one batch and makes batch.minibatches * batch.epochs optimizer steps."""
     sync_frequency: Positive = 1
-    """Steps between weight syncs into the engine. Above 1 rollouts are stale; staleness is measured and corrected."""
+    """Steps between weight syncs into the engine. Above 1 rollouts are sampled with older weights: `staleness` reports
+    by how many optimizer steps, and loss.correction corrects for it."""
     weights: Literal["copied", "shared"] = "copied"
-    """copied: FSDP2 shards, copied into the engine at each sync. shared: a single rank computes with the engine's own
-    weights, which each optimizer step writes: a sync moves nothing and FSDP's work on the host is gone, but the weights
-    stay on the device while the policy trains (2 bytes a parameter)."""
+    """copied: the policy is sharded by FSDP2, and each sync copies its weights into the engine. shared: a single rank
+    only; policy and engine use the same tensors, which every optimizer step writes, so there is nothing to sync and no
+    FSDP overhead. They stay on the device while the policy trains: 2 bytes more per parameter in bfloat16. Checkpoints
+    of either resume in the other."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Root of every random number of the run."""
+    """Determines all random numbers of the run."""
     deterministic: bool = False
-    """Fix which rank serves which prompt, so that a resumed run repeats the uninterrupted one exactly."""
+    """Assign prompts to engines in a fixed order and use deterministic kernels, so that a resumed run repeats the
+    uninterrupted one bit for bit. Slower."""
     output_dir: FileName = "runs"
-    """Folder that holds run folders."""
+    """Folder in which run folders are created."""
     run_name: str | None = None
-    """Name of the run folder. Default: config file's name and the start time."""
+    """Name of the run folder, new or with --resume. Default: the config file's name and the start time."""
     policy: PolicyConfig = PolicyConfig()
     """Optimizer, precision and memory of the trained model."""
     engine: EngineConfig = EngineConfig()
-    """The vLLM engine inside each rank."""
+    """vLLM engine inside each rank."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling and rewards."""
     advantage: AdvantageConfig = AdvantageConfig()
     """From rewards to advantages."""
     loss: LossConfig = DAPOConfig()
-    """The objective."""
+    """Objective, selected by `type`: grpo, dr_grpo, dapo, bnpo, cispo or gspo."""
     batch: BatchConfig = BatchConfig()
-    """Packing, minibatches, epochs."""
+    """Packing, minibatches and epochs."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Held-out prompts."""
+    """Evaluation on held-out prompts."""
     freshness: FreshnessConfig = FreshnessConfig()
-    """Proof that the engine samples from the weights just written."""
+    """Check after weight syncs that the engine computes with the policy's weights."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving and exporting."""
+    """Checkpoints and exports."""
     tracking: TrackingConfig = TrackingConfig()
-    """What a person sees."""
+    """Console, W&B, TensorBoard and logged rollouts."""
 
     @property
     def atropos(self) -> AtroposSourceConfig | None:
@@ -250,34 +280,34 @@ class Config(Section):
 
     @property
     def atropos_share(self) -> float:
-        """Of a step's prompts, those that the Atropos entry's batch stands for; a whole number in a sound config."""
+        """Prompts of a step that the Atropos batch replaces. `rules` requires a whole number."""
         total = sum(entry.weight for entry in self.environments)
         return 0.0 if self.atropos is None else self.rollout.prompts_per_step * self.atropos.weight / total
 
     @property
     def opponent(self) -> OpponentConfig | None:
-        """Of the turn games that have one; all of them have the same."""
+        """The opponent of all turn games that have one. `rules` requires them to be equal."""
         turns = [source for source in self.environments if isinstance(source, TurnsSourceConfig)]
         return next((source.opponent for source in turns if source.opponent is not None), None)
 
     @property
     def opponent_model(self) -> ModelConfig | None:
-        """Where the opponent's weights are read from."""
-        opponent = self.opponent
-        if opponent is None:
-            return None
+        """The model whose weights the opponent starts with."""
+        return None if self.opponent is None else self.model_of(self.opponent)
+
+    def model_of(self, opponent: OpponentConfig) -> ModelConfig:
         if opponent.name == INITIAL:
             return self.model
         return self.model.model_copy(update={"name": opponent.name, "revision": opponent.revision})
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run."""
+        """Optimizer steps of the whole run."""
         return self.training_steps * self.batch.minibatches * self.batch.epochs
 
     @property
     def structured(self) -> bool:
-        """Whether some completions are sampled within a grammar."""
+        """Whether a grammar constrains some of the completions."""
         return any(isinstance(source, TurnsSourceConfig) and source.structured for source in self.environments)
 
     @property

@@ -1,4 +1,4 @@
-"""Settings of environments: tasks, episodes and datasets here, games and Atropos in files of their own."""
+"""Settings of environments: task, episode and dataset here, turns and atropos in files of their own."""
 
 from __future__ import annotations
 
@@ -12,33 +12,42 @@ from colocated_grpo.config.turns import TurnsSourceConfig
 
 
 class TaskSourceConfig(Section):
+    """A task generates prompts and scores single completions."""
+
     type: Literal["task"] = "task"
     name: str
-    """A built-in task, 'reasoning_gym:<dataset>', one of an installed package, or your own 'module:object'."""
+    """A built-in task (arithmetic, countdown, reversal, sorting, tool_call), 'reasoning_gym:<dataset>', a task of an
+    installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the task."""
+    """Keyword arguments of the task's class."""
     weight: float = Field(1.0, gt=0)
-    """Share of prompts drawn from this source, relative to the others."""
+    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
 
 class EpisodeSourceConfig(Section):
+    """An episode holds a conversation of several turns with the policy and scores it: docs/guides/episodes.md."""
+
     type: Literal["episode"]
     name: str
-    """A built-in episode, 'textarena:<game>' or another library's (docs/guides/adapters.md), one that an installed
-    package announces, or your own 'module:object'."""
+    """A built-in episode, 'textarena:<game>' or an environment of another library (docs/guides/adapters.md), an episode
+    of an installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the episode."""
+    """Keyword arguments of the episode's class."""
     weight: float = Field(1.0, gt=0)
-    """Share of prompts drawn from this source, relative to the others."""
+    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
 
 class RewardConfig(Section):
+    """One reward function of a dataset. Functions have TRL's signature: docs/guides/from_trl.md."""
+
     name: str
-    """A built-in name, 'trl.rewards:accuracy_reward' or your own 'module:function' (TRL's signature)."""
+    """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
+    'path/to/file.py:function'."""
     args: dict[str, Any] | None = None
-    """Given (even empty): the name is a factory or class that is called with these and returns the reward function."""
+    """Where given, even empty, `name` is a class or factory: it is called with these keyword arguments and returns the
+    reward function."""
     weight: float = Field(1.0, ge=-1e6, le=1e6)
-    """Factor of this reward in the sum."""
+    """Factor of this reward in the sum of a completion's rewards. 0 only logs it, as reward/<name>."""
 
 
 def _reward_by_name(value: Any) -> Any:
@@ -46,29 +55,35 @@ def _reward_by_name(value: Any) -> Any:
 
 
 class DatasetSourceConfig(Section):
+    """Rows of a dataset as prompts, scored by reward functions."""
+
     type: Literal["dataset"]
     name: FileName
-    """A .jsonl/.json/.csv/.parquet file, a folder of save_to_disk(), or a Hugging Face dataset name."""
+    """A .jsonl, .json, .csv or .parquet file, a folder written by save_to_disk(), or a Hugging Face dataset name.
+    Values of a .csv stay text."""
     rewards: list[Annotated[RewardConfig, BeforeValidator(_reward_by_name)]] = Field(min_length=1)
-    """Reward functions; a bare name stands for {name: ...}."""
+    """Reward functions, summed by weight. A plain name is short for {name: ...}."""
     subset: str | None = None
-    """Hugging Face dataset configuration name."""
+    """Configuration name of a Hugging Face dataset. Not for local files."""
     split: str = "train"
-    """Split that is trained on."""
+    """Split to train on, of a Hugging Face dataset. Not for local files."""
     eval_split: str | None = None
-    """Split for held-out prompts. Default: held_out rows taken from the end of `split`."""
+    """Split of held-out prompts; for a local file, the path of another file. Default: `held_out` rows at the end of the
+    training data, which are then not trained on."""
     held_out: NonNegative | None = None
-    """Rows kept for evaluation when eval_split is not given. Default: a tenth of them, at most 64."""
+    """Rows held out for evaluation where eval_split is not given. Default: a tenth of the rows, at most 64."""
     prompt_column: str = "prompt"
-    """Text or list of chat messages."""
+    """Column of the prompt: text, or a list of chat messages. Where the tokenizer has a chat template, text becomes one
+    user message."""
     columns: dict[str, str] = {}
-    """Rename columns before rewards see them, for example {answer: solution}."""
+    """Columns to rename before rewards get them. Example: {answer: solution}."""
     system_prompt: str | None = None
-    """Put before each prompt as a system message; text prompts become chat messages, for the rewards too."""
+    """System message put before each prompt that has none. A text prompt becomes a chat message, for rewards as
+    well."""
     shuffle: bool = True
-    """Shuffle rows each epoch by the run's seed."""
+    """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data."""
     weight: float = Field(1.0, gt=0)
-    """Share of prompts drawn from this source, relative to the others."""
+    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
 
 EnvironmentConfig = Annotated[

@@ -1,14 +1,14 @@
-"""Reading and writing settings by path in plain dicts and lists."""
+"""Reads, writes and removes settings by path in nested dicts and lists."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from colocated_grpo.config.errors import ConfigError, KeyPath, dotted
+from colocated_grpo.config.errors import ConfigError, KeyPath, SettingsTree, dotted
 
 
 def lookup(tree: Any, path: KeyPath) -> Any:
-    """The value at `path`, or None."""
+    """Return the value at `path`, or None."""
     for step in path:
         if isinstance(tree, dict):
             tree = tree.get(step)
@@ -19,33 +19,42 @@ def lookup(tree: Any, path: KeyPath) -> Any:
     return tree
 
 
-def place(tree: dict[str, Any], path: KeyPath, value: Any) -> None:
-    """Set the value at `path`; missing sections are made, and a list grows by its next index."""
+def assign(tree: SettingsTree, path: KeyPath, value: Any) -> None:
+    """Set the value at `path` in place. Creates missing sections, and appends to a list at its next index.
+
+    Raises ConfigError where the path leads through a plain value, or skips list entries.
+    """
     node: Any = tree
-    for number, step in enumerate(path):
-        is_last = number == len(path) - 1
-        if isinstance(node, list):
-            _check_index(node, step, path[:number], path)
-            if step == len(node):
-                node.append(None)
-        elif not isinstance(node, dict):
-            raise ConfigError(f"{dotted(path)}: {dotted(path[:number])} is a value, not a section")
-        if is_last:
-            node[step] = value
-            return
-        child = node[step] if isinstance(node, list) else node.get(step)
+    for depth, step in enumerate(path[:-1]):
+        child = _child(node, step, path[:depth], path)
         if child is None:
-            child = node[step] = [] if isinstance(path[number + 1], int) else {}
+            child = [] if isinstance(path[depth + 1], int) else {}
+            _set(node, step, child)
         node = child
+    _child(node, path[-1], path[:-1], path)
+    _set(node, path[-1], value)
 
 
-def _check_index(entries: list[Any], step: str | int, parent: KeyPath, path: KeyPath) -> None:
+def _child(node: Any, step: str | int, parent: KeyPath, path: KeyPath) -> Any:
+    """Return entry `step` of `node`, None where it is missing. Raises ConfigError where it cannot be set."""
+    if isinstance(node, dict):
+        return node.get(step)
+    if not isinstance(node, list):
+        raise ConfigError(f"{dotted(path)}: {dotted(parent)} is a value, not a section")
     if not isinstance(step, int):
-        raise ConfigError(f"{dotted(path)}: {dotted(parent)} is a list; name an entry as in {dotted(parent)}.0")
-    if step > len(entries):
-        raise ConfigError(f"{dotted(path)}: {dotted(parent)} has {len(entries)} entries, numbered from 0")
+        raise ConfigError(f"{dotted(path)}: {dotted(parent)} is a list; name an entry, as in {dotted(parent)}.0")
+    if step > len(node):
+        raise ConfigError(f"{dotted(path)}: {dotted(parent)} has {len(node)} entries, numbered from 0")
+    return node[step] if step < len(node) else None
 
 
-def remove(tree: dict[str, Any], path: KeyPath) -> None:
-    *section, last = path
-    lookup(tree, tuple(section)).pop(last)
+def _set(node: Any, step: str | int, value: Any) -> None:
+    if isinstance(node, list) and step == len(node):
+        node.append(value)
+    else:
+        node[step] = value
+
+
+def remove(tree: SettingsTree, path: KeyPath) -> None:
+    """Remove the entry at `path`, which must exist."""
+    lookup(tree, path[:-1]).pop(path[-1])

@@ -1,4 +1,4 @@
-"""Settings of games that are trained turn by turn."""
+"""Settings of games that are trained turn by turn: docs/guides/games.md."""
 
 from __future__ import annotations
 
@@ -10,38 +10,48 @@ from colocated_grpo.config.base import FileName, NonNegative, Positive, Section
 
 INITIAL = "initial"
 FROZEN = "frozen"
-"""Among the `players` of a game: the opponent's seats."""
+"""Value in the `players` of a game that gives a seat to the opponent."""
 
 
 class OpponentConfig(Section):
+    """A frozen model that plays against the policy, in the same engine. A run has at most one."""
+
     name: FileName = INITIAL
-    """initial: the run's own model as it was before the first step. Otherwise the folder or Hugging Face name of one of
-    the same shape, such as the final_model or an exported step of another run."""
+    """initial: the run's own model before the first step. Otherwise the folder or Hugging Face name of a model of the
+    same shape, for example the final_model/ of another run."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub."""
+    """Branch, tag or commit on the Hub. Default: the main branch."""
     refresh_every: NonNegative = 0
-    """Steps after which the opponent becomes what the policy is then; 0: never."""
+    """Steps between copies of the current policy into the opponent; 0 never changes it. Checkpoints then include the
+    opponent's weights."""
 
 
 class TurnsSourceConfig(Section):
+    """A game of several seats. Each turn is one prompt; its completions are one group, scored on the same position."""
+
     type: Literal["turns"]
     name: str
-    """'town', 'textarena:<game>', 'tossim', the entry point of an installed package, or your own 'module:object'."""
+    """'town', 'textarena:<game>', 'tossim', a turn environment of an installed package, or your own
+    'package.module:object' or 'path/to/file.py:object'."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the environment. Its seed follows from the run's."""
+    """Keyword arguments of the environment, without `seed`, which is derived from the run's."""
     commit: Literal["first", "random", "best"] = "first"
-    """Which completion of a turn is carried out in the game. best: the highest reward, ties to the first; games then
-    run better than the policy plays, and what returns from their end is biased by it."""
+    """Completion of each turn that is played. first and random follow the policy. best: the highest reward, ties to the
+    first; games then go better than the policy plays, which biases returns from their end."""
     max_wait: Positive = 64
-    """Steps that a turn waits for the end of its game, where that adds to its reward; then it is trained without."""
+    """Steps that a turn waits for the end of its game, where the game's result is part of its reward. After that it is
+    trained with its immediate reward (metric turns_overdue). Longer waits make rollouts staler."""
     stop_at_parse_rate: float | None = Field(None, gt=0, le=1)
-    """End the run once this share of a step's replies has been well-formed for stop_after steps in a row."""
+    """End the run when the share of well-formed completions has been at least this for stop_after steps in a row. null:
+    train for all training_steps."""
     stop_after: Positive = 1000
-    """Steps in a row for stop_at_parse_rate."""
+    """Number of consecutive steps for stop_at_parse_rate."""
     structured: bool = False
-    """Let the engine sample legal replies only. Off, the policy learns the form by itself."""
+    """Constrain sampling to legal completions with a grammar. false: the policy learns the format from rewards. Needs
+    loss.old_logprobs: trainer; such requests decode more slowly."""
     opponent: OpponentConfig | None = None
-    """A second set of weights that plays the seats which the game gives it (town: players: [policy, frozen]). Its turns
-    are answered once and not trained. It rests in host memory; every entry that has one has the same."""
+    """Frozen model for the seats that the game gives it (town: players: [policy, frozen]). Its turns are sampled once
+    and not trained. Its weights are kept in host memory and swapped into the engine. Equal in every entry that has
+    one."""
     weight: float = Field(1.0, gt=0)
-    """Share of prompts drawn from this source, relative to the others."""
+    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""

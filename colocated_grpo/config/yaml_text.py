@@ -1,21 +1,21 @@
-"""YAML text to plain data, with the line of every key.
+"""Parses YAML text into plain data, with the line number of every key.
 
-The rules of YAML 1.2 where PyYAML's own (1.1) would surprise: `1e-5` is a number, `on`, `off`, `yes` and `no` are
-words, `010` is ten, `12:30` and `2024-01-01` are text.
+Scalars follow YAML 1.2, where PyYAML's rules (YAML 1.1) would surprise: `1e-5` is a number; `on`, `off`, `yes` and `no`
+are text; `010` is ten; `12:30` and `2024-01-01` are text.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
-from colocated_grpo.config.errors import ConfigError, KeyPath
+from colocated_grpo.config.errors import ConfigError, KeyPath, SettingsTree
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # none of PyYAML's own
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -36,8 +36,8 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
-def parse_document(text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """The mapping in `text`, and the 1-based line of every key path in it. `name` stands in error messages."""
+def parse_document(text: str, name: str) -> tuple[SettingsTree, dict[KeyPath, int]]:
+    """Return the mapping in `text` and the line (from 1) of every key path. Error lines begin with `name`."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -54,14 +54,14 @@ def parse_document(text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, 
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
     if tree is None:
-        raise ConfigError(f"{name}: is empty; at least model.name is needed")
+        raise ConfigError(f"{name}: empty; at least model.name is required")
     if not isinstance(tree, dict):
-        raise ConfigError(f"{name}: must be a mapping of settings, is a {type(tree).__name__}")
+        raise ConfigError(f"{name}: must be a mapping of settings, not a {type(tree).__name__}")
     return tree, lines
 
 
 def parse_value(text: str) -> Any:
-    """One value as the file would read it; what is no YAML is text, so that a shell user need not quote twice."""
+    """Parse one value like in a file. Invalid YAML is returned as text, so that a shell needs no second quotes."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
@@ -70,7 +70,7 @@ def parse_value(text: str) -> Any:
 
 def _collect_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name: str, visited: set[int]) -> None:
     if id(node) in visited:
-        return  # an anchor used again: following each use could take exponential time, or for ever
+        return  # a repeated anchor: following every use of one could take exponential time
     visited.add(id(node))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()

@@ -1,6 +1,7 @@
-"""What every rank runs: `python -m colocated_grpo --config FILE`, under torchrun, under srun, or alone.
+"""Entry point of a rank: `python -m colocated_grpo --config FILE`, under torchrun, under srun, or alone.
 
-Only the standard library is imported here: variables that torch and vLLM read at import time are set first.
+Only the standard library is imported at the top: environment variables that torch and vLLM read when they are imported
+have to be set first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from colocated_grpo.runtime.descriptors import allow_descriptors
+from colocated_grpo.runtime.descriptors import raise_descriptor_limit
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
@@ -31,33 +32,34 @@ AUTO = "auto"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
-"""File into which a rank that knows what went wrong writes its exit code and its lines."""
-GOOD_END = ".end"
-"""Of the file beside it that a rank makes when its run is over: an exit code of 0 may be that of user code."""
+"""Names the file into which a failing rank writes its exit code and its error lines, for the launcher to show."""
+FINISHED_SUFFIX = ".finished"
+"""Suffix of the file beside it that a rank creates when its run has ended normally. An exit code of 0 is not enough:
+user code may call os._exit(0)."""
 RUN_ERROR, USAGE_ERROR = 1, 2
-"""Exit codes: the run could not go on; what was asked for cannot run."""
-DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
-"""The last three: a file system that became read-only, a disk that broke, a network share that went away."""
-BRIEF_SPINS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-"""For OpenMP, when it is loaded: threads that wait spin for microseconds and then sleep. By default they spin for so
-long that beside other work, or with as many ranks as cores, they keep everybody from the cores. Not to spin at all
-would put a thread to sleep at each short wait."""
+"""Exit codes of a run that failed, and of settings or arguments that cannot run."""
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+"""Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
+OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
+"""Read by libgomp when it is loaded: idle OpenMP threads spin for microseconds and then sleep. By default they spin so
+long that they take cores from working threads, of other programs or of ranks on the same cores. Without any spinning
+each short wait would cost a sleep."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line each."""
+    """An argument parser that reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"error: {message.removeprefix('argument ')}\n")
 
 
 def prepare_streams() -> None:
-    """Let nothing that is printed end the run: streams that are closed, and text that a terminal has no letters for."""
+    """Make printing safe where a standard stream is closed, or its encoding lacks a character of the text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free number, which is this one: the next file would get it, and with it what is printed.
+            # Occupy the closed descriptor. The next file opened would get this number, and receive what is printed.
             os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
@@ -66,44 +68,48 @@ def prepare_streams() -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the launcher and a rank both understand. Everything that they do not is an override."""
+    """Add the flags common to launcher and rank. All unknown flags are setting overrides."""
     parser.add_argument(
-        "--config", metavar="FILE", help=f"YAML file (default: that of the resumed run, else {DEFAULT_CONFIG})"
+        "--config", metavar="FILE", help=f"YAML file (default: the resumed run's own, else {DEFAULT_CONFIG})"
     )
     parser.add_argument(
         "--resume",
         nargs="?",
         const=AUTO,
         metavar="RUN",
-        help="continue from the last checkpoint of this run folder; auto or nothing: of the newest run",
+        help="continue from the last checkpoint of the run folder RUN; auto, or no RUN: of this config's newest run",
     )
     parser.add_argument(
         "--log-level",
         type=_log_level,
         metavar="{" + ",".join(LOG_LEVELS) + "}",
         default=os.environ.get(LOG_LEVEL_VARIABLE, "INFO"),
-        help="DEBUG also lets NCCL and torch.distributed talk (default: %(default)s)",
+        help="DEBUG also turns on the logs of NCCL and torch.distributed (default: %(default)s)",
     )
 
 
 def _log_level(name: str) -> str:
-    """A `type` and no `choices`, which are not asked about the default."""
+    """Check a log level. Not `choices`, which argparse does not apply to a default taken from the environment."""
     if name not in LOG_LEVELS:
         raise argparse.ArgumentTypeError(f"{name!r}: must be one of {', '.join(LOG_LEVELS)} ({LOG_LEVEL_VARIABLE} too)")
     return name
 
 
 def config_file(options: argparse.Namespace) -> str:
-    """The file that was asked for; a run folder that is resumed keeps its own."""
+    """Return the config file: the one given, else that of the resumed run folder, else the default."""
     saved = Path(options.resume or "") / "config.yaml"
     resumed = options.resume not in (None, AUTO) and saved.is_file()
     return options.config or (str(saved) if resumed else DEFAULT_CONFIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this rank to the end. Returns its exit code; an exception that no user can act on passes through."""
+    """Run this rank and return its exit code. Unexpected exceptions, which are defects, propagate."""
     prepare_streams()
-    parser = OneLineParser(prog="python -m colocated_grpo", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(
+        prog="python -m colocated_grpo",
+        description="Train on this rank. Started by torchrun, by srun, or alone; settings override the file.",
+        allow_abbrev=False,
+    )
     add_run_arguments(parser)
     options, overrides = parser.parse_known_args(arguments)
     os.environ.update(rank_environment(os.environ))
@@ -111,13 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(problem)
     for name, value in library_environment(options.log_level).items():
         os.environ.setdefault(name, value)
-    allow_descriptors()
+    raise_descriptor_limit()
     faulthandler.enable()
     rank = os.environ["RANK"]
     logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
     if options.log_level == "DEBUG":
         logging.getLogger().setLevel(logging.DEBUG)
-    else:  # what libraries tell each other at import time is nothing that a user can act on
+    else:  # a user cannot act on the warnings that libraries log when they are imported
         logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("colocated_grpo").setLevel(options.log_level)
@@ -138,18 +144,20 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         config, notes = check_inputs(loaded.config)
         check_resumed(config, options.resume, name)
     except ConfigError as error:
-        _say(*_error_lines(error), to=sys.stderr)
+        _print_on_rank_0(*_error_lines(error), to=sys.stderr)
         return USAGE_ERROR
-    _say(*(f"note: {note}" for note in loaded.notes + notes), to=sys.stdout)
+    _print_on_rank_0(*(f"note: {note}" for note in loaded.notes + notes), to=sys.stdout)
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    # torchrun shows what `record` keeps of the first rank that failed, and shows it last
-    return record(_run)(config, options.resume, name)
+    # `record` saves the traceback of this rank for torchrun, which prints that of the first failure at the end.
+    code = record(_run)(config, options.resume, name)
+    assert code is not None
+    return code
 
 
 def _import_trainer() -> Callable[..., None]:
-    # Modules stay: a collection finds nothing among them and takes its time, and building an engine asks for several.
+    # Modules are never freed. Freezing them makes the garbage collections while an engine is built faster.
     gc.disable()
     try:
         from colocated_grpo.trainer import main
@@ -160,9 +168,9 @@ def _import_trainer() -> Callable[..., None]:
 
 
 def _run(config: Config, resume: str | None, name: str) -> int:
-    """Train. What the user can act on becomes one line, from the first rank that met it, and an exit code."""
+    """Train and return an exit code. Errors that the user can act on become one line, shown by the first rank."""
     from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.errors import ReportedElsewhere, RunError
+    from colocated_grpo.errors import AlreadyReported, RunError
 
     train = _import_trainer()
     try:
@@ -172,39 +180,39 @@ def _run(config: Config, resume: str | None, name: str) -> int:
         _report(code, _error_lines(error))
         return code
     except OSError as error:
-        if not (line := fault_of_the_machine(error, [config.output_dir, resume])):
+        if not (line := explain_os_error(error, [config.output_dir, resume])):
             raise
         _report(RUN_ERROR, [f"error: {line}"])
         return RUN_ERROR
-    except SystemExit as error:  # of user code: with a code of 0 the run would pass for finished
+    except SystemExit as error:  # raised by user code; with code 0 the run would look finished
         raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
-    except ReportedElsewhere:
-        logging.getLogger(__name__).debug("another rank failed first; what this one met:", exc_info=True)
+    except AlreadyReported:
+        logging.getLogger(__name__).debug("another rank failed first; the error of this rank:", exc_info=True)
         return RUN_ERROR
     if VERDICT_VARIABLE in os.environ:
         with suppress(OSError):
-            Path(os.environ[VERDICT_VARIABLE]).with_suffix(GOOD_END).touch()
+            Path(os.environ[VERDICT_VARIABLE]).with_suffix(FINISHED_SUFFIX).touch()
     return 0
 
 
-def fault_of_the_machine(error: OSError, folders: Sequence[str | None]) -> str | None:
-    """In one line, what no traceback explains better; None for any other error. folders: that the run writes into."""
+def explain_os_error(error: OSError, run_folders: Sequence[str | None]) -> str | None:
+    """Return one line for an error of the disk, of the file limit, or of a file in `run_folders`; None for others."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{error.strerror}: raise the limit (ulimit -n)"
-    if error.errno in DISK_FAULTS:
+        return f"{error.strerror}: raise the limit on open files (ulimit -n)"
+    if error.errno in DISK_ERRORS:
         return f"{error.strerror}: {error.filename or 'while writing into the run folder'}"
     if isinstance(error.filename, str):
         file = Path(error.filename).absolute()
-        if any(file.is_relative_to(Path(folder).absolute()) for folder in folders if folder not in (None, AUTO)):
+        if any(file.is_relative_to(Path(folder).absolute()) for folder in run_folders if folder not in (None, AUTO)):
             return f"{error.strerror}: {error.filename}"
     return None
 
 
 def _report(code: int, lines: Sequence[str]) -> None:
-    """Show the lines; where a launcher waits, let it show them when torchrun has ended, and return the code."""
+    """Print the lines, or pass them and the code to the launcher, which prints them after torchrun's own output."""
     if VERDICT_VARIABLE in os.environ:
         text = "\n".join([str(code), *lines])
-        with suppress(OSError):  # what tidies up temporary folders may have taken this one from a long run
+        with suppress(OSError):  # during a long run, a cleaner of temporary folders may have removed this one
             Path(os.environ[VERDICT_VARIABLE]).write_text(text, encoding="utf-8", errors="backslashreplace")
             return
     print(*lines, sep="\n", file=sys.stderr, flush=True)
@@ -214,21 +222,21 @@ def _error_lines(error: Exception) -> list[str]:
     return [f"error: {line}" for line in str(error).splitlines()]
 
 
-def _say(*lines: str, to: TextIO) -> None:
-    """Print on rank 0 only: the ranks read the same settings and fail alike."""
+def _print_on_rank_0(*lines: str, to: TextIO) -> None:
+    """Print once for all ranks, which read the same settings and reach the same result."""
     if os.environ["RANK"] == "0":
         for line in lines:
             print(line, file=to, flush=True)
 
 
 def library_environment(log_level: str) -> dict[str, str]:
-    """Variables that libraries read when they are imported. A value that the user has set goes before these."""
+    """Return variables that libraries read when they are imported. Values set by the user take precedence."""
     debug = log_level == "DEBUG"
     return {
         "NCCL_DEBUG": "INFO" if debug else "WARN",
         "TORCH_DISTRIBUTED_DEBUG": "INFO" if debug else "OFF",
         "TOKENIZERS_PARALLELISM": "false",
-        **BRIEF_SPINS,
+        **OPENMP_SETTINGS,
         "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -238,7 +246,7 @@ def library_environment(log_level: str) -> dict[str, str]:
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables, where torchrun has not set them: from SLURM's, or those of a single rank."""
+    """Return torchrun's variables where they are not set: derived from SLURM's, or those of a single rank."""
     if "RANK" in environment:
         return {}
     if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
@@ -257,10 +265,10 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_problem(environment: Mapping[str, str]) -> str | None:
-    """What is wrong with torchrun's variables, in one line: others may have set some of them, or left them behind."""
+    """Return one line about missing or invalid torchrun variables, which another tool may have set; else None."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         if name not in environment:
-            return f"RANK={environment['RANK']!r} is set and {name} is not: unset RANK, or start with torchrun"
+            return f"RANK={environment['RANK']!r}: set, but {name} is not; unset RANK, or start with torchrun"
         if name != "MASTER_ADDR" and not environment[name].isdecimal():
             return f"{name}={environment[name]!r}: must be a whole number"
     if int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
@@ -270,7 +278,7 @@ def environment_problem(environment: Mapping[str, str]) -> str | None:
 
 def _slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     def step_or_job(name: str, default: str) -> str:
-        # a job step may use fewer tasks and nodes than its job
+        # A job step may use fewer tasks and nodes than its job.
         return environment.get(f"SLURM_STEP_{name}") or environment.get(f"SLURM_{name}") or default
 
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
@@ -279,13 +287,13 @@ def _slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": re.match(r"\d+", step_or_job("TASKS_PER_NODE", tasks))[0],
+        "LOCAL_WORLD_SIZE": re.split(r"\D", step_or_job("TASKS_PER_NODE", tasks))[0],  # "4(x2)" on two equal nodes
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(step_or_job("NODELIST", "127.0.0.1")),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(job) % 20000),
     }
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a SLURM node list: 'gpu[03-07,12],login' -> 'gpu03'."""
+    """Return the first host of a SLURM node list: 'gpu[03-07,12],login' -> 'gpu03'."""
     found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
     return "".join(part or "" for part in found.groups()) if found else nodelist

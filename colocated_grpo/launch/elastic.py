@@ -1,6 +1,6 @@
-"""torchrun as the launcher starts it: its flags, its agent, and no word where a rank has told what was wrong.
+"""torchrun as the launcher starts it: the same flags and agent, but silent where a rank has reported its error.
 
-Otherwise an error of one line would stand below forty about the process that met it.
+torchrun would otherwise print forty lines about the failed process below that one line.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from torch.distributed.run import parse_args, run
 
 from colocated_grpo.launch.cli import RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
 
-AGENT = "torch.distributed.elastic.multiprocessing.api"
-"""The logger that says how each process ended."""
+AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
+"""Logs how each process ended."""
 
 
 @record
 def main() -> None:
-    logging.getLogger(AGENT).addFilter(lambda _: not told())
+    logging.getLogger(AGENT_LOGGER).addFilter(lambda _: not verdict_written())
     arguments = parse_args(sys.argv[1:])
     try:
         run(arguments)
     except ChildFailedError:
-        if told():
+        if verdict_written():
             sys.exit(RUN_ERROR)
         raise
-    except SignalException as stopped:  # it has passed the signal on to the ranks and waited for them
+    except SignalException as stopped:  # raised after the agent has forwarded the signal and the ranks have exited
         sys.exit(128 + stopped.sigval)
     except DistNetworkError as error:
-        taken = "EADDRINUSE" in str(error)
-        reason = "already in use" if taken else str(error).partition("\n")[0]
-        place = f"--master-port={arguments.master_port} on --master-addr={arguments.master_addr}"
-        print(f"error: {place}: {reason}", file=sys.stderr)
-        sys.exit(USAGE_ERROR if taken else RUN_ERROR)
+        in_use = "EADDRINUSE" in str(error)
+        reason = "already in use; choose another port" if in_use else str(error).partition("\n")[0]
+        address = f"--master-port={arguments.master_port} on --master-addr={arguments.master_addr}"
+        print(f"error: {address}: {reason}", file=sys.stderr)
+        sys.exit(USAGE_ERROR if in_use else RUN_ERROR)
 
 
-def told() -> bool:
-    """Whether a rank of this node has left its words for the launcher."""
+def verdict_written() -> bool:
+    """Return whether a rank of this node has written its error lines for the launcher."""
     return VERDICT_VARIABLE in os.environ and Path(os.environ[VERDICT_VARIABLE]).exists()
 
 

@@ -1,6 +1,6 @@
-"""From a command line to torchrun: parse, check, show, run. Starts nothing before everything has been checked.
+"""The command line `run_colocated_grpo.py`: parse, check everything, print a banner, start torchrun.
 
-Imports only the standard library until the arguments are read, so that --help answers at once.
+Imports only the standard library before the arguments are parsed: --help answers within 0.3 s of CPU time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.launch.cli import (
-    GOOD_END,
+    FINISHED_SUFFIX,
     LOG_LEVEL_VARIABLE,
     RUN_ERROR,
     USAGE_ERROR,
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 DEFAULT_MASTER_PORT = 29500
 PROBE_SECONDS = 10
-# torchrun kills ranks that are still saving this long after it was asked to stop.
+# Seconds that a stopped torchrun gives its ranks to save before it kills them; its default is 30.
 SHUTDOWN_SECONDS = 600
-ENDED_FROM_INSIDE = (
-    "the run ended with exit code 0 before its end, as os._exit() in a reward or an environment does it; --resume auto "
-    "continues from its last checkpoint"
+UNFINISHED = (
+    "the run exited with code 0 before it was finished, for example by os._exit() in a reward or an environment; "
+    "--resume auto continues from its last checkpoint"
 )
-# A socket's name has 107 characters at most, of which vLLM takes 37.
-LONGEST_SOCKET_FOLDER = 70
+# The path of a Unix socket has at most 107 characters, of which vLLM needs 37.
+MAX_SOCKET_FOLDER = 70
 
 
 class LaunchError(ValueError):
-    """Arguments that cannot be run; one line."""
+    """The run cannot be started. The message has one line per problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One launcher's part of a run."""
+    """The part of a run that one launcher starts: all ranks of one node."""
 
     gpus: int
     """GPUs of this node; 0 trains on the CPU."""
@@ -64,7 +64,7 @@ class Launch:
     node_rank: int
     master_addr: str
     master_port: int | None
-    """None: one node, any free port."""
+    """None: a single node, on any free port."""
     config: str
     resume: str | None
     log_level: str
@@ -72,7 +72,7 @@ class Launch:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch a run. Returns its exit code, 2 when it cannot be started."""
+    """Launch a run and return its exit code: 2 where it cannot be started."""
     prepare_streams()
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
@@ -101,35 +101,39 @@ def _parser() -> argparse.ArgumentParser:
         prog="run_colocated_grpo.py",
         allow_abbrev=False,
         description="Train with GRPO, one process per GPU, each with its own in-process vLLM engine.",
-        epilog="Any setting may follow: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false",
+        epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this node; 0: CPU (default: all visible ones)")
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes of a CPU run (default: 1)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the run (default: 1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="this node's number (default: 0)")
-    parser.add_argument("--master-addr", default="localhost", metavar="HOST", help="node 0 (default: localhost)")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs of this node; 0 trains on the CPU (default: all visible)"
+    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes of a CPU run, with --gpus 0 (default: 1)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="index of this node (default: 0)")
+    parser.add_argument(
+        "--master-addr", default="localhost", metavar="HOST", help="address of node 0 (default: localhost)"
+    )
     parser.add_argument(
         "--master-port",
         type=int,
         metavar="PORT",
-        help=f"port on node 0 (default: {DEFAULT_MASTER_PORT}, any free one on a single node)",
+        help=f"port on node 0 (default: {DEFAULT_MASTER_PORT}; with one node, any free port)",
     )
     add_run_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="show what would run, and run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the command, start nothing")
     parser.add_argument(
-        "--redirect-output", type=Path, metavar="FILE", help="append the run's output to FILE, none to the console"
+        "--redirect-output", type=Path, metavar="FILE", help="append the run's output to FILE instead of the console"
     )
     return parser
 
 
 def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: argparse.ArgumentParser) -> Launch:
-    """Raises LaunchError for arguments that contradict each other or themselves."""
-    _refuse_misspelt_flags(overrides, parser)
+    """Return the launch that the arguments describe. Raises LaunchError where they are invalid or contradictory."""
+    _reject_misspelled_flags(overrides, parser)
     gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
     if gpus < 0:
         raise LaunchError(f"--gpus={gpus}: must be at least 0")
     if options.nproc is not None and gpus > 0:
-        raise LaunchError(f"--nproc={options.nproc}: only for CPU runs (--gpus 0); a GPU run has one process per GPU")
+        raise LaunchError(f"--nproc={options.nproc}: valid with --gpus 0 only; a GPU run has one process per GPU")
     if options.nproc is not None and options.nproc < 1:
         raise LaunchError(f"--nproc={options.nproc}: must be at least 1")
     if options.nodes < 1:
@@ -140,7 +144,7 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         raise LaunchError(f"--master-port={options.master_port}: must be between 1 and 65535")
     config = config_file(options)
     if options.config is None and not Path(config).is_file():
-        raise LaunchError(f"--config FILE is needed: there is no {config} here")
+        raise LaunchError(f"--config: required, as the default {config} does not exist in this folder")
     port = options.master_port or (DEFAULT_MASTER_PORT if options.nodes > 1 else None)
     return Launch(
         gpus=gpus,
@@ -156,10 +160,10 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
     )
 
 
-def _refuse_misspelt_flags(overrides: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Settings have a dot or are words of their own; `--gpu 4` is neither, and as a setting its error would mislead."""
+def _reject_misspelled_flags(overrides: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise LaunchError for `--gpu 4`, which would otherwise be reported as an unknown setting."""
     if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
-        raise LaunchError(f"{overrides[0]!r}: a file of settings follows --config")
+        raise LaunchError(f"{overrides[0]!r}: unexpected argument; write --config {overrides[0]}")
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     for argument in overrides:
         name = argument.partition("=")[0]
@@ -171,7 +175,7 @@ def _refuse_misspelt_flags(overrides: Sequence[str], parser: argparse.ArgumentPa
 
 
 def read_settings(launch: Launch) -> tuple[Config, list[str]]:
-    """The settings and notes about them. Raises LaunchError when they cannot be run on this many ranks."""
+    """Return the settings and notes about them. Raises LaunchError where they are invalid for this number of ranks."""
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.config.loading import read_config
     from colocated_grpo.config.rules import check_world
@@ -185,9 +189,9 @@ def read_settings(launch: Launch) -> tuple[Config, list[str]]:
 
 
 def machine_problems(launch: Launch, config: Config) -> list[str]:
-    """What the run needs and does not find here: devices, files, code, a run to resume, each in one line.
+    """Return one line for each device, file, function or run to resume that is missing on this machine.
 
-    A dry run shows it and goes on: it may plan for another machine.
+    A dry run prints them as warnings, as it may be meant for another machine.
     """
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.config.inputs import check_inputs
@@ -196,20 +200,20 @@ def machine_problems(launch: Launch, config: Config) -> list[str]:
 
     problems = []
     if launch.gpus > (visible := visible_gpus(os.environ)):
-        problems.append(f"--gpus={launch.gpus}: only {visible} visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)")
+        problems.append(f"--gpus={launch.gpus}: only {visible} GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)")
     if importlib.util.find_spec("torch") is None:
-        problems.append(f"torchrun not found: {sys.executable} has no torch; use the Python that `make install` fills")
+        problems.append(f"torchrun: torch is not installed for {sys.executable}; use the Python of `make install`")
     resumed = partial(check_resumed, resume=launch.resume, name=Path(launch.config).stem)
     for check in (check_names, check_inputs, resumed):
         try:
             check(config)
         except ConfigError as error:
             problems += str(error).splitlines()
-    return list(dict.fromkeys(problems))  # two of them read the model, and may say the same of it
+    return list(dict.fromkeys(problems))  # two checks read the model and may report the same problem
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """GPUs that a process started here would see. Asks nvidia-smi, as importing torch takes seconds."""
+    """Return how many GPUs CUDA would list. Runs nvidia-smi, because importing torch takes seconds."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=PROBE_SECONDS).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -227,11 +231,11 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
 
 
 def torchrun_command(launch: Launch) -> list[str]:
-    """The exact command of this node."""
+    """Return the command that starts this node's ranks."""
     command = [sys.executable, "-m", "colocated_grpo.launch.elastic", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(launch.ranks)]
     if launch.master_port is None:
-        # by number, as the host's own name may resolve to nothing inside a container
+        # A numeric address: inside a container the host name may not resolve.
         command += ["--standalone", "--local-addr", "127.0.0.1"]
     else:
         command += ["--node-rank", str(launch.node_rank)]
@@ -243,7 +247,7 @@ def torchrun_command(launch: Launch) -> list[str]:
 
 
 def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log_level: str) -> dict[str, str]:
-    """`environment` with what a node's ranks need; of the libraries' variables, those the user has set stay."""
+    """Return `environment` with the variables that the ranks need. Library variables set by the user are kept."""
     package_root = str(Path(__file__).resolve().parents[2])
     paths = [package_root, *filter(None, [environment.get("PYTHONPATH")])]
     child = library_environment(log_level) | dict(environment)
@@ -256,7 +260,7 @@ def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log
 
 
 def banner(launch: Launch, command: Sequence[str]) -> str:
-    """What is about to run, for people."""
+    """Return the summary of the run that is printed before it starts."""
     free_port = launch.master_port is None
     master = "this machine, any free port" if free_port else f"{launch.master_addr}:{launch.master_port}"
     facts = {
@@ -281,17 +285,17 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
     try:
         _show(text, redirect, sys.stdout)
     except OSError as error:
-        print(f"error: --redirect-output={str(redirect)!r}: cannot be written ({error.strerror})", file=sys.stderr)
+        print(f"error: --redirect-output={str(redirect)!r}: cannot write ({error.strerror})", file=sys.stderr)
         return USAGE_ERROR
     with tempfile.TemporaryDirectory(prefix="colocated-grpo-") as folder:
         verdict = Path(folder) / "verdict"
-        # torchrun would make a folder for its logs in each run and leave it behind; tensor-parallel engines, sockets.
+        # torchrun's log folder and the sockets of tensor-parallel engines would otherwise stay behind in /tmp.
         inside = {"PET_LOG_DIR": folder, **environment, VERDICT_VARIABLE: str(verdict)}
-        if len(folder) <= LONGEST_SOCKET_FOLDER:
+        if len(folder) <= MAX_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", folder)
         code = run_command(command, inside, redirect)
-        if code == 0 and verdict.parent.is_dir() and not verdict.with_suffix(GOOD_END).exists():
-            known, lines = str(RUN_ERROR), f"error: {ENDED_FROM_INSIDE}"
+        if code == 0 and verdict.parent.is_dir() and not verdict.with_suffix(FINISHED_SUFFIX).exists():
+            known, lines = str(RUN_ERROR), f"error: {UNFINISHED}"
         elif code and verdict.exists():
             known, _, lines = verdict.read_text(encoding="utf-8").partition("\n")
         else:
@@ -302,7 +306,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redi
 
 
 def _show(text: str, redirect: Path | None, console: TextIO) -> None:
-    """Raises OSError where a file cannot be written. A run needs nobody who looks at its console."""
+    """Print `text`. Raises OSError where the file cannot be written; a closed console is not an error."""
     if redirect is None:
         with suppress(OSError):
             print(text, file=console, flush=True)

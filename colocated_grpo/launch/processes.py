@@ -1,4 +1,4 @@
-"""Running one command whose processes must all be gone afterwards, and stopping it politely first."""
+"""Runs one command, forwards the first stop signal so that its ranks can save, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ import psutil
 from colocated_grpo.runtime.signals import stop_signals
 
 REAP_SECONDS = 10.0
-SAME_REQUEST_SECONDS = 1.0
-"""A signal that comes again so soon is the same request: a terminal and a wrapper may both pass it on."""
+DUPLICATE_SECONDS = 1.0
+"""The same signal again within this time is one request: a terminal and a wrapper may both forward it."""
 # Linux <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-STOPPING = b"\nstopping: the run ends where nothing is lost; Ctrl-C again, or SIGTERM, kills it at once\n"
+STOPPING = (
+    b"\nstopping: the run saves a checkpoint at the next safe point and ends; "
+    b"Ctrl-C again, or SIGTERM, kills it at once\n"
+)
 
 
 def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path | None = None) -> int:
-    """Run to the end and return the exit code; 128 + n when ended by signal n. Call from the main thread.
+    """Run `command` and return its exit code, or 128 + n where signal n ended it. Call from the main thread.
 
-    The first stop signal reaches, as SIGTERM, the children of the command: under torchrun these are the ranks, which
-    may take as long as they need to save, while torchrun itself would kill them after 30 seconds. A second SIGINT or
-    SIGTERM kills everything. When this returns, no process that the command has started is alive.
+    The first stop signal is forwarded as SIGTERM to the children of the command. Under torchrun these are the ranks,
+    which may then take as long as they need to save; torchrun itself would kill them after 30 seconds. A second SIGINT
+    or SIGTERM kills all processes. When this function returns, no process started by the command is alive.
     """
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     _adopt_orphans()
@@ -42,7 +45,7 @@ def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path |
                 env=dict(env),
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which passes it on once
+                start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
                 preexec_fn=_end_with_parent(),
             )
             stop.watch(process)
@@ -55,14 +58,14 @@ def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path |
 
 
 class _StopSignals:
-    """While entered: turns signals into a polite stop, then into an impolite one."""
+    """Signal handlers while entered: the first request stops the process gracefully, the second kills it."""
 
     def __init__(self, spare: set[int]) -> None:
         self.received: list[int] = []
         self._spare = spare
         self._process: subprocess.Popen[bytes] | None = None
         self._last: dict[int, float] = {}
-        self._urged = 0
+        self._kill_requests = 0
 
     def __enter__(self) -> _StopSignals:
         self._before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
@@ -74,35 +77,35 @@ class _StopSignals:
 
     def watch(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        if self.received:  # the signal came while the process was being made
-            _stop_politely(process)
+        if self.received:  # a signal arrived while the process was being started
+            _request_stop(process)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.received.append(number)
         now = time.monotonic()
-        again = now - self._last.get(number, -math.inf) < SAME_REQUEST_SECONDS
+        duplicate = now - self._last.get(number, -math.inf) < DUPLICATE_SECONDS
         self._last[number] = now
-        # A terminal that is closed sends several SIGHUP, and systemd one after its SIGTERM: nobody urges by them.
-        self._urged += not again and number != signal.SIGHUP
-        if self._urged > 1:
+        # SIGHUP never kills: a closing terminal sends several, and systemd sends one after its SIGTERM.
+        self._kill_requests += not duplicate and number != signal.SIGHUP
+        if self._kill_requests > 1:
             kill_descendants(spare=self._spare)
         elif len(self.received) == 1 and self._process is not None:
-            _stop_politely(self._process)
+            _request_stop(self._process)
 
 
 def kill_descendants(spare: set[int]) -> None:
-    """SIGKILL every descendant of this process but `spare`, and wait until they are gone."""
+    """Send SIGKILL to every descendant of this process except `spare`, and reap them."""
     while victims := [child for child in psutil.Process().children(recursive=True) if child.pid not in spare]:
         for victim in victims:
             _signal(victim, signal.SIGKILL)
         _, alive = psutil.wait_procs(victims, timeout=REAP_SECONDS)
         if alive:
-            return  # stuck inside the kernel: no signal reaches them, and waiting longer helps nobody
+            return  # blocked inside the kernel, where no signal is delivered
 
 
-def _stop_politely(process: subprocess.Popen[bytes]) -> None:
-    with suppress(OSError):  # a terminal that has gone
-        os.write(2, STOPPING)  # not print: the signal may have come inside another one
+def _request_stop(process: subprocess.Popen[bytes]) -> None:
+    with suppress(OSError):  # the terminal may be closed
+        os.write(2, STOPPING)  # not print, which is not reentrant: this runs inside a signal handler
     with suppress(psutil.NoSuchProcess):
         command = psutil.Process(process.pid)
         for target in command.children() or [command]:
@@ -124,16 +127,16 @@ def _output(redirect: Path | None) -> Iterator[int | None]:
 
 
 def _adopt_orphans() -> None:
-    """Let processes whose parent dies become ours: ranks live in sessions of their own, where no killpg finds them."""
+    """Become the parent of descendants whose parent dies. Ranks have their own sessions, so killpg would miss them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """What a child runs before its command, so that it gets SIGTERM even when the launcher is killed with SIGKILL."""
+    """Return a preexec function: the kernel sends the child SIGTERM when the launcher dies, even by SIGKILL."""
     if sys.platform != "linux":
         return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # loaded here: after a fork only async-safe calls are safe
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # loaded before the fork, after which little is safe to call
 
     def prepare() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -47,7 +47,7 @@ class Collector:
         seed: int,
         reward_workers: int,
         reward_timeout: float,
-        stop_asked: Callable[[], bool],
+        stop_requested: Callable[[], bool],
     ) -> None:
         self._driver = driver
         self._episodes = episodes
@@ -57,7 +57,7 @@ class Collector:
         self._dispatch = dispatch
         self._seed = seed
         self._reward_timeout = reward_timeout
-        self._stop_asked = stop_asked
+        self._stop_requested = stop_requested
         self._rewards = RewardCalls(self._score, workers=reward_workers, timeout=reward_timeout)
 
     def collect(self, job: Job) -> list[Group]:
@@ -87,7 +87,7 @@ class Collector:
             for index in batch.advance():
                 if queue.counts:
                     calls[index] = self._rewards.submit(job.prompts[index], batch.completions_of(index))
-            if queue.may_stop and self._stop_asked():
+            if queue.may_stop and self._stop_requested():
                 self._episodes.cancel()
                 self._driver.abort()
                 return lambda: None

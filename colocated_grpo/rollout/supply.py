@@ -68,7 +68,7 @@ class PromptSupply:
         source: LongestFirst | None,
         collector: Collector,
         world: World,
-        stop_asked: Callable[[], bool],
+        stop_requested: Callable[[], bool],
         config: RolloutConfig,
         sampling: Sampling,
         opponent: Opponent | None = None,
@@ -77,7 +77,7 @@ class PromptSupply:
         self._source = source
         self._collector = collector
         self._world = world
-        self._stop_asked = stop_asked
+        self._stop_requested = stop_requested
         self._config = config
         self.sampling = sampling
         self._opponent = opponent
@@ -119,7 +119,7 @@ class PromptSupply:
         return groups
 
     def _pull(self) -> list[Prompt] | None:
-        if self._stop_asked():
+        if self._stop_requested():
             return None
         source = self._main_source()
         self._before = source.state_dict()

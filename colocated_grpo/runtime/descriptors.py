@@ -1,15 +1,16 @@
-"""How many files and connections this process may have open."""
+"""The limit on open files and connections of this process. Standard library only: ranks and servers import it first."""
 
 import resource
 
 DESCRIPTORS = 65_536
-"""More than connections and files of a run together."""
+"""Soft limit requested: more than the connections and files of one run together."""
 
 
-def allow_descriptors() -> None:
-    """As many as the system lets this process have: held connections would leave none for a checkpoint.
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit to `DESCRIPTORS`, or to the hard limit where that is lower.
 
-    Most systems start a process with 1,024, which episodes and rewards that call services can hold at a time.
+    Most systems start a process with 1,024. Episodes and rewards that call services can use all of them, and then no
+    checkpoint can be written.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
@@ -17,7 +18,7 @@ def allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def most_connections() -> int:
-    """Clients may hold so many; the rest is left for files and for what the run itself connects to."""
+def max_client_connections() -> int:
+    """Return how many connections a server may accept: three quarters of the limit, the rest is for the run itself."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) * 3 // 4

@@ -1,4 +1,7 @@
-"""Process group, device and the few collectives the loop needs. Functions are collective unless they say otherwise."""
+"""Process group, device, seeds and the few collectives that the loop needs.
+
+Functions and methods are collective unless they say otherwise: every rank calls them, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,69 +24,69 @@ from colocated_grpo.errors import in_one_line
 
 T = TypeVar("T")
 
-# A peer that died is noticed by the watchdog within seconds, so a collective may wait for a slow but living rank.
+# The watchdog detects a dead peer within seconds, so this only limits the wait for a rank that is slow but alive.
 COLLECTIVE_TIMEOUT = timedelta(hours=4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This rank's place among the others. Built once by `init_world`."""
+    """This rank's place among all ranks, and its process groups. Built once by `init_world`."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
-    """One axis over all ranks: the FSDP2 shards."""
+    """One axis, "shard", over all ranks, for FSDP2."""
     store: dist.Store
-    """Key-value store shared by all ranks; the shared prompt counter lives here."""
+    """Key-value store of the run: prompt counter, stop request, first failure."""
     control: dist.ProcessGroup
-    """Gloo group for plain objects: waiting on it needs no GPU and no NCCL watchdog."""
+    """Gloo group for Python objects and CPU tensors: needs no GPU, and no NCCL timeout applies."""
     checkpoints: dist.ProcessGroup
-    """Gloo group of the background checkpoint writer, so that its collectives never mix with the loop's."""
+    """Gloo group of the background checkpoint writer, whose collectives overlap with those on `control`."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def gather_objects(self, item: T) -> list[T]:
-        """Every rank's item, in rank order, on every rank."""
+        """Return every rank's item, in rank order, on every rank. Items must be picklable."""
         if self.size == 1:
             return [item]
         gathered: list[T | None] = [None] * self.size
         dist.all_gather_object(gathered, item, group=self.control)
-        return gathered
+        return cast("list[T]", gathered)
 
     def broadcast_object(self, item: T | None) -> T:
-        """Rank 0's item on every rank."""
-        if self.size == 1:
-            return item
+        """Return rank 0's item on every rank. The argument of the other ranks is ignored."""
         box = [item]
-        dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.control)
+        return cast("T", box[0])
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """`make()` runs on rank 0 only; its result, or its exception, reaches every rank."""
+        """Call `make` on rank 0 only, and return its result, or raise its exception, on every rank."""
         outcome: tuple[T | None, Exception | None] | None = None
         failure: Exception | None = None
         if self.is_main:
             try:
                 outcome = (make(), None)
-            except Exception as error:  # raised again below, on all ranks, so that none waits for a broadcast for ever
-                failure, outcome = error, (None, _portable(error))
+            except Exception as error:  # broadcast like a result, or the other ranks would wait for ever
+                failure, outcome = error, (None, _picklable(error))
         value, error = self.broadcast_object(outcome)
         if error is not None:
             raise error if failure is None else failure
-        return value
+        return cast("T", value)
 
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.control)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce in place."""
+        """All-reduce `tensor` in place and return it."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All-reduce `tensor` in place by maximum and return it."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
@@ -92,9 +95,11 @@ class World:
         return tensor
 
 
-def _portable(error: Exception) -> Exception:
-    """The error itself where other processes can build it, as they cannot with many of libraries: those need arguments
-    that pickle does not keep, or hold a lock."""
+def _picklable(error: Exception) -> Exception:
+    """Return `error` if it survives pickling, else a RuntimeError with its type and message.
+
+    Many library errors do not: they hold a lock, or their constructor needs arguments that pickle does not store.
+    """
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -103,9 +108,9 @@ def _portable(error: Exception) -> Exception:
 
 
 def init_world() -> World:
-    """Join the process group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe."""
+    """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
     on_gpu = torch.cuda.is_available()
-    # Modulo: some schedulers show each process one GPU and still number the processes.
+    # Modulo, because some schedulers make one GPU visible to each process and still count LOCAL_RANK up.
     device = (
         torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         if on_gpu
@@ -128,32 +133,38 @@ def init_world() -> World:
         device=device,
         mesh=init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)),
         store=dist.PrefixStore("colocated_grpo", store),
-        control=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
-        checkpoints=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
+        control=_new_gloo_group(),
+        checkpoints=_new_gloo_group(),
     )
 
 
+def _new_gloo_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)  # another type only on ranks that are not members
+    return group
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a sharded tensor, and any other tensor itself. Not collective."""
+    """Return this rank's rows of a DTensor, and any other tensor unchanged. Not collective."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All ranks' rows of a sharded tensor, and any other tensor itself."""
+    """All-gather a DTensor into a full tensor. Any other tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def use_deterministic_kernels() -> None:
-    """Kernels that add in a fixed order, for runs that must repeat bit by bit. Call before the first CUDA kernel.
+    """Select kernels with a fixed order of additions, for bit-identical runs. Call before the first CUDA kernel.
 
-    Slower: attention's backward pass and scattered sums give up their atomic additions. Not collective.
+    Slower, because attention's backward pass and scatter-adds cannot use atomic additions. Not collective.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 31-bit seed that depends on every part and on nothing else. Not collective."""
+    """Return a 31-bit seed that depends on all parts and on nothing else. Not collective."""
     digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
@@ -161,8 +172,8 @@ def derive_seed(*parts: int | str) -> int:
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch. Not collective.
 
-    The loop calls this at each step with a seed derived from (run seed, step, rank): random state is then a function of
-    the step and needs no place in a checkpoint.
+    The loop calls this at each step with a seed derived from (run seed, step, rank): random state is a function of the
+    step and needs no checkpoint.
     """
     random.seed(seed)
     np.random.seed(seed)

@@ -1,4 +1,4 @@
-"""A kernel-level look at one training step, on request."""
+"""Kernel-level profile of one training phase (`tracking.profile_step`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-ROWS = 40
+TABLE_ROWS = 40
 
 
 def profiled(folder: Path | None) -> AbstractContextManager[None]:
-    """Profile the block into `folder` (trace.json.gz for a viewer, kernels.txt for reading); None does nothing."""
+    """Profile the block and write trace.json.gz and kernels.txt into `folder`. None: do nothing."""
     return nullcontext() if folder is None else _profile(folder)
 
 
@@ -25,5 +25,5 @@ def _profile(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     averages = recorded.key_averages()
-    (folder / "kernels.txt").write_text(averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=90))
+    (folder / "kernels.txt").write_text(averages.table(sort_by=order, row_limit=TABLE_ROWS, max_name_column_width=90))
     recorded.export_chrome_trace(str(folder / "trace.json.gz"))

@@ -1,115 +1,146 @@
-"""Which folder a run writes into, which one it continues, and that no two runs share one."""
+"""The run folder: which one a run writes into or resumes, its lock, and where its checkpoints are.
+
+Imports no torch: the launcher checks `--resume` with these functions.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import first_difference, read_config_json, shape_of
 from colocated_grpo.config.schema import Config
-from colocated_grpo.runtime.checkpoint_folders import FOLDER, complete_checkpoints, saved_shape
 
 AUTO = "auto"
 LOCK_FILE = ".lock"
-_held: list[TextIO] = []
-"""Locks of this process. They are never given back: whatever ends the process ends them, a kill too."""
+CHECKPOINTS = "checkpoints"
+STATE_FILE = "trainer.json"
+"""The file of a checkpoint that is not a tensor file: step, policy version and the trainer's state."""
+MODEL_SHAPE = "model_shape"
+"""Key in the trainer's state: the entries of the model's config.json that determine the shapes of its weights."""
+CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
+"""Folders with other names (step_best, step_000003 copy) belong to the user: neither resumed from nor deleted."""
+_locks: list[TextIO] = []
+"""Open lock files. They stay open until the process ends, which releases the locks however it ends."""
 
 
 def choose_run_folder(config: Config, resume: str | None, name: str) -> Path:
-    """The folder of this run. `name` heads new folders and tells which ones `--resume auto` may continue.
+    """Return the folder of this run. `name` is the prefix of new folders and of those that `--resume auto` considers.
 
-    Raises ConfigError where a named run does not exist, or a new one would mix with an old one.
+    Raises ConfigError where the run to resume does not exist, or where a new run would overwrite an existing one.
     """
     output = Path(config.output_dir)
     if resume == AUTO:
-        newest = _newest(output, config.run_name, name)
+        newest = _newest_run(output, config.run_name, name)
         if newest is not None:
             return newest
     elif resume is not None:
-        return _existing(Path(resume))
+        return _existing_run(Path(resume))
     folder = output / (config.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if complete_checkpoints(folder / FOLDER) and resume is None:
+    if complete_checkpoints(folder / CHECKPOINTS) and resume is None:
         raise ConfigError(
-            f"run_name={config.run_name!r}: {folder} holds a run already; add --resume, or choose another name"
+            f"run_name={config.run_name!r}: {folder} already contains a run; add --resume, or choose another name"
         )
     return folder
 
 
 def check_resumed(config: Config, resume: str | None, name: str) -> None:
-    """Raise ConfigError where the run cannot write into its folder, or continues one of another model.
+    """Raise ConfigError where the run has no valid folder, or resumes a checkpoint of a model of another shape.
 
-    The weights' shapes must be those of the checkpoint. The model's name may be another: folders are moved, and what a
-    run has begun with is in its checkpoint.
+    Only shapes are compared, not names: a model folder may have moved, and the weights come from the checkpoint.
     """
-    checkpoints = complete_checkpoints(choose_run_folder(config, resume, name) / FOLDER)
+    checkpoints = complete_checkpoints(choose_run_folder(config, resume, name) / CHECKPOINTS)
     if not checkpoints:
         return
-    ours, theirs = shape_of(read_config_json(config.model)), saved_shape(checkpoints[-1])
-    if (key := first_difference(ours, theirs)) is not None:
+    shape, saved = shape_of(read_config_json(config.model)), saved_shape(checkpoints[-1])
+    if (key := first_difference(shape, saved)) is not None:
         raise ConfigError(
-            f"model.name={config.model.name!r}: its {key} is {ours[key]}, that of the checkpoint {checkpoints[-1]} is "
-            f"{theirs[key]}; a run is resumed with a model of the same shape"
+            f"model.name={config.model.name!r}: {key} is {shape[key]}, but {saved[key]} in the checkpoint "
+            f"{checkpoints[-1]}; resume with a model of the same shape"
         )
 
 
-def claim(folder: Path) -> Path:
-    """Make `folder` and lock it until this process ends. Raises ConfigError where another run is writing into it.
+def lock_folder(folder: Path) -> Path:
+    """Create `folder`, lock it until this process ends, and return its absolute path.
 
-    Its absolute path, for a reward may change the working folder of the process.
+    The path is absolute because a reward may change the working folder. Raises ConfigError where another process has
+    the lock. On a file system without locks the folder stays unlocked.
     """
     folder = folder.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be written ({error.strerror})") from None
+        raise ConfigError(f"output_dir: cannot write to {folder} ({error.strerror})") from None
     try:
-        # a record lock, for a forked child (a process pool of a reward) does not inherit it and may live longer
+        # A record lock: forked children, which may outlive the rank (a reward's process pool), do not inherit it.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         lock.seek(0)
-        raise ConfigError(f"{folder}: another run writes into it ({lock.read().strip()})") from None
+        raise ConfigError(f"{folder}: in use by another run ({lock.read().strip()})") from None
     except OSError:
-        return folder  # a file system without locks
+        return folder
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
     lock.flush()
-    _held.append(lock)
+    _locks.append(lock)
     return folder
 
 
 @contextmanager
 def removed_if_unused(folder: Path) -> Iterator[None]:
-    """When the block raises, take away a claimed folder that holds nothing: a mistake in a config leaves no run."""
+    """Remove a locked folder when the block raises and nothing was written: a wrong setting leaves no empty run."""
     try:
         yield
     except BaseException:
         if [path.name for path in folder.glob("*")] == [LOCK_FILE]:
-            with suppress(OSError):  # every rank comes by here
+            with suppress(OSError):  # every rank tries, one succeeds
                 (folder / LOCK_FILE).unlink()
                 folder.rmdir()
         raise
 
 
-def _newest(output: Path, run_name: str | None, name: str) -> Path | None:
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest first."""
+    complete = [path for path in folder.glob("step_*") if is_complete(path)]
+    return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def is_complete(checkpoint: Path) -> bool:
+    return CHECKPOINT_NAME.fullmatch(checkpoint.name) is not None and (checkpoint / STATE_FILE).exists()
+
+
+def saved_shape(checkpoint: Path) -> dict[str, Any]:
+    """Return the model shape recorded in a checkpoint; empty where it is missing or unreadable.
+
+    Damage is reported by `Checkpoints.restore`, which reads the whole checkpoint.
+    """
+    try:
+        return dict(json.loads((checkpoint / STATE_FILE).read_text())["state"][MODEL_SHAPE])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _newest_run(output: Path, run_name: str | None, name: str) -> Path | None:
     if run_name is not None:
         return output / run_name
-    own = re.compile(re.escape(name) + r"-\d{8}-\d{6}")  # grpo-large-20260101-000000 is no run of grpo.yaml
-    runs = [run for run in output.glob("*") if own.fullmatch(run.name) and (run / FOLDER).is_dir()]
-    # The run folder itself changes whenever a report is made anew.
-    return max(runs, key=lambda run: (run / FOLDER).stat().st_mtime, default=None)
+    pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")  # grpo-large-20260101-000000 is not a run of grpo.yaml
+    runs = [run for run in output.glob("*") if pattern.fullmatch(run.name) and (run / CHECKPOINTS).is_dir()]
+    # Not the run folder's own time, which changes when its report is rebuilt.
+    return max(runs, key=lambda run: (run / CHECKPOINTS).stat().st_mtime, default=None)
 
 
-def _existing(folder: Path) -> Path:
+def _existing_run(folder: Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"--resume={str(folder)!r}: no such run folder")
-    if not complete_checkpoints(folder / FOLDER):
-        raise ConfigError(f"--resume={str(folder)!r}: no complete checkpoint in {folder / FOLDER}")
+    if not complete_checkpoints(folder / CHECKPOINTS):
+        raise ConfigError(f"--resume={str(folder)!r}: no complete checkpoint in {folder / CHECKPOINTS}")
     return folder

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from colocated_grpo.config.schema import COLDEST
+from colocated_grpo.config.schema import MIN_TEMPERATURE
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import OnDelta
 from colocated_grpo.runtime.distributed import derive_seed
@@ -149,8 +149,8 @@ class Sampler:
             entries = [entry for future in scored for entry in await result_of(future)]
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
-        # Greedy log-probabilities are at temperature 1. vLLM raises positive temperatures below COLDEST to COLDEST.
-        temperature = max(parameters.temperature, COLDEST) if parameters.temperature else 1.0
+        # Greedy log-probabilities are at temperature 1. vLLM raises positive temperatures to MIN_TEMPERATURE.
+        temperature = max(parameters.temperature, MIN_TEMPERATURE) if parameters.temperature else 1.0
         origin = Origin(temperature, completion.policy_version, completion.finish_reason)
         self._origins.remember(request.token_ids, completion.token_ids, origin)
         text = self.codec.decode(completion.token_ids, skip_special_tokens=parameters.skip_special_tokens)

@@ -1,5 +1,5 @@
 import os
 
-from colocated_grpo.launch.cli import BRIEF_SPINS
+from colocated_grpo.launch.cli import OPENMP_SETTINGS
 
-os.environ.update({**BRIEF_SPINS, **os.environ})  # before torch is imported
+os.environ.update({**OPENMP_SETTINGS, **os.environ})  # before torch is imported

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from colocated_grpo.runtime.descriptors import allow_descriptors, most_connections
+from colocated_grpo.runtime.descriptors import max_client_connections, raise_descriptor_limit
 
 BACKLOG = 2048
 SHUTDOWN_SECONDS = 1
@@ -30,7 +30,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        if len(self.connections) > most_connections():
+        if len(self.connections) > max_client_connections():
             transport.abort()
         else:
             self._check_later(None)
@@ -60,7 +60,7 @@ class ServerThread:
 
     def __init__(self, app: ASGIApp, host: str, ports: Sequence[int]) -> None:
         """ports: 0 stands for any free port; `self.ports` holds the actual ones."""
-        allow_descriptors()
+        raise_descriptor_limit()
         self._sockets: list[socket.socket] = []
         try:
             for port in ports:

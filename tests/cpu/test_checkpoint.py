@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime.checkpoint_folders import FOLDER, STATE_FILE, complete_checkpoints
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.run_folder import CHECKPOINTS, STATE_FILE, complete_checkpoints
 from colocated_grpo.tools.make_model import make_model
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
@@ -168,7 +168,7 @@ def change_weights_while_writing(world: World, folder: Path, run_dir: Path) -> t
             for parameter, state in zip(policy.model.parameters(), policy.optimizer.state.values(), strict=True):
                 for tensor in (parameter, *state.values()):
                     tensor.fill_(7.0)
-        assert complete_checkpoints(run_dir / FOLDER) == []
+        assert complete_checkpoints(run_dir / CHECKPOINTS) == []
         go_on.set()
         checkpoints.wait()
     finally:
@@ -193,24 +193,24 @@ def test_training_during_a_save_does_not_change_the_saved_tensors(world, model_f
 
 def test_an_interrupted_save_is_not_a_checkpoint(world, model_folder, tmp_path):
     save_and_go_on(world, model_folder(), tmp_path, "adamw")
-    whole_one = tmp_path / FOLDER / "step_000005"
-    killed = tmp_path / FOLDER / "step_000006.partial"
+    whole_one = tmp_path / CHECKPOINTS / "step_000005"
+    killed = tmp_path / CHECKPOINTS / "step_000006.partial"
     killed.mkdir()
     (killed / STATE_FILE).write_text((whole_one / STATE_FILE).read_text())
-    (tmp_path / FOLDER / "step_000007").mkdir()
-    assert complete_checkpoints(tmp_path / FOLDER) == [whole_one]
+    (tmp_path / CHECKPOINTS / "step_000007").mkdir()
+    assert complete_checkpoints(tmp_path / CHECKPOINTS) == [whole_one]
     policy = policy_of(config_with(model_folder(), "adamw"), world)
     assert checkpoints_of(world, tmp_path).restore(policy)[0] == 5
 
 
 def test_a_users_copy_beside_the_checkpoints_is_neither_resumed_nor_counted(world, model_folder, tmp_path):
     save_and_go_on(world, model_folder(), tmp_path, "adamw")
-    own = tmp_path / FOLDER / "step_000005"
+    own = tmp_path / CHECKPOINTS / "step_000005"
     for name in ("step_best", "step_000009 copy"):
         shutil.copytree(own, own.with_name(name))
     later = own.with_name("step_1000000")
     shutil.copytree(own, later)
-    assert complete_checkpoints(tmp_path / FOLDER) == [own, later]
+    assert complete_checkpoints(tmp_path / CHECKPOINTS) == [own, later]
 
 
 def half(file: Path) -> None:
@@ -231,7 +231,7 @@ def half(file: Path) -> None:
 )
 def test_a_damaged_checkpoint_is_one_line(world, model_folder, tmp_path, damage, cause):
     save_and_go_on(world, model_folder(), tmp_path, "adamw")
-    folder = tmp_path / FOLDER / "step_000005"
+    folder = tmp_path / CHECKPOINTS / "step_000005"
     damage(folder)
     policy = policy_of(config_with(model_folder(), "adamw"), world)
     with pytest.raises(RunError, match=rf"^checkpoint {folder}: cannot be read \({cause}\); move it away to resume"):
@@ -246,17 +246,17 @@ def test_an_interrupted_deletion_leaves_no_partial_checkpoint(world, model_folde
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda *_arguments, **_options: None)
         checkpoints.wait()
-    assert [path.name for path in complete_checkpoints(tmp_path / FOLDER)] == ["step_000002"]
+    assert [path.name for path in complete_checkpoints(tmp_path / CHECKPOINTS)] == ["step_000002"]
     checkpoints.save(3, policy, {})
     checkpoints.wait()
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_000003"], "what was left is gone"
+    assert [path.name for path in (tmp_path / CHECKPOINTS).iterdir()] == ["step_000003"], "what was left is gone"
 
 
 def test_a_step_that_is_saved_already_is_not_written_again(world, model_folder, tmp_path, monkeypatch):
     save_and_go_on(world, model_folder(), tmp_path, "adamw")
     monkeypatch.setattr(dcp, "async_save", None)
     checkpoints_of(world, tmp_path).save(5, policy_of(config_with(model_folder(), "adamw"), world), STATE)
-    assert [path.name for path in complete_checkpoints(tmp_path / FOLDER)] == ["step_000005"]
+    assert [path.name for path in complete_checkpoints(tmp_path / CHECKPOINTS)] == ["step_000005"]
 
 
 def save_twice(world: World, folder: Path, run_dir: Path) -> tuple[int, dict]:
@@ -272,7 +272,7 @@ def save_twice(world: World, folder: Path, run_dir: Path) -> tuple[int, dict]:
 def test_a_step_that_is_saved_again_has_the_later_state(model_folder, tmp_path):
     """What a source has taken from outside since then belongs to the resumed run."""
     assert run_on_ranks(save_twice, 2, model_folder(), tmp_path) == [(5, {"taken": [1]})] * 2
-    assert [path.name for path in (tmp_path / FOLDER / "step_000005").glob("trainer*")] == [STATE_FILE]
+    assert [path.name for path in (tmp_path / CHECKPOINTS / "step_000005").glob("trainer*")] == [STATE_FILE]
 
 
 def test_a_state_that_cannot_be_written_leaves_the_earlier_one(world, model_folder, tmp_path, monkeypatch):
@@ -311,7 +311,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint_and_is_reported(world, mod
     checkpoints.save(6, policy_of(config_with(model_folder(), "adamw"), world), {})
     with pytest.raises(RunError, match=r"failed \(\S+ GiB free there\): rank 0: OSError: no space left on device$"):
         checkpoints.wait()
-    assert [path.name for path in complete_checkpoints(tmp_path / FOLDER)] == ["step_000005"]
+    assert [path.name for path in complete_checkpoints(tmp_path / CHECKPOINTS)] == ["step_000005"]
 
 
 def test_a_checkpoint_is_visible_as_soon_as_waiting_for_it_ends(world, model_folder, tmp_path, monkeypatch):
@@ -327,7 +327,7 @@ def test_a_checkpoint_is_visible_as_soon_as_waiting_for_it_ends(world, model_fol
     monkeypatch.setattr(Path, "rename", rename_late)
     checkpoints.save(1, policy, {})
     checkpoints.wait()
-    assert [path.name for path in complete_checkpoints(tmp_path / FOLDER)] == ["step_000001"]
+    assert [path.name for path in complete_checkpoints(tmp_path / CHECKPOINTS)] == ["step_000001"]
 
 
 def test_only_the_newest_checkpoints_are_kept(world, model_folder, tmp_path):
@@ -336,7 +336,7 @@ def test_only_the_newest_checkpoints_are_kept(world, model_folder, tmp_path):
     for step in (9, 10, 11, 11):
         checkpoints.save(step, policy, {"step": step})
     checkpoints.wait()
-    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["step_000010", "step_000011"]
+    assert sorted(path.name for path in (tmp_path / CHECKPOINTS).iterdir()) == ["step_000010", "step_000011"]
     assert checkpoints.restore(policy) == (11, {"step": 11})
 
 

@@ -1,4 +1,4 @@
-"""Loading settings from text, for tests."""
+"""Loads settings from text, for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MINIMAL = "model: {name: some/model}\nenvironments: [{type: task, name: sorting}
 
 
 def load(text: str = "", *overrides: str, alone: bool = False) -> Config:
-    """`text` after a minimal config, or alone, in a file named x.yaml."""
+    """Load `text`, appended to a minimal config or alone, from a file named x.yaml."""
     return _read(text, overrides, alone).config
 
 
@@ -23,8 +23,8 @@ def notes(text: str, *overrides: str) -> list[str]:
     return _read(text, overrides, alone=False).notes
 
 
-def complaint(text: str = "", *overrides: str, alone: bool = False) -> str:
-    """The error lines of settings that must not load."""
+def config_error(text: str = "", *overrides: str, alone: bool = False) -> str:
+    """Return the error lines of settings that do not load."""
     with pytest.raises(ConfigError) as caught:
         _read(text, overrides, alone)
     return str(caught.value)

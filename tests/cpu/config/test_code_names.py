@@ -1,4 +1,4 @@
-"""Names of the user's own code: what the launcher can tell of them without running it."""
+"""Names of user code are checked without running it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make():
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
-    """The working folder, with rewards.py, and modules of a package beside it."""
+    """The working folder, with rewards.py and a package with modules."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_package/part").mkdir(parents=True)
     for file in ("rewards.py", "own_package/__init__.py", "own_package/rewards.py", "own_package/part/rewards.py"):
@@ -41,8 +41,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def complaint(name: str) -> str | None:
-    """About `name`, which stands under the key `k`."""
+def error_of(name: str) -> str | None:
+    """Check `name` under the key `k`. Return the error without key and name, None without an error."""
     lines = list(check_code_name("k", name))
     assert len(lines) < 2
     return lines[0].removeprefix(f"k={name!r}: ") if lines else None
@@ -52,25 +52,25 @@ NAMES = ["short", "Judge", "judge", "renamed", "one", "two", "looped", "opened",
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_a_file_defines_or_imports_may_be_named_and_it_is_not_run(name):
-    assert complaint(f"rewards.py:{name}") is None
+def test_everything_that_a_file_defines_or_imports_is_accepted_without_running_it(name):
+    assert error_of(f"rewards.py:{name}") is None
 
 
 @pytest.mark.parametrize("module", ["rewards.py", "own_package", "own_package.rewards", "own_package.part.rewards"])
-def test_an_object_that_a_file_lacks_is_told_with_the_one_that_was_meant(module):
-    assert complaint(f"{module}:short") is None
-    assert complaint(f"{module}:shrot") == f"{module} defines no 'shrot'; did you mean 'short'?"
+def test_a_missing_object_is_reported_with_the_nearest_name(module):
+    assert error_of(f"{module}:short") is None
+    assert error_of(f"{module}:shrot") == f"{module} defines no 'shrot'; did you mean 'short'?"
 
 
 @pytest.mark.parametrize("name", ["inside", "method"])
-def test_what_is_inside_a_function_or_a_class_cannot_be_named(name):
+def test_names_inside_a_function_or_a_class_are_rejected(name):
     own = "short, Judge, judge, one, two, looped, opened, assigned, make"
-    assert complaint(f"rewards.py:{name}") == f"rewards.py defines no {name!r}; it defines: {own}"
+    assert error_of(f"rewards.py:{name}") == f"rewards.py defines no {name!r}; it defines: {own}"
 
 
-def test_a_file_that_defines_nothing_says_so(folder):
+def test_a_file_that_defines_nothing_is_reported_as_such(folder):
     (folder / "empty.py").touch()
-    assert complaint("empty.py:short") == "empty.py defines no 'short'; it defines: nothing"
+    assert error_of("empty.py:short") == "empty.py defines no 'short'; it defines: nothing"
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_a_file_that_defines_nothing_says_so(folder):
         "exec('shrot = 1')",
     ],
 )
-def test_what_only_running_a_file_shows_is_left_to_the_ranks(folder, line):
+def test_dynamic_files_are_not_checked(folder, line):
     (folder / "rewards.py").write_text(line)
-    assert complaint("rewards.py:shrot") is None
+    assert error_of("rewards.py:shrot") is None
 
 
 @pytest.mark.parametrize(
@@ -97,19 +97,19 @@ def test_what_only_running_a_file_shows_is_left_to_the_ranks(folder, line):
         ("# coding: latin-1\ndef short(): return '\xfc'\n".encode("latin-1"), None),
     ],
 )
-def test_a_file_that_is_no_python_is_told_with_its_line(folder, source, problem):
+def test_a_syntax_error_is_reported_with_its_line(folder, source, problem):
     (folder / "rewards.py").write_bytes(source)
-    assert complaint("rewards.py:short") == (problem and f"cannot be imported: {problem}")
+    assert error_of("rewards.py:short") == (problem and f"cannot be imported: {problem}")
 
 
 @pytest.mark.filterwarnings("error")
-def test_warnings_about_a_file_are_left_to_the_ranks(folder):
+def test_warnings_about_a_file_are_suppressed(folder):
     (folder / "rewards.py").write_text(r"short = '\d'")
-    assert complaint("rewards.py:short") is None
+    assert error_of("rewards.py:short") is None
 
 
-def test_a_file_that_does_not_exist_is_told():
-    assert complaint("gone.py:short") == "no such file"
+def test_a_missing_file_is_reported():
+    assert error_of("gone.py:short") == "no such file"
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,15 @@ def test_a_file_that_does_not_exist_is_told():
         ("own_package.part.gone:task", "own_package.part.gone"),
     ],
 )
-def test_a_module_that_does_not_exist_is_told(name, missing):
-    assert complaint(name) == f"no module named {missing!r}, neither here nor installed"
+def test_a_missing_module_is_reported(name, missing):
+    assert error_of(name) == f"no module named {missing!r} in the working folder or installed"
 
 
 @pytest.mark.parametrize(
     "name", ["os.path:join", "math:sqrt", "trl.rewards:accuracy_reward", "colocated_grpo.types:Group"]
 )
-def test_installed_modules_are_found_however_they_come_to_be(name):
-    assert complaint(name) is None
+def test_installed_modules_of_every_kind_are_found(name):
+    assert error_of(name) is None
 
 
 @pytest.mark.parametrize(
@@ -141,23 +141,23 @@ def test_installed_modules_are_found_however_they_come_to_be(name):
         "__import__('pkg_resources').declare_namespace(__name__)",
     ],
 )
-def test_a_package_that_puts_modules_beneath_itself_is_left_to_the_ranks(folder, line):
+def test_submodules_of_a_dynamic_package_are_not_checked(folder, line):
     (folder / "own_package/__init__.py").write_text(line)
-    assert complaint("own_package.made:short") is None
+    assert error_of("own_package.made:short") is None
 
 
-def test_what_is_in_an_archive_is_left_to_the_ranks(folder, monkeypatch):
+def test_modules_in_an_archive_are_not_checked(folder, monkeypatch):
     with ZipFile(folder / "archive.zip", "w") as archive:
         for file in ("zipped/__init__.py", "zipped/rewards.py"):
             archive.writestr(file, REWARDS)
     monkeypatch.syspath_prepend(folder / "archive.zip")
-    assert complaint("zipped:short") is None
-    assert complaint("zipped.rewards:short") is None
+    assert error_of("zipped:short") is None
+    assert error_of("zipped.rewards:short") is None
 
 
 @pytest.mark.parametrize("name", ["edited", "own_package.edited"])
-def test_a_package_with_a_finder_of_its_own_is_found(folder, monkeypatch, name):
-    """As pip leaves one that is installed to be edited, beneath a package of several owners too."""
+def test_an_editable_install_is_found_by_its_own_finder(folder, monkeypatch, name):
+    """pip installs editable packages this way, also below a namespace package."""
 
     class Finder:
         @staticmethod
@@ -166,14 +166,14 @@ def test_a_package_with_a_finder_of_its_own_is_found(folder, monkeypatch, name):
 
     monkeypatch.setattr("sys.meta_path", [Finder, PathFinder])
     (folder / "own_package/__init__.py").unlink()
-    assert complaint(f"{name}.rewards:short") is None
-    assert complaint(f"{name}.gone:short") == f"no module named '{name}.gone', neither here nor installed"
+    assert error_of(f"{name}.rewards:short") is None
+    assert error_of(f"{name}.gone:short") == f"no module named '{name}.gone' in the working folder or installed"
 
 
 @pytest.mark.parametrize("name", ["sorting", "openenv:http://127.0.0.1", "textarena:TicTacToe-v0"])
-def test_names_of_built_in_and_adapted_environments_are_no_code_of_the_users(name):
-    assert complaint(name) is None
+def test_names_of_built_in_and_adapted_environments_are_not_checked(name):
+    assert error_of(name) is None
 
 
-def test_the_launcher_knows_every_library_that_is_adapted():
+def test_the_adapted_libraries_are_those_with_an_adapter():
     assert {*ADAPTERS, "reasoning_gym"} == set(ADAPTED)

@@ -1,4 +1,4 @@
-"""Settings that load: files, values, overrides, old names."""
+"""Settings that load: files, values, overrides, names of other trainers."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ sync_frequency: 100  # How often to sync FSDP->vLLM weights
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_every_shipped_file_loads_for_the_ranks_it_is_meant_for(path):
+def test_every_shipped_file_loads_for_its_number_of_ranks(path):
     gpus = re.search(r"(\d)gpu", path.name)
     ranks = int(gpus[1]) if gpus else 8
-    assert check_world(load_config(path), ranks) is None  # raises where it is not
+    assert check_world(load_config(path), ranks) is None  # raises otherwise
 
 
-def test_all_promised_files_are_shipped():
+def test_all_documented_files_are_shipped():
     assert {path.name for path in SHIPPED} >= {
         "quickstart.yaml",
         "dr_grpo_config.yaml",
@@ -69,7 +69,7 @@ def test_all_promised_files_are_shipped():
     }
 
 
-def test_the_shipped_dr_grpo_file_begins_with_the_original_text_to_the_letter():
+def test_the_shipped_dr_grpo_file_begins_with_the_original_text_unchanged():
     assert (ROOT / "training_configs/dr_grpo_config.yaml").read_text().startswith(SEED_TEXT)
 
 
@@ -98,7 +98,7 @@ def test_a_file_without_environments_gets_a_built_in_task_and_a_note(tmp_path):
     path.write_text("model: {name: a}")
     loaded = read_config(path)
     assert [source.name for source in loaded.config.environments] == ["arithmetic"]
-    assert "environments: none given; training on the built-in task 'arithmetic'" in loaded.notes
+    assert "environments: not given; training on the built-in task 'arithmetic'" in loaded.notes
 
 
 def test_a_resolved_config_written_as_yaml_loads_to_the_same_config(tmp_path):
@@ -122,12 +122,12 @@ def test_whole_numbers_load_however_they_are_written(text):
 
 
 @pytest.mark.parametrize(("text", "value"), [("off", False), ("on", True), ("true", True), ("auto", "auto")])
-def test_yes_and_no_are_understood_in_every_spelling_where_a_word_stands_beside_them(text, value):
+def test_every_spelling_of_true_and_false_is_accepted_beside_auto(text, value):
     assert load(f"policy: {{compile: {text}}}").policy.compile == value
 
 
 @pytest.mark.parametrize(("text", "value"), [("yes", True), ("on", True), ("no", False), ("false", False)])
-def test_yes_and_no_are_answers_where_an_answer_is_wanted(text, value):
+def test_yes_and_no_are_booleans_in_boolean_settings(text, value):
     assert load(f"engine: {{sleep: {text}}}").engine.sleep is value
 
 
@@ -172,7 +172,7 @@ def test_an_override_can_add_the_next_entry_of_a_list():
 
 
 @pytest.mark.parametrize("text", ["2024", "true", "1e5", "{{ x }}", "[a"])
-def test_an_override_of_a_text_setting_is_taken_as_it_stands(text):
+def test_an_override_of_a_text_setting_is_not_parsed(text):
     assert load("", "--run_name", text).run_name == text
 
 
@@ -180,11 +180,11 @@ def test_a_negative_number_is_a_value_and_not_a_flag():
     assert parse_overrides(["--environments.0.args.low", "-5"]) == [(("environments", 0, "args", "low"), "-5")]
 
 
-def test_the_command_line_wins_over_an_old_name_in_the_file():
+def test_the_command_line_takes_precedence_over_an_old_name_in_the_file():
     assert load("learning_rate: 1e-5", "--policy.lr", "3e-6").policy.lr == 3e-6
 
 
-def test_an_old_name_on_the_command_line_wins_over_the_file():
+def test_an_old_name_on_the_command_line_takes_precedence_over_the_file():
     assert load("engine: {max_num_seqs: 8}", "--vllm_config.max_num_seqs", "16").engine.max_num_seqs == 16
 
 
@@ -247,7 +247,7 @@ def setting(config: Config, name: str):
         ("checkpoint_interval: 7", "checkpoint.every", 7),
     ],
 )
-def test_an_old_name_sets_what_it_means(tmp_path, line, name, value):
+def test_an_old_name_sets_its_equivalent(tmp_path, line, name, value):
     path = tmp_path / "x.yaml"
     settings = yaml.safe_load(line)
     path.write_text(json.dumps({"model": {"name": "a"}, "environments": [{"name": "sorting"}], **settings}))
@@ -272,7 +272,7 @@ def test_the_names_of_trls_own_script_make_a_dataset_environment():
     ]
 
 
-def test_reward_funcs_may_say_arguments_beside_a_name():
+def test_reward_funcs_accept_a_name_with_arguments():
     entry = "{name: my_rewards.py:Length, args: {target: 9}}"
     text = f"model: a\ndataset_name: d\nreward_funcs: [m.f, {entry}]\nreward_weights: [1, 0.5]"
     [source] = load(text, alone=True).environments
@@ -291,11 +291,11 @@ def test_reward_funcs_may_say_arguments_beside_a_name():
         ("{model: {name: a, revision: v1}}", ["--model", "{name: b}"], {"name": "b"}),
     ],
 )
-def test_a_model_that_is_plain_text_is_its_name(text, words, model):
+def test_a_model_given_as_text_is_its_name(text, words, model):
     assert load(text, *words, alone=True).model.model_dump(exclude_unset=True) == model
 
 
-def test_the_flags_of_atropos_own_trainer_are_understood_as_they_are_written():
+def test_the_flags_of_atropos_own_trainer_are_accepted():
     words = ["--model-name", "b", "--atropos-url", "http://h:8002", "--vllm-port", "9001", "--clip-eps", "0.2"]
     words += ["--weight-bridge-mode", "shared_vllm", "--training-steps", "30", "--warmup-steps", "5"]
     config = load("", *words)
@@ -323,11 +323,11 @@ def test_keys_of_free_form_sections_keep_their_hyphens():
         "vllm_importance_sampling_mode",
     ],
 )
-def test_null_is_the_default_of_an_old_name(name):
+def test_null_for_an_old_name_sets_nothing(name):
     assert load(f"{name}: null") == load()
 
 
-def test_every_setting_of_trls_trainer_is_understood_or_answered():
+def test_every_setting_of_trls_trainer_is_translated_or_rejected_with_advice():
     trl = pytest.importorskip("trl")
     script = pytest.importorskip("trl.scripts.utils").ScriptArguments
     theirs = {field.name for kind in (trl.GRPOConfig, script) for field in fields(kind)}
@@ -335,7 +335,7 @@ def test_every_setting_of_trls_trainer_is_understood_or_answered():
     assert theirs - set(ALIASES) - set(Config.model_fields) - sections == set()
 
 
-def test_a_config_that_trl_wrote_itself_needs_only_its_batch_size_in_completions(tmp_path):
+def test_a_config_saved_by_trl_loads_without_its_batch_geometry(tmp_path):
     trl = pytest.importorskip("trl")
     arguments = {"max_steps": 9, "num_train_epochs": 3, "use_vllm": True, "bf16": False, "save_total_limit": 3}
     written = trl.GRPOConfig(output_dir=str(tmp_path), report_to="none", **arguments).to_dict()
@@ -346,7 +346,7 @@ def test_a_config_that_trl_wrote_itself_needs_only_its_batch_size_in_completions
     assert (config.training_steps, config.checkpoint.every, config.policy.schedule) == (9, 500, "linear")
 
 
-def test_what_trl_sends_to_wandb_goes_where_its_variables_say(monkeypatch):
+def test_report_to_wandb_uses_wandbs_environment_variables(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "sorting")
     tracking = load("report_to: wandb").tracking
@@ -360,13 +360,13 @@ def test_what_trl_sends_to_wandb_goes_where_its_variables_say(monkeypatch):
     assert load("report_to: wandb").tracking.wandb == "online"
 
 
-def test_old_names_are_told_in_a_note():
+def test_translated_names_are_reported_in_a_note():
     assert notes("learning_rate: 1e-5\nmax_iterations: 3") == [
-        "old names read as new ones: max_iterations -> training_steps, learning_rate -> policy.lr"
+        "translated names: max_iterations -> training_steps, learning_rate -> policy.lr"
     ]
 
 
-def test_an_old_name_without_effect_says_why():
+def test_an_old_name_without_effect_is_reported_with_the_reason():
     assert notes("logging_steps: 5") == ["logging_steps: nothing to set (every step is logged)"]
 
 

@@ -1,4 +1,4 @@
-"""Episodes in the config: found by name, mixed by weight, resumed exactly, refused in one line where they cannot be."""
+"""Episodes in the config: found by name, mixed by weight, resumed exactly, rejected with one line where invalid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_episodes_and_tasks_are_mixed_by_weight_in_training_and_held_out():
         assert [sum(prompt.source == name for prompt in prompts) for name in ("tool_use", "sorting")] == [30, 10]
 
 
-def test_a_resumed_source_goes_on_with_the_same_episodes():
+def test_a_resumed_source_continues_with_the_same_episodes():
     made = build_environments(MIXED, TOKENIZER)
     source = made.open_source()
     source.next(7)
@@ -49,7 +49,7 @@ def test_a_resumed_source_goes_on_with_the_same_episodes():
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Two environments of another package."""
+    """Entry points of two environments of another package, one of which cannot be imported."""
     points = {
         "their_tool": EntryPoint(
             "their_tool", "colocated_grpo.environments.episodes.tool_use:ToolUse", registry.ENTRY_POINTS
@@ -59,7 +59,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(registry, "installed", lambda: points)
 
 
-def test_an_installed_package_announces_its_environments(installed):
+def test_environments_of_an_installed_package_are_found_by_entry_point(installed):
     assert build_episode("their_tool", {"max_calls": 1}).max_calls == 1
     with pytest.raises(EnvironmentSetupError, match=r"'their_tool': not a task, it has no score\(\)"):
         build_task("their_tool", {})
@@ -80,12 +80,12 @@ def test_entry_points_are_read_from_the_group_that_the_guide_names(monkeypatch):
 
 def test_episodes_and_tensor_parallel_engines_exclude_each_other():
     episode = {"type": "episode", "name": "tool_use"}
-    with pytest.raises(ConfigError, match=r"environments.1.type=episode needs engine.tensor_parallel_size=1, not 2"):
+    with pytest.raises(ConfigError, match=r"environments.1.type=episode: needs engine.tensor_parallel_size=1, not 2"):
         check(config_of({"type": "task", "name": "sorting"}, episode, engine={"tensor_parallel_size": 2}))
     check(config_of({"type": "task", "name": "sorting"}, engine={"tensor_parallel_size": 2}))
     check(config_of(episode))
 
 
-def test_a_missing_file_of_an_episode_is_noticed_before_anything_starts():
+def test_a_missing_file_of_an_episode_is_reported_before_the_run():
     with pytest.raises(ConfigError, match=r"environments.0.name='gone.py:Mine': no such file"):
         check_inputs(config_of({"type": "episode", "name": "gone.py:Mine"}))

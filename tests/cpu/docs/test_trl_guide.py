@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from colocated_grpo.config.losses import GSPOConfig
-from tests.support.config_text import complaint, load
+from tests.support.config_text import config_error, load
 from tests.support.paths import ROOT
 
 GUIDE_FOLDER = ROOT / "docs/guides"
@@ -63,12 +63,12 @@ def test_the_defaults_that_the_guide_compares_are_the_defaults():
 def test_what_the_guide_says_is_not_there_is_refused():
     for name in ("entropy_coef", "top_entropy_quantile", "sync_ref_model", "use_peft", "load_in_4bit"):
         assert f"`{name}`" in GUIDE
-        assert complaint(f"{name}: 0.1").startswith(name)
+        assert config_error(f"{name}: 0.1").startswith(name)
     for name in ("lora", "peft_config"):
-        assert "LoRA" in complaint(f"{name}: {{r: 16}}")
+        assert "LoRA" in config_error(f"{name}: {{r: 16}}")
     for loss in ("sapo", "vespo", "luspo"):
         assert f"`{loss}`" in GUIDE
-        assert loss in complaint(f"loss_type: {loss}")
+        assert loss in config_error(f"loss_type: {loss}")
 
 
 def test_the_metrics_that_the_guide_names_are_those_that_are_explained():

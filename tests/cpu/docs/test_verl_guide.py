@@ -15,7 +15,7 @@ from colocated_grpo.config.sources import DatasetSourceConfig
 from colocated_grpo.environments import build_environments
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion
-from tests.support.config_text import complaint, load
+from tests.support.config_text import config_error, load
 from tests.support.paths import ROOT
 
 GUIDE = (ROOT / "docs/guides/from_verl.md").read_text()
@@ -58,5 +58,5 @@ def test_the_names_that_the_guide_gives_are_settings():
 
 @pytest.mark.parametrize("section", ["actor_rollout_ref", "algorithm", "data", "trainer"])
 def test_a_section_of_verl_is_told_where_its_names_are_translated(section):
-    line = complaint(f"{section}: {{rollout: 8}}")
+    line = config_error(f"{section}: {{rollout: 8}}")
     assert line.startswith(f"{section}: ") and "docs/guides/from_verl.md" in line

@@ -1,4 +1,4 @@
-"""What a rank does before it trains: its place among the others, its libraries' variables, its settings."""
+"""What a rank does before it trains: torchrun's variables, library variables, settings, and its error lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colocated_grpo.launch.cli import (
     _report,
     add_run_arguments,
     environment_problem,
-    fault_of_the_machine,
+    explain_os_error,
     first_host,
     rank_environment,
 )
@@ -26,11 +26,11 @@ from colocated_grpo.runtime.descriptors import DESCRIPTORS
 from tests.support.paths import ROOT
 
 
-def test_torchruns_variables_are_used_as_they_are():
+def test_torchruns_variables_are_used_unchanged():
     assert rank_environment({"RANK": "1", "SLURM_PROCID": "5", "SLURM_NTASKS": "8"}) == {}
 
 
-def test_a_process_of_its_own_is_the_only_rank():
+def test_a_process_started_alone_is_the_only_rank():
     environment = rank_environment({})
     port = environment.pop("MASTER_PORT")
     assert 0 < int(port) < 65536
@@ -43,7 +43,7 @@ def test_a_process_of_its_own_is_the_only_rank():
     }
 
 
-def test_slurms_variables_place_a_rank():
+def test_slurms_variables_give_a_rank_its_number():
     environment = {
         "SLURM_PROCID": "5",
         "SLURM_NTASKS": "8",
@@ -62,7 +62,7 @@ def test_slurms_variables_place_a_rank():
     }
 
 
-def test_a_job_step_smaller_than_its_job_counts():
+def test_a_job_step_takes_precedence_over_its_job():
     job = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NODELIST": "a,b"}
     step = rank_environment({**job, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "b"})
     assert (step["WORLD_SIZE"], step["MASTER_ADDR"]) == ("2", "b")
@@ -98,7 +98,7 @@ START = "import sys; from colocated_grpo.launch.cli import main; sys.exit(main(s
 
 
 @pytest.mark.parametrize(("number", "message"), [("0", "error: config='nope.yaml': no such file\n"), ("1", "")])
-def test_settings_that_do_not_load_end_every_rank_and_rank_0_says_why(number, message):
+def test_settings_that_do_not_load_end_every_rank_and_rank_0_prints_why(number, message):
     result = rank(START.replace("ARGUMENTS", "['--config', 'nope.yaml']"), **TORCHRUN | {"RANK": number})
     assert (result.returncode, result.stderr) == (2, message)
 
@@ -115,7 +115,7 @@ def config(tmp_path) -> Path:
 
 
 def trained(config: Path, body: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A rank whose trainer is one line of Python."""
+    """Run a rank whose trainer is one line of Python."""
     code = (
         "import os, sys, types\n"
         "from colocated_grpo.config.errors import ConfigError\n"
@@ -127,23 +127,23 @@ def trained(config: Path, body: str, *arguments: str, **environment: str) -> sub
     return rank(code + START.replace("ARGUMENTS", ascii(["--config", str(config), *arguments])), **environment)
 
 
-def test_a_rank_prepares_its_libraries_and_starts_the_trainer(config):
+def test_a_rank_sets_library_variables_and_starts_the_trainer(config):
     body = (
         "print(name, resume, config.policy.lr, os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'], os.environ['WORLD_SIZE'])"
     )
     result = trained(config, body, "--resume", "--learning_rate", "2e-6")
     assert result.stderr == ""
-    assert result.stdout == "note: old names read as new ones: learning_rate -> policy.lr\nmy_run auto 2e-06 0 1\n"
+    assert result.stdout == "note: translated names: learning_rate -> policy.lr\nmy_run auto 2e-06 0 1\n"
     assert result.returncode == 0
 
 
-def test_a_run_that_is_not_there_to_be_resumed_ends_a_rank_before_it_trains(config, tmp_path):
+def test_a_missing_run_to_resume_ends_a_rank_before_it_trains(config, tmp_path):
     result = trained(config, "print('trains')", "--resume", str(tmp_path / "gone"))
     line = f"error: --resume='{tmp_path / 'gone'}': no such run folder\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
 
 
-def test_a_rank_may_have_more_files_open_than_a_shell_gives_it(config):
+def test_a_rank_raises_its_limit_on_open_files(config):
     before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
     try:
@@ -154,12 +154,12 @@ def test_a_rank_may_have_more_files_open_than_a_shell_gives_it(config):
 
 
 @pytest.mark.parametrize(("error", "code"), [("ConfigError", 2), ("RunError", 1)])
-def test_what_the_user_can_act_on_ends_a_rank_with_one_line(config, error, code):
+def test_an_error_that_the_user_can_act_on_ends_a_rank_with_one_line(config, error, code):
     result = trained(config, f"raise {error}('batch.size=3: too small')")
     assert (result.returncode, result.stderr) == (code, "error: batch.size=3: too small\n")
 
 
-def test_what_the_machine_refuses_ends_a_rank_with_one_line(config):
+def test_a_disk_error_ends_a_rank_with_one_line(config):
     result = trained(config, "raise OSError(27, 'File too large', 'x')")
     assert (result.returncode, result.stderr) == (1, "error: File too large: x\n")
 
@@ -170,7 +170,10 @@ def test_what_the_machine_refuses_ends_a_rank_with_one_line(config):
         (OSError(errno.ENOSPC, "No space left"), "No space left: while writing into the run folder"),
         (OSError(errno.EIO, "Input/output error"), "Input/output error: while writing into the run folder"),
         (OSError(errno.EROFS, "Read-only file system", "/y/x"), "Read-only file system: /y/x"),
-        (OSError(errno.EMFILE, "Too many open files"), "Too many open files: raise the limit (ulimit -n)"),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            "Too many open files: raise the limit on open files (ulimit -n)",
+        ),
         (PermissionError(errno.EACCES, "Permission denied", "runs/a/b"), "Permission denied: runs/a/b"),
         (
             IsADirectoryError(errno.EISDIR, "Is a directory", f"{Path.cwd()}/old/a"),
@@ -180,11 +183,11 @@ def test_what_the_machine_refuses_ends_a_rank_with_one_line(config):
         (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), None),
     ],
 )
-def test_only_what_concerns_disks_limits_and_the_runs_own_folders_needs_no_traceback(error, line):
-    assert fault_of_the_machine(error, ["runs", "old"]) == line
+def test_only_errors_of_disks_limits_and_run_folders_are_shown_without_a_traceback(error, line):
+    assert explain_os_error(error, ["runs", "old"]) == line
 
 
-def test_user_code_that_exits_does_not_pass_for_a_run_that_has_finished(config):
+def test_a_sys_exit_in_user_code_is_an_error(config):
     result = trained(config, "sys.exit(0)")
     assert result.returncode == 1
     assert result.stderr.endswith("RuntimeError: sys.exit(0) was called during the run\n")
@@ -197,7 +200,7 @@ def test_a_defect_ends_a_rank_with_its_traceback(config):
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_no_file_gets_the_number_of_a_standard_stream_that_was_closed(tmp_path, closed):
+def test_no_file_is_opened_with_the_descriptor_of_a_closed_standard_stream(tmp_path, closed):
     code = (
         "import sys; from colocated_grpo.launch.cli import prepare_streams; prepare_streams(); sys.stdin.read()\n"
         "print('x', flush=True); print('x', file=sys.stderr, flush=True)\n"
@@ -209,7 +212,7 @@ def test_no_file_gets_the_number_of_a_standard_stream_that_was_closed(tmp_path, 
 
 
 @pytest.mark.parametrize("code", ["ConfigError", "RunError"])
-def test_a_terminal_without_the_letters_of_a_path_shows_their_numbers(config, code):
+def test_characters_that_the_terminal_cannot_encode_are_escaped(config, code):
     body = f"print('Z\\xfcrich'); raise {code}('\\xfc=1: too small')"
     result = trained(config, body, PYTHONIOENCODING="ascii")
     assert (result.stdout, result.stderr) == ("Z\\xfcrich\n", "error: \\xfc=1: too small\n")
@@ -219,25 +222,25 @@ def test_a_terminal_without_the_letters_of_a_path_shows_their_numbers(config, co
     ("changes", "problem"),
     [
         ({}, None),
-        ({"WORLD_SIZE": None}, "RANK='0' is set and WORLD_SIZE is not: unset RANK, or start with torchrun"),
-        ({"MASTER_PORT": None}, "RANK='0' is set and MASTER_PORT is not: unset RANK, or start with torchrun"),
+        ({"WORLD_SIZE": None}, "RANK='0': set, but WORLD_SIZE is not; unset RANK, or start with torchrun"),
+        ({"MASTER_PORT": None}, "RANK='0': set, but MASTER_PORT is not; unset RANK, or start with torchrun"),
         ({"RANK": "x"}, "RANK='x': must be a whole number"),
         ({"RANK": "2"}, "RANK=2: must be less than WORLD_SIZE=2"),
     ],
 )
-def test_variables_of_torchrun_that_are_half_set_are_said_in_one_line(changes, problem):
+def test_incomplete_torchrun_variables_are_a_one_line_error(changes, problem):
     merged = {**TORCHRUN, **changes}
     assert environment_problem({name: value for name, value in merged.items() if value is not None}) == problem
 
 
-def test_what_went_wrong_is_said_although_the_launchers_folder_is_gone(tmp_path, monkeypatch, capsys):
+def test_an_error_is_printed_when_the_launchers_temporary_folder_was_deleted(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "gone/verdict"))
     _report(1, ["error: what went wrong"])
     assert capsys.readouterr().err == "error: what went wrong\n"
 
 
 @pytest.mark.parametrize("by_variable", [False, True])
-def test_a_log_level_that_there_is_not_is_one_line(monkeypatch, capsys, by_variable):
+def test_an_unknown_log_level_is_a_one_line_error(monkeypatch, capsys, by_variable):
     parser = OneLineParser()
     if by_variable:
         monkeypatch.setenv(LOG_LEVEL_VARIABLE, "loud")

@@ -1,4 +1,4 @@
-"""The launcher: what it would run, what it refuses, and what the ranks are told."""
+"""The launcher: the command it runs, the arguments it rejects, and the environment of the ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def eight_gpus(tmp_path, monkeypatch) -> None:
 
 @pytest.fixture
 def dry_run(config, eight_gpus, capsys):
-    """The command that a dry run shows, without the Python interpreter in front."""
+    """Return the command that a dry run shows, without the Python interpreter."""
 
     def dry_run(*flags: str) -> str:
         assert main(["--config", config, "--dry-run", *flags]) == 0
@@ -57,7 +57,7 @@ def dry_run(config, eight_gpus, capsys):
     return dry_run
 
 
-# What would run
+# Dry runs
 
 ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yaml"
 
@@ -121,16 +121,16 @@ def test_a_dry_run_shows_the_whole_banner(config, eight_gpus, capsys):
     )
 
 
-def test_a_dry_run_plans_for_another_machine_and_warns(config, eight_gpus, capsys):
+def test_a_dry_run_warns_about_what_this_machine_lacks(config, eight_gpus, capsys):
     assert main(["--config", config, "--gpus", "16", "--model.name", "./nope", "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert "warning: --gpus=16: only 8 visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)\n" in output
+    assert "warning: --gpus=16: only 8 GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)\n" in output
     assert "warning: model.name='./nope': no such folder\n" in output
 
 
-def test_a_dry_run_shows_the_notes_about_old_names(config, eight_gpus, capsys):
+def test_a_dry_run_shows_the_notes_about_translated_names(config, eight_gpus, capsys):
     main(["--config", config, "--dry-run", "--learning_rate", "1e-5"])
-    assert "note: old names read as new ones: learning_rate -> policy.lr\n" in capsys.readouterr().out
+    assert "note: translated names: learning_rate -> policy.lr\n" in capsys.readouterr().out
 
 
 def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys):
@@ -140,7 +140,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
     assert "-m colocated_grpo --config runs/config.yaml --resume runs\n" in capsys.readouterr().out
 
 
-# What it refuses
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
     [
         ("--gpus -1", "--gpus=-1: must be at least 0"),
         ("--gpus x", "--gpus: invalid int value: 'x'"),
-        ("--gpus 9", "--gpus=9: only 8 visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)"),
-        ("--gpus 1 --nproc 2", "--nproc=2: only for CPU runs (--gpus 0); a GPU run has one process per GPU"),
+        ("--gpus 9", "--gpus=9: only 8 GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)"),
+        ("--gpus 1 --nproc 2", "--nproc=2: valid with --gpus 0 only; a GPU run has one process per GPU"),
         ("--gpus 0 --nproc 0", "--nproc=0: must be at least 1"),
         ("--nodes 0", "--nodes=0: must be at least 1"),
         ("--nodes 2 --node-rank 2", "--node-rank=2: must be at least 0 and less than --nodes=2"),
@@ -164,24 +164,24 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
         ("--polcy.lr 1", "polcy: unknown key; did you mean policy?"),
         ("--policy.lr", "--policy.lr: needs a value, for example --policy.lr VALUE or --policy.lr=VALUE"),
         ("extra", "'extra': expected --section.key VALUE"),
-        ("other.yaml", "'other.yaml': a file of settings follows --config"),
+        ("other.yaml", "'other.yaml': unexpected argument; write --config other.yaml"),
         ("--model.name ./nope", "model.name='./nope': no such folder"),
         ("--environments.0.name gone.py:Task", "environments.0.name='gone.py:Task': no such file"),
         (
             "--gpus 3 --engine.tensor_parallel_size 2",
-            "engine.tensor_parallel_size=2 does not divide the 3 ranks: each engine spans so many",
+            "engine.tensor_parallel_size=2: must divide the number of ranks, 3",
         ),
         (
             "--gpus 8 --nodes 8 --rollout.prompts_per_step 32",
-            "rollout.prompts_per_step=32 is smaller than the number of engines=64: some would idle",
+            "rollout.prompts_per_step=32: must be at least the number of engines, 64",
         ),
         (
             "--redirect-output nope/x.log",
-            "--redirect-output='nope/x.log': cannot be written (No such file or directory)",
+            "--redirect-output='nope/x.log': cannot write (No such file or directory)",
         ),
     ],
 )
-def test_what_cannot_run_is_told_in_one_line_before_anything_starts(
+def test_a_run_that_cannot_start_is_a_one_line_error_before_any_process_starts(
     config, eight_gpus, monkeypatch, capsys, flags, line
 ):
     monkeypatch.setattr("colocated_grpo.launch.processes.run_command", lambda *_: pytest.fail("started"))
@@ -205,7 +205,7 @@ def test_what_cannot_run_is_told_in_one_line_before_anything_starts(
         ),
     ],
 )
-def test_a_name_that_nothing_has_is_told_with_the_one_that_was_meant(config, eight_gpus, tmp_path, capsys, entry, line):
+def test_an_unknown_name_is_reported_once_with_the_nearest_valid_one(config, eight_gpus, tmp_path, capsys, entry, line):
     (tmp_path / "rows.jsonl").touch()
     (tmp_path / "x.yaml").write_text(f"model: {{name: ./model}}\nenvironments: [{entry}, {entry}]\n")
     assert main(["--config", config]) == 2
@@ -213,7 +213,7 @@ def test_a_name_that_nothing_has_is_told_with_the_one_that_was_meant(config, eig
     assert once.startswith(f"error: {line} valid: ")
 
 
-def test_all_that_is_missing_is_told_at_once(config, eight_gpus, capsys):
+def test_all_problems_are_reported_together(config, eight_gpus, capsys):
     flags = ["--model.name", "./nope", "--environments", "[{type: task, name: sortin}]", "--resume", "none"]
     assert main(["--config", config, "--gpus", "16", *flags]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -234,21 +234,21 @@ def test_all_that_is_missing_is_told_at_once(config, eight_gpus, capsys):
         "{type: atropos, url: 'http://localhost:8000'}",
     ],
 )
-def test_names_of_libraries_are_known(config, eight_gpus, tmp_path, capsys, entry):
+def test_names_of_library_environments_are_accepted(config, eight_gpus, tmp_path, capsys, entry):
     (tmp_path / "x.yaml").write_text(f"model: {{name: ./model}}\nenvironments: [{entry}]\n")
     assert main(["--config", config, "--dry-run"]) == 0
     assert "warning" not in capsys.readouterr().out
 
 
-def test_the_default_config_is_looked_for_in_the_working_folder(tmp_path, eight_gpus, monkeypatch, capsys):
+def test_the_default_config_is_in_the_working_folder(tmp_path, eight_gpus, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([]) == 2
     assert capsys.readouterr().err == (
-        "error: --config FILE is needed: there is no training_configs/dr_grpo_config.yaml here\n"
+        "error: --config: required, as the default training_configs/dr_grpo_config.yaml does not exist in this folder\n"
     )
 
 
-# What runs
+# Runs
 
 
 def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(config, eight_gpus, monkeypatch, capfd):
@@ -266,7 +266,7 @@ def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(con
 
 
 @pytest.mark.parametrize(("parent", "is_used"), [("t", True), ("t" * 80, False)])
-def test_sockets_of_engines_are_gone_with_the_run_where_their_names_are_short_enough(
+def test_engine_sockets_are_deleted_with_the_run_where_their_paths_are_short_enough(
     config, eight_gpus, monkeypatch, tmp_path_factory, parent, is_used
 ):
     parent = tmp_path_factory.getbasetemp().parent / parent
@@ -283,7 +283,7 @@ def test_sockets_of_engines_are_gone_with_the_run_where_their_names_are_short_en
     assert not list(parent.iterdir())
 
 
-def test_logs_of_torchrun_are_gone_with_the_run(config, eight_gpus, monkeypatch):
+def test_torchruns_logs_are_deleted_with_the_run(config, eight_gpus, monkeypatch):
     folders = []
 
     def run_command(_command, environment, _redirect):
@@ -297,23 +297,23 @@ def test_logs_of_torchrun_are_gone_with_the_run(config, eight_gpus, monkeypatch)
     assert not folders[0].exists()
 
 
-@pytest.mark.parametrize(("comes_to_its_end", "code"), [(True, 0), (False, 1)])
-def test_an_exit_code_of_0_counts_only_where_a_rank_came_to_its_end(
-    config, eight_gpus, monkeypatch, capsys, comes_to_its_end, code
+@pytest.mark.parametrize(("finishes", "code"), [(True, 0), (False, 1)])
+def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
+    config, eight_gpus, monkeypatch, capsys, finishes, code
 ):
     def run_command(_command, environment, _redirect):
-        if comes_to_its_end:
+        if finishes:
             monkeypatch.setenv(VERDICT_VARIABLE, environment[VERDICT_VARIABLE])
             monkeypatch.setattr("colocated_grpo.launch.cli._import_trainer", lambda: lambda *_, **__: None)
             return _run(load_config(config), None, "any")
-        return 0  # as os._exit(0) in a reward does it
+        return 0  # like os._exit(0) in a reward
 
     monkeypatch.setattr("colocated_grpo.launch.processes.run_command", run_command)
     assert main(["--config", config, "--gpus", "2"]) == code
-    assert ("error: the run ended with exit code 0 before its end" in capsys.readouterr().err) == bool(code)
+    assert ("error: the run exited with code 0 before it was finished" in capsys.readouterr().err) == bool(code)
 
 
-def test_a_run_starts_although_nothing_can_be_shown_on_the_console(config, eight_gpus, monkeypatch):
+def test_a_run_starts_when_the_console_cannot_be_written(config, eight_gpus, monkeypatch):
     monkeypatch.setattr("colocated_grpo.launch.processes.run_command", lambda *_: 7)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
@@ -335,7 +335,7 @@ def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monke
     ("chosen", "count"),
     [(None, 8), ("", 0), ("0", 1), ("3,5", 2), ("0, 1", 2), ("-1", 0), ("0,9,1", 1), ("GPU-2,GPU-3", 2)],
 )
-def test_visible_gpus_are_those_that_cuda_would_see(eight_gpus, chosen, count):
+def test_visible_gpus_are_those_that_cuda_would_list(eight_gpus, chosen, count):
     assert visible_gpus({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) == count
 
 
@@ -358,7 +358,7 @@ def test_the_log_level_reaches_the_libraries_and_the_ranks(level, nccl, distribu
     assert environment["PYTHONUNBUFFERED"] == "1"
 
 
-def test_variables_of_libraries_that_the_user_has_set_stay():
+def test_library_variables_set_by_the_user_are_kept():
     assert child_environment({"NCCL_DEBUG": "TRACE"}, 2, 2, "INFO")["NCCL_DEBUG"] == "TRACE"
 
 
@@ -367,7 +367,7 @@ def test_the_package_is_importable_from_any_working_folder(tmp_path):
     assert environment["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "first"]
 
 
-def test_a_cpu_run_hides_gpus_and_shares_the_cores():
+def test_a_cpu_run_hides_gpus_and_divides_the_cores_among_its_ranks():
     environment = child_environment({"CUDA_VISIBLE_DEVICES": "0"}, 0, 2, "INFO")
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert environment["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
@@ -382,10 +382,10 @@ def test_the_command_uses_the_launchers_own_python():
     assert torchrun_command(launch())[0] == sys.executable
 
 
-def test_help_needs_less_than_three_tenths_of_a_second_of_a_core():
+def test_help_takes_less_than_three_tenths_of_a_second_of_cpu_time():
     seconds = []
     for _ in range(5):
-        before = os.times()  # not a clock on the wall: the cores may have other work
+        before = os.times()  # CPU time, as other work may occupy the cores
         subprocess.run([sys.executable, LAUNCHER, "--help"], stdout=subprocess.DEVNULL, check=True)
         after = os.times()
         seconds.append(sum(after[2:4]) - sum(before[2:4]))

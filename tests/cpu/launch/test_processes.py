@@ -1,4 +1,4 @@
-"""Stopping a run: every signal reaches the right processes, and none is left behind."""
+"""Stopping a run: each signal reaches the right processes, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from tests.support.paths import ROOT
 
 TIMEOUT = 30
 
-# Stands in for the launcher: runs a command and leaves with its exit code. A bystander is its child from before.
+# Takes the place of the launcher: runs a command and exits with its exit code. The bystander is a child of its own.
 DRIVER = """
-import os, subprocess, sys
+import os, signal, subprocess, sys
 from pathlib import Path
 from colocated_grpo.launch.processes import run_command
+hangup, redirect, *command = sys.argv[1:]
+signal.signal(signal.SIGHUP, signal.Handlers[hangup])
 bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-code = run_command([sys.executable, *sys.argv[2:]], os.environ, Path(sys.argv[1]) if sys.argv[1] else None)
+code = run_command([sys.executable, *command], os.environ, Path(redirect) if redirect else None)
 assert bystander.poll() is None, "a process from before the run was killed"
 bystander.kill()
 sys.exit(code)
 """
 
-# Stands in for torchrun: starts ranks in sessions of their own, as torchrun does, and waits for them.
+# Takes the place of torchrun: starts ranks in sessions of their own, as torchrun does, and waits for them.
 TORCHRUN = """
 import os, signal, subprocess, sys
 def on_signal(number, frame):
@@ -48,13 +50,14 @@ os.write(1, b"ready %d\\n" % os.getpid())
 while True:
     signal.pause()
 """
-POLITE_RANK = RANK.replace("EXIT", "sys.exit(0)")
+SAVING_RANK = RANK.replace("EXIT", "sys.exit(0)")
 STUBBORN_RANK = RANK.replace("EXIT", "pass")
 
 
-def start(*command: str, redirect: str = "") -> subprocess.Popen[str]:
+def start(*command: str, redirect: str = "", hangup: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen[str]:
+    """Start the driver. hangup: its SIGHUP disposition, which it would otherwise inherit from the tests' own start."""
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, redirect, *command],
+        [sys.executable, "-c", DRIVER, hangup.name, redirect, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -87,15 +90,27 @@ def test_redirected_output_reaches_the_file_and_not_the_console(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_first_signal_says_so_lets_the_ranks_save_and_spares_torchrun(number):
-    process = start("-c", TORCHRUN, POLITE_RANK)
+def test_the_first_signal_lets_the_ranks_save_and_does_not_reach_torchrun(number):
+    process = start("-c", TORCHRUN, SAVING_RANK)
     ranks = ready_ranks(process)
     process.send_signal(number)
-    output, said = process.communicate(timeout=TIMEOUT)
+    output, shown = process.communicate(timeout=TIMEOUT)
     assert output == "saved\nsaved\n"
-    assert said == "\nstopping: the run ends where nothing is lost; Ctrl-C again, or SIGTERM, kills it at once\n"
+    assert shown == (
+        "\nstopping: the run saves a checkpoint at the next safe point and ends; "
+        "Ctrl-C again, or SIGTERM, kills it at once\n"
+    )
     assert process.returncode == 128 + number
     assert not any(map(psutil.pid_exists, ranks))
+
+
+def test_a_launcher_under_nohup_keeps_ignoring_hangups():
+    process = start("-c", TORCHRUN, SAVING_RANK, hangup=signal.SIG_IGN)
+    ready_ranks(process)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 128 + signal.SIGTERM, "the exit code is that of the first signal handled"
 
 
 def test_the_second_signal_kills_ranks_that_do_not_stop():
@@ -126,9 +141,9 @@ HUP, INT, TERM = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
         ([(0, HUP), (5, TERM), (9, TERM)], True),
     ],
 )
-def test_only_a_second_request_kills_and_a_closed_terminal_is_none(monkeypatch, signals, killed):
+def test_only_a_second_request_kills_and_a_hangup_never_does(monkeypatch, signals, killed):
     calls = []
-    monkeypatch.setattr(processes, "_stop_politely", lambda process: calls.append("stop"))
+    monkeypatch.setattr(processes, "_request_stop", lambda process: calls.append("stop"))
     monkeypatch.setattr(processes, "kill_descendants", lambda spare: calls.append("kill"))
     stop = processes._StopSignals(set())
     stop._process = object()
@@ -139,7 +154,7 @@ def test_only_a_second_request_kills_and_a_closed_terminal_is_none(monkeypatch, 
 
 
 def test_a_command_without_ranks_is_signalled_itself():
-    process = start("-c", POLITE_RANK)
+    process = start("-c", SAVING_RANK)
     lines(process, 1)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=TIMEOUT)
@@ -156,7 +171,7 @@ def test_ranks_that_outlive_torchrun_are_killed():
     assert not psutil.pid_exists(second)
 
 
-def test_a_port_that_is_taken_is_told_in_one_line():
+def test_a_port_in_use_is_a_one_line_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -165,11 +180,11 @@ def test_a_port_that_is_taken_is_told_in_one_line():
         process = start("-m", "colocated_grpo.launch.elastic", *flags, "--master-addr", "127.0.0.1", "-m", "this")
         _, shown = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2
-    assert shown == f"error: --master-port={port} on --master-addr=127.0.0.1: already in use\n"
+    assert shown == f"error: --master-port={port} on --master-addr=127.0.0.1: already in use; choose another port\n"
 
 
-def test_a_launcher_that_is_killed_takes_the_command_with_it():
-    process = start("-c", POLITE_RANK)
+def test_killing_the_launcher_ends_the_command():
+    process = start("-c", SAVING_RANK)
     [ready] = lines(process, 1)
     command = psutil.Process(int(ready.removeprefix("ready ")))
     process.kill()
@@ -180,16 +195,16 @@ def test_a_launcher_that_is_killed_takes_the_command_with_it():
     assert process.stdout.read() == "saved\n"
 
 
-@pytest.mark.parametrize("whom", ["launcher", "torchrun", "everybody"])
-def test_ranks_under_the_real_torchrun_save_before_they_end(tmp_path, whom):
-    """Everybody: as a cluster's scheduler signals a job."""
+@pytest.mark.parametrize("target", ["launcher", "torchrun", "all"])
+def test_ranks_under_the_real_torchrun_save_before_they_end(tmp_path, target):
+    """A cluster's scheduler signals all processes of a job."""
     script = tmp_path / "rank.py"
-    script.write_text(POLITE_RANK)
+    script.write_text(SAVING_RANK)
     process = start("-m", "colocated_grpo.launch.elastic", "--standalone", "--nproc-per-node", "2", str(script))
     ranks = ready_ranks(process)
     torchrun = psutil.Process(ranks[0]).ppid()
-    everybody = [torchrun, *ranks, process.pid]
-    for pid in {"launcher": [process.pid], "torchrun": [torchrun], "everybody": everybody}[whom]:
+    targets = {"launcher": [process.pid], "torchrun": [torchrun], "all": [torchrun, *ranks, process.pid]}
+    for pid in targets[target]:
         os.kill(pid, signal.SIGTERM)
     output, shown = process.communicate(timeout=TIMEOUT)
     assert set(output.splitlines()) == {"saved"}

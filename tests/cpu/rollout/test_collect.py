@@ -80,7 +80,7 @@ def collector_of(
     *,
     workers: int = 4,
     timeout: float = 30.0,
-    stop_asked: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Collector:
     inbox = Inbox()
     return Collector(
@@ -93,7 +93,7 @@ def collector_of(
         seed=0,
         reward_workers=workers,
         reward_timeout=timeout,
-        stop_asked=stop_asked,
+        stop_requested=stop_requested,
     )
 
 
@@ -298,7 +298,7 @@ def test_an_event_loop_is_kept_as_long_as_it_responds():
 def test_a_stop_ends_the_batch_and_leaves_nothing_running():
     steps = []
     engine = FakeEngine(decode_steps=lambda request: 1000, on_step=lambda: steps.append(1))
-    collector = collector_of(engine, SumScorer(), single_rank(), stop_asked=lambda: len(steps) == 3)
+    collector = collector_of(engine, SumScorer(), single_rank(), stop_requested=lambda: len(steps) == 3)
     with pytest.raises(Stopped):
         collector.collect(job_of(4))
     assert len(steps) == 3
@@ -380,7 +380,7 @@ def test_completions_and_scores_do_not_depend_on_the_rank_that_serves_a_prompt()
 
 def stop_on_rank_1(world: World) -> str:
     engine = FakeEngine(decode_steps=lambda request: 10)
-    collector = collector_of(engine, SumScorer(), world, stop_asked=lambda: world.rank == 1)
+    collector = collector_of(engine, SumScorer(), world, stop_requested=lambda: world.rank == 1)
     try:
         collector.collect(job_of(4))
     except Stopped:

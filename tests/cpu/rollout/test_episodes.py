@@ -78,7 +78,7 @@ def collector_of(
     *,
     tokenizer: PreTrainedTokenizerFast = TOKENIZER,
     tool_timeout: float = 30.0,
-    stop_asked: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
     inbox: Inbox | None = None,
 ) -> Collector:
     inbox, world = Inbox() if inbox is None else inbox, world or single_rank()
@@ -92,7 +92,7 @@ def collector_of(
         seed=0,
         reward_workers=2,
         reward_timeout=30.0,
-        stop_asked=stop_asked,
+        stop_requested=stop_requested,
     )
 
 
@@ -408,7 +408,7 @@ def test_closing_ends_the_thread_and_every_episode_on_it():
         finally:
             ended.set()
 
-    collector = collector_of(FakeEngine(), {"play": Play(run)}, stop_asked=waiting.is_set)
+    collector = collector_of(FakeEngine(), {"play": Play(run)}, stop_requested=waiting.is_set)
     with pytest.raises(Stopped):
         collector.collect(job_of(1, group_size=1))
     [thread] = loops() - before
@@ -448,7 +448,7 @@ def test_a_stop_ends_episodes_that_generate_and_episodes_that_wait_for_tools():
                 all_ended.set()
 
     engine = FakeEngine(decode_steps=lambda request: 1 if request.key[1] == 0 else 10**9)
-    collector = collector_of(engine, {"play": Play(run)}, stop_asked=lambda: len(engine.running) == 2)
+    collector = collector_of(engine, {"play": Play(run)}, stop_requested=lambda: len(engine.running) == 2)
     with pytest.raises(Stopped):
         collector.collect(job_of(2, group_size=2))
     assert engine.events == ["abort"]

@@ -114,7 +114,11 @@ class Both:
     """A rank's whole supply over a fake engine, made as the run makes it."""
 
     def __init__(
-        self, world: World, engine: FakeEngine, stop_asked: Callable[[], bool], ask: Callable[[Both], list[Completion]]
+        self,
+        world: World,
+        engine: FakeEngine,
+        stop_requested: Callable[[], bool],
+        ask: Callable[[Both], list[Completion]],
     ) -> None:
         self.inbox, self.engine = Inbox(), engine
         self.links, end = link_ranks(self.inbox, world)
@@ -129,12 +133,12 @@ class Both:
             seed=0,
             reward_workers=1,
             reward_timeout=10.0,
-            stop_asked=stop_asked,
+            stop_requested=stop_requested,
         )
         self.prompts = Prompts()
         config = RolloutConfig(prompts_per_step=PROMPTS, group_size=GROUP)
         sampled = PromptSupply(
-            self.prompts if world.is_main else None, collector, world, stop_asked, config, replace(SAMPLING)
+            self.prompts if world.is_main else None, collector, world, stop_requested, config, replace(SAMPLING)
         )
         self.outside = Outside(lambda: ask(self))
         self.notes: list[str] = []
@@ -146,13 +150,13 @@ class Both:
                 self.links,
                 LoadBalancer([]),
                 [],
-                stop_asked,
+                stop_requested,
                 lambda: 0,
                 self.notes.append,
             )
         else:
             role = WorkerRank(driver, end)
-        self.supply = MixedSupply(sampled, AtroposSupply(role, world, stop_asked, [1]))
+        self.supply = MixedSupply(sampled, AtroposSupply(role, world, stop_requested, [1]))
 
     def collect(self, step: int) -> list[Group]:
         return self.supply.order(step).collect()

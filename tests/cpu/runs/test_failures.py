@@ -93,7 +93,7 @@ def test_a_reward_that_never_returns_costs_its_prompt_and_does_not_keep_the_proc
     [
         ({"policy": {"lr": -1}}, "policy.lr=-1: must be greater than 0"),
         ({"model": {"name": "./no-such-model"}}, "model.name='./no-such-model': no such folder"),
-        ({"batch": {"max_tokens_per_micro_batch": 8}}, "one completion could never be packed"),
+        ({"batch": {"max_tokens_per_micro_batch": 8}}, "batch.max_tokens_per_micro_batch=8: must be at least rollout.max_prompt_tokens"),
     ],
 )
 def test_a_config_that_cannot_run_is_one_line_and_exit_code_2_before_anything_starts(tmp_path, changes, line):
@@ -111,5 +111,5 @@ def test_a_finished_run_is_not_mixed_with_a_new_one_of_the_same_name():
     before = finished.rows("train")
     run = failed(ForkedRun(finished.folder.parent, deterministic(), name="again"))
     [line] = run.stderr.splitlines()
-    assert "holds a run already; add --resume, or choose another name" in line
+    assert "already contains a run; add --resume, or choose another name" in line
     assert finished.rows("train") == before

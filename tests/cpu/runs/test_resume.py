@@ -108,6 +108,6 @@ def test_a_model_of_another_shape_is_refused_before_any_rank_starts(tmp_path):
         assert run.wait() == 2
         assert run.stdout == ""
         assert run.stderr == (
-            f"error: model.name='{other}': its model_type is qwen2, that of the checkpoint "
-            f"{trained}/checkpoints/step_{STEPS:06d} is qwen3; a run is resumed with a model of the same shape\n"
+            f"error: model.name='{other}': model_type is qwen2, but qwen3 in the checkpoint "
+            f"{trained}/checkpoints/step_{STEPS:06d}; resume with a model of the same shape\n"
         )

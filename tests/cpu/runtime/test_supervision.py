@@ -1,4 +1,4 @@
-"""No rank outlives a dead one, and one rank's signal stops them all."""
+"""No rank outlives a dead one, and a signal to one rank stops all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def wait_in_a_collective(world: World) -> None:
 
 
 def wait_for_a_key(world: World) -> None:
-    """Blocked in C++ on a healthy connection, as while groups are made: nothing but the watchdog ends this."""
+    """Block in C++ on a healthy connection, as the creation of process groups does. Only the watchdog ends this."""
     world.store.wait(["never set"])
 
 
@@ -41,8 +41,7 @@ def block_on_all_ranks_but_one(world: World, waiting, way_to_wait, idle_rank: in
     way_to_wait(world)
 
 
-def end_of(process) -> float:
-    """Seconds until the process has ended."""
+def seconds_until_exit(process) -> float:
     start = time.monotonic()
     process.join(2 * SECONDS_TO_NOTICE)
     assert process.exitcode is not None, "still alive"
@@ -51,20 +50,20 @@ def end_of(process) -> float:
 
 @pytest.mark.parametrize("way_to_wait", [wait_in_a_collective, wait_for_a_key])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_waits_for_a_killed_one_ends_within_seconds(way_to_wait, victim):
+def test_a_rank_that_is_blocked_by_a_killed_one_ends_within_seconds(way_to_wait, victim):
     waiting = [Ranks.context.Event() for _ in range(2)]
     with Ranks(in_a_world, 2, block_on_all_ranks_but_one, waiting, way_to_wait, victim) as ranks:
         assert all(event.wait(STARTED) for event in waiting)
         survivor = ranks.processes[1 - victim]
         assert survivor.is_alive()
         ranks.processes[victim].kill()
-        assert end_of(survivor) < SECONDS_TO_NOTICE
+        assert seconds_until_exit(survivor) < SECONDS_TO_NOTICE
         assert survivor.exitcode != 0
 
 
 @pytest.mark.parametrize("differs", ["machine", "container"])
-def test_a_rank_of_another_machine_or_container_is_not_looked_for_among_the_processes_here(monkeypatch, differs):
-    """Under the same host name, as containers on the host's network have it: its id would be taken for a dead one."""
+def test_processes_of_another_machine_or_container_are_not_watched_by_their_id(monkeypatch, differs):
+    """With the same host name, as containers on the host's network have it, a foreign id would look like a dead one."""
     with monkeypatch.context() as elsewhere:
         if differs == "container":
             elsewhere.setattr(os, "readlink", lambda path: "pid:[4026532799]")
@@ -76,21 +75,21 @@ def test_a_rank_of_another_machine_or_container_is_not_looked_for_among_the_proc
     assert visible_from(own, [foreign, own, sibling]) == {sibling.pid: 2}
 
 
-def say_who_is_gone(world: World, waiting, killed, right) -> None:
+def find_the_killed_rank(world: World, waiting, killed, right) -> None:
     _, watchdog = watched(world)
     watchdog.close()
     waiting[world.rank].set()
     if world.rank != 0:
         signal.pause()
     assert killed.wait(STARTED)
-    if watchdog.gone() == [1]:
+    if watchdog.missing_ranks() == [1]:
         right.set()
 
 
-def test_a_rank_can_tell_which_other_was_killed():
+def test_a_rank_can_identify_which_other_rank_was_killed():
     waiting = [Ranks.context.Event() for _ in range(3)]
     killed, right = Ranks.context.Event(), Ranks.context.Event()
-    with Ranks(in_a_world, 3, say_who_is_gone, waiting, killed, right) as ranks:
+    with Ranks(in_a_world, 3, find_the_killed_rank, waiting, killed, right) as ranks:
         assert all(event.wait(STARTED) for event in waiting)
         ranks.processes[1].kill()
         killed.set()
@@ -101,29 +100,30 @@ def fail_on_rank_one(world: World, waiting) -> None:
     _, watchdog = watched(world)
     waiting[world.rank].set()
     if world.rank == 1:
-        assert watchdog.failed(), "the first to fail"
-        signal.pause()  # alive and silent: the other rank learns it from the store, not from a death
+        assert watchdog.report_failure(), "the first to fail"
+        signal.pause()  # still alive: the other rank must read the failure from the store
     wait_for_a_key(world)
 
 
-def test_a_rank_that_reports_its_failure_ends_the_others_while_it_still_lives():
+def test_a_rank_that_reports_its_failure_ends_the_others_while_it_is_still_alive():
     waiting = [Ranks.context.Event() for _ in range(2)]
     with Ranks(in_a_world, 2, fail_on_rank_one, waiting) as ranks:
         assert all(event.wait(STARTED) for event in waiting)
-        assert end_of(ranks.processes[0]) < SECONDS_TO_NOTICE
+        assert seconds_until_exit(ranks.processes[0]) < SECONDS_TO_NOTICE
         assert ranks.processes[0].exitcode == 1
         assert ranks.processes[1].is_alive()
 
 
-def stop_when_asked(world: World, ready) -> tuple[bool, bool]:
-    """Whether a stop was asked for before and after the signal."""
+def stop_when_requested(world: World, ready) -> tuple[bool, bool]:
+    """Return whether a stop was requested before and after the signal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests were started with nohup
     stop, watchdog = watched(world)
-    before = stop.asked()
+    before = stop.requested()
     ready[world.rank].set()
     deadline = time.monotonic() + 2 * SECONDS_TO_NOTICE
-    while not stop.asked() and time.monotonic() < deadline:
+    while not stop.requested() and time.monotonic() < deadline:
         signal.sigtimedwait([], 0.05)
-    after = stop.asked()
+    after = stop.requested()
     world.barrier()
     watchdog.close()
     return before, after
@@ -132,14 +132,14 @@ def stop_when_asked(world: World, ready) -> tuple[bool, bool]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_one_rank_is_seen_by_all(number):
     ready = [Ranks.context.Event() for _ in range(2)]
-    with Ranks(in_a_world, 2, stop_when_asked, ready) as ranks:
+    with Ranks(in_a_world, 2, stop_when_requested, ready) as ranks:
         assert all(event.wait(STARTED) for event in ready)
         os.kill(ranks.processes[1].pid, number)
         assert ranks.results() == [(False, True), (False, True)]
 
 
 def end_forked_children(world: World, number: signal.Signals) -> list[int]:
-    """How children ended that got the signal as soon as they were there."""
+    """Signal forked children immediately after the fork. Return their exit codes."""
     stop = StopRequest(world.store)
     endings = []
     for _ in range(20):
@@ -150,30 +150,30 @@ def end_forked_children(world: World, number: signal.Signals) -> list[int]:
         os.kill(child, number)
         _, status = os.waitpid(child, 0)
         endings.append(os.waitstatus_to_exitcode(status))
-    assert not stop.asked()
+    assert not stop.requested()
     os.kill(os.getpid(), number)
-    assert stop.asked(), "the rank's own signals are handled as before"
+    assert stop.requested(), "the rank itself still handles the signal"
     return endings
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_forked_children_of_a_reward_end_by_the_signals_that_ask_a_rank_to_stop(number):
+def test_stop_signals_end_forked_children_of_a_reward(number):
     assert run_on_ranks(end_forked_children, 1, number) == [[-number] * 20]
 
 
-def ignored_hangups(world: World) -> bool:
+def stops_on_ignored_hangup(world: World) -> bool:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = StopRequest(world.store)
     os.kill(os.getpid(), signal.SIGHUP)
-    return stop.asked()
+    return stop.requested()
 
 
-def test_nohup_is_respected():
-    assert run_on_ranks(ignored_hangups, 1) == [False]
+def test_a_rank_under_nohup_keeps_ignoring_hangups():
+    assert run_on_ranks(stops_on_ignored_hangup, 1) == [False]
 
 
 def leave_one_after_the_other(world: World, first_has_left) -> int:
-    """Rank 1 closes its watchdog after rank 0 is gone; 0 means that nothing was taken for a failure."""
+    """Let rank 1 close its watchdog after rank 0 has exited. Return 1 if a failure was recorded, else 0."""
     _, watchdog = watched(world)
     watchdog.close()
     world.barrier()
@@ -182,7 +182,7 @@ def leave_one_after_the_other(world: World, first_has_left) -> int:
     return int(world.store.check(["failed"]))
 
 
-def test_ranks_that_end_in_good_order_are_not_taken_for_dead():
+def test_ranks_that_exit_normally_are_not_reported_as_dead():
     first_has_left = Ranks.context.Event()
     with Ranks(in_a_world, 2, leave_one_after_the_other, first_has_left) as ranks:
         first_has_left.set()

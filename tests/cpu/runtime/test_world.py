@@ -1,4 +1,4 @@
-"""What one rank makes for all: its value, or its error, reaches every rank."""
+"""`World.from_main`: rank 0's result, or its exception, reaches every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.ranks import run_on_ranks
 
 
 class NeedsMore(Exception):
-    """As errors of HTTP clients: pickle writes it and cannot read it."""
+    """Pickle can write it and not read it, like the errors of HTTP clients."""
 
     def __init__(self, message: str, *, response: int) -> None:
         super().__init__(message)
@@ -33,8 +33,8 @@ ERRORS = {
 }
 
 
-def told(world: World, name: str) -> tuple[str, str, int]:
-    """How the error of rank 0 arrives, and that the next collective works."""
+def error_seen(world: World, name: str) -> tuple[str, str, int]:
+    """Type and text of rank 0's error on this rank, and the result of the collective after it."""
 
     def make() -> None:
         raise ERRORS[name]()
@@ -47,8 +47,8 @@ def told(world: World, name: str) -> tuple[str, str, int]:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_of_the_first_rank_reaches_all_of_them_whatever_it_is_made_of(name):
-    first, second = run_on_ranks(told, 2, name)
+def test_an_error_on_rank_0_is_raised_on_every_rank_whether_or_not_it_can_be_pickled(name):
+    first, second = run_on_ranks(error_seen, 2, name)
     error = ERRORS[name]()
     assert first == (type(error).__name__, str(error), 7)
     arrived = ("KeyError", "'gone'") if name == "plain" else ("RuntimeError", f"{type(error).__name__}: gone")

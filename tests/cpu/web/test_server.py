@@ -78,7 +78,7 @@ def test_a_connection_with_a_pending_response_is_never_closed(monkeypatch, serve
 
 
 def test_connections_above_the_limit_are_closed_and_the_others_are_served(monkeypatch, server):
-    monkeypatch.setattr(server_module, "most_connections", lambda: 2)
+    monkeypatch.setattr(server_module, "max_client_connections", lambda: 2)
     with server.connect() as one, server.connect() as other:
         for connection in (one, other):
             connection.sendall(GET)
@@ -100,4 +100,4 @@ def test_an_endless_request_head_is_rejected(server):
 @pytest.mark.parametrize(("soft", "most"), [(1024, 768), (-1, descriptors.DESCRIPTORS * 3 // 4)])
 def test_a_quarter_of_the_descriptors_is_reserved_for_the_run(monkeypatch, soft, most):
     monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (soft, -1))
-    assert descriptors.most_connections() == most
+    assert descriptors.max_client_connections() == most

@@ -69,7 +69,7 @@ def check(*environments) -> None:
 
 def test_a_run_has_one_frozen_model():
     check(entry(name="runs/a/final_model"), entry(name="runs/a/final_model"))
-    with pytest.raises(ConfigError, match=r"environments.1.opponent: differs from another entry's"):
+    with pytest.raises(ConfigError, match=r"environments.1.opponent: must equal the opponent of the other entries"):
         check(entry(name="runs/a/final_model"), entry())
 
 
@@ -77,16 +77,15 @@ def test_frozen_seats_need_an_opponent_model():
     with pytest.raises(ConfigError) as caught:
         check({**entry(), "opponent": None})
     assert str(caught.value) == (
-        "environments.0.args.players: 'frozen' seats need a model that plays them: "
-        "environments.0.opponent: {name: initial}"
+        "environments.0.args.players: 'frozen' needs a model; set environments.0.opponent: {name: initial}"
     )
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"hidden_size": 128}, "its hidden_size is 128, that of"),
-        ({"vocab_size": 7}, "its vocab_size is 7, that of"),
+        ({"hidden_size": 128}, "hidden_size is 128, but "),
+        ({"vocab_size": 7}, "vocab_size is 7, but "),
         (None, "no such folder"),
     ],
 )

@@ -80,12 +80,15 @@ def test_an_engine_with_another_weight_layout_is_rejected_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"sync_frequency": 3}, "sync_frequency=3 does not go with weights=shared"),
-        ({"policy": {"cpu_offload": True}}, "policy.cpu_offload=true does not go with weights=shared"),
-        ({"engine": {"args": {"quantization": "fp8"}}}, "engine.args.quantization=fp8 does not go with weights=shared"),
+        ({"sync_frequency": 3}, "sync_frequency=3: must be 1 with weights: shared"),
+        ({"policy": {"cpu_offload": True}}, "policy.cpu_offload=true: must be false with weights: shared"),
+        (
+            {"engine": {"args": {"quantization": "fp8"}}},
+            "engine.args.quantization=fp8: not supported with weights: shared",
+        ),
         (
             {"engine": {"dtype": "float16"}},
-            "engine.dtype=float16 with policy.compute_dtype=auto does not go with weights=shared",
+            "engine.dtype=float16: must be auto with weights: shared",
         ),
     ],
 )
@@ -102,7 +105,7 @@ def test_shared_weights_need_one_rank_and_one_type():
     config = Config.model_validate(settings(Path("model"), weights="shared", **same))
     rules.check(config)
     rules.check_world(config, 1)
-    with pytest.raises(errors.ConfigError, match="weights=shared does not go with 2 ranks"):
+    with pytest.raises(errors.ConfigError, match="weights=shared: needs a single rank, not 2"):
         rules.check_world(config, 2)
 
 

@@ -1,4 +1,4 @@
-"""Settings that do not load: the one line that a person gets, with key, value, rule and place."""
+"""Settings that do not load: one error line each, with key, value, rule and location."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.loading import load_config
 from colocated_grpo.config.rules import check_world
-from tests.support.config_text import complaint, load, notes
+from tests.support.config_text import config_error, load, notes
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ from tests.support.config_text import complaint, load, notes
         ),
         (
             "loss: {type: grppo}",
-            "loss.type='grppo': unknown; one of grpo, dr_grpo, dapo, bnpo, cispo, gspo (line 3 of x.yaml)",
+            "loss.type='grppo': must be one of grpo, dr_grpo, dapo, bnpo, cispo, gspo (line 3 of x.yaml)",
         ),
         ("policy: {learning_rte: 1}", "policy.learning_rte: unknown key; did you mean policy.lr? (line 3 of x.yaml)"),
         (
@@ -45,19 +45,18 @@ from tests.support.config_text import complaint, load, notes
         ),
         (
             "loss: {type: cispo, clip_low: 0.1}",
-            "loss.clip_low: unknown key; it belongs to type grpo, dr_grpo, dapo, bnpo, gspo (line 3 of x.yaml)",
+            "loss.clip_low: unknown key; valid only for type grpo, dr_grpo, dapo, bnpo, gspo (line 3 of x.yaml)",
         ),
         ("policy:\n  lr: 1\n  lr: 2", "x.yaml:5: policy.lr: given twice"),
         ("policy: {lr: 1", "x.yaml:3: not valid YAML: expected ',' or '}', but got '<stream end>'"),
         ("policy:\n\tlr: 1", "x.yaml:4: not valid YAML: found character '\\t' that cannot start any token"),
         (
             "model_name: b",
-            "model_name='b': the same setting as model.name (line 1 of x.yaml); keep one of them (line 3 of x.yaml)",
+            "model_name='b': the same setting as model.name (line 1 of x.yaml); remove one of them (line 3 of x.yaml)",
         ),
         (
             "fsdp_config: {sharding_strategy: HYBRID_SHARD}",
-            "fsdp_config.sharding_strategy='HYBRID_SHARD': no equivalent here; known are 'full_shard' (FSDP2) "
-            "(line 3 of x.yaml)",
+            "fsdp_config.sharding_strategy='HYBRID_SHARD': must be 'full_shard' (FSDP2) (line 3 of x.yaml)",
         ),
         (
             "batch_size: 60",
@@ -65,13 +64,13 @@ from tests.support.config_text import complaint, load, notes
         ),
         (
             "gradient_accumulation_steps: 4",
-            "gradient_accumulation_steps=4: no equivalent here; write their product per_device_train_batch_size * "
-            "gradient_accumulation_steps * GPUs as generation_batch_size; micro-batches follow from "
-            "batch.max_tokens_per_micro_batch (line 3 of x.yaml)",
+            "gradient_accumulation_steps=4: not supported; set generation_batch_size to per_device_train_batch_size * "
+            "gradient_accumulation_steps * GPUs; batch.max_tokens_per_micro_batch sizes the micro-batches "
+            "(line 3 of x.yaml)",
         ),
         (
             "loss: {type: grpo, dual_clip: 1.1}",
-            "loss: dual_clip=1.1 must be above 1 + clip_high = 1.2 (line 3 of x.yaml)",
+            "loss: dual_clip=1.1: must be greater than 1 + clip_high=1.2 (line 3 of x.yaml)",
         ),
         (
             "gradient_acumulation_steps: 4",
@@ -79,53 +78,53 @@ from tests.support.config_text import complaint, load, notes
         ),
         (
             "num_train_epochs: 3\nmax_steps: -1",
-            "max_steps=-1: num_train_epochs decides there; set training_steps: rows * epochs / "
+            "max_steps=-1: TRL uses num_train_epochs then; set training_steps: rows * epochs / "
             "rollout.prompts_per_step (line 4 of x.yaml)",
         ),
         (
             "beta: 0.1\nuse_bias_correction_kl: true",
-            "use_bias_correction_kl=true: no equivalent here; known are false (the k3 estimate is differentiated as it "
-            "stands) (line 4 of x.yaml)",
+            "use_bias_correction_kl=true: must be false (the KL estimate is not multiplied by the ratio) "
+            "(line 4 of x.yaml)",
         ),
         (
             "num_train_epochs: 3",
-            "num_train_epochs=3: no equivalent here; set training_steps: rows * epochs / rollout.prompts_per_step "
+            "num_train_epochs=3: not supported; set training_steps: rows * epochs / rollout.prompts_per_step "
             "(line 3 of x.yaml)",
         ),
         (
             "environments.0.name: reversal",
-            "environments.0.name: unknown key; in a file write environments: [{name: ...}], in one section with what "
-            "else is set there (line 3 of x.yaml)",
+            "environments.0.name: unknown key; dotted names work on the command line only; in a file write "
+            "environments: [{name: ...}] (line 3 of x.yaml)",
         ),
         (
             "policy.lr: 1",
-            "policy.lr: unknown key; in a file write policy: {lr: ...}, in one section with what else is set there "
+            "policy.lr: unknown key; dotted names work on the command line only; in a file write policy: {lr: ...} "
             "(line 3 of x.yaml)",
         ),
         ("use_vlm: true", "use_vlm: unknown key; did you mean use_vllm? (line 3 of x.yaml)"),
         (
             "reward_weights: [1.0, 0.5]",
-            "reward_weights=[1.0, 0.5]: no equivalent here; write rewards: [{name: ..., weight: ...}] in the dataset "
-            "environment (line 3 of x.yaml)",
+            "reward_weights=[1.0, 0.5]: needs reward_funcs; or write rewards: [{name: ..., weight: ...}] in the "
+            "dataset environment (line 3 of x.yaml)",
         ),
         (
             "save_total_limit: null",
-            "save_total_limit=null: keeps every checkpoint there; write how many to keep (checkpoint.keep_last) "
+            "save_total_limit=null: TRL keeps every checkpoint then; set the number to keep (checkpoint.keep_last) "
             "(line 3 of x.yaml)",
         ),
         ("vllm_config: 3", "vllm_config=3: must be a mapping of settings"),
         ("learning_rate: fast", "policy.lr='fast': must be a number (line 3 of x.yaml, as learning_rate)"),
     ],
 )
-def test_a_wrong_line_in_the_file_is_named_with_its_value_and_rule(text, line):
-    assert complaint(text) == line
+def test_an_invalid_line_of_the_file_is_reported_with_value_and_rule(text, line):
+    assert config_error(text) == line
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("", "x.yaml: is empty; at least model.name is needed"),
-        ("- a\n- b", "x.yaml: must be a mapping of settings, is a list"),
+        ("", "x.yaml: empty; at least model.name is required"),
+        ("- a\n- b", "x.yaml: must be a mapping of settings, not a list"),
         ("environments: [{name: sorting}]", "model: required, but not given"),
         ("model: {}\nenvironments: [{name: sorting}]", "model.name: required, but not given (line 1 of x.yaml)"),
         ("model: {name: a}\nenvironments: []", "environments=[]: needs at least 1 entry (line 2 of x.yaml)"),
@@ -135,13 +134,13 @@ def test_a_wrong_line_in_the_file_is_named_with_its_value_and_rule(text, line):
         ),
         (
             "model: {name: a}\nenvironments: [{name: d, rewards: [gsm8k]}]",
-            "environments.0.rewards: unknown key; it belongs to type dataset (line 2 of x.yaml)",
+            "environments.0.rewards: unknown key; valid only for type dataset (line 2 of x.yaml)",
         ),
         ("[" * 5000, "x.yaml: nested too deeply"),
     ],
 )
-def test_a_file_that_is_wrong_as_a_whole_is_told_in_one_line(text, line):
-    assert complaint(text, alone=True) == line
+def test_an_invalid_file_is_a_one_line_error(text, line):
+    assert config_error(text, alone=True) == line
 
 
 @pytest.mark.parametrize(
@@ -156,21 +155,24 @@ def test_a_file_that_is_wrong_as_a_whole_is_told_in_one_line(text, line):
         (["policy.lr", "1"], "'policy.lr': expected --section.key VALUE"),
         (["--policy..lr", "1"], "'--policy..lr': expected --section.key VALUE"),
         (["--model.name.x", "1"], "model.name.x: model.name is a value, not a section"),
-        (["--environments.name", "x"], "environments.name: environments is a list; name an entry as in environments.0"),
+        (
+            ["--environments.name", "x"],
+            "environments.name: environments is a list; name an entry, as in environments.0",
+        ),
         (["--environments.7.name", "x"], "environments.7.name: environments has 1 entries, numbered from 0"),
         (["--policy.learning_rate", "1"], "policy.learning_rate: unknown key; did you mean policy.lr? (command line)"),
     ],
 )
-def test_a_wrong_override_is_named_with_its_value_and_rule(words, line):
-    assert complaint("", *words) == line
+def test_an_invalid_override_is_reported_with_value_and_rule(words, line):
+    assert config_error("", *words) == line
 
 
-def test_a_file_that_does_not_exist_is_told_in_one_line(tmp_path):
+def test_a_missing_file_is_a_one_line_error(tmp_path):
     with pytest.raises(ConfigError, match=r"^config='.*nope.yaml': no such file$"):
         load_config(tmp_path / "nope.yaml")
 
 
-def test_a_shipped_file_is_named_where_another_folder_was_asked_for(tmp_path, monkeypatch):
+def test_a_shipped_file_is_suggested_for_a_wrong_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "training_configs").mkdir()
     (tmp_path / "training_configs/large.yaml").touch()
@@ -178,37 +180,37 @@ def test_a_shipped_file_is_named_where_another_folder_was_asked_for(tmp_path, mo
         load_config("configs/large.yaml")
 
 
-def test_a_folder_is_no_config_file(tmp_path):
+def test_a_folder_is_rejected_as_a_config_file(tmp_path):
     with pytest.raises(ConfigError, match=r"^config='.*': cannot be read \(Is a directory\)$"):
         load_config(tmp_path)
 
 
-def test_a_file_that_is_no_text_is_told_in_one_line(tmp_path):
+def test_a_binary_file_is_a_one_line_error(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 0\)$"):
         load_config(path)
 
 
-def test_as_many_weights_as_rewards_are_needed():
+def test_reward_weights_need_one_number_per_reward():
     text = "model: {name: a}\ndataset_name: d\nreward_funcs: [m.f, m.g]\nreward_weights: [1.0]"
     line = "reward_weights=[1.0]: needs one number for each of the 2 rewards (line 4 of x.yaml)"
-    assert complaint(text, alone=True) == line
+    assert config_error(text, alone=True) == line
 
 
-def test_a_reward_has_one_weight():
+def test_a_reward_with_two_weights_is_rejected():
     text = "model: a\ndataset_name: d\nreward_funcs: [{name: m.f, weight: 2}]\nreward_weights: [1.0]"
-    line = "reward_weights=[1.0]: one of the rewards has a weight of its own; keep one of them (line 4 of x.yaml)"
-    assert complaint(text, alone=True) == line
+    line = "reward_weights=[1.0]: one of the rewards has a weight of its own; remove one of them (line 4 of x.yaml)"
+    assert config_error(text, alone=True) == line
 
 
 def test_several_mistakes_give_one_line_each():
-    assert len(complaint("policy: {lr: -1}\nseed: x\nfoo: 1").splitlines()) == 3
+    assert len(config_error("policy: {lr: -1}\nseed: x\nfoo: 1").splitlines()) == 3
 
 
-def test_a_yaml_document_that_explodes_when_expanded_is_read_in_no_time():
+def test_a_yaml_document_of_exponential_size_is_read_quickly():
     levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 25))
-    assert "unknown key" in complaint("a0: &a0 [x]\n" + levels)
+    assert "unknown key" in config_error("a0: &a0 [x]\n" + levels)
 
 
 # Rules between settings
@@ -219,32 +221,37 @@ def test_a_yaml_document_that_explodes_when_expanded_is_read_in_no_time():
     [
         (
             "batch: {max_tokens_per_micro_batch: 2048}\nrollout: {max_completion_tokens: 2048}",
-            "batch.max_tokens_per_micro_batch=2048 is smaller than rollout.max_prompt_tokens + "
-            "rollout.max_completion_tokens=3072: one completion could never be packed",
+            "batch.max_tokens_per_micro_batch=2048: must be at least rollout.max_prompt_tokens + "
+            "rollout.max_completion_tokens=3072, the longest sequence",
         ),
         (
             "run_name: sweep/" + 256 * "x",
-            f"run_name='sweep/{34 * 'x'}'...: a folder's name has at most 255 bytes of UTF-8 and no NUL",
+            f"run_name='sweep/{34 * 'x'}'...: each part of the path must be at most 255 bytes of UTF-8, without NUL",
         ),
         (
             "run_name: a/../../b",
-            "run_name='a/../../b': names a folder below output_dir='runs', so no '/' at its start and no '..'",
+            "run_name='a/../../b': must be below output_dir='runs', so no leading '/' and no '..'",
         ),
         (
             "run_name: /b",
-            "run_name='/b': names a folder below output_dir='runs', so no '/' at its start and no '..'",
+            "run_name='/b': must be below output_dir='runs', so no leading '/' and no '..'",
         ),
-        ('output_dir: "a\\0b"', "output_dir='a\\x00b': a folder's name has at most 255 bytes of UTF-8 and no NUL"),
-        ('run_name: "\\udcff"', "run_name='\\udcff': a folder's name has at most 255 bytes of UTF-8 and no NUL"),
+        (
+            'output_dir: "a\\0b"',
+            "output_dir='a\\x00b': each part of the path must be at most 255 bytes of UTF-8, without NUL",
+        ),
+        (
+            'run_name: "\\udcff"',
+            "run_name='\\udcff': each part of the path must be at most 255 bytes of UTF-8, without NUL",
+        ),
         (
             "engine: {max_model_len: 1000}",
-            "engine.max_model_len=1000 is smaller than rollout.max_prompt_tokens + "
-            "rollout.max_completion_tokens=2048: the engine would cut completions short",
+            "engine.max_model_len=1000: must be at least rollout.max_prompt_tokens + "
+            "rollout.max_completion_tokens=2048, or the engine would truncate completions",
         ),
         (
             "batch: {minibatches: 3}",
-            "batch.minibatches=3 does not divide rollout.prompts_per_step=32: "
-            "minibatches of whole groups would differ in size",
+            "batch.minibatches=3: must divide rollout.prompts_per_step=32, as a minibatch consists of whole groups",
         ),
         (
             "evaluation: {temperature: 0.005}",
@@ -252,32 +259,32 @@ def test_a_yaml_document_that_explodes_when_expanded_is_read_in_no_time():
         ),
         (
             "policy: {lr: 1e-6, min_lr: 1e-5}",
-            "policy.min_lr=1e-05 is larger than policy.lr=1e-06: a schedule ends below its peak",
+            "policy.min_lr=1e-05: must be at most policy.lr=1e-06, the peak of the schedule",
         ),
         (
             "training_steps: 5\npolicy: {warmup_steps: 6}",
-            "policy.warmup_steps=6 is larger than the run's 5 optimizer steps: "
-            "the learning rate would never reach policy.lr",
+            "policy.warmup_steps=6: must be at most the run's 5 optimizer steps, "
+            "or the learning rate would never reach policy.lr",
         ),
         (
             "deterministic: true\nsync_frequency: 4\ncheckpoint: {every: 50}",
-            "checkpoint.every=50 is not a multiple of sync_frequency=4: a resumed run syncs at once, so "
-            "deterministic: true needs checkpoints that fall on a sync",
+            "checkpoint.every=50: must be a multiple of sync_frequency=4 with deterministic: true, because a resumed "
+            "run begins with a weight sync",
         ),
         (
             "engine: {args: {max_num_seqs: 3}}",
-            "engine.args.max_num_seqs: is a setting of its own; write engine.max_num_seqs",
+            "engine.args.max_num_seqs: has a setting of its own; write engine.max_num_seqs",
         ),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(text, line):
-    assert complaint(text) == line
+def test_settings_that_contradict_each_other_are_rejected(text, line):
+    assert config_error(text) == line
 
 
-def test_a_wrong_entry_of_a_reward_is_named_by_its_number():
+def test_an_invalid_reward_is_reported_with_its_index():
     text = "model: {name: a}\nenvironments:\n- {type: dataset, name: d, rewards: [gsm8k, {name: b, weight: big}]}"
     line = "environments.0.rewards.1.weight='big': must be a number (line 3 of x.yaml)"
-    assert complaint(text, alone=True) == line
+    assert config_error(text, alone=True) == line
 
 
 @pytest.mark.parametrize(
@@ -301,22 +308,21 @@ def test_settings_at_the_edge_of_a_rule_are_allowed(text):
         (
             "engine: {tensor_parallel_size: 2}",
             3,
-            "engine.tensor_parallel_size=2 does not divide the 3 ranks: each engine spans so many",
+            "engine.tensor_parallel_size=2: must divide the number of ranks, 3",
         ),
         (
             "rollout: {prompts_per_step: 3}",
             4,
-            "rollout.prompts_per_step=3 is smaller than the number of engines=4: some would idle",
+            "rollout.prompts_per_step=3: must be at least the number of engines, 4",
         ),
         (
             "deterministic: true\nrollout: {prompts_per_step: 6}",
             4,
-            "rollout.prompts_per_step=6 is not a multiple of the number of engines=4: "
-            "deterministic: true gives every engine the same share",
+            "rollout.prompts_per_step=6: must be a multiple of the number of engines, 4, with deterministic: true",
         ),
     ],
 )
-def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(text, ranks, line):
+def test_settings_that_do_not_fit_the_number_of_ranks_are_rejected(text, ranks, line):
     with pytest.raises(ConfigError) as caught:
         check_world(load(text), ranks)
     assert str(caught.value) == line
@@ -331,12 +337,14 @@ def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(text, ranks, l
     ],
 )
 def test_prompts_need_not_divide_evenly_when_ranks_share_a_counter(text):
-    assert check_world(load(text), 4) is None  # raises where they must
+    assert check_world(load(text), 4) is None  # raises otherwise
 
 
-def test_renormalised_sampling_is_allowed_and_told():
+def test_renormalised_sampling_is_allowed_with_a_note():
     assert notes("rollout: {top_p: 0.9, top_k: 5}")[0].startswith("rollout.top_p=0.9, rollout.top_k=5: the engine's")
 
 
-def test_a_key_that_looks_a_little_like_an_old_name_does_not_bring_up_the_new_one():
-    assert complaint("dataset_num_proc: 4").startswith("dataset_num_proc: unknown key; valid at the top: model, ")
+def test_a_key_that_only_resembles_an_old_name_gets_no_suggestion():
+    assert config_error("dataset_num_proc: 4").startswith(
+        "dataset_num_proc: unknown key; valid at the top level: model, "
+    )
