@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 from colocated_grpo.environments.town.casting import NAMES
 from colocated_grpo.environments.town.environment import TownEnvironment, TownTurn
@@ -12,6 +13,7 @@ from colocated_grpo.environments.town.legality import ArgumentKind, ArgumentSpec
 from colocated_grpo.environments.town.night import resolve_night
 from colocated_grpo.environments.town.phases import begin, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, reply, scripted_turn
+from colocated_grpo.environments.town.settings import TownSettings
 from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, Seat, new_game
 from colocated_grpo.environments.town.verdicts import Verdict, judge
 
@@ -112,3 +114,8 @@ def play(environment: TownEnvironment, commits: int, seed: int = 0) -> list[tupl
             if len(history) == commits:
                 break
     return history
+
+
+def small_town(**settings: Any) -> TownEnvironment:
+    """Return an environment of three games of at most three days."""
+    return TownEnvironment(TownSettings(**{"games": 3, "seed": 4, "rules": Rules(max_days=3), **settings}))

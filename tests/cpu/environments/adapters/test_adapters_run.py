@@ -53,9 +53,7 @@ def test_a_run_on_other_libraries_trains_and_reports_finite_numbers(run):
     for row in rows:
         assert all(value is not None and math.isfinite(value) for key, value in row.items() if key != "kind")
         assert row["reward_errors"] == 0
-        assert row["mismatch/max"] < 1e-4 or row["staleness"] > 0, (
-            "turns that waited for their game to end are stale"
-        )
+        assert row["mismatch/max"] < 1e-4 or row["staleness"] > 0, "turns that waited for their game to end are stale"
         assert 0 <= row["reward/finished"] <= 1
     assert rows[-1]["grad_norm"] > 0
 

@@ -1,4 +1,4 @@
-"""Town as a turn environment: pure scores, one commit for each turn, returns, exact snapshots, and game records."""
+"""Town as a turn environment: pure scores, one commit for each turn, exact snapshots, and game records."""
 
 from __future__ import annotations
 
@@ -17,27 +17,19 @@ from hypothesis import strategies as st
 
 from colocated_grpo import types
 from colocated_grpo.environments.town import roles
-from colocated_grpo.environments.town.environment import TownEnvironment, TurnError
+from colocated_grpo.environments.town.environment import TurnError
 from colocated_grpo.environments.town.players import reply
-from colocated_grpo.environments.town.rewards import CREDITS, Credit, outcome_returns, shaping
+from colocated_grpo.environments.town.rewards import CREDITS
 from colocated_grpo.environments.town.settings import TownSettings
-from colocated_grpo.environments.town.state import Phase, Rules, TurnRecord
-from colocated_grpo.environments.town.verdicts import judge
+from colocated_grpo.environments.town.state import Phase, Rules
 from colocated_grpo.environments.turns import credit
-from colocated_grpo.environments.turns.games import RATES, EarlyStop
-from tests.support.town_tables import play, play_game, random_reply, table
-
-SMALL = {"games": 3, "seed": 4, "rules": Rules(max_days=3)}
-
-
-def small(**settings) -> TownEnvironment:
-    return TownEnvironment(TownSettings(**{**SMALL, **settings}))
+from tests.support.town_tables import play, play_game, random_reply, small_town
 
 
 @given(st.lists(st.text(max_size=40), max_size=3), st.integers(0, 40))
 @settings(max_examples=25)
 def test_scoring_is_pure_and_repeatable(texts, commits):
-    environment = small(games=1)
+    environment = small_town(games=1)
     play(environment, commits)
     turn = environment.next_batch()[0]
     completions = [*texts, random_reply(turn, Random(commits)), reply("wait"), reply("kill", "Ada"), "<think>"]
@@ -49,7 +41,7 @@ def test_scoring_is_pure_and_repeatable(texts, commits):
 
 
 def test_a_commit_returns_the_outcome_that_score_gave():
-    environment = small()
+    environment = small_town()
     for _ in range(60):
         turn = environment.next_batch()[0]
         answer = random_reply(turn, Random(turn.id))
@@ -58,7 +50,7 @@ def test_a_commit_returns_the_outcome_that_score_gave():
 
 
 def test_a_turn_takes_exactly_one_commit():
-    environment = small()
+    environment = small_town()
     turn = environment.next_batch()[0]
     environment.commit(turn, reply("wait"))
     with pytest.raises(TurnError, match="exactly one commit"):
@@ -67,7 +59,7 @@ def test_a_turn_takes_exactly_one_commit():
 
 def test_another_environment_scores_a_turn_the_same():
     """The scoring environment has the same credit and other games; the turn is pickled, as between ranks."""
-    environment, elsewhere = small(), small(seed=77)
+    environment, elsewhere = small_town(), small_town(seed=77)
     for _ in range(80):
         turn = environment.next_batch()[0]
         answers = [random_reply(turn, Random(turn.id)), reply("vote", "nobody"), reply("execute"), ""]
@@ -78,7 +70,7 @@ def test_another_environment_scores_a_turn_the_same():
 
 
 def test_a_turn_that_the_game_has_not_reached_cannot_be_committed():
-    environment = small(games=1, roles=("citizen",) * 5 + ("godfather", "sheriff"))
+    environment = small_town(games=1, roles=("citizen",) * 5 + ("godfather", "sheriff"))
     for turn in environment.next_batch():
         environment.commit(turn, reply("wait"))
     talking = environment.next_batch()
@@ -91,7 +83,7 @@ def test_a_turn_that_the_game_has_not_reached_cannot_be_committed():
 
 
 def test_a_turn_stays_closed_when_its_seat_acts_again():
-    environment = small(games=1)
+    environment = small_town(games=1)
     first = environment.next_batch()[0]
     environment.commit(first, reply("roles"))
     assert first.seat in {turn.seat for turn in environment.next_batch()}
@@ -100,13 +92,13 @@ def test_a_turn_stays_closed_when_its_seat_acts_again():
 
 
 def test_next_batch_repeats_its_turns_until_a_commit():
-    environment = small()
+    environment = small_town()
     assert environment.next_batch() == environment.next_batch()
     assert environment.next_batch()[:2] == environment.next_batch()[:2]
 
 
 def test_a_malformed_reply_acts_as_waiting_and_is_reported_to_its_seat():
-    environment = small(games=1)
+    environment = small_town(games=1)
     turn = environment.next_batch()[0]
     outcome = environment.commit(turn, "I vote for Ada")
     assert (outcome.status, outcome.code, outcome.tag, outcome.reward) == (-1, "missing_think", "wait", -1.0)
@@ -116,7 +108,7 @@ def test_a_malformed_reply_acts_as_waiting_and_is_reported_to_its_seat():
 
 
 def test_a_look_up_returns_an_observation_and_leaves_the_turn_to_the_seat():
-    environment = small(games=1, rules=Rules(tool_calls=2))
+    environment = small_town(games=1, rules=Rules(tool_calls=2))
     first = environment.next_batch()[0]
     turn = first
     for done in (1, 2):
@@ -129,14 +121,14 @@ def test_a_look_up_returns_an_observation_and_leaves_the_turn_to_the_seat():
 
 
 def test_games_are_determined_by_settings_and_commits():
-    assert play(small(), 400) == play(small(), 400)
-    assert play(small(), 50) != play(small(seed=5), 50)
+    assert play(small_town(), 400) == play(small_town(), 400)
+    assert play(small_town(), 50) != play(small_town(seed=5), 50)
 
 
 @pytest.mark.parametrize("players", [("policy",), ("policy", "sensible", "random")])
 @pytest.mark.parametrize("cut", [0, 37, 150])
 def test_a_restored_environment_continues_exactly(cut, players):
-    one, other = small(players=players), small(players=players, seed=99)
+    one, other = small_town(players=players), small_town(players=players, seed=99)
     play(one, cut)
     saved = json.loads(json.dumps(one.snapshot()))
     expected = (play(one, 200, seed=1), one.drain_returns(), one.stats.rates())
@@ -146,7 +138,7 @@ def test_a_restored_environment_continues_exactly(cut, players):
 
 
 def test_a_snapshot_does_not_change_with_later_commits():
-    environment = small()
+    environment = small_town()
     play(environment, 20)
     saved = environment.snapshot()
     copy = json.dumps(saved)
@@ -157,11 +149,11 @@ def test_a_snapshot_does_not_change_with_later_commits():
 
 def test_a_snapshot_with_too_few_games_is_rejected():
     with pytest.raises(ValueError, match="games=3, but the snapshot holds 2"):
-        small().restore(small(games=2).snapshot())
+        small_town().restore(small_town(games=2).snapshot())
 
 
 def test_scripted_seats_have_no_turns_and_only_policy_turns_are_trained_and_counted():
-    environment = small(games=6, seats=9, players=("policy", "frozen-100", "sensible"))
+    environment = small_town(games=6, seats=9, players=("policy", "frozen-100", "sensible"))
     labels = [turn.player for _ in range(40) for turn in environment.next_batch() if environment.commit(turn, "x")]
     assert set(labels) == {"policy", "frozen-100"}
     trained = [turn for turn in environment.next_batch() if turn.trainable]
@@ -170,100 +162,11 @@ def test_scripted_seats_have_no_turns_and_only_policy_turns_are_trained_and_coun
 
 
 def test_table_sizes_vary_within_their_bounds():
-    environment = small(games=30, seats=(7, 15))
+    environment = small_town(games=30, seats=(7, 15))
     sizes = {len(game["seats"]) for game in environment.snapshot()["games"]}
     assert min(sizes) >= 7
     assert max(sizes) <= 15
     assert len(sizes) > 4
-
-
-def test_every_turn_of_an_ended_game_gets_its_outcome_once():
-    environment = small(games=2, credit=CREDITS["terminal"])
-    history = {turn_id: reward for turn_id, _, reward in play(environment, 600)}
-    returns = environment.drain_returns()
-    assert environment.drain_returns() == []
-    assert len({each.turn_id for each in returns}) == len(returns)
-    ended = {each.game for each in returns}
-    assert len(ended) == environment.stats.rates()["games"] >= 2
-    assert {each.turn_id for each in returns} == {key for key in history if int(key.split(".")[0]) in ended}
-    assert all(each.reward == history[each.turn_id] for each in returns)
-    assert all(each.value == each.outcome for each in returns)
-
-
-def test_the_outcome_is_discounted_for_each_later_turn_of_the_seat():
-    game = play_game(3, 7)
-    game.turns = [TurnRecord(f"0.{who}.{n}", who, "night", 1, 1.0) for n, who in enumerate((0, 1, 0, 0))]
-    returns = outcome_returns(game, Credit(outcome=2.0, discount=0.5))
-    first, second = returns[0].outcome, returns[1].outcome
-    assert abs(first) == abs(second) == 1.0
-    assert [each.value for each in returns] == [0.5 * first, 2.0 * second, 1.0 * first, 2.0 * first]
-
-
-def test_a_nomination_is_shaped_by_its_target_and_form_alone_scores_minus_one_to_one():
-    game = table("sheriff", "godfather")
-    game.phase = Phase.NOMINATION
-    good, bad = (judge(game, 0, reply("nominate", name)) for name in ("Bram", "Cleo"))
-    assert shaping(game, 0, good) == 0.25
-    assert shaping(game, 0, bad) == -0.25
-    environment = small(credit=CREDITS["immediate"])
-    turn = environment.next_batch()[0]
-    rewards = [each.reward for each in environment.score(turn, ["", reply("vote", "guilty"), reply("wait")])]
-    assert rewards == [-1.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "phase", "completion", "expected"),
-    [
-        ("Ada", Phase.JUDGEMENT, reply("vote", "guilty"), 0.5),
-        ("Ada", Phase.JUDGEMENT, reply("vote", "innocent"), -0.5),
-        ("Ada", Phase.JUDGEMENT, reply("vote", "abstain"), 0.0),
-        ("Cleo", Phase.JUDGEMENT, reply("vote", "guilty"), -0.5),
-        ("Cleo", Phase.NIGHT, reply("kill", "Ada"), 0.5),
-        ("Dorn", Phase.NIGHT, reply("protect", "Ada"), 0.5),
-        ("Dorn", Phase.NIGHT, reply("protect", "Bram"), -0.5),
-        ("Ada", Phase.NIGHT, reply("investigate", "Bram"), 0.1),
-        ("Elin", Phase.JUDGEMENT, reply("vote", "guilty"), 0.0),
-        ("Ada", Phase.JUDGEMENT, reply("wait"), 0.0),
-    ],
-)
-def test_shaping_follows_the_side_of_the_seat(name, phase, completion, expected):
-    game = table("sheriff", "godfather", "mafioso", "doctor", "jester")
-    game.phase, game.accused = phase, game.index("Bram")
-    assert shaping(game, game.index(name), judge(game, game.index(name), completion)) == expected
-
-
-def test_shaping_never_outweighs_form():
-    environment = small(credit=CREDITS["phase"])
-    for _ in range(300):
-        turn = environment.next_batch()[0]
-        answer = random_reply(turn, Random(turn.id))
-        fine, illegal = environment.score(turn, [answer, reply("vote", "nobody at all")])
-        assert fine.reward > illegal.reward > environment.score(turn, [""])[0].reward
-        environment.commit(turn, answer)
-
-
-def test_rates_count_committed_turns():
-    environment = small(games=1)
-    for answer in ("", reply("vote", "no such vote"), reply("wait"), reply("wait")):
-        environment.commit(environment.next_batch()[0], answer)
-    stats = environment.stats.rates()
-    assert stats["turns"] == 4
-    assert stats["error/missing_think"] == 0.25
-    assert stats["action/wait"] == 0.5
-
-
-def test_win_rates_sum_to_one_and_means_over_all_completions_are_left_out():
-    environment = small(games=4)
-    play(environment, 800)
-    stats = environment.stats.rates()
-    sides = [stats.get(f"win_rate/{side}", 0.0) for side in ("town", "mafia", "neutral", "draw")]
-    assert sum(sides) == pytest.approx(1)
-    assert not [name for name in stats if name in RATES or name.startswith("reward/")]
-
-
-def test_early_stop_needs_consecutive_windows_at_the_threshold():
-    stop = EarlyStop(threshold=0.9, consecutive=2)
-    assert [stop.due(rate) for rate in (0.95, 0.8, 0.95, None, 0.9)] == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +195,7 @@ def test_rules_out_of_bounds_are_rejected_by_name():
 
 
 def test_an_ended_game_leaves_a_record_with_cast_result_events_and_transcript():
-    environment = small()
+    environment = small_town()
     turn = environment.next_batch()[0]
     environment.commit(turn, "<think>\ud800 I, too,\nwonder</think><wait/>")
     play(environment, 400)
@@ -309,43 +212,20 @@ def test_an_ended_game_leaves_a_record_with_cast_result_events_and_transcript():
     assert any("I, too, wonder" in record["transcript"] for record in records)
 
 
-def test_draining_resets_the_counts_and_keeps_the_win_rates():
-    environment = small(games=4)
-    play(environment, 800)
-    stats = environment.stats.rates()
-    assert environment.drain_stats() == stats
-    left = environment.drain_stats()
-    remembered = {key: rate for key, rate in stats.items() if key.startswith("win_rate/")}
-    assert left == remembered | {"turns": 0, "games": 0}
-
-
-def test_the_win_rate_of_a_player_is_the_share_of_its_seats_that_won():
-    environment = small(games=2, players=("policy", "sensible"))
-    play(environment, 600)
-    ended = environment.drain_games()
-    for player in ("policy", "sensible"):
-        shares = []
-        for game in ended:
-            results = [seat["result"] for seat in game["seats"] if seat["player"] == player]
-            shares.append(sum(result > 0 for result in results) / len(results))
-        assert environment.stats.rates()[f"win_rate/{player}"] == pytest.approx(sum(shares) / len(shares))
-    assert len(ended) >= 3
-
-
 def test_turns_of_added_games_follow_those_of_older_games_also_after_a_restore():
-    environment = small(games=1)
+    environment = small_town(games=1)
     first = environment.next_batch()
     added = environment.add_game()
     assert added
     assert {turn.game for turn in added} == {1}
     assert environment.next_batch() == first + added
-    copy = small(games=1)
+    copy = small_town(games=1)
     copy.restore(json.loads(json.dumps(environment.snapshot())))
     assert copy.next_batch() == first + added
 
 
 def test_a_turn_taken_by_play_on_is_closed_and_not_counted():
-    environment = small(games=1, credit=CREDITS["terminal"])
+    environment = small_town(games=1, credit=CREDITS["terminal"])
     turn = environment.next_batch()[0]
     environment.play_on(turn)
     assert turn.id not in {each.id for each in environment.next_batch()}
@@ -356,7 +236,7 @@ def test_a_turn_taken_by_play_on_is_closed_and_not_counted():
 
 
 def test_brief_prompts_are_short_and_list_every_choice():
-    environment = small(games=4, prompts="brief", memory=4, rules=Rules(tool_calls=0))
+    environment = small_town(games=4, prompts="brief", memory=4, rules=Rules(tool_calls=0))
     for _ in range(200):
         turn = environment.next_batch()[0]
         [message] = turn.messages
@@ -388,7 +268,7 @@ def test_scripted_games_run_at_hundreds_of_turns_a_second():
 
 
 def test_hundreds_of_turns_a_second_are_prompted_and_scored():
-    environment = small(games=8, seats=9)
+    environment = small_town(games=8, seats=9)
     began = time.perf_counter()
     committed = 0
     while committed < 600:
@@ -401,7 +281,7 @@ def test_hundreds_of_turns_a_second_are_prompted_and_scored():
 
 
 def test_simultaneous_turns_may_be_committed_in_any_order():
-    forward, backward = small(games=1, seats=12), small(games=1, seats=12)
+    forward, backward = small_town(games=1, seats=12), small_town(games=1, seats=12)
     tried = 0
     for _ in range(60):
         turns = forward.next_batch()
@@ -417,7 +297,7 @@ def test_simultaneous_turns_may_be_committed_in_any_order():
 
 
 def test_a_game_does_not_depend_on_its_neighbours():
-    alone, together = small(games=1), small(games=3)
+    alone, together = small_town(games=1), small_town(games=3)
     for _ in range(80):
         turns = together.next_batch()
         if 0 not in {turn.game for turn in turns}:
