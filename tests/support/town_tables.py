@@ -83,8 +83,8 @@ def random_games(count: int, seats: int | None = None, players: tuple[str, ...] 
         begin(game)
         while game.phase is not Phase.OVER:
             yield game
-            asked = to_act(game)[0]
-            scripted_turn(game, asked, SCRIPTED[game.seats[asked].player])
+            actor = to_act(game)[0]
+            scripted_turn(game, actor, SCRIPTED[game.seats[actor].player])
 
 
 def random_reply(turn: TownTurn, rng: Random) -> str:

@@ -110,14 +110,14 @@ def test_prompts_from_starts_anywhere_without_building_earlier_episodes():
 @pytest.mark.parametrize("environment", TOY)
 def test_the_same_seed_and_replies_give_the_same_episode_in_new_and_used_environments(environment):
     episode, again = gym(environment), gym(environment)
-    asked = items(episode, 6)
-    assert asked == items(again, 6)
-    assert asked != items(episode, 6, seed=1)
-    assert {item["seed"] % 2 for item in asked} == {0}
+    six = items(episode, 6)
+    assert six == items(again, 6)
+    assert six != items(episode, 6, seed=1)
+    assert {item["seed"] % 2 for item in six} == {0}
     assert {item["seed"] % 2 for item in items(episode, 6, split="held_out")} == {1}
-    first, *rest = [played(episode, item, acting(*"1203210321"), room=900) for item in asked]
-    assert [first, *rest] == [played(again, item, acting(*"1203210321"), room=900) for item in asked]
-    assert played(episode, asked[0], acting(*"1203210321"), room=900) == first
+    first, *rest = [played(episode, item, acting(*"1203210321"), room=900) for item in six]
+    assert [first, *rest] == [played(again, item, acting(*"1203210321"), room=900) for item in six]
+    assert played(episode, six[0], acting(*"1203210321"), room=900) == first
 
 
 def test_an_episode_that_runs_out_of_tokens_keeps_its_rewards():

@@ -47,8 +47,8 @@ def test_an_episode_is_one_session_and_its_reward_the_sum_of_the_steps(server):
 
 
 def test_concurrent_episodes_have_separate_sessions_and_wait_for_a_free_one():
-    async def all_of(episode, asked):
-        games = (playing(episode, item, saying("0", "0", secret_of(item))) for item in asked)
+    async def all_of(episode, chosen):
+        games = (playing(episode, item, saying("0", "0", secret_of(item))) for item in chosen)
         return await asyncio.gather(*games)
 
     with Server(capacity=3) as server:

@@ -30,11 +30,11 @@ from tests.support.textarena_play import (
 def test_every_turn_is_prompted_once_and_trained_once(args):
     made = built(args)
     history = play(made, made.open_source(), 40)
-    asked = [prompt.index for prompts, _ in history for prompt in prompts]
+    indices = [prompt.index for prompts, _ in history for prompt in prompts]
     turns = [prompt.item["turn"].id for prompts, _ in history for prompt in prompts]
     trained = [group.prompt.index for _, settled in history for group in settled.released]
     waiting = history[-1][1].metrics[f"{args['game']}/turns_waiting"]
-    assert len(set(turns)) == len(asked) == 120
+    assert len(set(turns)) == len(indices) == 120
     assert len(set(trained)) == len(trained) == 120 - waiting
     assert all(settled.trained_now == [] for _, settled in history)
     scores = [rollout.score for _, settled in history for group in settled.released for rollout in group.rollouts]

@@ -60,11 +60,11 @@ def test_a_committed_move_gets_the_outcome_that_score_gave(args):
     games = environment.drain_games()
     assert len(games) > 3
     for game in games:
-        asked = [event for event in game["events"] if event["player"] == "policy"]
-        last = {event["number"]: 0.0 for event in asked} | {
+        by_policy = [event for event in game["events"] if event["player"] == "policy"]
+        last = {event["number"]: 0.0 for event in by_policy} | {
             event["number"]: game["seats"][event["seat"]]["reward"] for event in game["events"][-1:]
         }
-        for event in asked:
+        for event in by_policy:
             outcome = outcomes[f"{game['game']}.{event['number']}"]
             assert outcome.parts["legal_rate"] == event["legal"]
             assert outcome.parts["end"] == last[event["number"]]

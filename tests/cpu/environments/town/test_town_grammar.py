@@ -171,11 +171,11 @@ def test_exactly_the_listed_legal_actions_are_judged_ok():
     for step, game in enumerate(random_games(9)):
         if step % 7:
             continue
-        asked, rng = game.waiting[0], Random(step)
-        legal = legal_actions(game, asked)
+        actor, rng = game.waiting[0], Random(step)
+        legal = legal_actions(game, actor)
         for tag in sorted(BARE_TAGS | ARGUMENT_TAGS):
             argument = argument_for(legal[tag], rng) if tag in legal else "Ada" if tag in ARGUMENT_TAGS else ""
-            assert (judge(game, asked, reply(tag, argument)).status is Status.OK) == (tag in legal), tag
+            assert (judge(game, actor, reply(tag, argument)).status is Status.OK) == (tag in legal), tag
             checked += 1
     assert checked > 1000
 
@@ -184,8 +184,8 @@ def test_the_reply_pattern_matches_every_legal_option_and_no_illegal_tag():
     for step, game in enumerate(random_games(4, seats=7)):
         if step % 11:
             continue
-        asked = game.waiting[0]
-        legal = legal_actions(game, asked)
+        actor = game.waiting[0]
+        legal = legal_actions(game, actor)
         pattern = re.compile(reply_pattern(legal, game.rules.max_speech))
         for tag, spec in legal.items():
             if spec.kind in (ArgumentKind.CHOICE, ArgumentKind.EMPTY):

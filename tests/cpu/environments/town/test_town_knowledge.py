@@ -83,19 +83,19 @@ def moments(seed: int, stride: int = 1):
     for step in count():
         if game.phase is Phase.OVER:
             return
-        asked = rng.choice(to_act(game))
+        actor = rng.choice(to_act(game))
         if step % stride == 0:
-            yield game, asked
-        completion = random_player(observe(game, asked), rng)
-        apply_verdict(game, asked, judge(game, asked, completion), completion)
+            yield game, actor
+        completion = random_player(observe(game, actor), rng)
+        apply_verdict(game, actor, judge(game, actor, completion), completion)
 
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=10)
 def test_what_a_seat_reads_does_not_depend_on_the_secrets_of_others(seed):
     rng = Random(seed)
-    for game, asked in moments(seed, stride=23):
-        assert everything_read(with_other_secrets(game, asked, rng), asked) == everything_read(game, asked)
+    for game, actor in moments(seed, stride=23):
+        assert everything_read(with_other_secrets(game, actor, rng), actor) == everything_read(game, actor)
 
 
 def test_a_leak_of_another_role_would_be_detected():
@@ -106,7 +106,7 @@ def test_a_leak_of_another_role_would_be_detected():
 
     rng = Random(0)
     changed = [
-        leaky(with_other_secrets(game, asked, rng), asked) != leaky(game, asked) for game, asked in moments(1, 17)
+        leaky(with_other_secrets(game, actor, rng), actor) != leaky(game, actor) for game, actor in moments(1, 17)
     ]
     assert any(changed)
 
@@ -119,20 +119,20 @@ def test_private_messages_reach_their_audience_only():
         words, rng, received = count(), Random(seed), 0
         audiences: dict[str, set[int]] = {}
         while game.phase is not Phase.OVER:
-            asked = to_act(game)[0]
-            view = observe(game, asked)
+            actor = to_act(game)[0]
+            view = observe(game, actor)
             prompt = "\n".join(message["content"] for message in full_prompt(view, memory=10_000))
             for word in SECRET_WORD.findall(prompt):
-                assert asked in audiences[word], f"{word} reached seat {asked} in game {seed}"
+                assert actor in audiences[word], f"{word} reached seat {actor} in game {seed}"
                 received += 1
             tag = rng.choice([tag for tag in view.legal if tag != "wait"] or ["wait"])
             argument = argument_for(view.legal[tag], rng)
             if tag in ("speak", "whisper"):
                 word = f"secret{next(words)}"
                 argument = re.sub(r"word\d+", word, argument)
-                audiences[word] = _audience(game, asked, tag, argument)
+                audiences[word] = _audience(game, actor, tag, argument)
             completion = reply(tag, argument)
-            apply_verdict(game, asked, judge(game, asked, completion), completion)
+            apply_verdict(game, actor, judge(game, actor, completion), completion)
         assert received
 
 
@@ -213,15 +213,15 @@ def test_a_speaker_cannot_fake_a_line_of_the_record():
 
 def test_a_look_up_appends_to_the_chat_without_rewriting_it():
     checked = 0
-    for game, asked in moments(3, stride=9):
-        before = full_prompt(observe(game, asked), memory=20)
+    for game, actor in moments(3, stride=9):
+        before = full_prompt(observe(game, actor), memory=20)
         completion = reply("write_will", f"number {checked}")
-        verdict = judge(game, asked, completion)
+        verdict = judge(game, actor, completion)
         if verdict.code != "ok":
             continue
         trial = deepcopy(game)
-        observation = apply_verdict(trial, asked, verdict, completion)
-        after = full_prompt(observe(trial, asked), memory=20)
+        observation = apply_verdict(trial, actor, verdict, completion)
+        after = full_prompt(observe(trial, actor), memory=20)
         assert after[:-2] == before
         assert after[-2:] == [
             {"role": "assistant", "content": completion},
