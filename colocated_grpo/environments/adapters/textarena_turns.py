@@ -76,7 +76,7 @@ class TextArenaOutcome:
 
 @dataclass(frozen=True, slots=True)
 class TextArenaReturn:
-    """Addition of a game's result to the reward of one of its turns. Field names are keys of checkpoints."""
+    """The share of a game's result that one of its turns gets. Field names are keys of checkpoints."""
 
     turn_id: str
     value: float

@@ -15,9 +15,9 @@ MAX_RECORDED_THOUGHT = 500
 
 
 def apply_verdict(game: Game, seat: int, verdict: Verdict, completion: str) -> str | None:
-    """Apply a judged reply in place and end the seat's turn; a reply that is not OK has no effect.
+    """Apply a judged reply to the game. A reply that is not OK acts as waiting.
 
-    Returns the observation of a look-up, which leaves the turn open, or None once the turn has ended.
+    Returns the observation of a look-up, which leaves the turn open; None if the turn has ended.
     """
     holder = game.seats[seat]
     holder.acted += 1

@@ -98,7 +98,7 @@ class TownEnvironment:
         return self.settings.credit.outcome != 0
 
     def next_batch(self) -> list[TownTurn]:
-        """Return the open turns, at most one for each seat, oldest game first. Repeatable until a commit."""
+        """Return the open turns, at most one for each seat, oldest game first; the same ones until a commit."""
         self._games = [self._advance(game) for game in self._games]
         oldest_first = sorted(self._games, key=lambda game: game.number)
         return [self._turn(game, seat) for game in oldest_first for seat in _external_seats(game)]

@@ -1,4 +1,4 @@
-"""Builds town from the arguments of a config. The only file of town that imports more than the standard library."""
+"""Construction of town from the arguments of a config; the only file of town that imports other packages."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ _SHAPING: dict[Phase, Callable[[Game, int, Verdict], float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TownReturn:
-    """Addition of a game's outcome to the reward of one of its turns. Field names are keys of checkpoints."""
+    """The share of a game's outcome that one of its turns gets. Field names are keys of checkpoints."""
 
     turn_id: str
     game: int
@@ -117,7 +117,7 @@ class TownReturn:
 
 
 def outcome_returns(game: Game, credit: Credit) -> list[TownReturn]:
-    """Return one return for each committed turn of an ended game, in the order of the commits."""
+    """List the returns of an ended game, one for each committed turn, in the order of the commits."""
     shares = credit.weights([record.seat for record in game.turns])
     return [_return_of(game, record, share) for record, share in zip(game.turns, shares, strict=True)]
 

@@ -36,6 +36,7 @@ class TownStats:
     """Legal actions by tag."""
 
     def add_turn(self, verdict: Verdict) -> None:
+        """Add a committed turn."""
         legal = verdict.status is Status.OK
         self.turns += 1
         self.look_ups += legal and verdict.tag in LOOK_UP_TAGS
