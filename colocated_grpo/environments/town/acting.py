@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from colocated_grpo.environments.town.grammar import LOOK_UP_TAGS, WAIT, clean_line
+from colocated_grpo.environments.town.look_ups import look_up
 from colocated_grpo.environments.town.phases import channels, end_turn, nominate
 from colocated_grpo.environments.town.state import NO_SEAT, Game, Phase
-from colocated_grpo.environments.town.tools import look_up
 from colocated_grpo.environments.town.verdicts import Status, Verdict
 
 MAX_RECORDED_THOUGHT = 500

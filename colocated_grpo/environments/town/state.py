@@ -17,7 +17,7 @@ DRAW = "draw"
 
 
 class Phase(StrEnum):
-    """Phases in the order of a round. An acquittal returns to NOMINATION; a hanging, or no nomination, ends the round."""
+    """Phases in the order of a round. An acquittal returns to NOMINATION; a hanging, or no trial, ends the round."""
 
     PRE_NIGHT = "pre_night"
     NIGHT_TALK = "night_talk"

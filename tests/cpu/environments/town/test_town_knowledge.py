@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from colocated_grpo.environments.town.acting import apply_verdict
 from colocated_grpo.environments.town.legality import look_ups
+from colocated_grpo.environments.town.look_ups import look_up
 from colocated_grpo.environments.town.observations import observe
 from colocated_grpo.environments.town.phases import begin, enter, to_act
 from colocated_grpo.environments.town.players import random_player, reply
 from colocated_grpo.environments.town.prompts import full_prompt
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, new_game
-from colocated_grpo.environments.town.tools import look_up
 from colocated_grpo.environments.town.verdicts import judge
 from tests.support.town_tables import argument_for, night, seat, table
 
@@ -33,9 +33,9 @@ def everything_read(game: Game, reader: int) -> str:
     view = observe(game, reader)
     texts = [message["content"] for message in full_prompt(view, memory=10_000)]
     if len(game.seats[reader].dialog) < game.rules.tool_calls:
-        for tool, spec in look_ups(game, reader).items():
+        for tag, spec in look_ups(game, reader).items():
             arguments = spec.options if spec.options else ("",)
-            texts += [look_up(game, reader, tool, argument) for argument in arguments]
+            texts += [look_up(game, reader, tag, argument) for argument in arguments]
     for other in game.seats:
         for tag in ("kill", "investigate", "nominate", "jail"):
             verdict = judge(game, reader, reply(tag, other.name))

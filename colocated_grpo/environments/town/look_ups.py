@@ -10,13 +10,13 @@ from colocated_grpo.environments.town.roles import ROLES
 from colocated_grpo.environments.town.state import Game
 
 
-def look_up(game: Game, seat: int, tool: str, argument: str) -> str:
+def look_up(game: Game, seat: int, tag: str, argument: str) -> str:
     """Return the observation of a legal look-up. Only write_will changes the game."""
-    if tool == "write_will":
+    if tag == "write_will":
         game.seats[seat].will = argument
         answer = "Your will is kept."
     else:
-        answer = _ANSWERS[tool](observe(game, seat), argument)
+        answer = _ANSWERS[tag](observe(game, seat), argument)
     left = game.rules.tool_calls - len(game.seats[seat].dialog) - 1
     return f"<observation>{answer} (look-ups left this turn: {left})</observation>"
 
