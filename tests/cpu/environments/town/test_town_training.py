@@ -125,7 +125,7 @@ def test_structured_output_reaches_the_parse_rate_that_ends_the_run(tmp_path):
     rows = run.rows(files.TRAIN)
     assert [row["step"] for row in rows] == [0, 1]
     assert all(row["town/parse_rate"] == row["town/legal_rate"] >= 0.3 for row in rows)
-    assert "the last one, the environment's goal is reached" in run.stdout
+    assert "is the last one: the environment's goal is reached" in run.stdout
     assert files.read_summary(run.folder)["outcome"] == "finished"
     final = weights_of(run)
     again = train(tmp_path, config, "--resume", "auto")
