@@ -1,4 +1,4 @@
-"""A game of textarena played turn by turn. Its seed and its moves reproduce it: a snapshot holds nothing else."""
+"""A game of textarena played turn by turn. Seed and moves reproduce it, so a snapshot holds these and a digest."""
 
 from __future__ import annotations
 
