@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr
 
 from colocated_grpo.environments.adapters.gymnasium_views import View, view_of
 from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
-from colocated_grpo.environments.base import EnvironmentSetupError, Split
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.answers import without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
@@ -63,12 +63,12 @@ class Gymnasium(SeededEpisode):
                 f"{KEY}: {self.environment} is not reproducible from its seed: siblings would play different games"
             )
 
-    def _item(self, rng: Random, split: Split) -> JsonObject:
+    def _item(self, rng: Random, split: Split) -> Item:
         seed = draw_seed(rng, split)
         parts = [self._view.rules, f"Actions: {', '.join(self._view.actions)}.", self._hint()]
         return {"seed": seed, "prompt": "\n".join([*filter(None, parts), "", self._reset(self._prompt_env, seed)])}
 
-    async def run(self, item: JsonObject, model: Conversation) -> dict[str, float]:
+    async def run(self, item: Item, model: Conversation) -> dict[str, float]:
         env = self._idle_envs.pop() if self._idle_envs else self._make()
         text = self._reset(env, item["seed"])
         earned, invalid, over = 0.0, 0, False

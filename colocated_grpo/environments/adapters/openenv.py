@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
 from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
-from colocated_grpo.environments.base import EnvironmentSetupError, Split
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.answers import without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
@@ -89,14 +89,14 @@ class OpenEnv(SeededEpisode):
         self._action_schema = self._request("/schema").get("action", {})
         self._field = self.action or text_field(self._action_schema)
 
-    def _item(self, rng: Random, split: Split) -> JsonObject:
+    def _item(self, rng: Random, split: Split) -> Item:
         seed = draw_seed(rng, split)
         hint = "" if self._field else f"Reply with one JSON object of this schema: {json.dumps(self._action_schema)}"
         first = self._observation_text(self._request("/reset", self._reset_args(seed), timeout=RESTART_TIMEOUT))
         prompt = "\n\n".join(filter(None, [self.instruction, hint, first]))
         return {"seed": seed, "observation": first, "prompt": prompt}
 
-    async def run(self, item: JsonObject, model: Conversation) -> dict[str, float]:
+    async def run(self, item: Item, model: Conversation) -> dict[str, float]:
         async with self._session(self._reset_args(item["seed"])) as (send, first):
             text, over, earned, invalid = self._observation_text(first), bool(first["done"]), 0.0, 0
             if text != item["observation"]:

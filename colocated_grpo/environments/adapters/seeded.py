@@ -7,8 +7,7 @@ from itertools import count
 from random import Random
 
 from colocated_grpo.config.base import Section
-from colocated_grpo.environments.base import Split
-from colocated_grpo.types import JsonObject
+from colocated_grpo.environments.base import Item, Split
 
 
 class SeededEpisode(Section):
@@ -17,13 +16,13 @@ class SeededEpisode(Section):
     Building an item may cost a game or a request to a server, so earlier items are skipped rather than rebuilt.
     """
 
-    def prompts(self, seed: int, split: Split) -> Iterator[JsonObject]:
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         return self.prompts_from(seed, split, 0)
 
-    def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[JsonObject]:
+    def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[Item]:
         return (self._item(Random(f"{seed}/{split}/{number}"), split) for number in count(start))
 
-    def _item(self, rng: Random, split: Split) -> JsonObject:
+    def _item(self, rng: Random, split: Split) -> Item:
         raise NotImplementedError
 
 

@@ -24,7 +24,7 @@ from colocated_grpo.environments.adapters.textarena_game import (
     render,
     scripted_player,
 )
-from colocated_grpo.environments.base import EnvironmentSetupError, Split
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.types import JsonObject
 
@@ -66,7 +66,7 @@ class TextArena(SeededEpisode):
         self._opponent = scripted_player(self.opponent, f"{KEY}: args.opponent")
         self._deal({"seed": 0, "seat": self.seat or 0})  # Invalid options fail at the start, not at the first prompt.
 
-    def _item(self, rng: Random, split: Split) -> JsonObject:
+    def _item(self, rng: Random, split: Split) -> Item:
         for _ in range(MAX_DEALS):
             seed = draw_seed(rng, split)
             seat = rng.randrange(self.players) if self.seat is None else self.seat
@@ -79,7 +79,7 @@ class TextArena(SeededEpisode):
             + ("the policy" if self.seat is None else f"args.seat={self.seat}")
         )
 
-    async def run(self, item: JsonObject, model: Conversation) -> dict[str, float]:
+    async def run(self, item: Item, model: Conversation) -> dict[str, float]:
         game, rng, text = self._deal(item)
         if text is None or not item["prompt"].startswith(text):
             raise RuntimeError(f"{self.game} is not reproducible from its seed: siblings would play different games")
@@ -92,7 +92,7 @@ class TextArena(SeededEpisode):
                 text = self._advance(game, rng, item["seat"])
         return self._score(game, item["seat"])
 
-    def _deal(self, item: JsonObject) -> tuple[TextArenaGame, Random, str | None]:
+    def _deal(self, item: Item) -> tuple[TextArenaGame, Random, str | None]:
         """Start a game and play it up to the seat's first turn.
 
         Returns the game, the random stream of the opponents, and the text for the seat, or None if the game is over.

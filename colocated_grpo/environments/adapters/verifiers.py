@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr
 
 from colocated_grpo.config.base import Section
-from colocated_grpo.environments.base import EnvironmentSetupError, Split
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.conversation import Conversation
 from colocated_grpo.environments.tasks.procedural import in_split
 from colocated_grpo.environments.user_code.loading import import_optional
@@ -52,12 +52,12 @@ class Verifiers(Section):
             raise self._unsupported("it comes with tools")
         self._check_task(next(iter(self._taskset), None))
 
-    def prompts(self, seed: int, split: Split) -> Iterator[JsonObject]:
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         for task in self._taskset.shuffle(seed) if self._taskset.bounded else self._taskset:
             if in_split(task.key, split):
                 yield {"prompt": _messages(task.data), "data": task.data.model_dump(mode="json")}
 
-    async def run(self, item: JsonObject, model: Conversation) -> dict[str, float]:
+    async def run(self, item: Item, model: Conversation) -> dict[str, float]:
         task = self._task_type(self._task_type.data_type().model_validate(item["data"]), self._taskset.config.task)
         turn = await model.generate(self.max_turn_tokens)
         trace = _trace(task, item["prompt"], turn.text)

@@ -14,7 +14,7 @@ from colocated_grpo.environments.town.players import SCRIPTED
 from colocated_grpo.environments.town.rewards import CREDITS, Credit
 from colocated_grpo.environments.town.settings import POLICY, TownSettings
 from colocated_grpo.environments.town.state import Rules
-from colocated_grpo.environments.user_code.loading import unknown_name, resolve_mode
+from colocated_grpo.environments.user_code.loading import resolve_mode, unknown_name
 
 KEY = "environments 'town'"
 
