@@ -1,4 +1,4 @@
-"""Episodes of other libraries played by a function instead of a model."""
+"""Plays episodes with a function in place of the model."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ ROOM = 20_000
 USER = "<|user|>"
 
 Policy = Callable[[str], str]
-"""From the latest thing read to a reply."""
+"""(latest observation) -> reply"""
 
 
 def saying(*replies: str) -> Policy:
-    """One after the other, the last for ever."""
-    left = list(replies)
-    return lambda _: left.pop(0) if len(left) > 1 else left[0]
+    """Return a policy that gives the replies one after the other, and then the last one forever."""
+    remaining = list(replies)
+    return lambda _: remaining.pop(0) if len(remaining) > 1 else remaining[0]
 
 
 def conversation_of(item: dict[str, Any], policy: Policy, room: int = ROOM) -> Conversation:
     async def sample(token_ids: list[int], max_tokens: int) -> Completion:
-        read = TOKENIZER.decode(token_ids).rpartition(USER)[2]
-        said = [*TOKENIZER.encode(policy(read)), TOKENIZER.eos_token_id]
+        observation = TOKENIZER.decode(token_ids).rpartition(USER)[2]
+        reply = [*TOKENIZER.encode(policy(observation)), TOKENIZER.eos_token_id]
         return Completion(
-            token_ids=said[:max_tokens],
-            sampling_logprobs=[-0.5] * len(said[:max_tokens]),
-            finish_reason="stop" if len(said) <= max_tokens else "length",
+            token_ids=reply[:max_tokens],
+            sampling_logprobs=[-0.5] * len(reply[:max_tokens]),
+            finish_reason="stop" if len(reply) <= max_tokens else "length",
             policy_version=0,
         )
 
@@ -62,6 +62,6 @@ def items_from(episode: Episode, start: int, count: int) -> list[dict[str, Any]]
 
 
 def observations(rollout: Rollout) -> Iterator[str]:
-    """What the policy was told after its turns."""
+    """Yield the observations after the policy's turns."""
     for part in rollout.text.split(USER)[1:]:
         yield part.partition("<|end|>")[0]

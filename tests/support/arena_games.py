@@ -1,4 +1,4 @@
-"""Games of textarena that misbehave, by a name that the package knows."""
+"""Misbehaving games of textarena, registered under ids of the package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _numbers = count()
 
 
 class Brittle(TicTacToeEnv):
-    """Falls over when told to."""
+    """Raises on the move 'crash'."""
 
     def step(self, action: str) -> Any:
         if "crash" in action:
@@ -22,12 +22,14 @@ class Brittle(TicTacToeEnv):
 
 
 class Broken(TicTacToeEnv):
+    """Raises on every move."""
+
     def step(self, action: str) -> Any:
         raise IndexError("never worked")
 
 
 class Fickle(TicTacToeEnv):
-    """Tells every game something else, whatever its seed."""
+    """Starts every game with another message, whatever its seed: it is not reproducible."""
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         super().reset(*args, **kwargs)
@@ -37,7 +39,7 @@ class Fickle(TicTacToeEnv):
 
 
 class Restless(TicTacToeEnv):
-    """Nobody ever wins, and only [4] is legal."""
+    """Never ends, and [4] stays legal."""
 
     def step(self, action: str) -> Any:
         self.state.game_state["board"][1][1] = ""
@@ -48,7 +50,7 @@ class Restless(TicTacToeEnv):
 
 
 class Hasty(TicTacToeEnv):
-    """Over after one move."""
+    """Ends with the first move."""
 
     def _check_winner(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""A small server of OpenEnv's protocol: a number to be guessed, and every way to misbehave that the tests need."""
+"""A small server of OpenEnv's protocol: a number-guessing game, with the failures that the tests need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBER_ACTION = {"type": "object", "properties": {"number": {"type": "integer"}}
 
 
 class Guess:
-    """One environment: the secret follows from the seed."""
+    """One environment. The seed determines the secret."""
 
     def __init__(self) -> None:
         self.secret = 0
@@ -27,22 +27,22 @@ class Guess:
 
     def reset(self, seed: int = 0, highest: int = 9) -> dict[str, Any]:
         self.secret = Random(seed).randint(1, highest)
-        return self.seen(f"1 to {highest}, {'odd' if self.secret % 2 else 'even'}", None, False)
+        return self._result(f"1 to {highest}, {'odd' if self.secret % 2 else 'even'}", None, False)
 
     def step(self, action: dict[str, Any]) -> dict[str, Any]:
         self.steps += 1
-        said = str(next(iter(action.values())))
-        if said == "crash":
+        guess = str(next(iter(action.values())))
+        if guess == "crash":
             raise RuntimeError("the environment crashed")
-        right = said == str(self.secret)
-        return self.seen("yes" if right else "no", 1.0 if right else -0.125, right)
+        right = guess == str(self.secret)
+        return self._result("yes" if right else "no", 1.0 if right else -0.125, right)
 
-    def seen(self, text: str, reward: float | None, done: bool) -> dict[str, Any]:
+    def _result(self, text: str, reward: float | None, done: bool) -> dict[str, Any]:
         return {"observation": {"text": text, "steps": self.steps}, "reward": reward, "done": done}
 
 
 class Server:
-    """Serves on a free port of loopback from entering the context to leaving it."""
+    """A context manager that serves on a free loopback port."""
 
     def __init__(self, action: dict[str, Any] = TEXT_ACTION, *, capacity: int = 100, health: str = "healthy") -> None:
         self.action, self.capacity, self.health = action, capacity, health
@@ -60,8 +60,8 @@ class Server:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def is_left(self) -> bool:
-        """Whether every session ends. A client is gone a moment before the server knows."""
+    def all_sessions_ended(self) -> bool:
+        """Wait until every session has ended, at most 10 s. The server notices a closed connection a moment later."""
         with self._closing:
             return self._closing.wait_for(lambda: self.open == 0, timeout=10)
 

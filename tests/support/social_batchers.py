@@ -1,4 +1,4 @@
-"""Stand-ins with the interface of ToSSim's batchers, in both of its shapes. They talk, use chance, and can break."""
+"""Fake batchers with ToSSim's interface, in all its forms. They print, use global random numbers, and can raise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 class Game:
     def __init__(self) -> None:
         self.day = 1
-        self.said: list[str] = []
+        self.speeches: list[str] = []
 
 
 class Player:
@@ -20,15 +20,15 @@ class Player:
 
 
 class WithMeta:
-    """(prompts, meta); rewards as (number, note) pairs. Each living player speaks twice a day."""
+    """Batches of (prompts, meta), rewards as (number, note) pairs. Each player acts twice a day."""
 
     def __init__(self, num_games: int = 1, active_seats_per_game: int = 3, breaks_on_day: int = 0) -> None:
         print("a new table")
         self.seats, self.breaks_on_day = active_seats_per_game, breaks_on_day
-        self.games = [self._seated() for _ in range(num_games)]
+        self.games = [self._new_game() for _ in range(num_games)]
         self.metrics = {"total_actions": 0, "malformed_actions": 0, "illegal_actions": 0, "legal_actions": 0}
 
-    def _seated(self) -> tuple[Game, list[Player]]:
+    def _new_game(self) -> tuple[Game, list[Player]]:
         return Game(), [Player(f"p{random.randrange(1000)}") for _ in range(self.seats)]
 
     def next_batch(self) -> tuple[list[str], list[tuple[Game, Player]]]:
@@ -37,7 +37,7 @@ class WithMeta:
         for game, _ in self.games:
             if game.day == self.breaks_on_day:
                 raise AttributeError("'Player' object has no attribute 'will'")
-        return [f"{player.name}, day {game.day}: {'; '.join(game.said[-2:])}" for game, player in meta], meta
+        return [f"{player.name}, day {game.day}: {'; '.join(game.speeches[-2:])}" for game, player in meta], meta
 
     def apply_actions(self, meta: list[tuple[Game, Player]], completions: list[str]) -> list[Any]:
         rewards = [self._act(game, player, text) for (game, player), text in zip(meta, completions, strict=True)]
@@ -56,7 +56,7 @@ class WithMeta:
             self.metrics["illegal_actions"] += 1
             return 0.0
         self.metrics["legal_actions"] += 1
-        game.said.append(f"{player.name} {text[-12:]} {random.randrange(100)}")
+        game.speeches.append(f"{player.name} {text[-12:]} {random.randrange(100)}")
         return 1.0
 
     def get_batch_stats(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class WithMeta:
 
 
 class Pairs(WithMeta):
-    """The same as one list of (prompt, meta), with plain rewards."""
+    """Batches as a list of (prompt, meta) pairs, with plain rewards."""
 
     def next_batch(self) -> list[tuple[str, tuple[Game, Player]]]:
         prompts, meta = super().next_batch()
@@ -77,18 +77,18 @@ class Pairs(WithMeta):
 
 
 class Bare(WithMeta):
-    """list[str] out, list[str] in: the batcher itself remembers whom it has asked."""
+    """Batches of bare prompts: the batcher itself keeps the meta of its open batch."""
 
     def next_batch(self) -> list[str]:
-        prompts, self.asked = super().next_batch()
+        prompts, self._meta = super().next_batch()
         return prompts
 
     def apply_actions(self, completions: list[str]) -> list[float]:
-        return [reward for reward, _ in super().apply_actions(self.asked, completions)]
+        return [reward for reward, _ in super().apply_actions(self._meta, completions)]
 
 
 class Locked(WithMeta):
-    """Cannot be copied."""
+    """Cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ class Locked(WithMeta):
 
 
 class Empty(WithMeta):
-    """Has nothing to ask."""
+    """Has no prompts."""
 
     def next_batch(self) -> tuple[list[str], list[Any]]:
         return [], []
 
 
 class Lucky(WithMeta):
-    """Draws a number in every call."""
+    """Records a random number in every call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Lucky(WithMeta):
 
 
 class Chatty(WithMeta):
-    """Its stats hold more than counts, and less."""
+    """Its stats have entries that are not numbers, and no total_games."""
 
     def get_batch_stats(self) -> dict[str, Any]:
         return {"metrics": {**self.metrics, "mood": "good", "by_role": {}}}

@@ -1,23 +1,25 @@
-"""Tables for the tests of town: casts in a fixed order, single nights, and games driven from outside."""
+"""Helpers for the tests of town: tables with a fixed cast, single nights, and whole games."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 from colocated_grpo.environments.town.casting import NAMES
-from colocated_grpo.environments.town.environment import TownEnvironment, Turn
+from colocated_grpo.environments.town.environment import TownEnvironment, TownTurn
 from colocated_grpo.environments.town.grammar import WAIT
-from colocated_grpo.environments.town.legality import Form, Slot
+from colocated_grpo.environments.town.legality import ArgumentKind, ArgumentSpec
 from colocated_grpo.environments.town.night import resolve_night
 from colocated_grpo.environments.town.phases import begin, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, reply, scripted_turn
+from colocated_grpo.environments.town.settings import TownSettings
 from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, Seat, new_game
 from colocated_grpo.environments.town.verdicts import Verdict, judge
 
 
 def table(*roles: str, **rules: int) -> Game:
-    """A game before its first phase: Ada has the first role, Bram the second, and so on, then citizens up to seven."""
+    """Return a game before its first phase: Ada has the first role, Bram the second ..., citizens fill up to seven."""
     game = Game(0, 0, Rules(**rules), [Seat(name, "citizen", "random") for name in NAMES[: max(7, len(roles))]])
     for seat, role in zip(game.seats, roles, strict=False):
         seat.become(role)
@@ -29,7 +31,7 @@ def seat(game: Game, name: str) -> Seat:
 
 
 def night(game: Game, choices: dict[str, str], jailed: str | None = None, day: int | None = None) -> None:
-    """One night: {"Ada": "kill Bram", "Cleo": "alert"}. Only legal choices are taken."""
+    """Play one night of legal choices. Example: night(game, {"Ada": "kill Bram", "Cleo": "alert"})"""
     game.phase, game.day = Phase.NIGHT, day or game.day
     game.prisoner = game.index(jailed) if jailed else -1
     game.choices = {}
@@ -45,8 +47,8 @@ def dead(game: Game) -> set[str]:
     return {each.name for each in game.seats if not each.alive}
 
 
-def told(game: Game, name: str) -> list[str]:
-    """Texts of the events that this seat alone, or its circle, noticed."""
+def private_texts(game: Game, name: str) -> list[str]:
+    """Return the texts of the events that this seat saw and not all seats did."""
     return [event.text for event in game.events if event.audience and game.index(name) in event.audience]
 
 
@@ -65,7 +67,7 @@ def judged(game: Game, name: str, completion: str) -> Verdict:
 def play_game(
     seed: int, seats: int | list[str] = 9, players: tuple[str, ...] = ("sensible",), rules: Rules | None = None
 ) -> Game:
-    """A finished game of scripted players. `seats`: how many, or the cast itself."""
+    """Return a finished game of scripted players. seats: their number, or the cast."""
     game = new_game(0, seed, seats, list(players), rules or Rules())
     begin(game)
     while game.phase is not Phase.OVER:
@@ -75,34 +77,34 @@ def play_game(
 
 
 def random_games(count: int, seats: int | None = None, players: tuple[str, ...] = ("random",)) -> Iterator[Game]:
-    """Games at every moment somebody is about to act, with all sizes of table in turn."""
+    """Yield each of `count` games before every action. Without `seats`, their sizes cycle from 7 to 15."""
     for seed in range(count):
         game = new_game(seed, seed, seats or 7 + seed % 9, list(players), Rules(max_days=5))
         begin(game)
         while game.phase is not Phase.OVER:
             yield game
-            asked = to_act(game)[0]
-            scripted_turn(game, asked, SCRIPTED[game.seats[asked].player])
+            actor = to_act(game)[0]
+            scripted_turn(game, actor, SCRIPTED[game.seats[actor].player])
 
 
-def random_reply(turn: Turn, rng: Random) -> str:
+def random_reply(turn: TownTurn, rng: Random) -> str:
     tag = rng.choice(list(turn.legal))
     return reply(tag, argument_for(turn.legal[tag], rng))
 
 
-def argument_for(slot: Slot, rng: Random) -> str:
+def argument_for(spec: ArgumentSpec, rng: Random) -> str:
     word = f"word{rng.randrange(1000)}"
-    choices: dict[Form, Callable[[], str]] = {
-        Form.EMPTY: lambda: "",
-        Form.TEXT: lambda: word,
-        Form.CHOICE: lambda: rng.choice(slot.options),
-        Form.ADDRESSED: lambda: f"{rng.choice(slot.options)}: {word}",
+    choices: dict[ArgumentKind, Callable[[], str]] = {
+        ArgumentKind.EMPTY: lambda: "",
+        ArgumentKind.TEXT: lambda: word,
+        ArgumentKind.CHOICE: lambda: rng.choice(spec.options),
+        ArgumentKind.ADDRESSED: lambda: f"{rng.choice(spec.options)}: {word}",
     }
-    return choices[slot.form]()
+    return choices[spec.kind]()
 
 
 def play(environment: TownEnvironment, commits: int, seed: int = 0) -> list[tuple[str, str, float]]:
-    """Commits random replies and tells turn, reply and reward of each. Some are malformed or illegal."""
+    """Commit random replies, some malformed or illegal; return (turn id, reply, reward) of each."""
     history = []
     while len(history) < commits:
         for turn in environment.next_batch():
@@ -112,3 +114,8 @@ def play(environment: TownEnvironment, commits: int, seed: int = 0) -> list[tupl
             if len(history) == commits:
                 break
     return history
+
+
+def small_town(**settings: Any) -> TownEnvironment:
+    """Return an environment of three games of at most three days."""
+    return TownEnvironment(TownSettings(**{"games": 3, "seed": 4, "rules": Rules(max_days=3), **settings}))

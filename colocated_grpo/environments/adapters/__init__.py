@@ -1,9 +1,9 @@
-"""Environments of other libraries. None is imported before a config names it."""
+"""Environments of other libraries, by the name of the library. A library is imported only when a config names it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from colocated_grpo.environments.adapters.gymnasium import Gymnasium
 from colocated_grpo.environments.adapters.openenv import OpenEnv
@@ -13,11 +13,14 @@ from colocated_grpo.environments.adapters.verifiers import Verifiers
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
 from colocated_grpo.environments.turns.base import TurnEnvironment
 from colocated_grpo.environments.user_code.loading import construct
+from colocated_grpo.types import JsonObject
 
 
 class Adapter(NamedTuple):
+    """The classes that play a library's environments."""
+
     argument: str
-    """What stands behind the colon: 'textarena:TicTacToe-v0' is short for args.game."""
+    """Argument that may follow the colon of a name: 'textarena:TicTacToe-v0' is short for args.game."""
     episode: type[Episode]
     turns: Callable[..., TurnEnvironment] | None = None
 
@@ -29,32 +32,37 @@ ADAPTERS = {
     "verifiers": Adapter("taskset", Verifiers),
 }
 FORMS = tuple(f"{library}:<{adapter.argument}>" for library, adapter in ADAPTERS.items())
+"""Names of episodes, as error lines show them."""
 TURN_FORMS = tuple(f"{library}:<{adapter.argument}>" for library, adapter in ADAPTERS.items() if adapter.turns)
+"""Names of turn environments, as error lines show them."""
 
 
 def is_adapted(name: str) -> bool:
+    """Return whether a name of the config is that of a library, with or without an argument."""
     return name.partition(":")[0] in ADAPTERS
 
 
-def build_adapter(name: str, args: dict[str, Any]) -> Episode:
-    """From 'library:argument', or 'library' with the argument among the args."""
+def build_adapter(name: str, args: JsonObject) -> Episode:
+    """Build the episode of 'library:argument', or of 'library' with the argument in args."""
     adapter, args = _adapter(name, args)
     return construct(adapter.episode, args, f"environments {name!r}")
 
 
-def turn_adapter(name: str, args: dict[str, Any]) -> tuple[Callable[..., TurnEnvironment], dict[str, Any]]:
-    """The turn environment behind such a name, and all of its arguments but the seed."""
+def turn_adapter(name: str, args: JsonObject) -> tuple[Callable[..., TurnEnvironment], JsonObject]:
+    """Return the class of a turn environment and its arguments except the seed."""
     adapter, args = _adapter(name, args)
     if adapter.turns is None:
-        raise EnvironmentSetupError(f"environments {name!r}: has no seats to play turn by turn; it is a type: episode")
+        raise EnvironmentSetupError(f"environments {name!r}: it cannot be played turn by turn; it is a type: episode")
     return adapter.turns, args
 
 
-def _adapter(name: str, args: dict[str, Any]) -> tuple[Adapter, dict[str, Any]]:
-    library, _, given = name.partition(":")
+def _adapter(name: str, args: JsonObject) -> tuple[Adapter, JsonObject]:
+    """Return the adapter of a name, and the arguments completed by the one after the colon."""
+    library, _, argument = name.partition(":")
     adapter = ADAPTERS[library]
-    if given and adapter.argument in args:
+    if argument and adapter.argument in args:
         raise EnvironmentSetupError(
-            f"environments {name!r}: args.{adapter.argument}={args[adapter.argument]!r} is given as well; leave it out"
+            f"environments {name!r}: args.{adapter.argument}={args[adapter.argument]!r}: "
+            "the name gives this argument already; leave it out"
         )
-    return adapter, args | ({adapter.argument: given} if given else {})
+    return adapter, args | ({adapter.argument: argument} if argument else {})

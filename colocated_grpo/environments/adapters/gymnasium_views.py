@@ -1,4 +1,4 @@
-"""The environments of gymnasium in words. The toy-text ones have words of their own, others say their observation."""
+"""Gymnasium environments as text. The toy-text environments have views here; others show their raw observation."""
 
 from __future__ import annotations
 
@@ -6,44 +6,46 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_COLOUR_CODE = re.compile(r"\x1b\[[\d;]*m")
 
 
 class View(NamedTuple):
+    """How an environment is shown to the policy."""
+
     rules: str
     actions: Sequence[str]
     describe: Callable[[Any, Any], str]
-    """(environment without wrappers, observation) -> what the policy reads"""
+    """(unwrapped environment, observation) -> text"""
 
 
-def lake(env: Any, observation: int) -> str:
+def _lake(env: Any, observation: int) -> str:
     rows = [[cell.decode() for cell in row] for row in env.desc]
     return _with_player(rows, divmod(int(observation), env.ncol))
 
 
-def cliff(env: Any, observation: int) -> str:
+def _cliff(env: Any, observation: int) -> str:
     height, width = env.shape
     rows = [["."] * width for _ in range(height)]
     rows[-1] = ["S", *"C" * (width - 2), "G"]
     return _with_player(rows, divmod(int(observation), width))
 
 
-def taxi(env: Any, observation: int) -> str:
+def _taxi(env: Any, observation: int) -> str:
     row, column, passenger, destination = env.decode(observation)
     stands = [f"{name} (row {place[0]}, column {place[1]})" for name, place in zip("RGYB", env.locs, strict=True)]
     where = "in the taxi" if passenger == len(stands) else f"at {stands[passenger]}"
     return f"Taxi at row {row}, column {column}. Passenger {where}. Destination {stands[destination]}."
 
 
-def blackjack(_env: Any, observation: tuple[int, int, int]) -> str:
+def _blackjack(_env: Any, observation: tuple[int, int, int]) -> str:
     total, dealer, usable_ace = map(int, observation)
     return f"You have {total}{' with an ace that counts 11' if usable_ace else ''}. The dealer shows {dealer}."
 
 
-def plain(env: Any, observation: Any) -> str:
-    """The text that it renders, where it was made with render_mode 'ansi', or the bare observation."""
+def _plain(env: Any, observation: Any) -> str:
+    """Return the rendered text of an environment made with render_mode 'ansi', else the observation itself."""
     if env.render_mode == "ansi":
-        return COLOUR.sub("", env.render()).strip()
+        return _COLOUR_CODE.sub("", env.render()).strip()
     return str(observation)
 
 
@@ -52,35 +54,35 @@ def _with_player(rows: list[list[str]], place: tuple[int, int]) -> str:
     return "\n".join(" ".join(row) for row in rows)
 
 
-LAKE = View(
+_LAKE = View(
     "Walk over the ice from S to G. P is you, F is ice, H is a hole that ends the walk. "
     "Where the ice is slippery a move may go to its left or right instead.",
     ("left", "down", "right", "up"),
-    lake,
+    _lake,
 )
-CLIFF = View(
+_CLIFF = View(
     "Walk from S to G. P is you. Each step costs 1; C is a cliff: it costs 100 and puts you back to S.",
     ("up", "right", "down", "left"),
-    cliff,
+    _cliff,
 )
-TAXI = View(
+_TAXI = View(
     "Drive to the passenger, pick it up, drive to the destination and drop it off for 20. Each step costs 1, a wrong "
     "pickup or dropoff 10. Rows count from the top and columns from the left, from 0; | is a wall.\n{map}",
     ("south", "north", "east", "west", "pickup", "dropoff"),
-    taxi,
+    _taxi,
 )
-BLACKJACK = View(
+_BLACKJACK = View(
     "Come closer to 21 than the dealer, and not above it. Hit takes a card, stick ends your turn.",
     ("stick", "hit"),
-    blackjack,
+    _blackjack,
 )
-VIEWS = {"FrozenLakeEnv": LAKE, "CliffWalkingEnv": CLIFF, "TaxiEnv": TAXI, "BlackjackEnv": BLACKJACK}
+_VIEWS = {"FrozenLakeEnv": _LAKE, "CliffWalkingEnv": _CLIFF, "TaxiEnv": _TAXI, "BlackjackEnv": _BLACKJACK}
 
 
 def view_of(env: Any, rules: str | None, actions: Sequence[str] | None) -> View:
-    """Of an environment without wrappers. Rules and actions that are given replace its own."""
+    """Return the view of an unwrapped environment, with the given rules and actions instead of its own."""
     numbers = tuple(map(str, range(int(env.action_space.n))))
-    own = VIEWS.get(type(env).__name__, View("", numbers, plain))
+    own = _VIEWS.get(type(env).__name__, View("", numbers, _plain))
     if "{map}" in own.rules:
         own = own._replace(rules=own.rules.replace("{map}", "\n".join(b"".join(row).decode() for row in env.desc)))
     return View(own.rules if rules is None else rules, actions or own.actions, own.describe)

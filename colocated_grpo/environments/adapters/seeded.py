@@ -1,29 +1,31 @@
-"""What environments have in common that are seeded by a number: items that do not hang on those before them."""
+"""Base class of the episodes whose items are each built from a seed of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
 from random import Random
-from typing import Any
 
 from colocated_grpo.config.base import Section
-from colocated_grpo.environments.base import Split
+from colocated_grpo.environments.base import Item, Split
 
 
 class SeededEpisode(Section):
-    """Making an item may cost a game or a request to a server, so a resume must not have to make those of before."""
+    """An endless stream of items that a resumed run enters at any position.
 
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+    Building an item may cost a game or a request to a server, so earlier items are skipped rather than rebuilt.
+    """
+
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         return self.prompts_from(seed, split, 0)
 
-    def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[dict[str, Any]]:
+    def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[Item]:
         return (self._item(Random(f"{seed}/{split}/{number}"), split) for number in count(start))
 
-    def _item(self, chance: Random, split: Split) -> dict[str, Any]:
+    def _item(self, rng: Random, split: Split) -> Item:
         raise NotImplementedError
 
 
-def draw_seed(chance: Random, split: Split) -> int:
-    """Odd ones are held out, so that no run trains on what another holds out."""
-    return 2 * chance.randrange(2**30) + (split == "held_out")
+def draw_seed(rng: Random, split: Split) -> int:
+    """Return an even seed for training or an odd one for held-out items, so that no run trains on held-out items."""
+    return 2 * rng.randrange(2**30) + (split == "held_out")

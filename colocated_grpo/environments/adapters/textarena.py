@@ -1,7 +1,7 @@
-"""Games of the textarena package. The policy plays one seat, a scripted player the others.
+"""Games of textarena as episodes: the policy plays one seat, a scripted player the others.
 
-Every seat reads something else, so a game is one conversation for each seat and not one for all. An episode is the
-conversation of one seat; a group is one game dealt group_size times: same seat, same chance, same opponents.
+Each seat reads other messages, so an episode is the conversation of one seat. The siblings of a group play the same
+game: same seat, same seed, same opponents.
 """
 
 from __future__ import annotations
@@ -17,99 +17,102 @@ from colocated_grpo.environments.adapters.textarena_game import (
     KEY,
     RANDOM,
     YOUR_TURN,
-    Game,
-    Script,
+    ScriptedPlayer,
+    TextArenaGame,
     check_known,
     move_of,
-    script_of,
-    words,
+    render,
+    scripted_player,
 )
-from colocated_grpo.environments.base import EnvironmentSetupError, Split
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.conversation import ContextExhausted, Conversation
+from colocated_grpo.types import JsonObject
 
-MOST_MOVES = 1000
+MAX_OPPONENT_MOVES = 1000
 """Moves of the other seats in a row; more count as a game without end."""
-MOST_DEALS = 100
-"""Games dealt for one prompt: some end, or lose the seat, before it is asked."""
+MAX_DEALS = 100
+"""Games started for one prompt: some end, or eliminate the seat, before its first turn."""
 
 
 class TextArena(SeededEpisode):
-    """Reward: what the game gives the policy's seat, mostly 1, 0 or -1."""
+    """Reward: the game's reward of the policy's seat, mostly 1, 0 or -1."""
 
     game: str
-    """Its id in textarena. Example: TicTacToe-v0"""
+    """Id of the game in textarena. Example: TicTacToe-v0"""
     players: int = Field(2, ge=1)
-    """Seats. SecretMafia takes 6 to 15."""
+    """Number of seats. SecretMafia takes 6 to 15."""
     seat: int | None = Field(None, ge=0)
-    """The policy's. Not given: another one in each game."""
+    """Seat of the policy. Without it, a random seat in each game."""
     opponent: str = RANDOM
-    """Plays the other seats: 'random' (a legal move that the game has shown), or your own 'module:function'."""
-    options: dict[str, Any] = {}
+    """Player of the other seats: 'random' (a legal move that the game has shown), or your own 'module:function'."""
+    options: JsonObject = {}
     """Keyword arguments of the game. Example: {discussion_rounds: 1}"""
     instruction: str = ""
-    """Ends the prompt."""
+    """End of the prompt."""
     max_turns: int = Field(50, ge=1)
-    """Turns of the policy."""
+    """Turns of the policy in an episode."""
     max_turn_tokens: int = Field(256, ge=1)
-    """Longest turn of the policy."""
+    """Tokens of one turn of the policy."""
     unfinished_reward: float = -1.0
-    """Reward of a game that ends for want of turns or room. As bad as a lost one: else talking on would pay."""
+    """Reward of a game cut short by turns or tokens. As bad as a lost game, or stalling would pay."""
 
-    _script: Script = PrivateAttr()
+    _opponent: ScriptedPlayer = PrivateAttr()
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
         check_known(self.game)
         if self.seat is not None and self.seat >= self.players:
             raise EnvironmentSetupError(f"{KEY}: args.seat={self.seat} must be below args.players={self.players}")
-        self._script = script_of(self.opponent, f"{KEY}: args.opponent")
-        self._deal({"seed": 0, "seat": self.seat or 0})  # now, and not when the first game is asked for
+        self._opponent = scripted_player(self.opponent, f"{KEY}: args.opponent")
+        self._deal({"seed": 0, "seat": self.seat or 0})  # Invalid options fail at the start, not at the first prompt.
 
-    def _item(self, chance: Random, split: Split) -> dict[str, Any]:
-        for _ in range(MOST_DEALS):
-            item = {"seed": draw_seed(chance, split), "seat": self._seat(chance)}
-            _, _, said = self._deal(item)
-            if said is not None:
-                return {**item, "prompt": "\n".join(filter(None, [said, self.instruction]))}
-        seat = item["seat"]
+    def _item(self, rng: Random, split: Split) -> Item:
+        for _ in range(MAX_DEALS):
+            seed = draw_seed(rng, split)
+            seat = rng.randrange(self.players) if self.seat is None else self.seat
+            item = {"seed": seed, "seat": seat}
+            _, _, first = self._deal(item)
+            if first is not None:
+                return {**item, "prompt": "\n".join(filter(None, [first, self.instruction]))}
         raise EnvironmentSetupError(
-            f"{KEY}: {self.game}: {MOST_DEALS} games in a row ended before seat {seat} was asked"
+            f"{KEY}: {self.game}: {MAX_DEALS} games in a row ended before the first turn of "
+            + ("the policy" if self.seat is None else f"args.seat={self.seat}")
         )
 
-    def _seat(self, chance: Random) -> int:
-        return chance.randrange(self.players) if self.seat is None else self.seat
-
-    async def run(self, item: dict[str, Any], model: Conversation) -> dict[str, float]:
-        game, chance, said = self._deal(item)
-        if said is None or not item["prompt"].startswith(said):
-            raise RuntimeError(f"{self.game} does not repeat itself from its seed: siblings would play different games")
+    async def run(self, item: Item, model: Conversation) -> dict[str, float]:
+        game, rng, text = self._deal(item)
+        if text is None or not item["prompt"].startswith(text):
+            raise RuntimeError(f"{self.game} is not reproducible from its seed: siblings would play different games")
         with suppress(ContextExhausted):
-            while said is not None and model.turns < self.max_turns:
+            while text is not None and model.turns < self.max_turns:
                 if model.turns:
-                    model.observe(said)
+                    model.observe(text)
                 turn = await model.generate(self.max_turn_tokens)
                 game.play(move_of(turn.text))
-                said = self._until_asked(game, chance, item["seat"])
+                text = self._advance(game, rng, item["seat"])
         return self._score(game, item["seat"])
 
-    def _deal(self, item: dict[str, Any]) -> tuple[Game, Random, str | None]:
-        """A game up to the seat's first turn, the opponents' chance, and what the seat reads then."""
-        game = Game(self.game, self.options, self.players, item["seed"])
-        chance = Random(f"{item['seed']}/opponents")
-        return game, chance, self._until_asked(game, chance, item["seat"])
+    def _deal(self, item: Item) -> tuple[TextArenaGame, Random, str | None]:
+        """Start a game and play it up to the seat's first turn.
 
-    def _until_asked(self, game: Game, chance: Random, seat: int) -> str | None:
-        """Let the others move until it is the seat's turn. What is new to it, or None where the game is over."""
-        for _ in range(MOST_MOVES):
+        Returns the game, the random stream of the opponents, and the text for the seat, or None if the game is over.
+        """
+        game = TextArenaGame(self.game, self.options, self.players, item["seed"])
+        rng = Random(f"{item['seed']}/opponents")
+        return game, rng, self._advance(game, rng, item["seat"])
+
+    def _advance(self, game: TextArenaGame, rng: Random, seat: int) -> str | None:
+        """Play the other seats until the seat's turn; return its new messages, or None if the game is over."""
+        for _ in range(MAX_OPPONENT_MOVES):
             if game.over:
                 return None
-            messages = game.listen()
+            messages = game.read_new()
             if game.seat == seat:
-                return words(message for message in messages if message[0] != seat) or YOUR_TURN
-            game.play(self._script(game, chance))
-        raise RuntimeError(f"{self.game}: {MOST_MOVES} moves without a turn of seat {seat}")
+                return render(message for message in messages if message[0] != seat) or YOUR_TURN
+            game.play(self._opponent(game, rng))
+        raise RuntimeError(f"{self.game}: {MAX_OPPONENT_MOVES} moves without a turn of seat {seat}")
 
-    def _score(self, game: Game, seat: int) -> dict[str, float]:
+    def _score(self, game: TextArenaGame, seat: int) -> dict[str, float]:
         reward, illegal = game.result(seat) if game.over else (self.unfinished_reward, False)
         return {
             "reward": reward,

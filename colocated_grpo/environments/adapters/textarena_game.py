@@ -10,148 +10,152 @@ from typing import Any
 
 from colocated_grpo.environments.user_code.isolation import isolated
 from colocated_grpo.environments.user_code.loading import import_optional, load_object, unknown_name
+from colocated_grpo.types import JsonObject
 
 KEY = "environments 'textarena'"
 RANDOM = "random"
-SILENCE = "I have nothing to add."
+NO_MOVE = "I have nothing to add."
+"""Reply of the random player without a legal move."""
 YOUR_TURN = "It is your turn."
 MOVE = re.compile(r"\[[^\[\]]+\]")
-"""How games write a move."""
+"""A move as games write it: [4], [bet]."""
 THOUGHTS = re.compile(r"^.*</think>|<think>.*$", re.DOTALL)
-"""Up to the last end of thoughts, and thoughts that were cut off."""
+"""Text up to the last </think>, and a think block that was cut off."""
 RULES, BOARD, COMPLAINT = "PROMPT", "GAME_BOARD", "GAME_ADMIN"
 """Kinds of messages."""
-MOST_TRIED = 30
-"""Moves that the random player tries before it gives up."""
-VARIANTS = ("-raw", "-train")
-"""Endings of names that differ in wrappers only."""
+MAX_TRIED_MOVES = 30
+"""Moves that the random player tries."""
+VARIANT_SUFFIXES = ("-raw", "-train")
+"""Suffixes of ids that differ in their wrappers only, left out of error lines."""
 
-Message = tuple[int, str, Any]
-"""(sender, below 0 the game itself; text; kind)"""
-Player = Callable[[str, Random], str]
-"""(what its seat has read so far, chance) -> reply."""
+GameMessage = tuple[int, str, Any]
+"""(sender, below 0 for the game itself; text; kind)"""
+UserPlayer = Callable[[str, Random], str]
+"""(everything that its seat has read, random stream) -> reply"""
 
 
 def check_known(name: str) -> None:
-    """Raise one line where the package or the game is not there."""
+    """Raise EnvironmentSetupError if the package is not installed or has no such game."""
     known = import_optional("textarena", "textarena", KEY).envs.registration.ENV_REGISTRY
     if name not in known:
-        raise unknown_name(KEY, "game", name, (each for each in known if not each.endswith(VARIANTS)))
+        raise unknown_name(KEY, "game", name, (each for each in known if not each.endswith(VARIANT_SUFFIXES)))
 
 
-class Game:
-    """One game. Its chance is its own: other games in the process neither disturb it nor are disturbed."""
+class TextArenaGame:
+    """One game with a random stream of its own, which other games in the process do not affect."""
 
-    def __init__(self, name: str, options: dict[str, Any], players: int, seed: int) -> None:
+    def __init__(self, name: str, options: JsonObject, players: int, seed: int) -> None:
         from textarena import Wrapper, make
 
-        self._chance = Random(seed)
-        with isolated(self._chance):
+        self._rng = Random(seed)
+        with isolated(self._rng):
             self._env = make(name, **options)
             self._env.reset(num_players=players, seed=seed)
-        # Wrappers repeat to a seat all that it has read, in words of their own.
-        self._bare = self._env
-        while isinstance(self._bare, Wrapper):
-            self._bare = self._bare.env
-        self._heard: dict[int, list[Message]] = {seat: [] for seat in range(players)}
-        dealt = [message for told in self._bare.state.observations.values() for message in told]
+        # Read below the wrappers: each turn they repeat everything that the seat has read, in their own format.
+        self._unwrapped = self._env
+        while isinstance(self._unwrapped, Wrapper):
+            self._unwrapped = self._unwrapped.env
+        self._read: dict[int, list[GameMessage]] = {seat: [] for seat in range(players)}
+        dealt = [message for messages in self._unwrapped.state.observations.values() for message in messages]
         self._rules = {text for _, text, kind in dealt if kind.name == RULES}
         self.over = False
 
     @property
     def seat(self) -> int:
-        """Whose turn it is."""
-        return self._bare.state.current_player_id
+        """The seat whose turn it is."""
+        return self._unwrapped.state.current_player_id
 
-    def listen(self) -> list[Message]:
-        """Messages that are new to the seat whose turn it is."""
-        seat, messages = self._bare.get_observation()
-        self._heard[seat] += messages
+    def read_new(self) -> list[GameMessage]:
+        """Return the unread messages of the seat whose turn it is, and mark them as read."""
+        seat, messages = self._unwrapped.get_observation()
+        self._read[seat] += messages
         return messages
 
-    def heard(self) -> list[Message]:
-        """All messages to the seat whose turn it is, as far as it has listened."""
-        return self._heard[self.seat]
+    def messages(self) -> list[GameMessage]:
+        """Return all messages that the seat whose turn it is has read."""
+        return self._read[self.seat]
 
     def play(self, reply: str) -> bool:
-        """Carry a reply out. Whether the game found it legal."""
+        """Apply a reply of the seat whose turn it is; return whether the game accepted it as legal."""
         seat = self.seat
-        told, faults = len(self._bare.state.observations[seat]), self._faults(seat)
-        with isolated(self._chance):
+        seen, was_invalid = len(self._unwrapped.state.observations[seat]), self._is_invalid(seat)
+        with isolated(self._rng):
             self.over, _ = self._env.step(reply)
-        complaints = [kind for _, _, kind in self._bare.state.observations[seat][told:] if kind.name == COMPLAINT]
-        return not complaints and self._faults(seat) == faults
+        complaints = [kind for _, _, kind in self._unwrapped.state.observations[seat][seen:] if kind.name == COMPLAINT]
+        return not complaints and self._is_invalid(seat) == was_invalid
 
-    def _faults(self, seat: int) -> bool:
-        return bool(self._bare.state.game_info[seat]["invalid_move"])
+    def _is_invalid(self, seat: int) -> bool:
+        """Return the game's flag for an illegal last move of the seat."""
+        return bool(self._unwrapped.state.game_info[seat]["invalid_move"])
 
-    def copy(self) -> Game:
-        """Independent of this one, with the same chance."""
-        # Messages and the numbers inside of the chance are never changed, and there are more of them with every move.
-        state = self._bare.state
-        lists = [state.logs, *state.observations.values(), *self._heard.values()]
-        return deepcopy(self, {id(each): copy(each) for each in [*lists, self._chance]})
+    def copy(self) -> TextArenaGame:
+        """Return an independent copy with the same random state."""
+        # These grow with every move, and their entries never change: a copy of each list is enough.
+        state = self._unwrapped.state
+        lists = [state.logs, *state.observations.values(), *self._read.values()]
+        return deepcopy(self, {id(each): copy(each) for each in [*lists, self._rng]})
 
     def accepts(self, reply: str) -> bool:
-        """Whether the move is legal, tried on a copy."""
+        """Return whether the reply is a legal move, tried on a copy."""
         try:
             return self.copy().play(reply)
         except Exception:
             return False
 
-    def moves(self) -> tuple[list[str], list[str]]:
-        """What the game has shown to the seat as moves: in the latest message that shows any, and in its rules."""
-        shown = [(kind.name, MOVE.findall(text)) for sender, text, kind in self.heard() if sender < 0]
+    def shown_moves(self) -> tuple[list[str], list[str]]:
+        """Return the moves that the seat has been shown: in the latest message that has any, and in its rules."""
+        shown = [(kind.name, MOVE.findall(text)) for sender, text, kind in self.messages() if sender < 0]
         rules = [move for kind, moves in shown if kind == RULES for move in moves]
         latest = next((moves for kind, moves in reversed(shown) if moves and kind != RULES), [])
         return list(dict.fromkeys(latest)), list(dict.fromkeys(rules))
 
     def transcript(self) -> str:
-        """All that the seat has read."""
-        return words(self.heard())
+        """Return everything that the seat whose turn it is has read, as text."""
+        return render(self.messages())
 
     def result(self, seat: int) -> tuple[float, bool]:
-        """(the seat's reward, whether its last move was illegal). For games that are over."""
+        """Return the reward of a seat in a game that is over, and whether its last move was illegal."""
         rewards, _ = self._env.close()
-        return float(rewards[seat]), self._faults(seat)
+        return float(rewards[seat]), self._is_invalid(seat)
 
     def role(self, seat: int) -> str:
-        """As the game calls it: 'Mafia', or 'Player 0' where seats have no roles."""
-        return str(self._bare.state.game_info[seat]["role"])
+        """Return the game's name of the role: 'Mafia', or 'Player 0' where seats have no roles."""
+        return str(self._unwrapped.state.game_info[seat]["role"])
 
     def log(self) -> list[tuple[int, str]]:
-        """(sender, text) of everything that was said to anybody after the rules."""
-        return [(sender, text) for sender, text in self._bare.state.logs if text not in self._rules]
+        """Return (sender, text) of all messages to any seat except the rules."""
+        return [(sender, text) for sender, text in self._unwrapped.state.logs if text not in self._rules]
 
 
-Script = Callable[[Game, Random], str]
-"""What plays a seat without a model."""
+ScriptedPlayer = Callable[[TextArenaGame, Random], str]
+"""(game, random stream) -> reply of the seat whose turn it is"""
 
 
 def move_of(reply: str) -> str:
-    """What is said aloud: a reply without its thoughts."""
+    """Return a reply without its thoughts."""
     return THOUGHTS.sub("", reply).strip()
 
 
-def random_move(game: Game, chance: Random) -> str:
-    """A legal move among those that the game has shown, the latest first. Silence where there is none."""
-    latest, rules = game.moves()
-    tried = [*chance.sample(latest, len(latest)), *chance.sample(rules, len(rules))]
-    return next((move for move in tried[:MOST_TRIED] if game.accepts(move)), SILENCE)
+def random_move(game: TextArenaGame, rng: Random) -> str:
+    """Return a legal move that the game has shown, those of the latest message first, or NO_MOVE."""
+    latest, rules = game.shown_moves()
+    candidates = [*rng.sample(latest, len(latest)), *rng.sample(rules, len(rules))]
+    return next((move for move in candidates[:MAX_TRIED_MOVES] if game.accepts(move)), NO_MOVE)
 
 
-def script_of(label: str, key: str) -> Script:
-    """'random', or the user's own Player. key: where the label stands in the config."""
+def scripted_player(label: str, key: str) -> ScriptedPlayer:
+    """Return the player 'random', or the user's own 'module:function'. key: position in the config, for errors."""
     if label == RANDOM:
         return random_move
-    own: Player = load_object(label, key)
-    return lambda game, chance: own(game.transcript(), chance)
+    player: UserPlayer = load_object(label, key)
+    return lambda game, rng: player(game.transcript(), rng)
 
 
-def words(messages: Iterable[Message]) -> str:
-    """What the game says, and what other seats said with their number."""
-    return "\n".join(spoken(sender, text) for sender, text, _ in messages).strip()
+def render(messages: Iterable[GameMessage]) -> str:
+    """Return the messages as text, one after the other."""
+    return "\n".join(render_message(sender, text) for sender, text, _ in messages).strip()
 
 
-def spoken(sender: int, text: str) -> str:
+def render_message(sender: int, text: str) -> str:
+    """Return a message as text; a message of a seat starts with its number."""
     return text if sender < 0 else f"[Player {sender}] {text}"

@@ -1,4 +1,4 @@
-"""A game of textarena whose seats are asked one turn at a time; its seed and what was said make it whole again."""
+"""A game of textarena played turn by turn. Seed and moves reproduce it, so a snapshot holds these and a digest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -17,18 +17,19 @@ from colocated_grpo.environments.adapters.textarena_game import (
     RANDOM,
     RULES,
     YOUR_TURN,
-    Game,
-    Message,
-    spoken,
-    words,
+    GameMessage,
+    TextArenaGame,
+    render,
+    render_message,
 )
 from colocated_grpo.environments.turns.credit import OutcomeCredit
 from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.types import JsonObject
 
 POLICY = "policy"
 """Label of the seats that the trained policy plays."""
-ASKED = (POLICY, FROZEN)
-"""Labels of the seats that a model plays; of all others a script."""
+MODEL_PLAYERS = (POLICY, FROZEN)
+"""Labels of the seats that a model plays. Scripts play all others."""
 DRAW, UNFINISHED, BROKEN = "draw", "unfinished", "broken"
 """Endings without a winner."""
 CREDITS = {
@@ -36,171 +37,181 @@ CREDITS = {
     "terminal": OutcomeCredit(outcome=1.0),
     "mix": OutcomeCredit(outcome=0.5, discount=0.97),
 }
-"""Credit modes by name."""
+"""By the name in `args.credit`."""
 
 
-class TableSettings(Section):
-    """One kind of table."""
+class TextArenaSettings(Section):
+    """The `args` of a textarena game under `type: turns`."""
 
     game: str
-    """Its id in textarena. Example: TicTacToe-v0"""
+    """Id of the game in textarena. Example: TicTacToe-v0"""
     games: int = Field(4, ge=1)
-    """Played side by side; one that ends is followed by a new one."""
+    """Games played side by side. A new game replaces each one that ends."""
     seats: int = Field(2, ge=1)
-    """SecretMafia takes 6 to 15."""
+    """Number of seats. SecretMafia takes 6 to 15."""
     players: tuple[str, ...] = Field((POLICY,), min_length=1)
-    """Labels dealt round the table, from the next seat on in each game: 'policy', 'frozen' (the entry's opponent),
+    """Labels repeated over the seats, shifted by one seat in each game: 'policy', 'frozen' (the entry's opponent),
     'random' (a legal move that the game has shown), or your own 'module:function'."""
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     """Keyword arguments of the game. Example: {discussion_rounds: 1}"""
     credit: OutcomeCredit = CREDITS["terminal"]
-    """What the end of a game adds to its earlier turns: 'immediate', 'terminal', 'mix', or {outcome, discount}."""
+    """Share of the result that the earlier turns of a seat get: 'immediate', 'terminal', 'mix', or
+    {outcome, discount}."""
     invalid_reward: float = -1.0
-    """Of a reply that says nothing, or that the game refuses. All others are worth 0."""
+    """Reward of an empty reply, or of one that the game rejects. All others get 0 at once."""
     max_turns: int = Field(100, ge=1)
-    """Of all seats together. A game that is not over then is cut short."""
+    """Turns of all seats together, after which a game is cut short."""
     unfinished_reward: float = -1.0
-    """Of every seat in a game cut short. As bad as a lost one: else stalling would pay."""
+    """Reward of every seat in a game cut short. As bad as a lost game, or stalling would pay."""
     memory: int = Field(60, ge=1)
-    """Latest messages that a prompt tells, beside the rules."""
+    """Latest messages that a prompt contains, beside the rules."""
     instruction: str = ""
-    """Ends the prompt."""
+    """End of the prompt."""
 
     @model_validator(mode="after")
-    def _check_players(self) -> TableSettings:
+    def _check_players(self) -> Self:
         if POLICY not in self.players:
-            raise ValueError(f"players={list(self.players)}: the policy plays none, so there is no turn to train on")
+            raise ValueError(
+                f"players={list(self.players)}: no seat is played by the policy, so there is nothing to train; "
+                f"add {POLICY!r}"
+            )
         if len(self.players) > self.seats:
-            raise ValueError(f"{len(self.players)} players are more than the {self.seats} seats")
+            raise ValueError(f"players={list(self.players)}: more than seats={self.seats}")
         for label in self.players:
-            if label not in (*ASKED, RANDOM) and ":" not in label:
-                known = ", ".join((*ASKED, RANDOM))
-                raise ValueError(f"players: {label!r} is none of {known} and your own 'module:function'")
+            if label not in (*MODEL_PLAYERS, RANDOM) and ":" not in label:
+                known = ", ".join((*MODEL_PLAYERS, RANDOM))
+                raise ValueError(f"players: {label!r} is unknown; valid: {known}, or your own 'module:function'")
         return self
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """One turn that was carried out."""
+class Move:
+    """One turn that was played. Field names are keys of checkpoints."""
 
     seat: int
     move: str
     legal: bool
     turn_id: str = ""
-    """Of the turn that was asked for; empty where a script played."""
+    """Id of the committed turn. Empty if a script played it."""
 
 
 @dataclass(slots=True)
-class Table:
-    """A game under way. The seat whose turn it is has always read what there is for it."""
+class TextArenaTable:
+    """A game in progress. The seat whose turn it is has always read its messages."""
 
-    settings: TableSettings
+    settings: TextArenaSettings
     number: int
     seed: int
-    said: list[Said] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     rewards: list[float] | None = None
-    """By seat, once the game is over."""
+    """By seat. None until the game is over."""
     ending: str = ""
-    """Then the roles that won, or why nobody did."""
+    """Roles that won, or DRAW, UNFINISHED or BROKEN. Empty until the game is over."""
     error: str = ""
-    """What a broken game raised."""
-    game: Game = field(init=False)
+    """Exception of a broken game, in one line."""
+    game: TextArenaGame = field(init=False)
 
     def __post_init__(self) -> None:
-        self.game = Game(self.settings.game, self.settings.options, self.settings.seats, self.seed)
-        self.game.listen()
+        self.game = TextArenaGame(self.settings.game, self.settings.options, self.settings.seats, self.seed)
+        self.game.read_new()
 
     def player(self, seat: int) -> str:
-        """The label of who plays the seat."""
+        """Return the label of the seat's player."""
         labels = self.settings.players
         return labels[(seat + self.number) % len(labels)]
 
-    def play(self, move: str, turn_id: str = "") -> Said:
-        """Carry a move out. What the game raises ends it, without a result."""
+    def play(self, text: str, turn_id: str = "") -> Move:
+        """Play a move. An exception in the game ends it as BROKEN, with reward 0 for all seats."""
         seat, legal = self.game.seat, False
         try:
-            legal = self.game.play(move)
-            self._go_on(len(self.said) + 1)
+            legal = self.game.play(text)
+            self._advance(len(self.moves) + 1)
         except (Exception, SystemExit) as error:
             self._end(BROKEN, 0.0)
             self.error = one_line(error)
-        said = Said(seat, move, legal, turn_id)
-        self.said.append(said)
-        return said
+        move = Move(seat, text, legal, turn_id)
+        self.moves.append(move)
+        return move
 
-    def _go_on(self, turns: int) -> None:
-        seats = range(self.settings.seats)
+    def _advance(self, turns: int) -> None:
+        """Store the result if the game is over, end it after too many turns, or read the next seat's messages."""
         if self.game.over:
+            seats = range(self.settings.seats)
             self.rewards = [self.game.result(seat)[0] for seat in seats]
             winners = dict.fromkeys(self.game.role(seat) for seat in seats if self.rewards[seat] > 0)
             self.ending = ", ".join(winners) or DRAW
         elif turns >= self.settings.max_turns:
             self._end(UNFINISHED, self.settings.unfinished_reward)
         else:
-            self.game.listen()
+            self.game.read_new()
 
     def _end(self, ending: str, reward: float) -> None:
         self.ending, self.rewards = ending, [reward] * self.settings.seats
 
-    def replay(self, moves: Iterable[str]) -> Table:
-        """Itself, moves later."""
+    def results(self) -> list[float]:
+        """Return the rewards by seat of a game that is over."""
+        assert self.rewards is not None, "the game is not over"
+        return self.rewards
+
+    def replay(self, moves: Iterable[str]) -> TextArenaTable:
+        """Play the moves in order; return this table."""
         for move in moves:
             self.play(move)
         return self
 
-    def copy(self) -> Table:
+    def copy(self) -> TextArenaTable:
         other = copy(self)
-        other.game, other.said = self.game.copy(), list(self.said)
+        other.game, other.moves = self.game.copy(), list(self.moves)
         return other
 
     def prompt(self) -> str:
-        """What the seat whose turn it is reads: the rules, the latest messages, and of boards the one that stands."""
-        messages = self.game.heard()
-        boards = [place for place, (_, _, kind) in enumerate(messages) if kind.name == BOARD]
-        stale = set(boards[:-1])
-        fresh = [message for place, message in enumerate(messages) if place not in stale]
-        rules = [message for message in fresh if _is_rules(message)]
-        latest = [message for message in fresh if not _is_rules(message)][-self.settings.memory :]
-        return "\n".join(filter(None, [words([*rules, *latest]), YOUR_TURN, self.settings.instruction]))
+        """Return the prompt of the seat whose turn it is: rules, latest messages, and only the latest board."""
+        messages = self.game.messages()
+        boards = [index for index, (_, _, kind) in enumerate(messages) if kind.name == BOARD]
+        outdated = set(boards[:-1])
+        current = [message for index, message in enumerate(messages) if index not in outdated]
+        rules = [message for message in current if _is_rules(message)]
+        latest = [message for message in current if not _is_rules(message)][-self.settings.memory :]
+        return "\n".join(filter(None, [render([*rules, *latest]), YOUR_TURN, self.settings.instruction]))
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain data."""
-        said = [asdict(each) for each in self.said]
-        return {"number": self.number, "seed": self.seed, "said": said, "read": _digest(self)}
+    def snapshot(self) -> JsonObject:
+        """Return plain data that json can write."""
+        moves = [asdict(move) for move in self.moves]
+        return {"number": self.number, "seed": self.seed, "said": moves, "read": _digest(self)}
 
     @classmethod
-    def restored(cls, settings: TableSettings, snapshot: dict[str, Any]) -> Table:
-        """Played again, and compared with what the seat had read."""
-        said = [Said(**each) for each in snapshot["said"]]
-        table = cls(settings, snapshot["number"], snapshot["seed"]).replay(each.move for each in said)
-        table.said = said
+    def restore(cls, settings: TextArenaSettings, snapshot: JsonObject) -> TextArenaTable:
+        """Play the game of a snapshot again. Raises ValueError if its seat then reads other messages than before."""
+        moves = [Move(**each) for each in snapshot["said"]]
+        table = cls(settings, snapshot["number"], snapshot["seed"]).replay(each.move for each in moves)
+        table.moves = moves
         if _digest(table) != snapshot["read"]:
-            raise ValueError(f"{settings.game} does not repeat itself from its seed and its moves")
+            raise ValueError(f"{settings.game} is not reproducible from its seed and its moves")
         return table
 
-    def record(self) -> dict[str, Any]:
-        """The ended game, for the run folder."""
+    def record(self) -> JsonObject:
+        """Return the ended game for the run folder: seats and result, transcript, and one row for each turn."""
         seats = [
             {"name": f"Player {seat}", "role": self.game.role(seat), "player": self.player(seat), "reward": reward}
-            for seat, reward in enumerate(self.rewards)
+            for seat, reward in enumerate(self.results())
         ]
         events = [
             {
                 "game": self.number,
                 "number": number,
-                "seat": said.seat,
-                "role": self.game.role(said.seat),
-                "player": self.player(said.seat),
-                "legal": said.legal,
-                "text": said.move,
+                "seat": move.seat,
+                "role": self.game.role(move.seat),
+                "player": self.player(move.seat),
+                "legal": move.legal,
+                "text": move.move,
             }
-            for number, said in enumerate(self.said)
+            for number, move in enumerate(self.moves)
         ]
         return {
             "game": self.number,
             "seed": self.seed,
             "winner": self.ending,
-            "turns": len(self.said),
+            "turns": len(self.moves),
             "error": self.error,
             "seats": seats,
             "transcript": self._transcript(),
@@ -208,19 +219,20 @@ class Table:
         }
 
     def _transcript(self) -> str:
-        """Everything that was said to anybody, in order; once where several seats were told the same."""
-        lines = [spoken(sender, text) for sender, text in self.game.log()]
-        told = [line for place, line in enumerate(lines) if place == 0 or line != lines[place - 1]]
+        """Return all messages to any seat in order; a message that several seats got in a row appears once."""
+        lines = [render_message(sender, text) for sender, text in self.game.log()]
+        distinct = [line for index, line in enumerate(lines) if index == 0 or line != lines[index - 1]]
         seats = range(self.settings.seats)
         cast = ", ".join(f"Player {seat} ({self.game.role(seat)}, {self.player(seat)})" for seat in seats)
         result = f"The game is over: {self.ending}. {self.error}".rstrip()
-        return "\n".join([f"Seats: {cast}", *told, result]) + "\n"
+        return "\n".join([f"Seats: {cast}", *distinct, result]) + "\n"
 
 
-def _is_rules(message: Message) -> bool:
+def _is_rules(message: GameMessage) -> bool:
     return message[2].name == RULES
 
 
-def _digest(table: Table) -> str:
+def _digest(table: TextArenaTable) -> str:
+    """Return a hash of the seat whose turn it is and of everything that it has read."""
     read = f"{table.game.seat}\n{table.game.transcript()}"
     return sha256(read.encode(errors="surrogatepass")).hexdigest()

@@ -1,6 +1,6 @@
-"""Games of textarena whose seats are all played, and trained, by the policy: self-play turn by turn.
+"""Self-play in textarena: every seat is played, and trained, by the policy, turn by turn.
 
-A turn carries the seed of its game and the moves up to it: whoever judges it plays the game again to that moment and
+A turn carries the seed of its game and the moves so far. To score it, any process replays the game to that moment and
 tries each completion on a copy.
 """
 
@@ -15,63 +15,69 @@ from typing import Any
 
 from colocated_grpo.environments.adapters.textarena_game import (
     KEY,
-    Script,
+    ScriptedPlayer,
     check_known,
     move_of,
     random_move,
-    script_of,
+    scripted_player,
 )
 from colocated_grpo.environments.adapters.textarena_table import (
-    ASKED,
     BROKEN,
     CREDITS,
     DRAW,
+    MODEL_PLAYERS,
     POLICY,
     UNFINISHED,
-    Table,
-    TableSettings,
+    TextArenaSettings,
+    TextArenaTable,
 )
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.turns.credit import win_rates
 from colocated_grpo.environments.user_code.loading import construct, resolve_mode
+from colocated_grpo.types import JsonObject
 
-LATEST_GAMES = 100
-"""Games over which win rates look back."""
-MOST_GAMES = 100
-"""Games that may end in a row before the policy is asked, and that may break before the first one does not."""
+WIN_RATE_GAMES = 100
+"""Latest games over which win rates are taken."""
+MAX_GAMES = 100
+"""Games that may end in a row before a turn of the policy, and games that may break before the first intact one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextArenaTurn:
-    """The seat whose turn it is."""
+    """One open turn, as plain data."""
 
     id: str
+    """'game.moves': the number of moves before this turn identifies it within its game."""
     game: int
     seat: int
     player: str
     phase: str
-    """The seat's role, as a metric can be named: 'mafia', 'player_0'."""
+    """Role of the seat in the form of a metric name: 'mafia', 'player_0'."""
     messages: str
     seed: int
     moves: tuple[str, ...] = field(repr=False)
-    """Up to this turn."""
+    """Moves before this turn."""
 
     @property
     def trainable(self) -> bool:
         return self.player == POLICY
 
     def pattern(self) -> str:
-        raise EnvironmentSetupError(f"{KEY}: structured: true needs a grammar, and textarena gives none")
+        raise EnvironmentSetupError(f"{KEY}: structured=true: textarena has no grammar of legal replies; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
 class TextArenaOutcome:
+    """Score of one completion."""
+
     reward: float
     parts: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class TextArenaReturn:
+    """The share of a game's result that one of its turns gets. Field names are keys of checkpoints."""
+
     turn_id: str
     value: float
 
@@ -80,18 +86,21 @@ class TextArenaTurns:
     """Deterministic: settings, seed and commits decide everything, also across snapshot and restore."""
 
     def __init__(self, seed: int, **args: Any) -> None:
-        self.settings = construct(TableSettings, resolve_mode(args, "credit", CREDITS, KEY), KEY)
+        """args: fields of TextArenaSettings, where `credit` may be the name of a mode."""
+        self.settings: TextArenaSettings = construct(TextArenaSettings, resolve_mode(args, "credit", CREDITS, KEY), KEY)
         check_known(self.settings.game)
         self._scripts = {
-            label: script_of(label, f"{KEY}: args.players") for label in self.settings.players if label not in ASKED
+            label: scripted_player(label, f"{KEY}: args.players")
+            for label in self.settings.players
+            if label not in MODEL_PLAYERS
         }
         self._seed = seed
         self._started = 0
         self._returns: list[TextArenaReturn] = []
-        self._ended: list[dict[str, Any]] = []
+        self._ended: list[JsonObject] = []
         self._counts: Counter[str] = Counter()
         self._results: list[dict[str, float]] = []
-        self._tables = [self._until_asked(self._new_table()) for _ in range(self.settings.games)]
+        self._tables = [self._advance(self._new_table()) for _ in range(self.settings.games)]
 
     @property
     def delayed(self) -> bool:
@@ -101,42 +110,42 @@ class TextArenaTurns:
         return [self._turn(table) for table in self._tables]
 
     def add_game(self) -> list[TextArenaTurn]:
-        self._tables.append(self._until_asked(self._new_table()))
+        self._tables.append(self._advance(self._new_table()))
         return [self._turn(self._tables[-1])]
 
     def score(self, turn: TextArenaTurn, completions: Sequence[str]) -> list[TextArenaOutcome]:
-        table = Table(self.settings, turn.game, turn.seed).replay(turn.moves)
+        table = TextArenaTable(self.settings, turn.game, turn.seed).replay(turn.moves)
         if table.rewards is not None or table.prompt() != turn.messages:
-            raise RuntimeError(f"{self.settings.game} does not repeat itself from its seed and its moves")
+            raise RuntimeError(f"{self.settings.game} is not reproducible from its seed and its moves")
         return [self._outcome(table.copy(), turn.seat, move_of(each)) for each in completions]
 
-    def _outcome(self, table: Table, seat: int, move: str) -> TextArenaOutcome:
-        """Of a move that is carried out on a table for trials."""
-        fine = table.play(move).legal and bool(move)
+    def _outcome(self, table: TextArenaTable, seat: int, move: str) -> TextArenaOutcome:
+        """Play the move on a copy of the table and score it."""
+        legal = table.play(move).legal and bool(move)
         end = 0.0 if table.rewards is None else table.rewards[seat]
-        reward = end if fine else end + self.settings.invalid_reward
-        return TextArenaOutcome(reward, {"parse_rate": float(bool(move)), "legal_rate": float(fine), "end": end})
+        reward = end if legal else end + self.settings.invalid_reward
+        return TextArenaOutcome(reward, {"parse_rate": float(bool(move)), "legal_rate": float(legal), "end": end})
 
     def commit(self, turn: TextArenaTurn, completion: str) -> None:
-        place = self._place_of(turn)
-        self._tables[place].play(move_of(completion), turn.id)
-        self._tables[place] = self._until_asked(self._tables[place])
+        index = self._index_of(turn)
+        self._tables[index].play(move_of(completion), turn.id)
+        self._tables[index] = self._advance(self._tables[index])
 
     def play_on(self, turn: TextArenaTurn) -> None:
-        place = self._place_of(turn)
-        self._scripted_turn(self._tables[place], random_move)
-        self._tables[place] = self._until_asked(self._tables[place])
+        index = self._index_of(turn)
+        self._scripted_turn(self._tables[index], random_move)
+        self._tables[index] = self._advance(self._tables[index])
 
     def drain_returns(self) -> list[TextArenaReturn]:
         returns, self._returns = self._returns, []
         return returns
 
-    def drain_games(self) -> list[dict[str, Any]]:
+    def drain_games(self) -> list[JsonObject]:
         ended, self._ended = self._ended, []
         return ended
 
     def drain_stats(self) -> dict[str, float]:
-        """Ended games since the last call; win rates of roles, and of players where there are several kinds."""
+        """Return counts of games since the last call, and win rates by role, also by player if there are several."""
         counts, self._counts = self._counts, Counter()
         stats = {name: float(counts[name]) for name in ("games", UNFINISHED, BROKEN)}
         if counts["games"]:
@@ -146,8 +155,7 @@ class TextArenaTurns:
             stats[f"win_rate/{name}"] = sum(shares) / len(shares)
         return stats
 
-    def snapshot(self) -> dict[str, Any]:
-        """Games are kept as their seed and what was said in them."""
+    def snapshot(self) -> JsonObject:
         return {
             "started": self._started,
             "tables": [table.snapshot() for table in self._tables],
@@ -157,68 +165,69 @@ class TextArenaTurns:
             "results": list(self._results),
         }
 
-    def restore(self, snapshot: dict[str, Any]) -> None:
+    def restore(self, snapshot: JsonObject) -> None:
         if len(snapshot["tables"]) < self.settings.games:
             raise ValueError(f"games={self.settings.games}, but the snapshot holds {len(snapshot['tables'])}")
         self._started = snapshot["started"]
-        self._tables = [Table.restored(self.settings, table) for table in snapshot["tables"]]
+        self._tables = [TextArenaTable.restore(self.settings, table) for table in snapshot["tables"]]
         self._returns = [TextArenaReturn(**each) for each in snapshot["returns"]]
         self._ended = deepcopy(snapshot["ended"])
         self._counts = Counter(snapshot["counts"])
         self._results = deepcopy(snapshot["results"])
 
-    def _new_table(self) -> Table:
+    def _new_table(self) -> TextArenaTable:
         number = self._started
         self._started += 1
-        # Even seeds train and odd ones are held out: a game keeps the side of its environment.
+        # Even seeds train and odd ones are held out, as the seed of the environment itself.
         seed = 2 * Random(f"{self._seed}/{number}").randrange(2**30) + self._seed % 2
-        return Table(self.settings, number, seed)
+        return TextArenaTable(self.settings, number, seed)
 
-    def _until_asked(self, table: Table) -> Table:
-        """Play the scripted seats on, through new games if need be, until a seat played from outside has the turn."""
-        for _ in range(MOST_GAMES):
+    def _advance(self, table: TextArenaTable) -> TextArenaTable:
+        """Play the scripted seats, through new games if need be, until a seat played by a model has the turn."""
+        for _ in range(MAX_GAMES):
             while table.rewards is None:
                 script = self._scripts.get(table.player(table.game.seat))
                 if script is None:
                     return table
                 self._scripted_turn(table, script)
-            self._settle(table)
+            self._finish(table)
             table = self._new_table()
-        raise RuntimeError(f"{self.settings.game}: {MOST_GAMES} games in a row ended before the policy was asked")
+        raise RuntimeError(f"{self.settings.game}: {MAX_GAMES} games in a row ended before a turn of the policy")
 
-    def _scripted_turn(self, table: Table, script: Script) -> None:
-        table.play(script(table.game, Random(f"{table.seed}/{len(table.said)}")))
+    def _scripted_turn(self, table: TextArenaTable, script: ScriptedPlayer) -> None:
+        table.play(script(table.game, Random(f"{table.seed}/{len(table.moves)}")))
 
-    def _settle(self, table: Table) -> None:
-        """Close the books on an ended game."""
+    def _finish(self, table: TextArenaTable) -> None:
+        """Record an ended game: its returns, counts, results, and record."""
         if self.delayed:
             self._returns += self._returns_of(table)
-        self._counts.update({"games": 1, table.ending: 1, "turns": len(table.said)})
+        self._counts.update({"games": 1, table.ending: 1, "turns": len(table.moves)})
         self._ended.append(table.record())
         if table.ending != BROKEN:
-            self._results = [*self._results[1 - LATEST_GAMES :], self._result_of(table)]
-        elif not self._results and table.number >= MOST_GAMES:
-            raise RuntimeError(f"{self.settings.game}: every game breaks; the latest: {table.error}")
+            self._results = [*self._results[1 - WIN_RATE_GAMES :], self._result_of(table)]
+        elif not self._results and table.number >= MAX_GAMES:
+            raise RuntimeError(f"{self.settings.game}: every game raises an exception; the latest: {table.error}")
 
-    def _returns_of(self, table: Table) -> list[TextArenaReturn]:
-        asked = [said for said in table.said if said.turn_id]
-        returns = []
-        for said, share in zip(asked, self.settings.credit.weights([said.seat for said in asked]), strict=True):
-            # The move that ended the game was paid for it when it was judged.
-            value = 0.0 if said is table.said[-1] else share * table.rewards[said.seat]
-            returns.append(TextArenaReturn(said.turn_id, value))
-        return returns
+    def _returns_of(self, table: TextArenaTable) -> list[TextArenaReturn]:
+        rewards = table.results()
+        committed = [move for move in table.moves if move.turn_id]
+        shares = self.settings.credit.weights([move.seat for move in committed])
+        return [
+            # The last move of the game already got the result when it was scored.
+            TextArenaReturn(move.turn_id, 0.0 if move is table.moves[-1] else share * rewards[move.seat])
+            for move, share in zip(committed, shares, strict=True)
+        ]
 
-    def _result_of(self, table: Table) -> dict[str, float]:
-        """By role, and by player where there are several kinds: the share of their seats that won."""
-        seats = list(enumerate(table.rewards))
-        results = [(table.game.role(seat), reward) for seat, reward in seats]
+    def _result_of(self, table: TextArenaTable) -> dict[str, float]:
+        """Return the share of seats that won, by role, and by player if there are several."""
+        rewards = list(enumerate(table.results()))
+        results = [(table.game.role(seat), reward) for seat, reward in rewards]
         if len(set(self.settings.players)) > 1:
-            results += [(table.player(seat).rpartition(":")[2], reward) for seat, reward in seats]
+            results += [(table.player(seat).rpartition(":")[2], reward) for seat, reward in rewards]
         won = win_rates((_metric_name(name), reward) for name, reward in results)
         return {"draw": float(table.ending == DRAW)} | won
 
-    def _turn(self, table: Table) -> TextArenaTurn:
+    def _turn(self, table: TextArenaTable) -> TextArenaTurn:
         seat = table.game.seat
         return TextArenaTurn(
             id=_turn_id(table),
@@ -228,20 +237,20 @@ class TextArenaTurns:
             phase=_metric_name(table.game.role(seat)),
             messages=table.prompt(),
             seed=table.seed,
-            moves=tuple(said.move for said in table.said),
+            moves=tuple(move.move for move in table.moves),
         )
 
-    def _place_of(self, turn: TextArenaTurn) -> int:
-        for place, table in enumerate(self._tables):
+    def _index_of(self, turn: TextArenaTurn) -> int:
+        for index, table in enumerate(self._tables):
             if _turn_id(table) == turn.id:
-                return place
+                return index
         raise ValueError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
 
-def _turn_id(table: Table) -> str:
-    return f"{table.number}.{len(table.said)}"
+def _turn_id(table: TextArenaTable) -> str:
+    return f"{table.number}.{len(table.moves)}"
 
 
 def _metric_name(name: str) -> str:
-    """'Player 0' as 'player_0'."""
+    """Return 'Player 0' as 'player_0'."""
     return name.lower().replace(" ", "_")

@@ -1,8 +1,8 @@
-"""The interface of ToSSim's batchers as a turn environment: next_batch, apply_actions, get_batch_stats.
+"""ToSSim's batchers (next_batch, apply_actions, get_batch_stats) as a turn environment.
 
-Two shapes of a batch have been in use, `(prompts, meta)` with `apply_actions(meta, completions)`, also as a list of
-(prompt, meta) pairs, and bare prompts with `apply_actions(completions)`. Rewards come as numbers or as (number, note).
-Such an environment executes whatever it rewards, so a completion is judged on a pickled copy of the whole table.
+Batches have one of three forms: `(prompts, meta)` or a list of (prompt, meta) pairs, with `apply_actions(meta,
+completions)`, or bare prompts with `apply_actions(completions)`. Rewards are numbers or (number, note) pairs. A batcher
+applies every action that it rewards, so each completion is scored on a pickled copy of the whole table.
 """
 
 from __future__ import annotations
@@ -10,60 +10,71 @@ from __future__ import annotations
 import pickle
 import random
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.turns.base import Return
 from colocated_grpo.environments.user_code.isolation import isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
+from colocated_grpo.types import JsonObject
 
 WAIT = "<think></think><wait/>"
-"""What a seat does that is not asked."""
-RETRIES = 10
-"""Empty batches in a row after which a table is left alone for this step."""
+"""Action of a seat without a completion."""
+MAX_EMPTY_BATCHES = 10
+"""Empty batches in a row after which a table has no turns for this call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToSSimTurn:
+    """One open turn, as plain data."""
+
     id: str
+    """'table.batch.index'."""
     table: int
-    place: int
-    """In the table's batch."""
+    index: int
+    """Position in the table's batch."""
     messages: str
     frozen: bytes = field(repr=False)
-    """The table as it stands before the batch is answered."""
+    """Pickle of the table before the batch is applied."""
     phase: str = "turn"
     trainable: bool = True
 
     def pattern(self) -> str:
-        raise EnvironmentSetupError("environments 'tossim': structured: true needs a grammar, and ToSSim gives none")
+        raise EnvironmentSetupError(
+            "environments 'tossim': structured=true: ToSSim has no grammar of legal replies; leave it out"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ToSSimOutcome:
+    """Score of one completion."""
+
     reward: float | None
-    """-1 malformed, 0 illegal, +1 fine; None where the environment failed."""
+    """-1 malformed, 0 illegal, +1 legal; None if the batcher raised an exception."""
     parts: dict[str, float]
 
 
 @dataclass(slots=True)
-class Table:
-    """One batcher and the batch that it is waiting for."""
+class ToSSimTable:
+    """One batcher and its open batch. Pickled into checkpoints, so the names of the fields stay as they are."""
 
     batcher: Any
     prompts: list[str] = field(default_factory=list)
     meta: list[Any] | None = None
+    """One entry for each prompt; None for a batch of bare prompts."""
     replies: dict[int, str] = field(default_factory=dict)
+    """Committed replies by position in the batch."""
     batches: int = 0
     calls: int = 0
-    """Of the batcher's code: each has a chance of its own."""
+    """Calls of the batcher's code. Each has a random stream of its own."""
     told: dict[str, float] = field(default_factory=dict)
-    """The batcher's counts, which it never resets, at the last `drain_stats`."""
+    """The batcher's counts at the last drain_stats(). The batcher itself never resets them."""
 
-    def ask(self) -> None:
-        """Take the next batch. It may be empty."""
+    def request_batch(self) -> None:
+        """Replace the batch by the batcher's next one, which may be empty."""
         batch = self.batcher.next_batch()
         if isinstance(batch, tuple):
             self.prompts, self.meta = list(batch[0]), list(batch[1])
@@ -73,29 +84,34 @@ class Table:
             self.prompts, self.meta = list(batch), None
         self.batches += 1
 
-    def open_places(self) -> list[int]:
-        return [place for place in range(len(self.prompts)) if place not in self.replies]
+    def open_indices(self) -> list[int]:
+        return [index for index in range(len(self.prompts)) if index not in self.replies]
 
-    def answer(self, replies: dict[int, str]) -> dict[int, float]:
-        """Rewards by place. Only a batch of bare prompts has to be answered as a whole."""
+    def apply(self, replies: Mapping[int, str]) -> dict[int, float]:
+        """Apply replies and return rewards, both by position. A batch of bare prompts is filled up with WAIT."""
         if self.meta is None:
-            places = list(range(len(self.prompts)))
-            rewards = self.batcher.apply_actions([replies.get(place, WAIT) for place in places])
+            indices = list(range(len(self.prompts)))
+            rewards = self.batcher.apply_actions([replies.get(index, WAIT) for index in indices])
         else:
-            places = sorted(replies)
-            rewards = self.batcher.apply_actions([self.meta[p] for p in places], [replies[p] for p in places])
-        return {place: float(_number(each)) for place, each in zip(places, rewards, strict=True)}
+            meta, indices = self.meta, sorted(replies)
+            rewards = self.batcher.apply_actions([meta[i] for i in indices], [replies[i] for i in indices])
+        return {index: float(_number(reward)) for index, reward in zip(indices, rewards, strict=True)}
 
     def drain_stats(self) -> dict[str, float]:
+        """Return the number of games, and what the batcher has counted since the last call."""
         stats = dict(self.batcher.get_batch_stats())
         counts = _numbers(stats.get("metrics", {}))
-        told, self.told = self.told, counts
-        new = {name: value - told.get(name, 0.0) for name, value in counts.items()}
+        before, self.told = self.told, counts
+        new = {name: value - before.get(name, 0.0) for name, value in counts.items()}
         return _numbers({"total_games": stats.get("total_games")}) | new
 
 
-def _numbers(stats: dict[str, Any]) -> dict[str, float]:
-    """Others are notes; a game is not given up for them."""
+Table = ToSSimTable
+"""Former name of the class, which the pickles of earlier checkpoints refer to."""
+
+
+def _numbers(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return the entries that are numbers. Others, such as notes, must not cost the table its games."""
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
 
 
@@ -104,16 +120,17 @@ def _number(reward: Any) -> Any:
 
 
 class ToSSim:
-    """`environment`: 'module:Class'; all other arguments are the class's own. One table at first, more as needed."""
+    """One table at first, more as turns are needed. Each has a batcher of its own."""
 
     delayed = False
 
     def __init__(self, seed: int, environment: str, **args: Any) -> None:
+        """environment: 'module:Class' of the batcher. args: keyword arguments of that class."""
         self._key = f"environments 'tossim': args.environment={environment!r}"
         self._class = load_object(environment, self._key)
         self._args = args
         self._seed = seed
-        self._seated = 0
+        self._built = 0
         self._resets = 0
         self._tables = [self._new_table()]
 
@@ -125,108 +142,108 @@ class ToSSim:
         return self._turns(len(self._tables) - 1)
 
     def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[ToSSimOutcome]:
-        return [self._judged(turn, completion) for completion in completions]
+        return [self._outcome(turn, completion) for completion in completions]
 
-    def _judged(self, turn: ToSSimTurn, completion: str) -> ToSSimOutcome:
+    def _outcome(self, turn: ToSSimTurn, completion: str) -> ToSSimOutcome:
         try:
             with isolated(random.Random(f"{turn.id}/{completion}")):
-                table = pickle.loads(turn.frozen)
-                reward = table.answer({turn.place: completion})[turn.place]
-        except BaseException:  # see score_text
+                table: ToSSimTable = pickle.loads(turn.frozen)
+                reward = table.apply({turn.index: completion})[turn.index]
+        except BaseException:  # As in score_text(): user code that exits must not end the run.
             return ToSSimOutcome(None, {"failed": 1.0})
         return ToSSimOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
     def commit(self, turn: ToSSimTurn, completion: str) -> None:
-        """Carried out with the last reply of the batch: a phase ends for all of its seats together."""
+        """Store a completion. The last one of a batch applies them all, as a phase ends for all seats together."""
         table = self._tables[turn.table]
-        if turn.place not in table.open_places() or turn.id != _turn_id(turn.table, table, turn.place):
+        if turn.index not in table.open_indices() or turn.id != _turn_id(turn.table, table, turn.index):
             raise ValueError(f"turn {turn.id}: not open; a turn takes exactly one commit")
-        table.replies[turn.place] = completion
+        table.replies[turn.index] = completion
         if len(table.replies) == len(table.prompts):
             replies, table.replies = table.replies, {}
-            with self._reset_on_failure(turn.table):
-                table.answer(replies)
+            with self._replaced_on_failure(turn.table):
+                table.apply(replies)
                 table.prompts = []
 
     def play_on(self, turn: ToSSimTurn) -> None:
         self.commit(turn, WAIT)
 
-    def drain_returns(self) -> list[Any]:
+    def drain_returns(self) -> list[Return]:
         return []
 
-    def drain_games(self) -> list[dict[str, Any]]:
+    def drain_games(self) -> list[JsonObject]:
         return []
 
     def drain_stats(self) -> dict[str, float]:
-        """Games that the tables hold; since the last call what their batchers counted, and tables set up anew.
+        """Return the games at all tables and, since the last call, the batchers' counts and the tables replaced.
 
-        What a table that is set up anew had counted is lost.
+        The counts of a table that was replaced are lost.
         """
         totals = {"resets": float(self._resets)}
         self._resets = 0
         for number, table in enumerate(self._tables):
-            with self._reset_on_failure(number):
+            with self._replaced_on_failure(number):
                 for name, value in table.drain_stats().items():
                     totals[name] = totals.get(name, 0.0) + value
         return totals
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> JsonObject:
         tables = b64encode(pickle.dumps(self._tables)).decode()
-        return {"tables": tables, "seated": self._seated, "resets": self._resets}
+        return {"tables": tables, "seated": self._built, "resets": self._resets}
 
-    def restore(self, snapshot: dict[str, Any]) -> None:
+    def restore(self, snapshot: JsonObject) -> None:
         self._tables = pickle.loads(b64decode(snapshot["tables"]))
-        self._seated, self._resets = snapshot["seated"], snapshot["resets"]
+        self._built, self._resets = snapshot["seated"], snapshot["resets"]
 
-    def _new_table(self) -> Table:
-        self._seated += 1
-        with isolated(random.Random(f"{self._seed}/{self._seated}")):
-            table = Table(construct(self._class, self._args, self._key))
+    def _new_table(self) -> ToSSimTable:
+        self._built += 1
+        with isolated(random.Random(f"{self._seed}/{self._built}")):
+            table = ToSSimTable(construct(self._class, self._args, self._key))
         try:
             pickle.dumps(table)
         except Exception as error:
             raise EnvironmentSetupError(
-                f"{self._key}: cannot be pickled, and completions are judged on copies of it: {one_line(error)}"
+                f"{self._key}: cannot be pickled, but completions are scored on copies of it: {one_line(error)}"
             ) from error
         return table
 
     def _turns(self, number: int) -> list[ToSSimTurn]:
-        for _ in range(RETRIES):
+        for _ in range(MAX_EMPTY_BATCHES):
             table = self._tables[number]
             if table.prompts:
                 break
-            with self._reset_on_failure(number):
-                table.ask()
-        return self._open(number)
+            with self._replaced_on_failure(number):
+                table.request_batch()
+        return self._open_turns(number)
 
-    def _open(self, number: int) -> list[ToSSimTurn]:
+    def _open_turns(self, number: int) -> list[ToSSimTurn]:
         table = self._tables[number]
         frozen = pickle.dumps(table) if table.prompts else b""
         return [
             ToSSimTurn(
-                id=_turn_id(number, table, place),
+                id=_turn_id(number, table, index),
                 table=number,
-                place=place,
-                messages=table.prompts[place],
+                index=index,
+                messages=table.prompts[index],
                 frozen=frozen,
             )
-            for place in table.open_places()
+            for index in table.open_indices()
         ]
 
     @contextmanager
-    def _reset_on_failure(self, number: int) -> Iterator[None]:
-        """A table whose code raises is set up anew; its open turns are lost."""
+    def _replaced_on_failure(self, number: int) -> Iterator[None]:
+        """Run a call of the batcher with a random stream of its own. If it raises, replace the table."""
         table = self._tables[number]
         try:
             table.calls += 1
             with isolated(random.Random(f"{self._seed}/{number}/{table.calls}")):
                 yield
         except (Exception, SystemExit):
-            anew = self._new_table()
-            anew.batches, anew.calls = table.batches, table.calls  # neither ids nor luck are used again
-            self._tables[number] = anew
+            new = self._new_table()
+            new.batches, new.calls = table.batches, table.calls  # Turn ids and random streams must not repeat.
+            self._tables[number] = new
             self._resets += 1
 
 
-def _turn_id(number: int, table: Table, place: int) -> str:
-    return f"{number}.{table.batches}.{place}"
+def _turn_id(number: int, table: ToSSimTable, index: int) -> str:
+    return f"{number}.{table.batches}.{index}"

@@ -1,7 +1,7 @@
-"""Tasksets of verifiers 0.4 whose tasks are one question and one answer, judged by what was said.
+"""Single-turn tasksets of verifiers 0.4: one question, one answer, and rewards that read the conversation only.
 
-The library plays its own rollouts: an agent program in a runtime, with the model behind an HTTP server of its own. None
-of that is used here. Its tasks ask and judge; the turn between is the policy's, as everywhere in this project.
+The library runs its own rollouts: an agent program in a runtime, with the model behind an HTTP server. This adapter
+uses its tasks only, for the prompt and the rewards; the policy generates the answer, as everywhere in this project.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any
 from pydantic import Field, PrivateAttr
 
 from colocated_grpo.config.base import Section
-from colocated_grpo.environments.base import EnvironmentSetupError, Split
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.conversation import Conversation
 from colocated_grpo.environments.tasks.procedural import in_split
 from colocated_grpo.environments.user_code.loading import import_optional
+from colocated_grpo.types import JsonObject
 
 KEY = "environments 'verifiers'"
-OWN_TURNS = ("setup", "finalize")
+RUNTIME_HOOKS = ("setup", "finalize")
 """Hooks of a task that need the library's runtime."""
 
 
 class Verifiers(Section):
-    """Reward: the weighted sum of the task's rewards. Its single rewards and its metrics are parts of the score."""
+    """Reward: the weighted sum of the task's rewards. Each reward and metric of the task is a part of the score."""
 
     taskset: str
-    """Id of an installed taskset: the name of its package."""
-    config: dict[str, Any] = {}
-    """The taskset's own settings."""
+    """Id of the taskset: the name of its installed package."""
+    config: JsonObject = {}
+    """Settings of the taskset."""
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Longest answer. Not given: as long as there is room."""
+    """Tokens of the answer. Without it, up to rollout.max_completion_tokens."""
 
     _taskset: Any = PrivateAttr()
-    _type: Any = PrivateAttr()
-    """Of its tasks."""
+    _task_type: Any = PrivateAttr()
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
@@ -45,20 +45,20 @@ class Verifiers(Section):
 
         settings = loaders.taskset_config_type(self.taskset).model_validate({**self.config, "id": self.taskset})
         self._taskset = loaders.load_taskset(settings)
-        self._type = self._taskset.task_type()
+        self._task_type = self._taskset.task_type()
         if loaders.environment_class(self.taskset) is not SingleAgentEnv:
-            raise self._refusal("it comes with an environment of its own")
-        if self._taskset.toolsets(settings) or self._type.toolsets(settings.task):
-            raise self._refusal("it comes with tools")
+            raise self._unsupported("it comes with an environment of its own")
+        if self._taskset.toolsets(settings) or self._task_type.toolsets(settings.task):
+            raise self._unsupported("it comes with tools")
         self._check_task(next(iter(self._taskset), None))
 
-    def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         for task in self._taskset.shuffle(seed) if self._taskset.bounded else self._taskset:
             if in_split(task.key, split):
                 yield {"prompt": _messages(task.data), "data": task.data.model_dump(mode="json")}
 
-    async def run(self, item: dict[str, Any], model: Conversation) -> dict[str, float]:
-        task = self._type(self._type.data_type().model_validate(item["data"]), self._taskset.config.task)
+    async def run(self, item: Item, model: Conversation) -> dict[str, float]:
+        task = self._task_type(self._task_type.data_type().model_validate(item["data"]), self._taskset.config.task)
         turn = await model.generate(self.max_turn_tokens)
         trace = _trace(task, item["prompt"], turn.text)
         await task.score(trace)
@@ -66,51 +66,52 @@ class Verifiers(Section):
         return {**trace.metrics, **scores, "reward": trace.reward}
 
     def _check_task(self, task: Any) -> None:
-        """Raise one line where a task asks for more than a question, an answer and a judge."""
+        """Raise EnvironmentSetupError if a task needs more than a prompt and its rewards."""
         if task is None:
             raise EnvironmentSetupError(f"{KEY}: taskset {self.taskset!r} has no tasks")
         if task.data.prompt is None:
-            raise self._refusal("its tasks have no prompt")
-        if task.NEEDS_CONTAINER or any(hook in vars(base) for base in _own_classes(self._type) for hook in OWN_TURNS):
-            raise self._refusal("its tasks need a runtime")
+            raise self._unsupported("its tasks have no prompt")
+        own_hooks = {hook for base in _own_classes(self._task_type) for hook in vars(base)}
+        if task.NEEDS_CONTAINER or own_hooks.intersection(RUNTIME_HOOKS):
+            raise self._unsupported("its tasks need a runtime")
         judges = [judge.score for judge in task.plugged_judges()]
         for hook in (*task.hooks("reward"), *task.hooks("metric"), *judges):
             runtime = signature(hook).parameters.get("runtime")
             if runtime is not None and runtime.default is Parameter.empty:
-                raise self._refusal("its rewards need a runtime")
+                raise self._unsupported("its rewards need a runtime")
         if not task.hooks("reward") and not judges:
-            raise self._refusal("its tasks have no rewards")
+            raise self._unsupported("its tasks have no rewards")
 
-    def _refusal(self, why: str) -> EnvironmentSetupError:
+    def _unsupported(self, reason: str) -> EnvironmentSetupError:
         return EnvironmentSetupError(
-            f"{KEY}: taskset {self.taskset!r}: {why}; only tasks of one question and one answer are played here"
+            f"{KEY}: taskset {self.taskset!r}: {reason}; only single-turn tasks without tools are supported"
         )
 
 
 def _own_classes(task: type) -> Iterator[type]:
-    """The task's classes down to the library's base."""
+    """Return the classes of a task that are not the library's own."""
     from verifiers.v1 import Task
 
     return (base for base in task.__mro__ if base is not object and base not in Task.__mro__)
 
 
-def _messages(data: Any) -> list[dict[str, Any]]:
-    asked = data.prompt
-    if isinstance(asked, str):
-        messages = [{"role": "user", "content": asked}]
+def _messages(data: Any) -> list[JsonObject]:
+    """Return the prompt of a task as chat messages."""
+    if isinstance(data.prompt, str):
+        messages = [{"role": "user", "content": data.prompt}]
     else:
-        messages = [message.model_dump(mode="json", exclude_none=True) for message in asked]
+        messages = [message.model_dump(mode="json", exclude_none=True) for message in data.prompt]
     return messages if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}, *messages]
 
 
-def _trace(task: Any, asked: list[dict[str, Any]], answer: str) -> Any:
-    """The conversation as the library's judges expect it."""
+def _trace(task: Any, prompt: list[JsonObject], answer: str) -> Any:
+    """Return the conversation in the form that the library's rewards read."""
     from verifiers.v1 import AgentConfig, AgentInfo, MessageNode, Trace, TraceTask
 
-    messages = [*asked, {"role": "assistant", "content": answer}]
+    messages = [*prompt, {"role": "assistant", "content": answer}]
     nodes = [
-        MessageNode(message=message, parent=place - 1 if place else None, sampled=place == len(asked))
-        for place, message in enumerate(messages)
+        MessageNode(message=message, parent=index - 1 if index else None, sampled=index == len(prompt))
+        for index, message in enumerate(messages)
     ]
-    traced = TraceTask(type=type(task).__name__, data=task.data, key=task.key)
-    return Trace(task=traced, agent=AgentInfo(config=AgentConfig()), nodes=nodes, is_completed=True)
+    trace_task = TraceTask(type=type(task).__name__, data=task.data, key=task.key)
+    return Trace(task=trace_task, agent=AgentInfo(config=AgentConfig()), nodes=nodes, is_completed=True)

@@ -1,1 +1,1 @@
-"""A town with secrets: an original social-deduction game as a turn environment. Standard library only."""
+"""Town: an original social-deduction game as a turn environment. The game itself needs the standard library only."""

@@ -1,69 +1,68 @@
-"""Deaths, and who has won."""
+"""Deaths, the winning side, and the result of each seat."""
 
 from __future__ import annotations
 
 from colocated_grpo.environments.town.roles import Faction
-from colocated_grpo.environments.town.state import DRAW, NOBODY, Game, Phase
+from colocated_grpo.environments.town.state import DRAW, NO_SEAT, Game, Phase
 
 UNKNOWN = "unknown"
-"""Read out for the role of somebody whose body was cleaned."""
-LAST_PAIR = 2
+"""Announced in place of the role of a victim whose body was cleaned."""
+_LAST_PAIR = 2
 
 
-def bury(game: Game, seat: int, kind: str, *, hidden: bool = False) -> None:
-    """The seat dies; its role is read out unless it was hidden. kind: 'killed' or 'hanged'."""
+def eliminate(game: Game, seat: int, kind: str, *, hidden: bool = False) -> None:
+    """Remove a seat from the living and announce its role, or UNKNOWN if `hidden`.
+
+    kind: 'killed' or 'hanged'. Executioners whose mark this is reach their goal or become jesters.
+    """
     victim = game.seats[seat]
     victim.alive, victim.hidden_end = False, hidden
     game.announce(kind, actor=seat, text=UNKNOWN if hidden else victim.role_name)
-    for hater in game.holders("executioner"):
-        if game.seats[hater].mark == seat:
-            _mark_died(game, hater, hanged=kind == "hanged")
+    for executioner in game.living_with_role("executioner"):
+        if game.seats[executioner].mark == seat:
+            _settle_mark(game, executioner, hanged=kind == "hanged")
     if kind == "hanged" and victim.role_name == "jester":
         victim.goal_reached = True
 
 
-def _mark_died(game: Game, hater: int, *, hanged: bool) -> None:
-    executioner = game.seats[hater]
+def _settle_mark(game: Game, seat: int, *, hanged: bool) -> None:
+    executioner = game.seats[seat]
     if hanged:
         executioner.goal_reached = True
-        game.tell([hater], "note", text="Your mark was hanged: you have won, whatever happens now.")
+        game.notify([seat], "note", text="Your mark was hanged: you have won, whatever happens now.")
     else:
         executioner.become("jester")
-        executioner.mark = NOBODY
-        game.tell([hater], "note", text="Your mark is dead without a vote: you are a jester now.")
+        executioner.mark = NO_SEAT
+        game.notify([seat], "note", text="Your mark is dead without a vote: you are a jester now.")
 
 
-def winner(game: Game) -> str | None:
-    """The faction that has won by who is left; DRAW when nobody is; None while it is open."""
+def winning_side(game: Game) -> str | None:
+    """Return the faction that has won by the seats left alive, DRAW if none is left, or None while the game is open."""
     living = game.living()
     mafia = len(game.mafia())
     killers = [i for i in living if game.seats[i].role.hostile and game.seats[i].role.faction is Faction.NEUTRAL]
     if not living:
         return DRAW
     if killers:
-        # One against one, nobody can stop the killer by vote; a mafioso still can by night.
-        return Faction.NEUTRAL if not mafia and len(living) <= LAST_PAIR else None
+        # One on one, a vote cannot stop the killer. A mafia member still can, at night.
+        return Faction.NEUTRAL if not mafia and len(living) <= _LAST_PAIR else None
     if mafia:
         return Faction.MAFIA if 2 * mafia >= len(living) else None
     town = any(game.seats[index].role.faction is Faction.TOWN for index in living)
     return Faction.TOWN if town else DRAW
 
 
-def close_if_won(game: Game) -> bool:
-    game.winner = winner(game)
+def settle_winner(game: Game) -> bool:
+    """Store the winning side, if there is one; return whether the game has ended."""
+    game.winner = winning_side(game)
     return game.winner is not None
 
 
-def declare(game: Game) -> None:
-    """The last line of a game."""
-    game.announce("over", text=game.winner or DRAW)
-
-
-def result(game: Game, seat: int) -> float:
-    """+1 the seat won, -1 it lost, 0 the game was a draw and nothing else decided it."""
+def seat_result(game: Game, seat: int) -> float:
+    """Return +1 if the seat won, -1 if it lost, 0 if a draw decided it. Raises ValueError before the game is over."""
     holder = game.seats[seat]
     if game.phase is not Phase.OVER:
-        raise ValueError(f"game {game.number}: no result before it is over")
+        raise ValueError(f"game {game.number}: it is not over, so no seat has a result")
     if holder.goal_reached:
         return 1.0
     if holder.role_name in ("jester", "executioner"):

@@ -1,17 +1,74 @@
-"""The record of ended games: rows for CSV and JSONL, and a transcript for people."""
+"""Events as text: sentences for prompts and look-ups, flat rows and a transcript for the record of an ended game."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-from colocated_grpo.environments.town.endings import result
+from colocated_grpo.environments.town.endings import seat_result
 from colocated_grpo.environments.town.state import Event, Game
-from colocated_grpo.environments.town.wording import sentence
+from colocated_grpo.types import JsonObject
+
+_SENTENCES = {
+    "dawn": "--- Day {day} ---",
+    "nightfall": "--- Night {day} ---",
+    "speech": '{actor}: "{text}"',
+    "whisper": '{actor} whispers to {target}: "{text}"',
+    "whispered": "{actor} whispers to {target}.",
+    "mafia_chat": '{actor} to the mafia: "{text}"',
+    "jailor_says": 'The jailor: "{text}"',
+    "prisoner_says": '{actor}, in jail: "{text}"',
+    "jailed": "{target} is locked up for the night.",
+    "promoted": "{actor} is the mafia's {text} now.",
+    "killed": "{actor} was found dead. Role: {text}.",
+    "hanged": "{actor} was hanged. Role: {text}.",
+    "nominated": "{actor} nominates {target}.",
+    "trial": "{target} is on trial.",
+    "vote": "{actor} votes {text}.",
+    "condemned": "{target} is condemned: {text}.",
+    "acquitted": "{target} is let go: {text}.",
+    "revealed": "{actor} shows the mayor's chain of office.",
+    "note": "(Only you: {text})",
+    "result": "(Result on {target}: {text}.)",
+    "rejected": "(Your reply did nothing. {text}.)",
+    "over": "The game is over: {text}.",
+    "action": "[{actor} chooses: {text} -> {target}]",
+    "thought": "[{actor} thinks: {text}]",
+}
+"""Wording by kind of event, the same in prompts, look-ups and transcripts."""
 
 
-def rows(game: Game) -> Iterator[dict[str, Any]]:
-    """One for each event. audience: 'all', names, or 'record' for what no seat saw."""
+def event_line(event: Event, names: Sequence[str]) -> str:
+    """Return the event as one line. names: by seat."""
+    actor = names[event.actor] if event.actor >= 0 else ""
+    target = names[event.target] if event.target >= 0 else ""
+    return _SENTENCES[event.kind].format(day=event.day, actor=actor, target=target, text=event.text)
+
+
+def event_lines(events: Iterable[Event], names: Sequence[str]) -> list[str]:
+    return [event_line(event, names) for event in events]
+
+
+def game_record(game: Game) -> JsonObject:
+    """Return an ended game for the run folder: cast and result, transcript, and one row for each event."""
+    return {**_summary(game), "transcript": _transcript(game), "events": list(_event_rows(game))}
+
+
+def _summary(game: Game) -> JsonObject:
+    seats = [
+        {
+            "name": seat.name,
+            "role": seat.role_name,
+            "faction": str(seat.role.faction),
+            "player": seat.player,
+            "alive": seat.alive,
+            "result": seat_result(game, index),
+        }
+        for index, seat in enumerate(game.seats)
+    ]
+    return {"game": game.number, "seed": game.seed, "winner": str(game.winner), "days": game.day, "seats": seats}
+
+
+def _event_rows(game: Game) -> Iterator[JsonObject]:
     for number, event in enumerate(game.events):
         yield {
             "game": game.number,
@@ -21,7 +78,7 @@ def rows(game: Game) -> Iterator[dict[str, Any]]:
             "phase": str(event.phase),
             "kind": event.kind,
             "actor": _name(game, event.actor),
-            # The role at the end: an executioner may have become a jester on the way.
+            # The role at the end of the game: an executioner may have become a jester since this event.
             "role": game.seats[event.actor].role_name if event.actor >= 0 else "",
             "target": _name(game, event.target),
             "text": event.text,
@@ -29,32 +86,17 @@ def rows(game: Game) -> Iterator[dict[str, Any]]:
         }
 
 
-def summary(game: Game) -> dict[str, Any]:
-    """The cast and the result of an ended game, as plain data."""
-    seats = [
-        {
-            "name": seat.name,
-            "role": seat.role_name,
-            "faction": str(seat.role.faction),
-            "player": seat.player,
-            "alive": seat.alive,
-            "result": result(game, index),
-        }
-        for index, seat in enumerate(game.seats)
-    ]
-    return {"game": game.number, "seed": game.seed, "winner": str(game.winner), "days": game.day, "seats": seats}
-
-
-def transcript(game: Game) -> str:
-    """The whole game, secrets included. Lines that not everybody saw say who did."""
+def _transcript(game: Game) -> str:
+    """Return the whole game, secrets included. A line that not all seats saw names those that did."""
     names = [f"{seat.name} ({seat.role_name})" for seat in game.seats]
     cast = "Cast: " + ", ".join(names)
-    return "\n".join([cast, *(_line(game, event, names) for event in game.events)]) + "\n"
+    return "\n".join([cast, *(_transcript_line(game, event, names) for event in game.events)]) + "\n"
 
 
-def record(game: Game) -> dict[str, Any]:
-    """An ended game for the run folder: cast and result, every event, and the transcript."""
-    return {**summary(game), "transcript": transcript(game), "events": list(rows(game))}
+def _transcript_line(game: Game, event: Event, names: list[str]) -> str:
+    line = event_line(event, names)
+    # An empty audience needs no suffix: thoughts and choices are in brackets already.
+    return f"    {line}  <- {_audience(game, event)}" if event.audience else line
 
 
 def _name(game: Game, seat: int) -> str:
@@ -62,12 +104,7 @@ def _name(game: Game, seat: int) -> str:
 
 
 def _audience(game: Game, event: Event) -> str:
+    """Return 'all', the names of the seats that saw the event, or 'record' if none did."""
     if event.audience is None:
         return "all"
     return ", ".join(game.names(event.audience)) or "record"
-
-
-def _line(game: Game, event: Event, names: list[str]) -> str:
-    line = sentence(event, names)
-    # Thoughts and choices wear brackets already; the others need their circle named.
-    return f"    {line}  <- {_audience(game, event)}" if event.audience else line

@@ -1,4 +1,4 @@
-"""Town from the arguments of a config."""
+"""Construction of town from the arguments of a config; the only file of town that imports other packages."""
 
 from __future__ import annotations
 
@@ -16,27 +16,33 @@ from colocated_grpo.environments.town.settings import POLICY, TownSettings
 from colocated_grpo.environments.town.state import Rules
 from colocated_grpo.environments.user_code.loading import resolve_mode, unknown_name
 
+KEY = "environments 'town'"
+
 
 def open_town(seed: int, **args: Any) -> TownEnvironment:
-    """Arguments: the fields of TownSettings. `credit` may be the name of a mode."""
+    """Build the environment. args: fields of TownSettings, where `credit` may be the name of a mode.
+
+    Raises EnvironmentSetupError for an unknown name, and pydantic's ValidationError for a value out of bounds.
+    """
     _check_names("args", TownSettings, args)
     _check_names("args.rules", Rules, args.get("rules"))
     _check_names("args.credit", Credit, args.get("credit"))
-    args = resolve_mode(args, "credit", CREDITS, "environments 'town'")
+    args = resolve_mode(args, "credit", CREDITS, KEY)
     for label in args.get("players", ()):
         if label not in (known := (POLICY, FROZEN, *SCRIPTED)):
-            raise unknown_name("environments 'town': args.players", "player", label, known)
+            raise unknown_name(f"{KEY}: args.players", "player", label, known)
     settings = TypeAdapter(TownSettings).validate_python({**args, "seed": seed})
     if POLICY not in settings.players:
         raise EnvironmentSetupError(
-            f"environments 'town': args.players={list(settings.players)}: the policy plays none, so there is no turn "
-            "to train on"
+            f"{KEY}: args.players={list(settings.players)}: no seat is played by the policy, so there is nothing to "
+            f"train; add {POLICY!r}"
         )
     return TownEnvironment(settings)
 
 
-def _check_names(key: str, kind: type, given: Any) -> None:
-    names = [each.name for each in fields(kind)]
+def _check_names(key: str, settings: type, given: object) -> None:
+    """Raise EnvironmentSetupError for a key of the dict `given` that is not a field of the dataclass `settings`."""
+    names = [each.name for each in fields(settings)]
     for name in given if isinstance(given, dict) else ():
         if name not in names:
-            raise unknown_name(f"environments 'town': {key}", "setting", name, names)
+            raise unknown_name(f"{KEY}: {key}", "setting", name, names)

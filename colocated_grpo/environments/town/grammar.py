@@ -1,4 +1,4 @@
-"""The form of a reply: one think block, then one terminal tag, and nothing else. Says nothing about who may do what."""
+"""The syntax of a reply: one think block, then one action tag. Which tags a seat may use is decided in legality.py."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from colocated_grpo.environments.town.roles import ROLES, Aim
 
 WAIT = "wait"
-TOOLS = frozenset({"get_role", "roles", "chat_history", "graveyard", "check_will", "view_will", "write_will"})
-_BARE_NIGHT_TAGS = {a.tag for role in ROLES.values() for a in role.abilities if a.aim is Aim.NOBODY}
-_AIMED_NIGHT_TAGS = {a.tag for role in ROLES.values() for a in role.abilities if a.aim is not Aim.NOBODY}
+LOOK_UP_TAGS = frozenset({"get_role", "roles", "chat_history", "graveyard", "check_will", "view_will", "write_will"})
+_BARE_NIGHT_TAGS = {a.tag for role in ROLES.values() for a in role.abilities if a.aim is Aim.NONE}
+_AIMED_NIGHT_TAGS = {a.tag for role in ROLES.values() for a in role.abilities if a.aim is not Aim.NONE}
 BARE_TAGS = frozenset({WAIT, "reveal", "roles", "graveyard", "view_will"} | _BARE_NIGHT_TAGS)
 """Written <tag/>."""
-FULL_TAGS = frozenset(
+ARGUMENT_TAGS = frozenset(
     {"speak", "whisper", "nominate", "vote", "jail", "get_role", "chat_history", "check_will", "write_will"}
     | _AIMED_NIGHT_TAGS
 )
 """Written <tag>argument</tag>."""
 
 _OPEN, _CLOSE = "<think>", "</think>"
-# Neither part can match the same text in two ways, so hostile input costs linear time.
+# No part of these can match the same text in two ways, so hostile input is parsed in linear time.
 _BARE = re.compile(r"<([a-z_]+) ?/>")
-_FULL = re.compile(r"<([a-z_]+)>([^<>]*)</([a-z_]+)>")
+_WITH_ARGUMENT = re.compile(r"<([a-z_]+)>([^<>]*)</([a-z_]+)>")
 _ANY_TAG = re.compile(r"<[a-z_]+ ?/?>")
 
 
@@ -37,12 +37,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
+    """A syntax error. Example: Malformed("missing_tag", "no action follows the think block")"""
+
     code: str
     detail: str
 
 
 def parse(text: str) -> Reply | Malformed:
-    """Strict: whitespace around the two parts is the only freedom."""
+    """Parse strictly; only whitespace around the think block and around the action is ignored."""
     text = text.strip()
     if not text.startswith(_OPEN):
         return Malformed("missing_think", "a reply starts with <think>")
@@ -59,11 +61,11 @@ def _parse_action(think: str, rest: str) -> Reply | Malformed:
         return Malformed("missing_tag", "no action follows the think block")
     if bare := _BARE.fullmatch(rest):
         tag, argument = bare[1], None
-    elif (full := _FULL.fullmatch(rest)) and full[1] == full[3]:
-        tag, argument = full[1], clean(full[2])
+    elif (full := _WITH_ARGUMENT.fullmatch(rest)) and full[1] == full[3]:
+        tag, argument = full[1], clean_line(full[2])
     else:
-        return _not_one_tag(rest)
-    if tag not in BARE_TAGS and tag not in FULL_TAGS:
+        return _action_error(rest)
+    if tag not in BARE_TAGS and tag not in ARGUMENT_TAGS:
         return Malformed("unknown_tag", f"there is no <{tag[:20]}>")
     if tag in BARE_TAGS:
         return Reply(think, tag) if argument is None else Malformed("unexpected_argument", f"write <{tag}/>")
@@ -72,7 +74,8 @@ def _parse_action(think: str, rest: str) -> Reply | Malformed:
     return Reply(think, tag, argument)
 
 
-def _not_one_tag(rest: str) -> Malformed:
+def _action_error(rest: str) -> Malformed:
+    """Return the error of a text that is not exactly one tag."""
     tags = _ANY_TAG.findall(rest)
     if len(tags) > 1:
         return Malformed("multiple_tags", "a reply has exactly one action")
@@ -81,6 +84,6 @@ def _not_one_tag(rest: str) -> Malformed:
     return Malformed("invalid_xml", "the action is not <tag/> or <tag>...</tag>")
 
 
-def clean(text: str) -> str:
-    """One line of printable characters: a speaker must not be able to fake another line of the record."""
+def clean_line(text: str) -> str:
+    """Return the printable characters as one line, so that a speaker cannot fake further lines of the record."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -1,20 +1,21 @@
-"""What a seat may do now, by phase and role. A pure function of the game."""
+"""The actions that a seat may take now, by phase and role, and their regular expression. Pure functions of the game."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from colocated_grpo.environments.town.grammar import TOOLS, WAIT
+from colocated_grpo.environments.town.grammar import LOOK_UP_TAGS, WAIT
 from colocated_grpo.environments.town.roles import DAY_POWERS, NIGHT_TAGS, ROLES, Ability, Aim, Faction
 from colocated_grpo.environments.town.state import Game, Phase
 
 VOTES = ("guilty", "innocent", "abstain")
 
 
-class Form(StrEnum):
-    """What stands between the tags of an action."""
+class ArgumentKind(StrEnum):
+    """What an action has between its tags."""
 
     EMPTY = "empty"
     CHOICE = "choice"
@@ -25,16 +26,16 @@ class Form(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Example: Slot(Form.CHOICE, ("Ada", "Bram"))"""
+class ArgumentSpec:
+    """The arguments that an action accepts. Example: ArgumentSpec(ArgumentKind.CHOICE, ("Ada", "Bram"))"""
 
-    form: Form
+    kind: ArgumentKind
     options: tuple[str, ...] = ()
 
 
-Legal = dict[str, Slot]
-"""Tag -> what it takes. Waiting is always among them."""
-EMPTY, TEXT = Slot(Form.EMPTY), Slot(Form.TEXT)
+LegalActions = dict[str, ArgumentSpec]
+"""By tag. WAIT is always legal."""
+EMPTY, TEXT = ArgumentSpec(ArgumentKind.EMPTY), ArgumentSpec(ArgumentKind.TEXT)
 
 PHASE_TAGS = {
     Phase.PRE_NIGHT: {"jail"},
@@ -47,33 +48,34 @@ PHASE_TAGS = {
     Phase.LAST_WORDS: {"speak"},
     Phase.OVER: set(),
 }
-"""Tags that somebody may use in the phase, beside waiting and look-ups."""
-SPEECH = frozenset({"speak", "whisper"})
+"""Tags of each phase, beside WAIT and look-ups."""
+SPEECH_TAGS = frozenset({"speak", "whisper"})
 ROLE_TAGS = NIGHT_TAGS | DAY_POWERS
-"""Tags that take a role."""
+"""Tags that only some roles have."""
 
 
-def legal_actions(game: Game, seat: int) -> Legal:
-    """Everything the seat may answer now."""
-    legal = {WAIT: EMPTY, **deeds(game, seat)}
+def legal_actions(game: Game, seat: int) -> LegalActions:
+    """Return all legal actions of the seat: WAIT, its moves, and look-ups while the turn has any left."""
+    legal = {WAIT: EMPTY, **moves(game, seat)}
     if len(game.seats[seat].dialog) < game.rules.tool_calls:
         legal |= look_ups(game, seat)
     return legal
 
 
-def deeds(game: Game, seat: int) -> Legal:
-    """What changes the game: a seat without any need not be asked at night."""
-    finder = _DEEDS.get(game.phase)
-    return finder(game, seat) if finder else {}
+def moves(game: Game, seat: int) -> LegalActions:
+    """Return the actions that change the game. A seat without any is skipped at night."""
+    by_role = _MOVES.get(game.phase)
+    return by_role(game, seat) if by_role else {}
 
 
-def look_ups(game: Game, seat: int) -> Legal:
-    legal: Legal = {"get_role": Slot(Form.CHOICE, tuple(ROLES)), "roles": EMPTY, "view_will": EMPTY, "write_will": TEXT}
-    dead = tuple(other.name for other in game.seats if not other.alive)
+def look_ups(game: Game, seat: int) -> LegalActions:
+    """Return the look-ups of the phase, sorted by tag, whether or not the turn has any left."""
+    legal: LegalActions = {"get_role": _choice(ROLES), "roles": EMPTY, "view_will": EMPTY, "write_will": TEXT}
+    dead = [other.name for other in game.seats if not other.alive]
     if dead:
-        legal |= {"graveyard": EMPTY, "check_will": Slot(Form.CHOICE, dead)}
+        legal |= {"graveyard": EMPTY, "check_will": _choice(dead)}
     if game.phase not in (Phase.NIGHT_TALK, Phase.NIGHT) and game.day > 1:
-        legal["chat_history"] = Slot(Form.CHOICE, tuple(str(day) for day in range(2, game.day + 1)))
+        legal["chat_history"] = _choice(str(day) for day in range(2, game.day + 1))
     return {tag: legal[tag] for tag in sorted(legal)}
 
 
@@ -81,15 +83,23 @@ def others(game: Game, seat: int) -> list[int]:
     return [index for index in game.living() if index != seat]
 
 
-def needed_to_accuse(game: Game) -> int:
-    """Nominations, a shown mayor's counted three times."""
+def nominations_needed(game: Game) -> int:
+    """Return how many nominations of one player start a trial. A revealed mayor's counts three times."""
     return -(-len(game.living()) // game.rules.one_names_in)
 
 
 def prisoner_of(game: Game, seat: int) -> int | None:
-    """Whom this seat holds in jail tonight."""
-    held = game.prisoner >= 0 and game.seats[seat].role_name == "jailor"
-    return game.prisoner if held else None
+    """Return the prisoner if the seat is the jailor and has one tonight."""
+    jailing = game.prisoner >= 0 and game.seats[seat].role_name == "jailor"
+    return game.prisoner if jailing else None
+
+
+def _choice(options: Iterable[str]) -> ArgumentSpec:
+    return ArgumentSpec(ArgumentKind.CHOICE, tuple(options))
+
+
+def _choice_of(game: Game, seats: Iterable[int]) -> ArgumentSpec:
+    return _choice(game.names(seats))
 
 
 def _targets(game: Game, seat: int, ability: Ability) -> list[int]:
@@ -97,61 +107,61 @@ def _targets(game: Game, seat: int, ability: Ability) -> list[int]:
     return [i for i in others(game, seat) if not (outsiders_only and game.seats[i].role.faction is Faction.MAFIA)]
 
 
-def _named(game: Game, seats: Iterable[int]) -> Slot:
-    return Slot(Form.CHOICE, game.names(seats))
+def _pre_night(game: Game, seat: int) -> LegalActions:
+    return {"jail": _choice_of(game, others(game, seat))} if game.seats[seat].role.day_power == "jail" else {}
 
 
-def _pre_night(game: Game, seat: int) -> Legal:
-    return {"jail": _named(game, others(game, seat))} if game.seats[seat].role.day_power == "jail" else {}
+def _night_talk(game: Game, seat: int) -> LegalActions:
+    """A silencer's threat holds by day only, so private channels stay open to the muted."""
+    return {"speak": TEXT}
 
 
-def _night(game: Game, seat: int) -> Legal:
+def _night(game: Game, seat: int) -> LegalActions:
     if seat == game.prisoner:
         return {}
-    legal: Legal = {}
+    legal: LegalActions = {}
     for ability in game.seats[seat].role.abilities:
         spent = game.seats[seat].uses.get(ability.tag) == 0
         no_prisoner = ability.tag == "execute" and prisoner_of(game, seat) is None
         if spent or no_prisoner or game.day < ability.from_night:
             continue
-        legal[ability.tag] = EMPTY if ability.aim is Aim.NOBODY else _named(game, _targets(game, seat, ability))
-    return {tag: slot for tag, slot in legal.items() if slot.form is Form.EMPTY or slot.options}
+        legal[ability.tag] = EMPTY if ability.aim is Aim.NONE else _choice_of(game, _targets(game, seat, ability))
+    return {tag: spec for tag, spec in legal.items() if spec.kind is ArgumentKind.EMPTY or spec.options}
 
 
-def _talk(game: Game, seat: int) -> Legal:
+def _talk(game: Game, seat: int) -> LegalActions:
     return {} if game.seats[seat].muted else {"speak": TEXT}
 
 
-def _discussion(game: Game, seat: int) -> Legal:
+def _discussion(game: Game, seat: int) -> LegalActions:
     legal = _talk(game, seat)
     if legal:
-        legal["whisper"] = Slot(Form.ADDRESSED, game.names(others(game, seat)))
-    return legal | _chain_of_office(game, seat)
+        legal["whisper"] = ArgumentSpec(ArgumentKind.ADDRESSED, game.names(others(game, seat)))
+    return legal | _reveal(game, seat)
 
 
-def _nomination(game: Game, seat: int) -> Legal:
-    slot = _named(game, (index for index in others(game, seat) if index not in game.acquitted))
-    legal: Legal = {"nominate": slot} if slot.options else {}
-    return legal | _chain_of_office(game, seat)
+def _nomination(game: Game, seat: int) -> LegalActions:
+    spec = _choice_of(game, (index for index in others(game, seat) if index not in game.acquitted))
+    legal: LegalActions = {"nominate": spec} if spec.options else {}
+    return legal | _reveal(game, seat)
 
 
-def _chain_of_office(game: Game, seat: int) -> Legal:
+def _reveal(game: Game, seat: int) -> LegalActions:
     holder = game.seats[seat]
     return {"reveal": EMPTY} if holder.role.day_power == "reveal" and not holder.revealed else {}
 
 
-def _accused_only(game: Game, seat: int) -> Legal:
+def _accused_only(game: Game, seat: int) -> LegalActions:
     return _talk(game, seat) if seat == game.accused else {}
 
 
-def _judgement(game: Game, seat: int) -> Legal:
-    return {} if seat == game.accused else {"vote": Slot(Form.CHOICE, VOTES)}
+def _judgement(game: Game, seat: int) -> LegalActions:
+    return {} if seat == game.accused else {"vote": _choice(VOTES)}
 
 
-_DEEDS = {
+_MOVES: dict[Phase, Callable[[Game, int], LegalActions]] = {
     Phase.PRE_NIGHT: _pre_night,
-    # A threat of the night before binds by day; the channels of the night stay open.
-    Phase.NIGHT_TALK: lambda game, seat: {"speak": TEXT},
+    Phase.NIGHT_TALK: _night_talk,
     Phase.NIGHT: _night,
     Phase.DISCUSSION: _discussion,
     Phase.NOMINATION: _nomination,
@@ -161,23 +171,23 @@ _DEEDS = {
 }
 
 
-def objection(game: Game, seat: int, tag: str) -> tuple[str, str]:
-    """Error code and reason for a tag that is not among the seat's legal actions."""
+def rejection(game: Game, seat: int, tag: str) -> tuple[str, str]:
+    """Return the error code and the reason for a tag that is not among the seat's legal actions."""
     holder = game.seats[seat]
-    if tag in TOOLS:
+    if tag in LOOK_UP_TAGS:
         if len(holder.dialog) >= game.rules.tool_calls:
             return "too_many_tools", f"at most {game.rules.tool_calls} look-ups a turn"
         return "tool_not_now", f"<{tag}> has nothing to show now"
     if tag not in PHASE_TAGS[game.phase]:
         return "wrong_phase", f"<{tag}> is not for the phase {game.phase}"
     if tag in ROLE_TAGS:
-        return _objection_to_role(game, seat, tag)
-    if holder.muted and tag in SPEECH:
+        return _role_rejection(game, seat, tag)
+    if holder.muted and tag in SPEECH_TAGS:
         return "muted", "you were threatened and must keep silent today"
     return "not_your_turn_to", f"<{tag}> is not yours to use now"
 
 
-def _objection_to_role(game: Game, seat: int, tag: str) -> tuple[str, str]:
+def _role_rejection(game: Game, seat: int, tag: str) -> tuple[str, str]:
     holder = game.seats[seat]
     ability = holder.role.ability(tag)
     if ability is None and holder.role.day_power != tag:
@@ -189,3 +199,31 @@ def _objection_to_role(game: Game, seat: int, tag: str) -> tuple[str, str]:
     if ability is not None and game.day < ability.from_night:
         return "too_early", f"<{tag}> starts on night {ability.from_night}"
     return "no_target", f"there is nobody to {tag}"
+
+
+MAX_PATTERN_THOUGHT = 400
+"""Characters of the think block that the pattern admits."""
+_PATTERN_TEXT = "[A-Za-z0-9][A-Za-z0-9 ,.!?':;-]"
+"""First and further characters of speech. Excludes tags and all characters that the parser would clean away."""
+
+
+def reply_pattern(legal: LegalActions, max_speech: int, max_thought: int = MAX_PATTERN_THOUGHT) -> str:
+    """Return a regular expression of well-formed legal replies, for structured output.
+
+    Only alternation, character classes and bounded repeats, which every structured-output engine supports.
+    """
+    actions = "|".join(_action_pattern(tag, spec, max_speech) for tag, spec in legal.items())
+    return f"<think>[^<>]{{0,{max_thought}}}</think>({actions})"
+
+
+def _action_pattern(tag: str, spec: ArgumentSpec, max_speech: int) -> str:
+    if spec.kind is ArgumentKind.EMPTY:
+        return f"<{tag}/>"
+    options = "|".join(re.escape(option) for option in spec.options)
+    text = f"{_PATTERN_TEXT}{{0,{max_speech - 1}}}"
+    arguments = {
+        ArgumentKind.CHOICE: f"({options})",
+        ArgumentKind.TEXT: text,
+        ArgumentKind.ADDRESSED: f"({options}): {text}",
+    }
+    return f"<{tag}>{arguments[spec.kind]}</{tag}>"

@@ -1,22 +1,23 @@
-"""One night: blocks first, then marks, protection, attacks and at last what was seen."""
+"""Resolution of one night, in the order of Priority: preparation, blocks, marks, protection, attacks, investigation."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from colocated_grpo.environments.town.endings import bury
+from colocated_grpo.environments.town.endings import eliminate
 from colocated_grpo.environments.town.roles import Ability, Aim, Faction, Power, Priority
-from colocated_grpo.environments.town.state import NOBODY, Game
+from colocated_grpo.environments.town.state import NO_SEAT, Game
 
 
-class Deed:
-    """An ability pointed at somebody tonight."""
+@dataclass(frozen=True, slots=True)
+class NightAction:
+    """An ability that a seat uses tonight."""
 
-    __slots__ = ("ability", "seat", "target")
-
-    def __init__(self, seat: int, ability: Ability, target: int) -> None:
-        self.seat, self.ability, self.target = seat, ability, target
+    seat: int
+    ability: Ability
+    target: int
 
     @property
     def order(self) -> tuple[int, int]:
@@ -24,62 +25,69 @@ class Deed:
 
 
 class Night:
-    """What is known of the night while it is worked out."""
+    """State of one night while its actions are resolved. `actions` are the ones not blocked, in order."""
 
-    def __init__(self, game: Game, deeds: list[Deed]) -> None:
+    def __init__(self, game: Game, actions: list[NightAction]) -> None:
         self.game = game
-        self.deeds = sorted(deeds, key=lambda deed: deed.order)
+        self.actions = sorted(actions, key=lambda action: action.order)
         self.visits: list[tuple[int, int]] = []
+        """(visitor, host) pairs."""
         self.defence = {seat: game.seats[seat].role.defence for seat in game.living()}
         self.guards: dict[int, list[int]] = defaultdict(list)
+        """Bodyguards by the seat that they guard."""
         self.framed: set[int] = set()
         self.cleaned: set[int] = set()
         self.alert: set[int] = set()
         self.dead: set[int] = set()
 
-    def walk(self) -> None:
-        """Everybody who visits is on the way before the first shot: the dead have called on somebody too."""
-        self.visits += [(deed.seat, deed.target) for deed in self.deeds if deed.ability.visits]
+    def record_visits(self) -> None:
+        """Record all visits before the first attack, so that a victim's own visit is seen too."""
+        self.visits += [(action.seat, action.target) for action in self.actions if action.ability.visits]
 
-    def at_door(self, seat: int) -> list[int]:
+    def visitors_of(self, seat: int) -> list[int]:
         return [visitor for visitor, host in self.visits if host == seat]
 
     def raise_defence(self, seat: int, power: Power) -> None:
         self.defence[seat] = max(self.defence[seat], power)
 
     def attack(self, attacker: int, victim: int, power: Power, *, guardable: bool) -> None:
+        """Kill the victim if the attack is stronger than its defence.
+
+        A bodyguard takes the victim's place if `guardable`; guard and attacker then attack each other.
+        """
         if victim in self.dead:
             return
         if guardable and self.guards[victim]:
             guard = self.guards[victim].pop(0)
-            self.game.tell([victim], "note", text="Somebody attacked you, and your bodyguard stood in the way.")
+            self.game.notify([victim], "note", text="Somebody attacked you, and your bodyguard stood in the way.")
             self.attack(guard, attacker, Power.STRONG, guardable=False)
             self.attack(attacker, guard, Power.STRONG, guardable=False)
         elif power > self.defence[victim]:
             self.dead.add(victim)
         else:
-            self.game.tell([victim], "note", text="Somebody attacked you, and you lived.")
-            self.game.tell([attacker], "note", text="Your victim survived the attack.")
+            self.game.notify([victim], "note", text="Somebody attacked you, and you lived.")
+            self.game.notify([attacker], "note", text="Your victim survived the attack.")
 
 
 def resolve_night(game: Game) -> None:
-    """Carries out the choices of the night and buries its dead."""
-    night = Night(game, _free_deeds(game))
-    _mafia_order(night)
-    _run(night, Priority.PREPARE, Priority.BLOCK)
-    night.walk()
-    _run(night, Priority.MARK, Priority.PROTECT)
+    """Apply the choices of the night in place and eliminate its victims."""
+    night = Night(game, _unjailed_actions(game))
+    _delegate_kill(night)
+    _resolve(night, Priority.PREPARE, Priority.BLOCK)
+    night.record_visits()
+    _resolve(night, Priority.MARK, Priority.PROTECT)
     _ambush(night)
-    _run(night, Priority.ATTACK, Priority.LOOK)
+    _resolve(night, Priority.ATTACK, Priority.INVESTIGATE)
+    # Before the first elimination: an executioner who dies with its mark must not become a jester.
     for seat in night.dead:
-        game.seats[seat].alive = False  # together: nobody lives to see a mark buried that died in the same night
+        game.seats[seat].alive = False
     for seat in sorted(night.dead):
-        bury(game, seat, "killed", hidden=seat in night.cleaned)
+        eliminate(game, seat, "killed", hidden=seat in night.cleaned)
 
 
-def _free_deeds(game: Game) -> list[Deed]:
-    """The choices that jail does not undo; uses are spent by trying."""
-    deeds = []
+def _unjailed_actions(game: Game) -> list[NightAction]:
+    """Return the chosen actions except those aimed at the prisoner, which fail but still spend a use."""
+    actions = []
     for seat, (tag, argument) in sorted(game.choices.items()):
         ability = game.seats[seat].role.ability(tag)
         if ability is None:
@@ -88,128 +96,129 @@ def _free_deeds(game: Game) -> list[Deed]:
         game.record("action", actor=seat, target=target, text=tag)
         if ability.uses is not None:
             game.seats[seat].uses[tag] -= 1
-        if ability.aim is not Aim.NOBODY and target == game.prisoner:
-            game.tell([seat], "note", text=f"{game.seats[target].name} could not be reached: the jail was locked.")
+        if ability.aim is not Aim.NONE and target == game.prisoner:
+            game.notify([seat], "note", text=f"{game.seats[target].name} could not be reached: the jail was locked.")
         else:
-            deeds.append(Deed(seat, ability, target))
-    return deeds
+            actions.append(NightAction(seat, ability, target))
+    return actions
 
 
 def _implied_target(game: Game, seat: int, ability: Ability) -> int:
     return game.prisoner if ability.tag == "execute" else seat
 
 
-def _mafia_order(night: Night) -> None:
-    """The godfather names the victim, and a mafioso at liberty goes in the godfather's place."""
-    game, boss = night.game, _lone_holder(night.game, "godfather")
-    hand = _lone_holder(game, "mafioso")
-    order = next((deed for deed in night.deeds if deed.seat == boss), None)
-    if order is None or hand in (NOBODY, game.prisoner):
+def _delegate_kill(night: Night) -> None:
+    """Let a free mafioso carry out the godfather's kill in place of both their own actions."""
+    game = night.game
+    godfather, mafioso = _first_living(game, "godfather"), _first_living(game, "mafioso")
+    order = next((action for action in night.actions if action.seat == godfather), None)
+    if order is None or mafioso in (NO_SEAT, game.prisoner):
         return
-    if any(deed.ability.priority is Priority.BLOCK and deed.target in (boss, hand) for deed in night.deeds):
-        return  # Each acts on a choice of their own, and the block then stops the one it was meant for.
-    night.deeds = [deed for deed in night.deeds if deed.seat not in (boss, hand)]
-    night.deeds.append(Deed(hand, order.ability, order.target))
-    night.deeds.sort(key=lambda deed: deed.order)
+    blocked = {action.target for action in night.actions if action.ability.priority is Priority.BLOCK}
+    if blocked & {godfather, mafioso}:
+        return  # Both act on their own choice, so that the block stops only the one it was aimed at.
+    night.actions = [action for action in night.actions if action.seat not in (godfather, mafioso)]
+    night.actions.append(NightAction(mafioso, order.ability, order.target))
+    night.actions.sort(key=lambda action: action.order)
 
 
-def _lone_holder(game: Game, role_name: str) -> int:
-    holders = game.holders(role_name)
-    return holders[0] if holders else NOBODY
+def _first_living(game: Game, role_name: str) -> int:
+    """Return the first living seat with the role, or NO_SEAT."""
+    return next(iter(game.living_with_role(role_name)), NO_SEAT)
 
 
-def _run(night: Night, first: Priority, last: Priority) -> None:
-    """All deeds from one priority to another, in order."""
-    for deed in [deed for deed in night.deeds if first <= deed.ability.priority <= last]:
-        # A block among them may have struck this one out.
-        if deed in night.deeds:
-            _HANDLERS[deed.ability.tag](night, deed)
+def _resolve(night: Night, first: Priority, last: Priority) -> None:
+    """Apply all actions from one priority to another, in order."""
+    for action in [action for action in night.actions if first <= action.ability.priority <= last]:
+        # An earlier block may have removed this action.
+        if action in night.actions:
+            _HANDLERS[action.ability.tag](night, action)
 
 
 def _ambush(night: Night) -> None:
-    """Whoever calls on somebody lying in wait is shot at, friend or foe."""
+    """Let every veteran on alert attack all visitors, whatever their side."""
     for host in sorted(night.alert):
-        for visitor in night.at_door(host):
+        for visitor in night.visitors_of(host):
             night.attack(host, visitor, Power.STRONG, guardable=False)
 
 
-def _prepare(night: Night, deed: Deed) -> None:
-    night.raise_defence(deed.seat, Power.BASIC)
-    if deed.ability.tag == "alert":
-        night.alert.add(deed.seat)
+def _prepare(night: Night, action: NightAction) -> None:
+    night.raise_defence(action.seat, Power.BASIC)
+    if action.ability.tag == "alert":
+        night.alert.add(action.seat)
 
 
-def _distract(night: Night, deed: Deed) -> None:
-    target = night.game.seats[deed.target]
+def _distract(night: Night, action: NightAction) -> None:
+    target = night.game.seats[action.target]
     if target.role.unblockable:
-        night.game.tell([deed.target], "note", text="Somebody tried to distract you in vain.")
+        night.game.notify([action.target], "note", text="Somebody tried to distract you in vain.")
         return
-    night.deeds = [other for other in night.deeds if other.seat != deed.target]
-    night.game.tell([deed.target], "note", text="Somebody kept you busy all night: you did nothing.")
+    night.actions = [other for other in night.actions if other.seat != action.target]
+    night.game.notify([action.target], "note", text="Somebody kept you busy all night: you did nothing.")
 
 
-def _frame(night: Night, deed: Deed) -> None:
-    night.framed.add(deed.target)
+def _frame(night: Night, action: NightAction) -> None:
+    night.framed.add(action.target)
 
 
-def _clean(night: Night, deed: Deed) -> None:
-    night.cleaned.add(deed.target)
+def _clean(night: Night, action: NightAction) -> None:
+    night.cleaned.add(action.target)
 
 
-def _silence(night: Night, deed: Deed) -> None:
-    night.game.seats[deed.target].muted = True
-    night.game.tell([deed.target], "note", text="You were threatened: you cannot speak today.")
+def _silence(night: Night, action: NightAction) -> None:
+    night.game.seats[action.target].muted = True
+    night.game.notify([action.target], "note", text="You were threatened: you cannot speak today.")
 
 
-def _douse(night: Night, deed: Deed) -> None:
-    night.game.seats[deed.target].doused = True
+def _douse(night: Night, action: NightAction) -> None:
+    night.game.seats[action.target].doused = True
 
 
-def _protect(night: Night, deed: Deed) -> None:
-    night.raise_defence(deed.target, Power.STRONG)
+def _protect(night: Night, action: NightAction) -> None:
+    night.raise_defence(action.target, Power.STRONG)
 
 
-def _guard(night: Night, deed: Deed) -> None:
-    night.guards[deed.target].append(deed.seat)
+def _guard(night: Night, action: NightAction) -> None:
+    night.guards[action.target].append(action.seat)
 
 
-def _strike(night: Night, deed: Deed) -> None:
-    night.attack(deed.seat, deed.target, deed.ability.attack, guardable=deed.ability.visits)
+def _strike(night: Night, action: NightAction) -> None:
+    night.attack(action.seat, action.target, action.ability.attack, guardable=action.ability.visits)
 
 
-def _ignite(night: Night, deed: Deed) -> None:
+def _ignite(night: Night, action: NightAction) -> None:
     for seat in night.game.living():
         if night.game.seats[seat].doused and seat != night.game.prisoner:
-            night.attack(deed.seat, seat, deed.ability.attack, guardable=False)
+            night.attack(action.seat, seat, action.ability.attack, guardable=False)
 
 
-def _investigate(night: Night, deed: Deed) -> None:
-    bad = night.game.seats[deed.target].role.suspicious or deed.target in night.framed
-    _report(night, deed, "suspicious" if bad else "not suspicious")
+def _investigate(night: Night, action: NightAction) -> None:
+    bad = night.game.seats[action.target].role.suspicious or action.target in night.framed
+    _report(night, action, "suspicious" if bad else "not suspicious")
 
 
-def _spy(night: Night, deed: Deed) -> None:
-    _report(night, deed, night.game.seats[deed.target].role_name)
+def _spy(night: Night, action: NightAction) -> None:
+    _report(night, action, night.game.seats[action.target].role_name)
 
 
-def _watch(night: Night, deed: Deed) -> None:
-    callers = night.game.names(seat for seat in night.at_door(deed.target) if seat != deed.seat)
-    _report(night, deed, "visited by " + (", ".join(callers) or "nobody"))
+def _watch(night: Night, action: NightAction) -> None:
+    callers = night.game.names(seat for seat in night.visitors_of(action.target) if seat != action.seat)
+    _report(night, action, "visited by " + (", ".join(callers) or "nobody"))
 
 
-def _track(night: Night, deed: Deed) -> None:
-    hosts = night.game.names(host for visitor, host in night.visits if visitor == deed.target)
-    _report(night, deed, "called on " + (", ".join(hosts) or "nobody"))
+def _track(night: Night, action: NightAction) -> None:
+    hosts = night.game.names(host for visitor, host in night.visits if visitor == action.target)
+    _report(night, action, "called on " + (", ".join(hosts) or "nobody"))
 
 
-def _report(night: Night, deed: Deed, finding: str) -> None:
-    """The mafia shares what its informer learns."""
+def _report(night: Night, action: NightAction, finding: str) -> None:
+    """Send the finding to the investigating seat, or to the whole mafia if it belongs to it."""
     game = night.game
-    shared = game.seats[deed.seat].role.faction is Faction.MAFIA
-    game.tell(game.mafia() if shared else [deed.seat], "result", deed.seat, deed.target, finding)
+    in_mafia = game.seats[action.seat].role.faction is Faction.MAFIA
+    game.notify(game.mafia() if in_mafia else [action.seat], "result", action.seat, action.target, finding)
 
 
-_HANDLERS: dict[str, Callable[[Night, Deed], None]] = {
+_HANDLERS: dict[str, Callable[[Night, NightAction], None]] = {
     "alert": _prepare,
     "vest": _prepare,
     "distract": _distract,

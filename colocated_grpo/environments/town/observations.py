@@ -1,51 +1,53 @@
-"""What one seat may know. Prompts, look-ups and scripted players see the game through this and nothing else."""
+"""The view of one seat. Prompts, look-ups and scripted players read the game through it, so no secret can leak."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from colocated_grpo.environments.town.endings import UNKNOWN
-from colocated_grpo.environments.town.legality import Legal, legal_actions, look_ups, needed_to_accuse
+from colocated_grpo.environments.town.legality import LegalActions, legal_actions, look_ups, nominations_needed
 from colocated_grpo.environments.town.roles import ROLES, Faction, Role
-from colocated_grpo.environments.town.state import NOBODY, Event, Game, Phase
+from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
 
 
 @dataclass(frozen=True, slots=True)
 class Grave:
-    """Example: Grave(seat=3, name="Ada", role_name="doctor", will="I nursed Bram")"""
+    """A dead player. Example: Grave(seat=3, name="Ada", role_name="doctor", will="I nursed Bram")"""
 
     seat: int
     name: str
     role_name: str
-    """UNKNOWN when the body gave nothing away."""
+    """UNKNOWN if the body was cleaned; the will is then empty."""
     will: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
+    """Everything that a seat may know at one moment."""
+
     seat: int
     names: tuple[str, ...]
-    """Of all seats, in seat order: events name seats by number."""
+    """Names by seat; events refer to seats by index."""
     role_name: str
     phase: Phase
     day: int
     living: tuple[int, ...]
     allies: dict[int, str]
-    """Role names of the other mafia members, dead or alive; empty outside the mafia."""
+    """Role names of the other mafia members by seat, dead ones included. Empty outside the mafia."""
     mark: int
-    """Whom an executioner wants to see hanged."""
+    """The seat that an executioner wants hanged, or NO_SEAT."""
     will: str
     accused: int
-    needed_to_accuse: int
-    """Nominations of one person that bring on a trial."""
+    nominations_needed: int
+    """Nominations of one player that start a trial."""
     graves: tuple[Grave, ...]
     events: tuple[Event, ...]
-    """What the seat noticed, oldest first."""
-    legal: Legal
-    look_ups: Legal
-    """What may be asked in this turn, spent or not."""
+    """Events that the seat saw, oldest first."""
+    legal: LegalActions
+    look_ups: LegalActions
+    """Look-ups of the phase, listed also when the turn has none left."""
     dialog: tuple[tuple[str, str], ...]
-    """Look-ups of this turn so far."""
+    """(completion, observation) of each look-up of this turn so far."""
     tool_calls: int
     """Look-ups that the rules allow in one turn."""
     max_speech: int
@@ -60,7 +62,7 @@ class Observation:
 
 
 def observe(game: Game, seat: int) -> Observation:
-    """The game as the seat sees it now."""
+    """Return the game as the seat sees it now."""
     holder = game.seats[seat]
     return Observation(
         seat=seat,
@@ -72,10 +74,10 @@ def observe(game: Game, seat: int) -> Observation:
         allies=_allies(game, seat),
         mark=holder.mark,
         will=holder.will,
-        # Set while half of the town has just named somebody, and public from then on.
-        accused=game.accused if game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS) else NOBODY,
-        needed_to_accuse=needed_to_accuse(game),
-        graves=graves(game),
+        # game.accused is set by the deciding nomination already, before the trial makes it public.
+        accused=game.accused if game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS) else NO_SEAT,
+        nominations_needed=nominations_needed(game),
+        graves=_graves(game),
         events=tuple(event for event in game.events if event.seen_by(seat)),
         legal=legal_actions(game, seat),
         look_ups=look_ups(game, seat),
@@ -85,7 +87,7 @@ def observe(game: Game, seat: int) -> Observation:
     )
 
 
-def graves(game: Game) -> tuple[Grave, ...]:
+def _graves(game: Game) -> tuple[Grave, ...]:
     return tuple(
         Grave(index, seat.name, UNKNOWN, "") if seat.hidden_end else Grave(index, seat.name, seat.role_name, seat.will)
         for index, seat in enumerate(game.seats)

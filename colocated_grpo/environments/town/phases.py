@@ -1,17 +1,18 @@
-"""The day's course: who acts in each phase, and what the phase leads to."""
+"""The state machine of a game: the seats that act in each phase, and the phase that follows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from colocated_grpo.environments.town.endings import bury, close_if_won, declare
-from colocated_grpo.environments.town.legality import deeds, needed_to_accuse
+from colocated_grpo.environments.town.endings import eliminate, settle_winner
+from colocated_grpo.environments.town.legality import moves, nominations_needed
 from colocated_grpo.environments.town.night import resolve_night
-from colocated_grpo.environments.town.state import DRAW, NOBODY, Game, Phase
+from colocated_grpo.environments.town.state import DRAW, NO_SEAT, Game, Phase
 
 SIMULTANEOUS = frozenset({Phase.PRE_NIGHT, Phase.NIGHT, Phase.JUDGEMENT})
-"""Nobody learns anything before all have chosen, so all are asked at once."""
-MAYORS_VOTES = 3
+"""Phases whose choices stay secret until all seats have chosen, so all turns are open at once."""
+MAYOR_VOTES = 3
+"""Weight of the votes and nominations of a revealed mayor."""
 
 
 def begin(game: Game) -> None:
@@ -19,20 +20,20 @@ def begin(game: Game) -> None:
 
 
 def to_act(game: Game) -> list[int]:
-    """Seats that are asked now."""
+    """Return the seats whose turn is open."""
     return game.waiting if game.phase in SIMULTANEOUS else game.waiting[:1]
 
 
-def acted(game: Game, seat: int) -> None:
-    """The seat's turn is over; the last one of a phase brings on the next."""
-    if game.waiting:  # A nomination that carries empties the list at once.
+def end_turn(game: Game, seat: int) -> None:
+    """End the seat's turn; the last turn of a phase enters the next one."""
+    if game.waiting:  # The deciding nomination has emptied it.
         game.waiting.remove(seat)
     if not game.waiting:
         enter(game, _CLOSE[game.phase](game))
 
 
 def enter(game: Game, phase: Phase) -> None:
-    """Opens the phase, and those after it as long as nobody has anything to do."""
+    """Enter the phase, skipping phases without a turn."""
     while True:
         game.phase, game.choices = phase, {}
         game.waiting = _OPEN[phase](game)
@@ -42,41 +43,41 @@ def enter(game: Game, phase: Phase) -> None:
 
 
 def nominate(game: Game, seat: int, target: int) -> None:
-    """Enough who name the same person bring that one to trial, there and then."""
+    """Count a nomination; the deciding one ends the phase at once and starts the trial."""
     game.choices[seat] = ("nominate", game.seats[target].name)
     game.announce("nominated", actor=seat, target=target)
-    support = sum(weight(game, voter) for voter, (_, name) in game.choices.items() if name == game.seats[target].name)
-    if support >= needed_to_accuse(game):
+    voters = [voter for voter, (_, name) in game.choices.items() if name == game.seats[target].name]
+    if sum(vote_weight(game, voter) for voter in voters) >= nominations_needed(game):
         game.accused = target
         game.waiting = []
 
 
-def weight(game: Game, seat: int) -> int:
-    return MAYORS_VOTES if game.seats[seat].revealed else 1
+def vote_weight(game: Game, seat: int) -> int:
+    return MAYOR_VOTES if game.seats[seat].revealed else 1
 
 
-def with_deeds(game: Game) -> list[int]:
-    return [seat for seat in game.living() if deeds(game, seat)]
+def seats_with_moves(game: Game) -> list[int]:
+    return [seat for seat in game.living() if moves(game, seat)]
 
 
 def channels(game: Game) -> list[tuple[int, ...]]:
-    """Closed circles of the night: the jail, and the mafia at liberty. One alone has nobody to talk to."""
-    jail = () if game.prisoner == NOBODY else (game.holders("jailor")[0], game.prisoner)
+    """Return the private channels of the night, of at least two seats each: the jail, and the mafia outside it."""
+    jail = () if game.prisoner == NO_SEAT else (game.living_with_role("jailor")[0], game.prisoner)
     mafia = tuple(seat for seat in game.mafia() if seat != game.prisoner)
-    return [circle for circle in (jail, mafia) if len(circle) > 1]
+    return [channel for channel in (jail, mafia) if len(channel) > 1]
 
 
 def _open_pre_night(game: Game) -> list[int]:
-    game.prisoner, game.accused = NOBODY, NOBODY
+    game.prisoner, game.accused = NO_SEAT, NO_SEAT
     for seat in game.seats:
         seat.muted = False
-    return with_deeds(game)
+    return seats_with_moves(game)
 
 
 def _close_pre_night(game: Game) -> Phase:
     for jailor, (_, name) in game.choices.items():
         game.prisoner = game.index(name)
-        game.tell([game.prisoner], "jailed", target=game.prisoner)
+        game.notify([game.prisoner], "jailed", target=game.prisoner)
         game.record("action", actor=jailor, target=game.prisoner, text="jail")
     return Phase.NIGHT_TALK
 
@@ -84,20 +85,20 @@ def _close_pre_night(game: Game) -> Phase:
 def _open_night_talk(game: Game) -> list[int]:
     game.announce("nightfall")
     _promote(game)
-    return [seat for circle in channels(game) for seat in circle]
+    return [seat for channel in channels(game) for seat in channel]
 
 
 def _promote(game: Game) -> None:
-    """A mafia without a killer could never win, so its eldest member becomes one."""
+    """Make the first mafia member a mafioso if no killer is left: without one the mafia could never win."""
     mafia = game.mafia()
-    if mafia and not game.holders("godfather") and not game.holders("mafioso"):
+    if mafia and not game.living_with_role("godfather") and not game.living_with_role("mafioso"):
         game.seats[mafia[0]].become("mafioso")
-        game.tell(mafia, "promoted", actor=mafia[0], text="mafioso")
+        game.notify(mafia, "promoted", actor=mafia[0], text="mafioso")
 
 
 def _close_night(game: Game) -> Phase:
     resolve_night(game)
-    if close_if_won(game):
+    if settle_winner(game):
         return Phase.OVER
     game.day += 1
     if game.day > game.rules.max_days:
@@ -107,24 +108,24 @@ def _close_night(game: Game) -> Phase:
 
 
 def _open_discussion(game: Game) -> list[int]:
-    game.acquitted, game.prisoner = [], NOBODY
+    game.acquitted, game.prisoner = [], NO_SEAT
     game.announce("dawn")
-    return _in_random_order(game) * game.rules.discussion_rounds
+    return _living_shuffled(game) * game.rules.discussion_rounds
 
 
 def _open_nomination(game: Game) -> list[int]:
-    game.accused = NOBODY
-    return _in_random_order(game) if len(game.acquitted) < game.rules.trials_per_day else []
+    game.accused = NO_SEAT
+    return _living_shuffled(game) if len(game.acquitted) < game.rules.trials_per_day else []
 
 
-def _in_random_order(game: Game) -> list[int]:
+def _living_shuffled(game: Game) -> list[int]:
     order = game.living()
     game.rng().shuffle(order)
     return order
 
 
 def _close_nomination(game: Game) -> Phase:
-    return Phase.PRE_NIGHT if game.accused == NOBODY else Phase.DEFENCE
+    return Phase.PRE_NIGHT if game.accused == NO_SEAT else Phase.DEFENCE
 
 
 def _open_defence(game: Game) -> list[int]:
@@ -139,7 +140,7 @@ def _open_judgement(game: Game) -> list[int]:
 def _close_judgement(game: Game) -> Phase:
     tally = {"guilty": 0, "innocent": 0, "abstain": 0}
     for seat, (_, vote) in sorted(game.choices.items()):
-        tally[vote] += weight(game, seat)
+        tally[vote] += vote_weight(game, seat)
         game.announce("vote", actor=seat, target=game.accused, text=vote)
     counted = f"{tally['guilty']} guilty, {tally['innocent']} innocent"
     if tally["guilty"] > tally["innocent"]:
@@ -151,19 +152,20 @@ def _close_judgement(game: Game) -> Phase:
 
 
 def _close_last_words(game: Game) -> Phase:
-    bury(game, game.accused, "hanged")
-    return Phase.OVER if close_if_won(game) else Phase.PRE_NIGHT
+    eliminate(game, game.accused, "hanged")
+    return Phase.OVER if settle_winner(game) else Phase.PRE_NIGHT
 
 
 def _open_over(game: Game) -> list[int]:
-    declare(game)
+    game.announce("over", text=game.winner or DRAW)
     return []
 
 
+# Entering a phase returns the seats that act in it.
 _OPEN: dict[Phase, Callable[[Game], list[int]]] = {
     Phase.PRE_NIGHT: _open_pre_night,
     Phase.NIGHT_TALK: _open_night_talk,
-    Phase.NIGHT: with_deeds,
+    Phase.NIGHT: seats_with_moves,
     Phase.DISCUSSION: _open_discussion,
     Phase.NOMINATION: _open_nomination,
     Phase.DEFENCE: _open_defence,
@@ -171,6 +173,7 @@ _OPEN: dict[Phase, Callable[[Game], list[int]]] = {
     Phase.LAST_WORDS: lambda game: [game.accused],
     Phase.OVER: _open_over,
 }
+# Leaving a phase returns the next one.
 _CLOSE: dict[Phase, Callable[[Game], Phase]] = {
     Phase.PRE_NIGHT: _close_pre_night,
     Phase.NIGHT_TALK: lambda game: Phase.NIGHT,

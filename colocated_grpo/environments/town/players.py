@@ -1,71 +1,74 @@
-"""Scripted players. They read an observation like everybody else and answer in the grammar."""
+"""Scripted players. They map the observation of a seat to a reply, as the policy does."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from random import Random
 
-from colocated_grpo.environments.town.acting import carry_out
+from colocated_grpo.environments.town.acting import apply_verdict
 from colocated_grpo.environments.town.casting import NAMES
 from colocated_grpo.environments.town.endings import UNKNOWN
-from colocated_grpo.environments.town.grammar import TOOLS, WAIT
-from colocated_grpo.environments.town.legality import VOTES, Form, Slot
+from colocated_grpo.environments.town.grammar import LOOK_UP_TAGS, WAIT
+from colocated_grpo.environments.town.legality import VOTES, ArgumentKind, ArgumentSpec
 from colocated_grpo.environments.town.observations import Observation, observe
 from colocated_grpo.environments.town.roles import ROLES, Faction
-from colocated_grpo.environments.town.state import NOBODY, Event, Game, Phase
+from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
 from colocated_grpo.environments.town.verdicts import judge
 
 Player = Callable[[Observation, Random], str]
-"""Gives a completion for what a seat sees."""
+"""(observation, random stream) -> completion."""
 
 _NAME = re.compile(r"[A-Z]\w+")
 _ACCUSATION = re.compile(r"I accuse (\w+)")
 _CERTAIN = 5.0
-_WORTH_A_SHOT, _WORTH_A_TRIAL = 2.0, 1.0
-_BLUFF, _HUNCH = 0.15, 0.1
-"""How often somebody without a finding accuses: to mislead, or because somebody has to."""
-_CLUELESS = "I have seen nothing yet."
+"""Suspicion added by a finding; an accusation adds -1 to 2, by its speaker."""
+_SHOT_THRESHOLD, _TRIAL_THRESHOLD = 2.0, 1.0
+"""Suspicion from which a player is shot, or nominated and found guilty."""
+_BLUFF_RATE, _HUNCH_RATE = 0.15, 0.1
+"""Share of turns in which a player without a finding accuses: to mislead, or in town to start a vote at all."""
+_NO_FINDING = "I have seen nothing yet."
 
 
 def reply(tag: str, argument: str = "") -> str:
+    """Return a well-formed reply with an empty think block."""
     return "<think></think>" + (f"<{tag}>{argument}</{tag}>" if argument else f"<{tag}/>")
 
 
 def random_player(view: Observation, rng: Random) -> str:
-    """Any legal action, look-ups included: reaches every corner of the game."""
+    """Reply with any legal action, look-ups included, so that random games cover every rule."""
     tag = rng.choice(list(view.legal))
     return reply(tag, _random_argument(view.legal[tag], rng))
 
 
-def _random_argument(slot: Slot, rng: Random) -> str:
-    if slot.form is Form.EMPTY:
+def _random_argument(spec: ArgumentSpec, rng: Random) -> str:
+    if spec.kind is ArgumentKind.EMPTY:
         return ""
-    if slot.form is Form.CHOICE:
-        return rng.choice(slot.options)
+    if spec.kind is ArgumentKind.CHOICE:
+        return rng.choice(spec.options)
     text = f"I accuse {rng.choice(NAMES)}, number {rng.randrange(10**9)}"
-    return text if slot.form is Form.TEXT else f"{rng.choice(slot.options)}: {text}"
+    return text if spec.kind is ArgumentKind.TEXT else f"{rng.choice(spec.options)}: {text}"
 
 
 def sensible_player(view: Observation, rng: Random) -> str:
-    """Town shares what it finds and votes on it; the mafia and the others hide behind accusations."""
+    """Play by rules of thumb: the town reports findings and votes on them, the other factions bluff."""
     answer = _BY_PHASE[view.phase](view, rng)
     return answer if answer else reply(WAIT)
 
 
 def suspicion(view: Observation) -> dict[int, float]:
-    """How guilty each other living seat looks. Accusations weigh what their speaker is worth, findings much more."""
-    score: Counter[int] = Counter()
+    """Return how guilty each other living seat looks; higher is worse."""
+    score: defaultdict[int, float] = defaultdict(float)
     known = {grave.seat: grave.role_name for grave in view.graves}
     numbers = {name: seat for seat, name in enumerate(view.names)}
     accusers: set[tuple[int, int]] = set()
     for event in view.events:
         if event.kind == "speech" and (match := _ACCUSATION.match(event.text)):
-            accused = numbers.get(match[1], NOBODY)
+            accused = numbers.get(match[1], NO_SEAT)
             if accused >= 0 and (event.actor, accused) not in accusers:
                 accusers.add((event.actor, accused))
-                score[accused] += _worth(known.get(event.actor))
+                score[accused] += _trust(known.get(event.actor))
         elif event.kind == "result":
             for seat, weight in _finding(view, event, numbers):
                 score[seat] += weight
@@ -75,7 +78,7 @@ def suspicion(view: Observation) -> dict[int, float]:
 
 
 def _finding(view: Observation, event: Event, numbers: dict[str, int]) -> Iterator[tuple[int, float]]:
-    """What an own result says about whom: a caller at a door where somebody died is as good as caught."""
+    """Yield (seat, suspicion) of one of the seat's own results. A visitor of a player killed that night is certain."""
     if event.text in ("suspicious", "not suspicious"):
         yield event.target, _CERTAIN if event.text == "suspicious" else -_CERTAIN
         return
@@ -87,31 +90,31 @@ def _finding(view: Observation, event: Event, numbers: dict[str, int]) -> Iterat
         yield event.target, _CERTAIN
 
 
-def _worth(role_name: str | None) -> float:
-    """Trust in somebody whose role death has shown, or not."""
-    if role_name in (None, UNKNOWN):
+def _trust(role_name: str | None) -> float:
+    """Return the weight of an accusation, by the role that the speaker's death has revealed, if any."""
+    if role_name is None or role_name == UNKNOWN:
         return 1.0
     return 2.0 if ROLES[role_name].faction is Faction.TOWN else -1.0
 
 
-def _prey(view: Observation) -> list[int]:
-    """Living seats that this one has no reason to spare."""
+def _rivals(view: Observation) -> list[int]:
+    """Return the other living seats that are not allies."""
     return [seat for seat in view.living if seat != view.seat and seat not in view.allies]
 
 
 def _most_suspect(view: Observation, rng: Random) -> tuple[int, float]:
-    """Of those that may be harmed; chance decides between equals."""
+    """Return the most suspect rival and its suspicion, ties broken at random. An executioner suspects its mark."""
     score = suspicion(view)
-    prey = _prey(view)
-    if not prey:
-        return NOBODY, 0.0
-    if view.mark in prey:
+    rivals = _rivals(view)
+    if not rivals:
+        return NO_SEAT, 0.0
+    if view.mark in rivals:
         return view.mark, _CERTAIN
-    best = max(score[seat] for seat in prey)
-    return rng.choice([seat for seat in prey if score[seat] == best]), best
+    highest = max(score[seat] for seat in rivals)
+    return rng.choice([seat for seat in rivals if score[seat] == highest]), highest
 
 
-def _honest(view: Observation) -> bool:
+def _in_town(view: Observation) -> bool:
     return view.role.faction is Faction.TOWN
 
 
@@ -121,55 +124,55 @@ def _discuss(view: Observation, rng: Random) -> str | None:
     if "speak" not in view.legal:
         return None
     suspect, score = _most_suspect(view, rng)
-    if suspect == NOBODY:
+    if suspect == NO_SEAT:
         return None
-    if _honest(view):
-        convinced = score >= _CERTAIN - 2 or rng.random() < _HUNCH
-        return reply("speak", f"I accuse {view.names[suspect]}." if convinced else _CLUELESS)
+    if _in_town(view):
+        convinced = score >= _CERTAIN - 2 or rng.random() < _HUNCH_RATE
+        return reply("speak", f"I accuse {view.names[suspect]}." if convinced else _NO_FINDING)
     if rng.random() < 0.1:
         return reply("whisper", f"{view.names[suspect]}: are you with me?")
-    return reply("speak", f"I accuse {view.names[suspect]}." if rng.random() < _BLUFF else _CLUELESS)
+    return reply("speak", f"I accuse {view.names[suspect]}." if rng.random() < _BLUFF_RATE else _NO_FINDING)
 
 
 def _nominate(view: Observation, rng: Random) -> str | None:
     suspect, score = _most_suspect(view, rng)
-    eager = score >= _WORTH_A_TRIAL or (not _honest(view) and score > 0)
-    if suspect == NOBODY or not eager or view.names[suspect] not in _options(view, "nominate"):
+    eager = score >= _TRIAL_THRESHOLD or (not _in_town(view) and score > 0)
+    if suspect == NO_SEAT or not eager or view.names[suspect] not in _options(view, "nominate"):
         return None
     return reply("nominate", view.names[suspect])
 
 
-def _judge(view: Observation, rng: Random) -> str:
+def _vote(view: Observation, rng: Random) -> str:
     if view.accused in view.allies:
         return reply("vote", "innocent" if rng.random() < 0.7 else "guilty")
-    if not _honest(view):
+    if not _in_town(view):
         return reply("vote", "guilty" if rng.random() < 0.7 else "abstain")
     score = suspicion(view).get(view.accused, 0.0)
-    return reply("vote", VOTES[0] if score >= _WORTH_A_TRIAL else VOTES[1])
+    return reply("vote", VOTES[0] if score >= _TRIAL_THRESHOLD else VOTES[1])
 
 
-def _speak_up(view: Observation, rng: Random) -> str | None:
+def _plead(view: Observation, rng: Random) -> str | None:
     return reply("speak", "I am as innocent as any of you.") if "speak" in view.legal else None
 
 
-def _plot(view: Observation, rng: Random) -> str | None:
+def _talk_at_night(view: Observation, rng: Random) -> str | None:
     if not view.allies:
         return reply("speak", "Who is there?")
-    prey = _prey(view)
-    return reply("speak", f"Let us take {view.names[rng.choice(prey)]}.") if prey else None
+    rivals = _rivals(view)
+    return reply("speak", f"Let us take {view.names[rng.choice(rivals)]}.") if rivals else None
 
 
-def _lock_up(view: Observation, rng: Random) -> str | None:
+def _jail(view: Observation, rng: Random) -> str | None:
     return reply("jail", view.names[_most_suspect(view, rng)[0]])
 
 
 def _act_at_night(view: Observation, rng: Random) -> str | None:
-    tags = [tag for tag in view.legal if tag != WAIT and tag not in TOOLS]
+    tags = [tag for tag in view.legal if tag != WAIT and tag not in LOOK_UP_TAGS]
     if not tags:
         return None
     tag = rng.choice(tags)
     suspect, score = _most_suspect(view, rng)
-    if tag in ("shoot", "execute") and score < _WORTH_A_SHOT:
+    if tag in ("shoot", "execute") and score < _SHOT_THRESHOLD:
         return None
     if tag in ("alert", "vest", "ignite"):
         return reply(tag) if rng.random() < 0.4 else None
@@ -181,40 +184,44 @@ def _act_at_night(view: Observation, rng: Random) -> str | None:
 
 
 def _preferred(view: Observation, tag: str, options: tuple[str, ...]) -> list[str]:
-    """The shown mayor, whom the mafia hunts and the town guards; for a sheriff whoever is still unknown."""
+    """Return the preferred targets: revealed mayors, or for a sheriff the players not yet investigated."""
     if tag == "investigate":
-        looked_into = {view.names[event.target] for event in view.events if event.kind == "result"}
-        return [name for name in options if name not in looked_into]
+        investigated = {view.names[event.target] for event in view.events if event.kind == "result"}
+        return [name for name in options if name not in investigated]
     if tag in ("kill", "protect", "guard"):
         return [view.names[event.actor] for event in view.events if event.kind == "revealed"]
     return list(options)
 
 
 def _options(view: Observation, tag: str) -> tuple[str, ...]:
-    slot = view.legal.get(tag)
-    return slot.options if slot else ()
+    spec = view.legal.get(tag)
+    return spec.options if spec else ()
 
 
 _BY_PHASE: dict[Phase, Callable[[Observation, Random], str | None]] = {
-    Phase.PRE_NIGHT: _lock_up,
-    Phase.NIGHT_TALK: _plot,
+    Phase.PRE_NIGHT: _jail,
+    Phase.NIGHT_TALK: _talk_at_night,
     Phase.NIGHT: _act_at_night,
     Phase.DISCUSSION: _discuss,
     Phase.NOMINATION: _nominate,
-    Phase.DEFENCE: _speak_up,
-    Phase.JUDGEMENT: _judge,
-    Phase.LAST_WORDS: _speak_up,
+    Phase.DEFENCE: _plead,
+    Phase.JUDGEMENT: _vote,
+    Phase.LAST_WORDS: _plead,
 }
 
 SCRIPTED: dict[str, Player] = {"random": random_player, "sensible": sensible_player}
-"""Scripted players by label; any other label is played from outside."""
+"""Scripted players by label. Seats with any other label are played from outside."""
 
 
 def scripted_turn(game: Game, seat: int, player: Player) -> None:
+    """Let a player take an open turn."""
     completion = scripted_reply(game, seat, player)
-    carry_out(game, seat, judge(game, seat, completion), completion)
+    apply_verdict(game, seat, judge(game, seat, completion), completion)
 
 
 def scripted_reply(game: Game, seat: int, player: Player) -> str:
-    """The stream of chance hangs on the seat's own turn, so the order in which simultaneous seats act is no matter."""
+    """Return the reply of a player to an open turn.
+
+    Its random stream depends on the seat's own turn count, so simultaneous seats may act in any order.
+    """
     return player(observe(game, seat), Random(f"{game.seed}/{seat}/{game.seats[seat].acted}"))

@@ -1,16 +1,17 @@
-"""The chat that a seat reads, made from its observation alone."""
+"""The prompt of a turn, built from the observation of its seat."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from colocated_grpo.environments.town.grammar import TOOLS
-from colocated_grpo.environments.town.legality import Form, Slot
+from colocated_grpo.environments.town.events import event_lines
+from colocated_grpo.environments.town.grammar import LOOK_UP_TAGS
+from colocated_grpo.environments.town.legality import ArgumentKind, ArgumentSpec
 from colocated_grpo.environments.town.observations import Observation
-from colocated_grpo.environments.town.state import NOBODY, Phase
-from colocated_grpo.environments.town.wording import lines
+from colocated_grpo.environments.town.state import NO_SEAT, Phase
 
 Message = dict[str, str]
+"""A chat message: role and content."""
 
 _RULES = """\
 You are {name}, one of {seats} people in a small town. The town wants to hang every killer; the mafia knows its own \
@@ -19,7 +20,7 @@ talk, nominate, and judge whoever is brought to trial.
 Your role: {role} ({faction}). {card}
 Answer with <think>your reasoning</think> followed by exactly one action tag and nothing else."""
 
-_ASKED = {
+_QUESTIONS = {
     Phase.PRE_NIGHT: "Night is near.",
     Phase.NIGHT_TALK: "It is night. You may talk in your closed circle.",
     Phase.NIGHT: "It is night. Choose what to do.",
@@ -30,35 +31,35 @@ _ASKED = {
     Phase.LAST_WORDS: "You are condemned. Your last words.",
 }
 
-_NEVER_FORGOTTEN = frozenset({"result", "killed", "hanged", "revealed"})
-"""Kinds of events that stay in the prompt however long ago they were."""
+_LASTING = frozenset({"result", "killed", "hanged", "revealed"})
+"""Kinds of events that stay in the prompt when they are older than `memory`."""
 
 
-def messages(view: Observation, memory: int) -> list[Message]:
-    """Rules, situation, then the look-ups of this turn. `memory`: how many of the latest events are told.
+def full_prompt(view: Observation, memory: int) -> list[Message]:
+    """Return the rules, the situation with the latest `memory` events, and the look-ups of this turn.
 
-    The messages after a look-up begin with those before it, so that tokens already sampled stay where they are.
+    The messages after a look-up start with the messages before it, so that sampled tokens keep their positions.
     """
     return _with_look_ups(
         view, [{"role": "system", "content": _rules(view)}, {"role": "user", "content": _situation(view, memory)}]
     )
 
 
-def brief(view: Observation, memory: int) -> list[Message]:
-    """The same knowledge in few words: the rules of the game and the older past are left out."""
-    people = {"Alive": view.living, "Mafia": view.allies, "Mark": [view.mark] if view.mark != NOBODY else []}
-    told = [
+def brief_prompt(view: Observation, memory: int) -> list[Message]:
+    """Return the situation in few words, without the rules of the game and without older events."""
+    people = {"Alive": view.living, "Mafia": view.allies, "Mark": [view.mark] if view.mark != NO_SEAT else []}
+    text = [
         f"{view.name}, {view.role.name}. Day {view.day}, {view.phase}.",
-        *(f"{what}: {' '.join(view.names[seat] for seat in seats)}." for what, seats in people.items() if seats),
-        *([f"On trial: {view.names[view.accused]}."] if view.accused != NOBODY else []),
-        *lines(view.events[-memory:], view.names),
-        " ".join(_form(tag, slot) for tag, slot in view.legal.items()),
+        *(f"{label}: {' '.join(view.names[seat] for seat in seats)}." for label, seats in people.items() if seats),
+        *([f"On trial: {view.names[view.accused]}."] if view.accused != NO_SEAT else []),
+        *event_lines(view.events[-memory:], view.names),
+        " ".join(_usage(tag, spec) for tag, spec in view.legal.items()),
     ]
-    return _with_look_ups(view, [{"role": "user", "content": "\n".join(told)}])
+    return _with_look_ups(view, [{"role": "user", "content": "\n".join(text)}])
 
 
-PROMPTS: dict[str, Callable[[Observation, int], list[Message]]] = {"full": messages, "brief": brief}
-"""Wordings by name."""
+PROMPT_STYLES: dict[str, Callable[[Observation, int], list[Message]]] = {"full": full_prompt, "brief": brief_prompt}
+"""(observation, memory) -> messages, by the name in `args.prompts`."""
 
 
 def _with_look_ups(view: Observation, chat: list[Message]) -> list[Message]:
@@ -72,7 +73,7 @@ def _rules(view: Observation) -> str:
     rules = _RULES.format(name=view.name, seats=len(view.names), role=role.name, faction=role.faction, card=role.card)
     if view.allies:
         rules += f" The mafia beside you: {_people(view, view.allies)}."
-    if view.mark != NOBODY:
+    if view.mark != NO_SEAT:
         rules += f" Your mark: {view.names[view.mark]}."
     return rules
 
@@ -82,34 +83,35 @@ def _people(view: Observation, roles: dict[int, str]) -> str:
 
 
 def _situation(view: Observation, memory: int) -> str:
-    told = [event for event in view.events[:-memory] if event.kind in _NEVER_FORGOTTEN] + list(view.events[-memory:])
+    events = [event for event in view.events[:-memory] if event.kind in _LASTING] + list(view.events[-memory:])
     return "\n".join(
         [
-            *lines(told, view.names),
+            *event_lines(events, view.names),
             "",
             f"Day {view.day}, {view.phase}. Alive: {', '.join(view.names[seat] for seat in view.living)}.",
             f"Dead: {_people(view, {grave.seat: grave.role_name for grave in view.graves}) or 'nobody'}.",
-            _ASKED[view.phase].format(accused=view.names[view.accused], needed=view.needed_to_accuse),
+            _QUESTIONS[view.phase].format(accused=view.names[view.accused], needed=view.nominations_needed),
             *_choices(view),
         ]
     )
 
 
 def _choices(view: Observation) -> list[str]:
-    told = [f"Actions: {'; '.join(_form(tag, slot) for tag, slot in view.legal.items() if tag not in TOOLS)}"]
+    text = [f"Actions: {'; '.join(_usage(tag, spec) for tag, spec in view.legal.items() if tag not in LOOK_UP_TAGS)}"]
     if view.tool_calls:
-        # All of them, also when some are spent: a look-up must not rewrite what was already read.
-        look_ups = "; ".join(_form(tag, slot) for tag, slot in view.look_ups.items())
-        told.append(f"Look-ups, at most {view.tool_calls} a turn, answered before you act: {look_ups}")
-    return told
+        # Also when none is left: a look-up must not change the messages before it.
+        look_ups = "; ".join(_usage(tag, spec) for tag, spec in view.look_ups.items())
+        text.append(f"Look-ups, at most {view.tool_calls} a turn, answered before you act: {look_ups}")
+    return text
 
 
-def _form(tag: str, slot: Slot) -> str:
-    if slot.form is Form.EMPTY:
+def _usage(tag: str, spec: ArgumentSpec) -> str:
+    """Return how the action is written. Example: <vote>guilty|innocent|abstain</vote>"""
+    if spec.kind is ArgumentKind.EMPTY:
         return f"<{tag}/>"
     inside = {
-        Form.TEXT: "text",
-        Form.CHOICE: "role" if tag == "get_role" else "|".join(slot.options),
-        Form.ADDRESSED: "name: text",
+        ArgumentKind.TEXT: "text",
+        ArgumentKind.CHOICE: "role" if tag == "get_role" else "|".join(spec.options),
+        ArgumentKind.ADDRESSED: "name: text",
     }
-    return f"<{tag}>{inside[slot.form]}</{tag}>"
+    return f"<{tag}>{inside[spec.kind]}</{tag}>"

@@ -1,9 +1,10 @@
-"""Who lives in town. Roles are data: what one may do at night, when it happens, and what it leaves behind."""
+"""The roles of town as data: faction, abilities and traits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import TypedDict, Unpack
 
 
 class Faction(StrEnum):
@@ -13,27 +14,27 @@ class Faction(StrEnum):
 
 
 class Aim(StrEnum):
-    """Whom an ability may be pointed at."""
+    """Allowed targets of an ability."""
 
-    NOBODY = "nobody"
+    NONE = "none"
     OTHER = "other"
     OUTSIDER = "outsider"
-    """Anyone alive outside the mafia."""
+    """Any living player outside the mafia."""
 
 
 class Priority(IntEnum):
-    """Order within a night. A block reaches only what comes after it."""
+    """Order of resolution within a night. A block stops only actions of a later priority."""
 
     PREPARE = 1
     BLOCK = 2
     MARK = 3
     PROTECT = 4
     ATTACK = 5
-    LOOK = 6
+    INVESTIGATE = 6
 
 
 class Power(IntEnum):
-    """An attack kills when it is above the victim's defence; the same scale measures both."""
+    """Strength of attacks and of defences. An attack kills if it is above the victim's defence."""
 
     NONE = 0
     BASIC = 1
@@ -43,91 +44,121 @@ class Power(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ability:
-    """Something done at night with the tag of the same name."""
+    """A night action."""
 
     tag: str
     priority: Priority
     aim: Aim = Aim.OTHER
     visits: bool = True
-    """The actor is seen at the target's door, and meets who waits there."""
+    """Whether the action is a visit: seen by lookouts and trackers, met by bodyguards and by a veteran on alert."""
     uses: int | None = None
-    """How often in a game; None: every night."""
+    """Uses in a game. None: unlimited."""
     from_night: int = 1
+    """First night on which the ability may be used."""
     attack: Power = Power.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """Example: ROLES["doctor"].faction is Faction.TOWN"""
+    """One role. Example: ROLES["doctor"].faction is Faction.TOWN"""
 
     name: str
     faction: Faction
     card: str
-    """What its holder is told about it, in the second person."""
+    """Description in the prompt, in the second person."""
     abilities: tuple[Ability, ...] = ()
     day_power: str | None = None
-    """Tag of an action of the day that only this role has."""
+    """Tag of the day action that only this role has."""
     defence: Power = Power.NONE
     suspicious: bool = False
-    """What a sheriff sees."""
+    """Result of a sheriff's investigation."""
     hostile: bool = False
-    """The town has not won while one of these lives."""
+    """The town has not won while a seat with this role is alive."""
     unique: bool = False
+    """Dealt at most once."""
     unblockable: bool = False
 
     def ability(self, tag: str) -> Ability | None:
         return next((ability for ability in self.abilities if ability.tag == tag), None)
 
 
-def _town(name: str, card: str, *abilities: Ability, **traits) -> Role:
+class _Traits(TypedDict, total=False):
+    day_power: str
+    defence: Power
+    suspicious: bool
+    hostile: bool
+    unique: bool
+    unblockable: bool
+
+
+def _town(name: str, card: str, *abilities: Ability, **traits: Unpack[_Traits]) -> Role:
     return Role(name=name, faction=Faction.TOWN, card=card, abilities=abilities, **traits)
 
 
-def _mafia(name: str, card: str, *abilities: Ability, suspicious: bool = True, **traits) -> Role:
-    traits |= {"suspicious": suspicious, "hostile": True}
+def _mafia(name: str, card: str, *abilities: Ability, **traits: Unpack[_Traits]) -> Role:
+    traits.setdefault("suspicious", True)
+    traits["hostile"] = True
     return Role(name=name, faction=Faction.MAFIA, card=card, abilities=abilities, **traits)
 
 
-def _neutral(name: str, card: str, *abilities: Ability, **traits) -> Role:
+def _neutral(name: str, card: str, *abilities: Ability, **traits: Unpack[_Traits]) -> Role:
     return Role(name=name, faction=Faction.NEUTRAL, card=card, abilities=abilities, **traits)
 
 
-def _look(tag: str, aim: Aim = Aim.OTHER) -> Ability:
-    return Ability(tag=tag, priority=Priority.LOOK, aim=aim)
+def _investigate(tag: str, aim: Aim = Aim.OTHER) -> Ability:
+    return Ability(tag=tag, priority=Priority.INVESTIGATE, aim=aim)
 
 
 def _mark(tag: str, aim: Aim = Aim.OTHER, uses: int | None = None) -> Ability:
     return Ability(tag=tag, priority=Priority.MARK, aim=aim, uses=uses)
 
 
-def _guard(tag: str) -> Ability:
+def _protect(tag: str) -> Ability:
     return Ability(tag=tag, priority=Priority.PROTECT)
 
 
 def _prepare(tag: str, uses: int) -> Ability:
-    return Ability(tag=tag, priority=Priority.PREPARE, aim=Aim.NOBODY, visits=False, uses=uses)
+    return Ability(tag=tag, priority=Priority.PREPARE, aim=Aim.NONE, visits=False, uses=uses)
 
 
 def _block(aim: Aim = Aim.OTHER) -> Ability:
     return Ability(tag="distract", priority=Priority.BLOCK, aim=aim)
 
 
-def _kill(tag: str, aim: Aim = Aim.OTHER, **traits) -> Ability:
-    return Ability(tag=tag, priority=Priority.ATTACK, aim=aim, **{"attack": Power.BASIC, **traits})
+def _kill(
+    tag: str,
+    aim: Aim = Aim.OTHER,
+    *,
+    visits: bool = True,
+    uses: int | None = None,
+    from_night: int = 1,
+    attack: Power = Power.BASIC,
+) -> Ability:
+    return Ability(
+        tag=tag,
+        priority=Priority.ATTACK,
+        aim=aim,
+        visits=visits,
+        uses=uses,
+        from_night=from_night,
+        attack=attack,
+    )
 
 
 _TABLE = (
     _town("citizen", "You have no special skill: your voice and your vote are all you bring."),
     _town(
-        "sheriff", "Each night you look into one person and learn whether they seem suspicious.", _look("investigate")
+        "sheriff",
+        "Each night you look into one person and learn whether they seem suspicious.",
+        _investigate("investigate"),
     ),
-    _town("lookout", "Each night you watch one person's door and learn who called on them.", _look("watch")),
-    _town("tracker", "Each night you follow one person and learn whom they called on.", _look("track")),
-    _town("doctor", "Each night you nurse one other person, who survives ordinary attacks.", _guard("protect")),
+    _town("lookout", "Each night you watch one person's door and learn who called on them.", _investigate("watch")),
+    _town("tracker", "Each night you follow one person and learn whom they called on.", _investigate("track")),
+    _town("doctor", "Each night you nurse one other person, who survives ordinary attacks.", _protect("protect")),
     _town(
         "bodyguard",
         "Each night you stand before one other person's door: should a killer call, you two fight to the death.",
-        _guard("guard"),
+        _protect("guard"),
     ),
     _town(
         "barkeep", "Each night you keep one person at your bar, so that they do nothing.", _block(), unblockable=True
@@ -148,7 +179,7 @@ _TABLE = (
         "jailor",
         "Before each night you may lock one person up: they can do nothing, nobody reaches them, you two can talk, "
         "and three times a game you may put the prisoner to death.",
-        _kill("execute", Aim.NOBODY, uses=3, visits=False, attack=Power.FINAL),
+        _kill("execute", Aim.NONE, uses=3, visits=False, attack=Power.FINAL),
         day_power="jail",
         unique=True,
         unblockable=True,
@@ -184,7 +215,7 @@ _TABLE = (
         "Each night you plant evidence: a sheriff will find that person suspicious.",
         _mark("frame", Aim.OUTSIDER),
     ),
-    _mafia("informer", "Each night you learn one person's exact role.", _look("spy", Aim.OUTSIDER)),
+    _mafia("informer", "Each night you learn one person's exact role.", _investigate("spy", Aim.OUTSIDER)),
     _mafia(
         "cleaner",
         "On three nights you may call on somebody; should they die that night, nobody learns their role or their will.",
@@ -219,7 +250,7 @@ _TABLE = (
         "Each night you either soak one person's house in oil or set fire to every soaked one, which nobody survives. "
         "You win when nobody is left to stop you. Ordinary attacks do not kill you.",
         _mark("douse"),
-        _kill("ignite", Aim.NOBODY, visits=False, attack=Power.FINAL),
+        _kill("ignite", Aim.NONE, visits=False, attack=Power.FINAL),
         defence=Power.BASIC,
         hostile=True,
         unique=True,

@@ -1,22 +1,24 @@
-"""Everything that is true in one game, as plain data: what a snapshot holds and what a score may look at."""
+"""State of one game, and its snapshot as plain data. Field names are keys of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from copy import deepcopy
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from random import Random
-from typing import Any
 
-from colocated_grpo.environments.town.casting import NAMES, cast
+from colocated_grpo.environments.town.casting import NAMES, draw_cast
 from colocated_grpo.environments.town.roles import ROLES, Faction, Role
+from colocated_grpo.types import JsonObject
 
-NOBODY = -1
+NO_SEAT = -1
+"""Where an actor, a target or another seat is expected and there is none."""
 DRAW = "draw"
 
 
 class Phase(StrEnum):
+    """Phases in the order of a round. An acquittal returns to NOMINATION; a hanging, or no trial, ends the round."""
+
     PRE_NIGHT = "pre_night"
     NIGHT_TALK = "night_talk"
     NIGHT = "night"
@@ -30,41 +32,41 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a table may agree on."""
+    """Options of the game, `args.rules` of town."""
 
     discussion_rounds: int = 1
-    """Turns to talk of every seat each day."""
+    """Turns that each seat has to speak in the discussion of a day."""
     max_days: int = 10
-    """The game is a draw after this day's trial and the night that follows."""
+    """Last day. The game is a draw if it has no winner after the night that follows."""
     trials_per_day: int = 3
-    """Acquittals after which nobody else is brought to trial that day."""
+    """Acquittals after which the day has no further trial."""
     one_names_in: int = 3
-    """One in this many of the living has to name somebody to bring them to trial. Players without a plan, such as an
-    untrained policy, agree by chance only: the more of them it takes, the fewer trials they see."""
+    """A trial takes nominations by one in this many of the living. Players without a plan, such as an untrained policy,
+    agree by chance only, so a lower value gives them fewer trials."""
     tool_calls: int = 3
-    """Look-ups a seat may make in one turn."""
+    """Look-ups that a seat may make in one turn."""
     max_speech: int = 400
     """Characters of a speech, a whisper or a will."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name == "tool_calls" else 1
-            if value < least:
-                raise ValueError(f"town rules: {name}={value} is below {least}")
+            lowest = 0 if name == "tool_calls" else 1
+            if value < lowest:
+                raise ValueError(f"town: rules.{name}={value}: must be at least {lowest}")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened, and who noticed."""
+    """Something that happened in the game, and the seats that saw it."""
 
     day: int
     phase: str
     kind: str
-    actor: int = NOBODY
-    target: int = NOBODY
+    actor: int = NO_SEAT
+    target: int = NO_SEAT
     text: str = ""
     audience: tuple[int, ...] | None = None
-    """Seats that noticed; None: everybody, (): only the record of the game."""
+    """Seats that saw it. None: all seats. (): none, the event is for the record only."""
 
     def seen_by(self, seat: int) -> bool:
         return self.audience is None or seat in self.audience
@@ -72,41 +74,45 @@ class Event:
 
 @dataclass(slots=True)
 class Seat:
+    """State of one player."""
+
     name: str
     role_name: str
     player: str
-    """Label of who decides for this seat."""
+    """Label of the player, from `args.players`."""
     alive: bool = True
     uses: dict[str, int] = field(default_factory=dict)
-    """What is left of the abilities that run out."""
+    """Uses left, by tag, of the abilities that are limited."""
     will: str = ""
     muted: bool = False
+    """Threatened by a silencer: no speech or whisper on the next day."""
     doused: bool = False
     revealed: bool = False
-    """A mayor who has shown the chain of office."""
-    mark: int = NOBODY
-    """Whom an executioner wants to see hanged."""
+    """A mayor who has revealed the role."""
+    mark: int = NO_SEAT
+    """The seat that an executioner wants hanged."""
     goal_reached: bool = False
     """A jester or executioner who has already won."""
     hidden_end: bool = False
-    """Role and will stayed unknown at death."""
+    """Died with role and will kept secret."""
     acted: int = 0
-    """Committed completions; numbers the turns of the seat."""
+    """Completions applied so far, look-ups included; part of the ids of turns."""
     dialog: list[tuple[str, str]] = field(default_factory=list)
-    """Look-ups of the turn under way: the completion and the observation that answered it."""
+    """(completion, observation) of each look-up of the current turn."""
 
     @property
     def role(self) -> Role:
         return ROLES[self.role_name]
 
     def become(self, role_name: str) -> None:
+        """Take on a role, with all its uses."""
         self.role_name = role_name
         self.uses = {ability.tag: ability.uses for ability in self.role.abilities if ability.uses is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """One committed completion: what the outcome of the game is credited to."""
+    """One committed completion, to be credited with the outcome of the game."""
 
     turn_id: str
     seat: int
@@ -117,30 +123,32 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class Game:
+    """State of one game. Seats are referred to by index."""
+
     number: int
     seed: int
     rules: Rules
     seats: list[Seat]
     phase: Phase = Phase.PRE_NIGHT
     day: int = 1
-    """Night 1 comes first, then day 2: a night carries the number of the day before it."""
+    """The game starts with night 1, which day 2 follows: a night has the number of the day before it."""
     waiting: list[int] = field(default_factory=list)
-    """Seats still to act in this phase; in a talking phase the first one has the floor."""
+    """Seats still to act in this phase. Where seats act one after the other, the first one has the turn."""
     choices: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Tag and argument that seats chose in this phase and that take effect when it closes."""
-    accused: int = NOBODY
-    prisoner: int = NOBODY
+    """(tag, argument) chosen by seat in this phase. They take effect when it closes."""
+    accused: int = NO_SEAT
+    prisoner: int = NO_SEAT
     acquitted: list[int] = field(default_factory=list)
-    """Tried today and let go."""
+    """Seats acquitted today."""
     draws: int = 0
-    """Random streams used so far."""
+    """Random streams used so far; see rng()."""
     winner: str | None = None
-    """A faction or DRAW once the game is over."""
+    """The winning faction or DRAW; None while the game is open."""
     events: list[Event] = field(default_factory=list)
     turns: list[TurnRecord] = field(default_factory=list)
 
     def rng(self) -> Random:
-        """A fresh stream: a counter is all a snapshot has to hold to go on with the same luck."""
+        """Return a new random stream. It follows from seed and counter, so a snapshot needs no generator state."""
         self.draws += 1
         return Random(f"{self.seed}/{self.draws}")
 
@@ -150,8 +158,7 @@ class Game:
     def mafia(self) -> list[int]:
         return [i for i, seat in enumerate(self.seats) if seat.alive and seat.role.faction is Faction.MAFIA]
 
-    def holders(self, role_name: str) -> list[int]:
-        """Living seats with that role."""
+    def living_with_role(self, role_name: str) -> list[int]:
         return [index for index, seat in enumerate(self.seats) if seat.alive and seat.role_name == role_name]
 
     def index(self, name: str) -> int:
@@ -160,23 +167,29 @@ class Game:
     def names(self, seats: Iterable[int]) -> tuple[str, ...]:
         return tuple(self.seats[index].name for index in seats)
 
-    def announce(self, kind: str, actor: int = NOBODY, target: int = NOBODY, text: str = "") -> None:
+    def announce(self, kind: str, actor: int = NO_SEAT, target: int = NO_SEAT, text: str = "") -> None:
+        """Add an event that all seats see."""
         self.events.append(Event(self.day, self.phase, kind, actor, target, text))
 
-    def tell(
-        self, audience: Iterable[int], kind: str, actor: int = NOBODY, target: int = NOBODY, text: str = ""
+    def notify(
+        self, audience: Iterable[int], kind: str, actor: int = NO_SEAT, target: int = NO_SEAT, text: str = ""
     ) -> None:
+        """Add an event that only the audience sees."""
         self.events.append(Event(self.day, self.phase, kind, actor, target, text, tuple(audience)))
 
-    def record(self, kind: str, actor: int = NOBODY, target: int = NOBODY, text: str = "") -> None:
-        """For the log only; no seat ever sees it."""
-        self.tell((), kind, actor, target, text)
+    def record(self, kind: str, actor: int = NO_SEAT, target: int = NO_SEAT, text: str = "") -> None:
+        """Add an event that no seat sees."""
+        self.notify((), kind, actor, target, text)
 
 
 def new_game(number: int, seed: int, roles: list[str] | int, players: list[str], rules: Rules) -> Game:
-    """A game before its first phase. `roles` is a cast by hand, or a number of seats; players are dealt at random."""
+    """Return a game before its first phase.
+
+    roles: the cast, or the number of seats of a drawn cast. players: labels, repeated over the seats. Both are dealt at
+    random.
+    """
     rng = Random(f"{seed}/0")
-    dealt = cast(roles, rng) if isinstance(roles, int) else rng.sample(roles, len(roles))
+    dealt = draw_cast(roles, rng) if isinstance(roles, int) else rng.sample(roles, len(roles))
     names = rng.sample(NAMES, len(dealt))
     labels = [players[index % len(players)] for index in range(len(dealt))]
     rng.shuffle(labels)
@@ -186,13 +199,13 @@ def new_game(number: int, seed: int, roles: list[str] | int, players: list[str],
     marks = [i for i, seat in enumerate(seats) if seat.role.faction is Faction.TOWN and not seat.role.unique]
     for seat in seats:
         if seat.role_name == "executioner":
-            # Every cast of ours has a plain townsperson; one made by hand may not, and then there is nobody to hate.
-            seat.mark = rng.choice(marks) if marks else NOBODY
+            # A drawn cast always has a mark; a cast chosen by the user may have none.
+            seat.mark = rng.choice(marks) if marks else NO_SEAT
     return Game(number, seed, rules, seats)
 
 
-def to_json(game: Game) -> dict[str, Any]:
-    """Plain data that json can write and that later turns do not touch; from_json gives an equal game back."""
+def snapshot_game(game: Game) -> JsonObject:
+    """Return plain data that json can write and that later turns do not change."""
     return {
         **{each.name: getattr(game, each.name) for each in fields(game)},
         "rules": asdict(game.rules),
@@ -201,26 +214,46 @@ def to_json(game: Game) -> dict[str, Any]:
         "waiting": list(game.waiting),
         "choices": [[seat, tag, argument] for seat, (tag, argument) in sorted(game.choices.items())],
         "acquitted": list(game.acquitted),
-        # By hand: asdict copies every field of every event, and a snapshot is taken before every step.
+        # Without asdict, which copies every field of every event: a snapshot is taken before every step.
         "events": [[e.day, e.phase, e.kind, e.actor, e.target, e.text, e.audience] for e in game.events],
         "turns": [[t.turn_id, t.seat, t.phase, t.status, t.reward] for t in game.turns],
     }
 
 
-def frozen(game: Game) -> dict[str, Any]:
-    """What a score looks at: everything but the past."""
-    return to_json(replace(game, events=[], turns=[]))
+def frozen_state(game: Game) -> JsonObject:
+    """Return a snapshot without the past events and turns, which no score depends on."""
+    return snapshot_game(replace(game, events=[], turns=[]))
 
 
-def from_json(data: dict[str, Any]) -> Game:
-    data = deepcopy(data)  # The lists of the game are its own: a snapshot can be restored more than once.
-    seats = [Seat(**{**seat, "dialog": [tuple(pair) for pair in seat["dialog"]]}) for seat in data["seats"]]
-    parts = {
-        "rules": Rules(**data["rules"]),
-        "seats": seats,
-        "phase": Phase(data["phase"]),
-        "choices": {seat: (tag, argument) for seat, tag, argument in data["choices"]},
-        "events": [Event(*row[:-1], None if row[-1] is None else tuple(row[-1])) for row in data["events"]],
-        "turns": [TurnRecord(*row) for row in data["turns"]],
-    }
-    return Game(**{**data, **parts})
+def restore_game(data: JsonObject) -> Game:
+    """Return the game of a snapshot. It has no list in common with it, so a snapshot can be restored again."""
+    return Game(
+        number=data["number"],
+        seed=data["seed"],
+        rules=Rules(**data["rules"]),
+        seats=[_restore_seat(seat) for seat in data["seats"]],
+        phase=Phase(data["phase"]),
+        day=data["day"],
+        waiting=list(data["waiting"]),
+        choices={seat: (tag, argument) for seat, tag, argument in data["choices"]},
+        accused=data["accused"],
+        prisoner=data["prisoner"],
+        acquitted=list(data["acquitted"]),
+        draws=data["draws"],
+        winner=data["winner"],
+        events=[_restore_event(*row) for row in data["events"]],
+        turns=[TurnRecord(*row) for row in data["turns"]],
+    )
+
+
+def _restore_seat(data: JsonObject) -> Seat:
+    seat = Seat(**data)
+    seat.uses = dict(seat.uses)
+    seat.dialog = [(completion, observation) for completion, observation in seat.dialog]
+    return seat
+
+
+def _restore_event(
+    day: int, phase: str, kind: str, actor: int, target: int, text: str, audience: Sequence[int] | None
+) -> Event:
+    return Event(day, phase, kind, actor, target, text, None if audience is None else tuple(audience))

@@ -1,4 +1,4 @@
-"""Environments of other libraries through the whole loop: two ranks, the real engine; and the guide as it stands."""
+"""Environments of other libraries in the whole training loop, real engine, two ranks; and the configs of the guide."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ GUIDE = (ROOT / "docs/guides/adapters.md").read_text()
 GAME, LAKE = "textarena:TicTacToe-v0", "gymnasium:FrozenLake-v1"
 LABEL = "TruthAndDeception-v0"
 TALK = f"textarena:{LABEL}"
-"""Self-play: one seat says anything, the other has to guess in brackets and fails twice."""
+"""Self-play: one seat may reply with anything, the other must guess in brackets and fails twice."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> TrainingRun:
-    # An untrained model says hardly anything legal: what makes its rewards differ is how far it gets.
+    # An untrained model makes hardly any legal move; its rewards differ by how far it gets.
     game = {"max_turns": 2, "max_turn_tokens": 1, "unfinished_reward": 0.0}
     lake = {"max_turn_tokens": 16, "rules": "Walk."}
     config = settings(
@@ -53,12 +53,12 @@ def test_a_run_on_other_libraries_trains_and_reports_finite_numbers(run):
     for row in rows:
         assert all(value is not None and math.isfinite(value) for key, value in row.items() if key != "kind")
         assert row["reward_errors"] == 0
-        assert row["mismatch/max"] < 1e-4 or row["staleness"] > 0, "turns of a game that ended late are older"
+        assert row["mismatch/max"] < 1e-4 or row["staleness"] > 0, "turns that waited for their game to end are stale"
         assert 0 <= row["reward/finished"] <= 1
     assert rows[-1]["grad_norm"] > 0
 
 
-def test_the_kept_rollouts_are_games_and_walks(run):
+def test_recorded_rollouts_contain_games_and_walks(run):
     kept = files.read_rollouts(run.folder)
     games = [row for row in kept if row["source"] == GAME]
     walks = [row for row in kept if row["source"] == LAKE]
@@ -67,10 +67,10 @@ def test_the_kept_rollouts_are_games_and_walks(run):
     assert any("placed their symbol" in row["completion"] for row in games)
     assert len({row["reward"] for row in games}) > 1
     for row in walks:
-        told = row["completion"].count(
+        hints = row["completion"].count(
             "<|user|>No action. Reply with one of them, such as <action>left</action>.<|end|>"
         )
-        assert row["reward"] == -(told + 1)
+        assert row["reward"] == -(hints + 1)
 
 
 def test_both_seats_of_a_self_played_game_are_trained_on_its_result(run):
@@ -93,17 +93,17 @@ def test_both_seats_of_a_self_played_game_are_trained_on_its_result(run):
     assert (last[f"{LABEL}/games"], last[f"{LABEL}/turns_waiting"]) == (3, 0)
 
 
-def test_held_out_prompts_are_played_too(run):
+def test_held_out_prompts_are_evaluated(run):
     assert [row["step"] for row in run.rows(files.EVALUATION)] == [0, STEPS]
 
 
-def test_every_configuration_of_the_guide_builds_and_asks():
+def test_every_configuration_of_the_guide_builds_and_yields_prompts():
     blocks = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
     libraries = set()
     with Server() as server:
         for block in blocks:
             config = Config.model_validate(yaml.safe_load(block.replace("http://localhost:8000", server.url)))
             libraries |= {entry.name.partition(":")[0] for entry in config.environments}
-            if "verifiers:" not in block:  # wants a package that only test_verifiers has
+            if "verifiers:" not in block:  # test_verifiers.py builds it, in an environment that has the package
                 assert build_environments(config, build_char_tokenizer()).held_out(1)
     assert libraries == set(ADAPTERS)

@@ -1,4 +1,4 @@
-"""Environments of gymnasium in words: the return is the reward, and siblings meet the same seed."""
+"""Gymnasium environments as text: the reward is the return, and siblings start from the same seed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def acting(*names: str):
     return saying(*(f"<action>{name}</action>" for name in names))
 
 
-def test_a_walk_over_the_lake_is_told_step_by_step_and_ends_with_the_return():
+def test_a_walk_over_the_lake_is_observed_step_by_step_and_rewarded_with_the_return():
     episode = gym("FrozenLake-v1", **DRY)
     item = items(episode, 1)[0]
     assert item["prompt"].endswith("Actions: left, down, right, up.\n"
@@ -45,7 +45,7 @@ def test_a_walk_over_the_lake_is_told_step_by_step_and_ends_with_the_return():
     assert (fallen.score.reward, fallen.score.parts["finished"]) == (0, 1)
 
 
-def test_a_step_over_the_cliff_costs_what_gymnasium_says():
+def test_a_step_off_the_cliff_costs_its_penalty():
     episode = gym("CliffWalking-v1", max_turns=2)
     rollout = played(episode, items(episode, 1)[0], acting("right", "up"))
     first = next(observations(rollout)).splitlines()
@@ -53,8 +53,8 @@ def test_a_step_over_the_cliff_costs_what_gymnasium_says():
     assert rollout.score.reward == -101
 
 
-def test_a_taxi_driven_by_what_is_read_brings_its_passenger_home():
-    """Also: the words say where everything is, for they are all that this driver knows."""
+def test_a_taxi_can_be_driven_from_its_observations_alone():
+    """The driver reads nothing but the text, so every position must be in it."""
     row_of, column_of = re.compile(r"row (\d)"), re.compile(r"column (\d)")
 
     def driver(read: str) -> str:
@@ -79,14 +79,14 @@ def test_a_taxi_driven_by_what_is_read_brings_its_passenger_home():
         assert rollout.score.reward == 21 - len(rollout.text.split("<action>")[1:])
 
 
-def test_blackjack_is_played_by_number_too():
+def test_actions_may_be_given_by_number():
     episode = gym("Blackjack-v1")
     rewards = [played(episode, item, acting("0")).score.reward for item in items(episode, 30)]
     assert {-1, 1} <= set(rewards) <= {-1, 0, 1}
     assert all(re.search(r"You have \d+.*\. The dealer shows \d+\.$", item["prompt"]) for item in items(episode, 9))
 
 
-def test_a_reply_without_an_action_costs_a_turn_and_is_told_how_to_do_it():
+def test_a_reply_without_an_action_costs_a_turn_and_gets_a_hint():
     episode = gym("FrozenLake-v1", max_turns=4, invalid_reward=-0.5, **DRY)
     policy = saying("left", "<action>jump</action>", "<action>4</action>", "<think><action>up</action></think> hm")
     rollout = played(episode, items(episode, 1)[0], policy)
@@ -95,13 +95,13 @@ def test_a_reply_without_an_action_costs_a_turn_and_is_told_how_to_do_it():
     assert rollout.score.parts == {"return": 0, "invalid": 1, "finished": 0}
 
 
-def test_the_last_action_of_a_reply_counts_in_any_case():
+def test_the_last_action_of_a_reply_counts_and_is_case_insensitive():
     episode = gym("FrozenLake-v1", **DRY)
     rollout = played(episode, items(episode, 1)[0], saying("<action>right</action> no: <action> DOWN </action>"))
     assert next(observations(rollout)).splitlines()[1].startswith("P")
 
 
-def test_episodes_can_be_entered_anywhere_without_starting_those_before():
+def test_prompts_from_starts_anywhere_without_building_earlier_episodes():
     episode = gym("Blackjack-v1")
     assert items_from(episode, 3, 2) == items(episode, 5)[3:]
     assert len(items_from(episode, 10**9, 1)) == 1
@@ -110,17 +110,17 @@ def test_episodes_can_be_entered_anywhere_without_starting_those_before():
 @pytest.mark.parametrize("environment", TOY)
 def test_the_same_seed_and_replies_give_the_same_episode_in_new_and_used_environments(environment):
     episode, again = gym(environment), gym(environment)
-    asked = items(episode, 6)
-    assert asked == items(again, 6)
-    assert asked != items(episode, 6, seed=1)
-    assert {item["seed"] % 2 for item in asked} == {0}
+    six = items(episode, 6)
+    assert six == items(again, 6)
+    assert six != items(episode, 6, seed=1)
+    assert {item["seed"] % 2 for item in six} == {0}
     assert {item["seed"] % 2 for item in items(episode, 6, split="held_out")} == {1}
-    first, *rest = [played(episode, item, acting(*"1203210321"), room=900) for item in asked]
-    assert [first, *rest] == [played(again, item, acting(*"1203210321"), room=900) for item in asked]
-    assert played(episode, asked[0], acting(*"1203210321"), room=900) == first
+    first, *rest = [played(episode, item, acting(*"1203210321"), room=900) for item in six]
+    assert [first, *rest] == [played(again, item, acting(*"1203210321"), room=900) for item in six]
+    assert played(episode, six[0], acting(*"1203210321"), room=900) == first
 
 
-def test_running_out_of_room_keeps_what_was_earned():
+def test_an_episode_that_runs_out_of_tokens_keeps_its_rewards():
     episode = gym("CliffWalking-v1")
     rollout = played(episode, items(episode, 1)[0], acting("up"), room=200)
     assert rollout.score.parts["finished"] == 0
@@ -128,7 +128,7 @@ def test_running_out_of_room_keeps_what_was_earned():
     assert rollout.score.reward == -rollout.text.count("</action>")
 
 
-def test_other_environments_have_numbers_unless_they_are_given_words():
+def test_other_environments_show_numbers_unless_rules_and_action_names_are_given():
     assert items(gym("CartPole-v1"), 1)[0]["prompt"].startswith("Actions: 0, 1.\n")
     named = gym("CartPole-v1", actions=["left", "right"], rules="Balance the pole.", max_turns=500)
     prompt = items(named, 1)[0]["prompt"]
@@ -138,16 +138,16 @@ def test_other_environments_have_numbers_unless_they_are_given_words():
 
 
 class OwnLake(FrozenLakeEnv):
-    """An environment that nobody has put into words."""
+    """An environment without a view."""
 
 
-def test_what_renders_as_text_is_read_without_its_colours():
+def test_ansi_rendering_is_shown_without_colour_codes():
     gymnasium.register(id="OwnLake-v0", entry_point=OwnLake)
     episode = gym("OwnLake-v0", options={"render_mode": "ansi", "is_slippery": False})
     assert items(episode, 1)[0]["prompt"].endswith("\n\nSFFF\nFHFH\nFFFH\nHFFG")
 
 
-def test_a_time_limit_of_the_library_ends_an_episode():
+def test_a_time_limit_of_gymnasium_ends_an_episode():
     episode = gym("FrozenLake-v1", options={"max_episode_steps": 3})
     rollout = played(episode, items(episode, 1)[0], acting("left"))
     assert rollout.text.count("</action>") == 3
@@ -158,13 +158,13 @@ def test_a_time_limit_of_the_library_ends_an_episode():
     ("environment", "args", "message"),
     [
         ("Frozenlake-v1", {}, "Did you mean: `FrozenLake`"),
-        ("Pendulum-v1", {}, "Pendulum-v1 has no numbered actions but Box"),
+        ("Pendulum-v1", {}, "Pendulum-v1 has the action space Box"),
         ("Taxi-v4", {"actions": ["go"]}, "args.actions=['go']: Taxi-v4 has 6 actions"),
-        ("FrozenLake-v1", {"options": {"map_name": None}}, "does not repeat itself from its seed"),
+        ("FrozenLake-v1", {"options": {"map_name": None}}, "is not reproducible from its seed"),
         ("FrozenLake-v1", {"option": {}}, "unknown argument 'option'; did you mean 'options'"),
     ],
 )
-def test_what_cannot_be_played_is_said_in_one_line(environment, args, message):
+def test_what_cannot_be_played_is_rejected_in_one_line(environment, args, message):
     with pytest.raises(EnvironmentSetupError, match=re.escape(message)) as caught:
         gym(environment, **args)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""OpenEnv's protocol over loopback: a session for each episode, and failures that cost one episode."""
+"""OpenEnv's protocol over loopback: one session for each episode, and failures that cost one episode only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def secret_of(item) -> str:
     return str(game.secret)
 
 
-def test_an_episode_is_one_session_whose_rewards_add_up(server):
+def test_an_episode_is_one_session_and_its_reward_the_sum_of_the_steps(server):
     episode = env(server, instruction="Guess my number.")
     item = items(episode, 1)[0]
     assert re.fullmatch(r"Guess my number\.\n\n1 to 9, (odd|even)", item["prompt"])
@@ -43,12 +43,12 @@ def test_an_episode_is_one_session_whose_rewards_add_up(server):
     assert rollout.score.reward == 1 - 2 * 0.125
     assert rollout.score.parts == {"return": 0.75, "invalid": 0, "finished": 1}
     assert server.sessions == 1
-    assert server.is_left()
+    assert server.all_sessions_ended()
 
 
-def test_episodes_side_by_side_do_not_meet_and_wait_for_a_free_session():
-    async def all_of(episode, asked):
-        games = (playing(episode, item, saying("0", "0", secret_of(item))) for item in asked)
+def test_concurrent_episodes_have_separate_sessions_and_wait_for_a_free_one():
+    async def all_of(episode, chosen):
+        games = (playing(episode, item, saying("0", "0", secret_of(item))) for item in chosen)
         return await asyncio.gather(*games)
 
     with Server(capacity=3) as server:
@@ -56,10 +56,10 @@ def test_episodes_side_by_side_do_not_meet_and_wait_for_a_free_session():
         rollouts = asyncio.run(all_of(episode, items(episode, 8)))
         assert [rollout.score.reward for rollout in rollouts] == [0.75] * 8
         assert (server.most_open, server.sessions) == (3, 8)
-        assert server.is_left()
+        assert server.all_sessions_ended()
 
 
-def test_seeds_repeat_and_are_held_out_apart(server):
+def test_items_are_reproducible_and_held_out_seeds_are_disjoint(server):
     episode = env(server, options={"highest": 90})
     assert items(episode, 4) == items(env(server, options={"highest": 90}), 4)
     assert items(episode, 4)[0]["prompt"].startswith("1 to 90")
@@ -67,28 +67,28 @@ def test_seeds_repeat_and_are_held_out_apart(server):
     assert {item["seed"] % 2 for item in items(episode, 5, split="held_out")} == {1}
 
 
-def test_a_resume_asks_the_server_for_no_prompt_again(server):
+def test_prompts_from_starts_anywhere_without_requests_for_earlier_prompts(server):
     episode = env(server)
     assert items_from(episode, 3, 2) == items(episode, 5)[3:]
     assert len(items_from(episode, 10**9, 1)) == 1
 
 
-def test_actions_that_are_no_text_are_json_objects_and_mistakes_in_them_cost_a_turn():
+def test_actions_without_a_text_field_are_json_objects_and_invalid_ones_cost_a_turn():
     with Server(NUMBER_ACTION) as server:
         episode = env(server, max_turns=5, invalid_reward=-0.5)
         item = items(episode, 1)[0]
         assert '"number"' in item["prompt"] and "JSON object" in item["prompt"]
         policy = saying("7", '{"numbr": 7}', '{"number": 0}', f'{{"number": {secret_of(item)}}}')
         rollout = played(episode, item, policy)
-        told = list(observations(rollout))
-        assert told[0] == "Invalid action: not a JSON object"
-        assert "wrong fields" in told[1]
-        assert told[2:] == ["no"]
+        observed = list(observations(rollout))
+        assert observed[0] == "Invalid action: not a JSON object"
+        assert "wrong fields" in observed[1]
+        assert observed[2:] == ["no"]
         assert rollout.score.reward == 0.875 - 2 * 0.5
         assert rollout.score.parts == {"return": 0.875, "invalid": 0.5, "finished": 1}
 
 
-def test_the_whole_observation_is_json_where_no_field_is_named(server):
+def test_without_a_named_field_the_whole_observation_is_shown_as_json(server):
     episode = build_episode(f"openenv:{server.url}", {"action": "message"})
     assert re.fullmatch(r'\{"text": "1 to 9, \w+", "steps": 0\}', items(episode, 1)[0]["prompt"])
 
@@ -97,38 +97,38 @@ def test_the_whole_observation_is_json_where_no_field_is_named(server):
     ("reply", "message"),
     [("crash", "EXECUTION_ERROR: the environment crashed"), ("hang up", "the server ended the session")],
 )
-def test_what_the_server_cannot_do_costs_the_episode_and_frees_the_session(server, reply, message):
+def test_a_server_error_costs_the_episode_and_frees_its_session(server, reply, message):
     episode = env(server)
     item = items(episode, 1)[0]
     with pytest.raises((openenv.ServerError, ConnectionError), match=message):
         played(episode, item, saying(reply))
     assert played(episode, item, saying(secret_of(item))).score.reward == 1
-    assert server.is_left()
+    assert server.all_sessions_ended()
 
 
-def test_an_episode_that_is_given_up_while_the_server_thinks_frees_its_session(server):
+def test_a_cancelled_episode_frees_its_session(server):
     episode = env(server)
     item = items(episode, 1)[0]
 
-    async def given_up() -> None:
+    async def cancelled() -> None:
         async with asyncio.timeout(0.2):
             await playing(episode, item, saying("hang"))
 
     with pytest.raises(TimeoutError):
-        asyncio.run(given_up())
+        asyncio.run(cancelled())
     assert played(episode, item, saying(secret_of(item))).score.reward == 1
-    assert server.is_left()
+    assert server.all_sessions_ended()
 
 
-def test_an_environment_that_does_not_repeat_itself_is_no_group(server):
+def test_an_environment_that_is_not_reproducible_fails_the_episode(server):
     episode = env(server)
     item = items(episode, 1)[0]
     server.repeatable = False
-    with pytest.raises(RuntimeError, match="does not repeat itself from its seed"):
+    with pytest.raises(RuntimeError, match="is not reproducible from its seed"):
         played(episode, item, saying("1"))
 
 
-def test_running_out_of_turns_or_room_keeps_what_was_earned(server):
+def test_an_episode_that_runs_out_of_turns_or_tokens_keeps_its_rewards(server):
     short, cramped = env(server, max_turns=2), env(server)
     item = items(short, 1)[0]
     assert played(short, item, saying("0")).score.parts == {"return": -0.25, "invalid": 0, "finished": 0}
@@ -137,7 +137,7 @@ def test_running_out_of_turns_or_room_keeps_what_was_earned(server):
     assert rollout.finish_reason == "length"
 
 
-def test_a_server_that_is_not_there_or_not_well_is_said_in_one_line():
+def test_an_unreachable_or_unhealthy_server_is_reported_in_one_line():
     for args, message in [
         ({"url": f"http://127.0.0.1:{free_port()}"}, "no OpenEnv server answers /health"),
         ({"url": "localhost:8000"}, "args.url='localhost:8000': String should match"),
@@ -146,20 +146,23 @@ def test_a_server_that_is_not_there_or_not_well_is_said_in_one_line():
         with pytest.raises(EnvironmentSetupError, match=re.escape(message)) as caught:
             build_episode("openenv", args)
         assert "\n" not in str(caught.value)
-    with Server(health="unhealthy") as server, pytest.raises(EnvironmentSetupError, match="says that it is unhealthy"):
+    with (
+        Server(health="unhealthy") as server,
+        pytest.raises(EnvironmentSetupError, match="reports its health as unhealthy"),
+    ):
         env(server)
 
 
-def test_a_server_that_is_started_again_during_a_run_is_waited_for(monkeypatch, server):
-    monkeypatch.setattr(openenv, "PAUSE", 0.001)
+def test_a_server_that_restarts_during_a_run_is_retried(monkeypatch, server):
+    monkeypatch.setattr(openenv, "RETRY_INTERVAL", 0.001)
     first = json.dumps({"observation": {"text": "1 to 9"}, "reward": None, "done": False}).encode()
     with raw_server(b"", response(b"{}", status="503 Busy"), response(first)) as url:
         item = next(env(server).model_copy(update={"url": url}).prompts(0, "train"))
     assert "1 to 9" in item["prompt"]
 
 
-def test_a_server_that_answers_nonsense_during_a_run_is_said_in_one_line(monkeypatch, server):
-    monkeypatch.setattr(openenv, "PATIENCE", 0.0)
+def test_an_invalid_response_during_a_run_is_reported_in_one_line(monkeypatch, server):
+    monkeypatch.setattr(openenv, "RESTART_TIMEOUT", 0.0)
     episode = env(server)
     for raw in (b"220 a mail server\r\n", response(b"[]"), response(b"{}", status="500 Crashed")):
         with raw_server(raw) as url:

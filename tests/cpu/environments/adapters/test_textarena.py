@@ -1,4 +1,4 @@
-"""Games of textarena as episodes of one seat: repeatable, quiet, and each seat told its own."""
+"""Games of textarena as episodes of one seat: reproducible, silent, and limited to what the seat may read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError
-from colocated_grpo.environments.adapters.textarena_game import Game, random_move
+from colocated_grpo.environments.adapters.textarena_game import TextArenaGame, random_move
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.user_code.isolation import isolated
 from tests.support.adapter_play import items, items_from, observations, played, saying
@@ -34,13 +34,13 @@ def arena(game: str, **args):
 
 
 def legal(seed: int = 0):
-    """A policy that says a random move among those it was shown last."""
-    chance = random.Random(seed)
+    """Return a policy that plays a random move among those shown last."""
+    rng = random.Random(seed)
 
     def reply(read: str) -> str:
         lines = [line for line in read.splitlines() if "[" in line and not line.startswith("[Player")]
         shown = re.findall(r"\[\d+\]|\[(?:check|bet|call|fold)\]", lines[-1] if lines else "")
-        return chance.choice(shown) if shown else "I am a villager."
+        return rng.choice(shown) if shown else "I am a villager."
 
     return reply
 
@@ -53,7 +53,7 @@ def opponents(tmp_path):
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_a_game_is_played_to_its_end_and_the_seat_gets_the_games_reward(game):
+def test_a_finished_game_rewards_the_seat_with_the_games_result(game):
     episode = arena(game)
     rollouts = [played(episode, item, legal()) for item in items(episode, 12)]
     for rollout in rollouts:
@@ -65,7 +65,7 @@ def test_a_game_is_played_to_its_end_and_the_seat_gets_the_games_reward(game):
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_siblings_that_say_the_same_live_the_same_whatever_else_draws_numbers(game):
+def test_equal_replies_give_equal_episodes_whatever_else_uses_random_numbers(game):
     episode, again = arena(game), arena(game)
     assert items(episode, 5) == items(again, 5)
     assert items(episode, 5) != items(episode, 5, seed=1)
@@ -76,14 +76,16 @@ def test_siblings_that_say_the_same_live_the_same_whatever_else_draws_numbers(ga
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_games_can_be_entered_anywhere_without_dealing_those_before(game):
+def test_prompts_from_starts_anywhere_without_dealing_earlier_games(game):
     episode = arena(game)
     assert items_from(episode, 3, 2) == items(episode, 5)[3:]
     assert len(items_from(episode, 10**9, 1)) == 1
 
 
-def test_a_seat_that_is_never_asked_is_named_and_not_waited_for():
-    with pytest.raises(EnvironmentSetupError, match="Hasty-v0: 100 games in a row ended before seat 1 was asked"):
+def test_a_seat_without_any_turn_is_reported_after_100_games():
+    with pytest.raises(
+        EnvironmentSetupError, match=r"Hasty-v0: 100 games in a row ended before the first turn of args\.seat=1"
+    ):
         items(arena(HASTY, seat=1), 1)
     assert len(items(arena(HASTY), 9)) == 9
 
@@ -95,12 +97,12 @@ def test_no_game_is_both_trained_and_held_out(game):
     assert {item["seed"] % 2 for seed in range(3) for item in items(episode, 9, seed, "held_out")} == {1}
 
 
-def test_the_policy_sits_everywhere_unless_it_is_given_a_seat():
+def test_the_policy_plays_every_seat_unless_one_is_given():
     assert set(Counter(item["seat"] for item in items(arena("SecretMafia-v0"), 60))) == set(range(6))
     assert {item["seat"] for item in items(arena("TicTacToe-v0", seat=1), 10)} == {1}
 
 
-def test_a_seat_reads_its_own_role_and_nobody_elses():
+def test_a_seat_reads_its_own_role_only():
     episode = arena("SecretMafia-v0")
     seen = Counter()
     for item in items(episode, 40):
@@ -108,14 +110,14 @@ def test_a_seat_reads_its_own_role_and_nobody_elses():
         assert item["prompt"].count("Your role:") == 1
         mafia = "Your role: Mafia" in item["prompt"]
         seen[mafia] += 1
-        told = "\n".join([item["prompt"], *observations(played(episode, item, legal()))])
-        assert told.count("Welcome to") == 1
-        assert ("agree on a victim" in told) == mafia
-        assert ("IS a Mafia member" in told or "IS NOT a Mafia" in told) <= ("Your role: Detective" in told)
+        read = "\n".join([item["prompt"], *observations(played(episode, item, legal()))])
+        assert read.count("Welcome to") == 1
+        assert ("agree on a victim" in read) == mafia
+        assert ("IS a Mafia member" in read or "IS NOT a Mafia" in read) <= ("Your role: Detective" in read)
     assert seen[True] > 3 and seen[False] > 15
 
 
-def test_a_turn_is_answered_with_what_is_new_and_not_with_what_the_policy_said():
+def test_an_observation_contains_new_messages_only_and_none_of_the_policy():
     episode = arena("TicTacToe-v0", seat=0)
     rollout = played(episode, items(episode, 1)[0], saying("[4]", "[4]"))
     first, second = list(observations(rollout))[:2]
@@ -131,7 +133,7 @@ def test_thoughts_are_not_part_of_a_move():
     assert "in cell 4" in next(observations(rollout))
 
 
-def test_a_game_that_runs_out_of_turns_or_room_is_as_bad_as_a_lost_one():
+def test_a_game_cut_short_by_turns_or_tokens_counts_as_lost():
     episode = arena("TicTacToe-v0", max_turns=2)
     item = items(episode, 1)[0]
     for rollout in (played(episode, item, legal()), played(arena("TicTacToe-v0"), item, legal(), room=60)):
@@ -142,52 +144,52 @@ def test_a_game_that_runs_out_of_turns_or_room_is_as_bad_as_a_lost_one():
 def test_the_random_player_makes_legal_moves_only(game):
     episode = arena(game)
     for seed in range(20):
-        deal, chance = Game(game, episode.options, episode.players, seed), random.Random(seed)
+        deal, rng = TextArenaGame(game, episode.options, episode.players, seed), random.Random(seed)
         illegal = 0
         while not deal.over:
-            deal.listen()
-            move = random_move(deal, chance)
+            deal.read_new()
+            move = random_move(deal, rng)
             illegal += not deal.accepts(move)
             deal.play(move)
         assert illegal == 0
 
 
-def test_illegal_moves_are_known_before_they_are_made_also_when_they_end_the_game():
-    deal = Game("TicTacToe-v0", {}, 2, 0)
+def test_accepts_predicts_illegal_moves_also_those_that_end_the_game():
+    deal = TextArenaGame("TicTacToe-v0", {}, 2, 0)
     deal.play("[4]")
-    for _ in range(2):  # the first is forgiven, the second is not
-        deal.listen()
+    for _ in range(2):  # The game forgives the first invalid move in a row and ends with the second.
+        deal.read_new()
         assert [deal.accepts(move) for move in ("[4]", "[0]", "[9]", "honk")] == [False, True, False, False]
         deal.play("[4]")
     assert deal.over
 
 
-def test_a_move_is_judged_by_itself_also_by_a_seat_that_has_not_read_the_last_complaint():
-    deal = Game("TicTacToe-v0", {}, 2, 0)
+def test_an_unread_complaint_about_an_earlier_move_does_not_make_a_legal_move_illegal():
+    deal = TextArenaGame("TicTacToe-v0", {}, 2, 0)
     assert [deal.play(move) for move in ("honk", "[4]", "[4]", "[0]")] == [False, True, False, True]
 
 
-def test_a_trial_of_a_move_leaves_no_trace():
-    deal, other = (Game("SecretMafia-v0", {}, 6, 3) for _ in range(2))
+def test_trying_a_move_does_not_change_the_game():
+    deal, other = (TextArenaGame("SecretMafia-v0", {}, 6, 3) for _ in range(2))
     for turn in range(8):
-        said = deal.listen()
-        assert said == other.listen()
-        moves = [move for moves in deal.moves() for move in moves]
+        new = deal.read_new()
+        assert new == other.read_new()
+        moves = [move for moves in deal.shown_moves() for move in moves]
         assert [deal.accepts(move) for move in [*moves, "honk"]] == [deal.accepts(move) for move in [*moves, "honk"]]
         deal.play(moves[turn % len(moves)] if moves else "hm")
         other.play(moves[turn % len(moves)] if moves else "hm")
 
 
-def test_the_other_seats_may_be_played_by_a_function_of_the_user(opponents):
+def test_the_other_seats_may_be_played_by_a_user_function(opponents):
     episode = arena("TicTacToe-v0", seat=0, opponent=opponents("first_cell"))
     rollout = played(episode, items(episode, 1)[0], saying("[4]", "[8]", "[3]", "[5]"))
-    assert [re.findall(r"\[Player 1\] (\S+)", told) for told in observations(rollout)] == [["[0]"], ["[1]"]]
+    assert [re.findall(r"\[Player 1\] (\S+)", text) for text in observations(rollout)] == [["[0]"], ["[1]"]]
     assert rollout.score.reward == -1
     clowned = arena("TicTacToe-v0", seat=0, opponent=opponents("clown"))
     assert played(clowned, items(clowned, 1)[0], saying("[4]")).score.reward == 1
 
 
-def test_the_guides_opponent_takes_the_middle(tmp_path):
+def test_the_opponent_of_the_guide_takes_the_middle(tmp_path):
     guide = (ROOT / "docs/guides/adapters.md").read_text()
     (tmp_path / "my_players.py").write_text(guide.split("```python\n", 1)[1].split("```", 1)[0])
     episode = arena("TicTacToe-v0", seat=0, opponent=f"{tmp_path / 'my_players.py'}:clever")
@@ -196,18 +198,18 @@ def test_the_guides_opponent_takes_the_middle(tmp_path):
     assert rollout.score.parts["finished"] == 1
 
 
-def test_games_have_a_chance_of_their_own_and_say_nothing(capsys):
+def test_isolated_code_has_its_own_random_stream_and_prints_nothing(capsys):
     random.seed(5)
     before = random.getstate()
     drawn = []
     for further in (0, 0, 1):
-        chance = random.Random(1)
-        with isolated(chance):
+        rng = random.Random(1)
+        with isolated(rng):
             print("noise")
             drawn.append(random.random())
             for _ in range(further):
                 random.random()
-        with isolated(chance):
+        with isolated(rng):
             drawn.append((random.random(), numpy.random.random()))
         numpy.random.random()
     assert drawn[:2] == drawn[2:4]
@@ -222,7 +224,11 @@ def test_games_have_a_chance_of_their_own_and_say_nothing(capsys):
         ("textarena:TicTacTo-v0", {}, "unknown game 'TicTacTo-v0'; did you mean 'TicTacToe-v0'"),
         ("textarena:SecretMafia-v0", {}, "Player count must be between"),
         ("textarena:TicTacToe-v0", {"seat": 2}, "args.seat=2 must be below args.players=2"),
-        ("textarena:TicTacToe-v0", {"game": "KuhnPoker-v0"}, "args.game='KuhnPoker-v0' is given as well"),
+        (
+            "textarena:TicTacToe-v0",
+            {"game": "KuhnPoker-v0"},
+            "args.game='KuhnPoker-v0': the name gives this argument already",
+        ),
         ("textarena:TicTacToe-v0", {"max_turn": 2}, "unknown argument 'max_turn'; did you mean 'max_turns'"),
         ("textarena:TicTacToe-v0", {"options": {"size": 4}}, "unexpected keyword argument 'size'"),
         ("textarena:TicTacToe-v0", {"opponent": "best"}, "'best' is not of the form module:object"),
@@ -230,7 +236,7 @@ def test_games_have_a_chance_of_their_own_and_say_nothing(capsys):
         ("textaren:TicTacToe-v0", {}, "No module named 'textaren'"),
     ],
 )
-def test_what_cannot_be_played_is_said_in_one_line(name, args, message):
+def test_what_cannot_be_played_is_rejected_in_one_line(name, args, message):
     with pytest.raises(EnvironmentSetupError, match=re.escape(message)) as caught:
         build_episode(name, args)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Batchers with ToSSim's interface: judged without being played, one reply each carried out, quiet, and never fatal."""
+"""Batchers with ToSSim's interface: scored on copies, one commit for each turn, silent, and isolated failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.adapters import tossim
-from colocated_grpo.environments.adapters.tossim import ToSSim
+from colocated_grpo.environments.adapters.tossim import ToSSim, ToSSimTable
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
 from tests.support.paths import SUPPORT
@@ -27,25 +27,25 @@ def batcher(kind: str = "WithMeta", seed: int = 0, **args) -> ToSSim:
 
 
 def state(environment: ToSSim) -> list:
-    """Of the batchers behind it."""
+    """Return the state of all games of the batchers."""
     return [
-        (game.day, list(game.said), [(player.name, player.turns) for player in players])
+        (game.day, list(game.speeches), [(player.name, player.turns) for player in players])
         for table in environment._tables
         for game, players in table.batcher.games
     ]
 
 
 def play(environment: ToSSim, batches: int) -> list[str]:
-    asked = []
+    prompts = []
     for _ in range(batches):
         for turn in environment.next_batch():
-            asked.append(turn.messages)
+            prompts.append(turn.messages)
             environment.commit(turn, GOOD)
-    return asked
+    return prompts
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_completions_are_judged_on_copies(kind):
+def test_completions_are_scored_on_copies(kind):
     environment, elsewhere = batcher(kind, num_games=2), batcher(kind, seed=9)
     play(environment, 2)
     before = state(environment)
@@ -58,7 +58,7 @@ def test_completions_are_judged_on_copies(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_reply_reaches_the_seat_that_was_asked(kind):
+def test_each_reply_reaches_the_seat_of_its_turn(kind):
     environment = batcher(kind)
     turns = environment.next_batch()
     names = [turn.messages.split(",")[0] for turn in turns]
@@ -78,7 +78,7 @@ def test_each_reply_reaches_the_seat_that_was_asked(kind):
     }
 
 
-def test_stats_are_of_the_time_since_the_last_call():
+def test_stats_count_since_the_last_call():
     environment = batcher(breaks_on_day=3)
     environment.add_game()
     steps = [environment.drain_stats()]
@@ -95,7 +95,7 @@ def test_stats_are_of_the_time_since_the_last_call():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_may_be_answered_over_several_steps(kind):
+def test_a_batch_may_be_committed_over_several_steps(kind):
     environment = batcher(kind)
     first, *others = environment.next_batch()
     environment.commit(first, GOOD)
@@ -109,7 +109,7 @@ def test_a_batch_may_be_answered_over_several_steps(kind):
     assert not {turn.id for turn in environment.next_batch()} & {turn.id for turn in (first, *others)}
 
 
-def test_an_environment_that_raises_is_set_up_anew_and_the_others_play_on():
+def test_a_table_whose_batcher_raises_is_replaced_and_the_others_continue():
     environment = batcher(breaks_on_day=3)
     environment.add_game()
     ids = []
@@ -120,7 +120,7 @@ def test_an_environment_that_raises_is_set_up_anew_and_the_others_play_on():
     assert len(set(ids)) == len(ids) == 72
 
 
-def test_the_seed_decides_and_tables_differ():
+def test_games_follow_the_seed_and_tables_differ():
     def names(seed: int) -> list[str]:
         environment = batcher(seed=seed)
         return [turn.messages for turn in [*environment.next_batch(), *environment.add_game()]]
@@ -130,7 +130,7 @@ def test_the_seed_decides_and_tables_differ():
     assert len(set(names(1))) == 6
 
 
-def test_no_call_has_the_luck_of_another():
+def test_every_call_has_its_own_random_stream():
     environment = batcher("Lucky")
     for _ in range(5):
         play(environment, 2)
@@ -140,10 +140,10 @@ def test_no_call_has_the_luck_of_another():
     assert len(set(drawn)) == len(drawn) == 5 * (2 + 2 + 2)
 
 
-def test_a_reply_is_taken_without_a_copy_of_its_table(monkeypatch):
+def test_a_commit_does_not_copy_the_table(monkeypatch):
     environment = batcher()
     turns = environment.next_batch()
-    monkeypatch.setattr(tossim.pickle, "dumps", lambda table: pytest.fail("a copy of the table"))
+    monkeypatch.setattr(tossim.pickle, "dumps", lambda table: pytest.fail("the table was copied"))
     for turn in turns:
         environment.commit(turn, GOOD)
     [(_, said, players)] = state(environment)
@@ -151,7 +151,7 @@ def test_a_reply_is_taken_without_a_copy_of_its_table(monkeypatch):
     assert [turns for _, turns in players] == [1, 1, 1]
 
 
-def test_stats_that_are_no_counts_are_left_out_and_cost_no_table():
+def test_stats_that_are_not_numbers_are_left_out():
     environment = batcher("Chatty")
     play(environment, 2)
     stats = environment.drain_stats()
@@ -160,14 +160,14 @@ def test_stats_that_are_no_counts_are_left_out_and_cost_no_table():
     assert environment.drain_stats()["resets"] == 0
 
 
-def test_a_failing_judge_gives_no_reward():
+def test_an_exception_while_scoring_gives_no_reward():
     environment = batcher("Pairs")
     turn = environment.next_batch()[0]
     [outcome] = environment.score(turn, [None])
     assert (outcome.reward, outcome.parts) == (None, {"failed": 1.0})
 
 
-def test_nothing_is_printed_and_the_trainers_chance_is_left_alone(capsys):
+def test_batchers_print_nothing_and_leave_the_global_random_state_alone(capsys):
     random.seed(1)
     expected = random.Random(1).random()
     environment = batcher()
@@ -177,8 +177,12 @@ def test_nothing_is_printed_and_the_trainers_chance_is_left_alone(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_tables_of_earlier_checkpoints_are_unpickled_by_their_former_name():
+    assert pickle.loads(b"ccolocated_grpo.environments.adapters.tossim\nTable\n.") is ToSSimTable
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_batcher_goes_on_as_the_first_one_would_have(kind):
+def test_a_restored_batcher_continues_exactly(kind):
     environment, other = batcher(kind, num_games=2, breaks_on_day=4), batcher(kind, num_games=2, breaks_on_day=4)
     play(environment, 3)
     environment.add_game()
@@ -190,7 +194,7 @@ def test_a_restored_batcher_goes_on_as_the_first_one_would_have(kind):
     assert state(other) == state(environment)
 
 
-def test_it_trains_as_an_entry_of_the_config():
+def test_a_batcher_trains_as_an_entry_of_the_config():
     entry = {"type": "turns", "name": "tossim", "args": {"environment": f"{FILE}:WithMeta", "num_games": 2}}
     made = build_environments(Config(model={"name": "none"}, environments=[entry]), build_char_tokenizer())
     source = made.open_source()
@@ -209,11 +213,11 @@ def test_it_trains_as_an_entry_of_the_config():
     [
         ({"environment": f"{FILE}:Nothing"}, "unknown object of"),
         ({"environment": f"{FILE}:WithMeta", "games": 2}, "unexpected keyword argument 'games'"),
-        ({"environment": f"{FILE}:Locked"}, "cannot be pickled, and completions are judged on copies"),
+        ({"environment": f"{FILE}:Locked"}, "cannot be pickled, but completions are scored on copies"),
         ({}, "missing 1 required positional argument: 'environment'"),
     ],
 )
-def test_a_batcher_that_cannot_be_used_is_named_in_one_line(args, message):
+def test_an_unusable_batcher_is_rejected_in_one_line(args, message):
     config = Config(model={"name": "none"}, environments=[{"type": "turns", "name": "tossim", "args": args}])
     with pytest.raises(EnvironmentSetupError) as caught:
         build_environments(config, build_char_tokenizer())
@@ -221,7 +225,7 @@ def test_a_batcher_that_cannot_be_used_is_named_in_one_line(args, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_batcher_that_never_asks_is_named():
+def test_a_batcher_without_turns_is_rejected():
     entry = {"type": "turns", "name": "tossim", "args": {"environment": f"{FILE}:Empty"}}
     made = build_environments(Config(model={"name": "none"}, environments=[entry]), build_char_tokenizer())
     with pytest.raises(EnvironmentSetupError, match="no open turn after 1000 calls"):

@@ -1,4 +1,4 @@
-"""Town as a turn environment: pure scores, one commit a turn, delayed returns, exact snapshots, and its records."""
+"""Town as a turn environment: pure scores, one commit for each turn, exact snapshots, and game records."""
 
 from __future__ import annotations
 
@@ -15,28 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colocated_grpo import types
 from colocated_grpo.environments.town import roles
-from colocated_grpo.environments.town.environment import TownEnvironment, TurnError
+from colocated_grpo.environments.town.environment import TurnError
 from colocated_grpo.environments.town.players import reply
-from colocated_grpo.environments.town.rewards import CREDITS, Credit, outcome_returns, shaping
+from colocated_grpo.environments.town.rewards import CREDITS
 from colocated_grpo.environments.town.settings import TownSettings
-from colocated_grpo.environments.town.state import Phase, Rules, TurnRecord
-from colocated_grpo.environments.town.verdicts import judge
+from colocated_grpo.environments.town.state import Phase, Rules
 from colocated_grpo.environments.turns import credit
-from colocated_grpo.environments.turns.games import RATES, EarlyStop
-from tests.support.town_tables import play, play_game, random_reply, table
-
-SMALL = {"games": 3, "seed": 4, "rules": Rules(max_days=3)}
-
-
-def small(**settings) -> TownEnvironment:
-    return TownEnvironment(TownSettings(**{**SMALL, **settings}))
+from tests.support.town_tables import play, play_game, random_reply, small_town
 
 
 @given(st.lists(st.text(max_size=40), max_size=3), st.integers(0, 40))
 @settings(max_examples=25)
-def test_scoring_changes_nothing_and_repeats_itself(texts, commits):
-    environment = small(games=1)
+def test_scoring_is_pure_and_repeatable(texts, commits):
+    environment = small_town(games=1)
     play(environment, commits)
     turn = environment.next_batch()[0]
     completions = [*texts, random_reply(turn, Random(commits)), reply("wait"), reply("kill", "Ada"), "<think>"]
@@ -47,8 +40,8 @@ def test_scoring_changes_nothing_and_repeats_itself(texts, commits):
     assert json.dumps(environment.snapshot(), sort_keys=True) == before
 
 
-def test_the_committed_reply_is_worth_what_it_was_scored():
-    environment = small()
+def test_a_commit_returns_the_outcome_that_score_gave():
+    environment = small_town()
     for _ in range(60):
         turn = environment.next_batch()[0]
         answer = random_reply(turn, Random(turn.id))
@@ -57,16 +50,16 @@ def test_the_committed_reply_is_worth_what_it_was_scored():
 
 
 def test_a_turn_takes_exactly_one_commit():
-    environment = small()
+    environment = small_town()
     turn = environment.next_batch()[0]
     environment.commit(turn, reply("wait"))
     with pytest.raises(TurnError, match="exactly one commit"):
         environment.commit(turn, reply("wait"))
 
 
-def test_a_turn_carries_all_that_its_score_needs():
-    """Another environment with the same credit, in another process, judges the same, whatever happened since."""
-    environment, elsewhere = small(), small(seed=77)
+def test_another_environment_scores_a_turn_the_same():
+    """The scoring environment has the same credit and other games; the turn is pickled, as between ranks."""
+    environment, elsewhere = small_town(), small_town(seed=77)
     for _ in range(80):
         turn = environment.next_batch()[0]
         answers = [random_reply(turn, Random(turn.id)), reply("vote", "nobody"), reply("execute"), ""]
@@ -77,7 +70,7 @@ def test_a_turn_carries_all_that_its_score_needs():
 
 
 def test_a_turn_that_the_game_has_not_reached_cannot_be_committed():
-    environment = small(games=1, roles=("citizen",) * 5 + ("godfather", "sheriff"))
+    environment = small_town(games=1, roles=("citizen",) * 5 + ("godfather", "sheriff"))
     for turn in environment.next_batch():
         environment.commit(turn, reply("wait"))
     talking = environment.next_batch()
@@ -89,8 +82,8 @@ def test_a_turn_that_the_game_has_not_reached_cannot_be_committed():
         environment.commit(early, reply("wait"))
 
 
-def test_a_turn_stays_closed_when_its_seat_is_asked_again():
-    environment = small(games=1)
+def test_a_turn_stays_closed_when_its_seat_acts_again():
+    environment = small_town(games=1)
     first = environment.next_batch()[0]
     environment.commit(first, reply("roles"))
     assert first.seat in {turn.seat for turn in environment.next_batch()}
@@ -98,14 +91,14 @@ def test_a_turn_stays_closed_when_its_seat_is_asked_again():
         environment.commit(first, reply("wait"))
 
 
-def test_asking_again_without_a_commit_gives_the_same_turns():
-    environment = small()
+def test_next_batch_repeats_its_turns_until_a_commit():
+    environment = small_town()
     assert environment.next_batch() == environment.next_batch()
     assert environment.next_batch()[:2] == environment.next_batch()[:2]
 
 
-def test_a_malformed_reply_is_carried_out_as_waiting_and_its_author_is_told():
-    environment = small(games=1)
+def test_a_malformed_reply_acts_as_waiting_and_is_reported_to_its_seat():
+    environment = small_town(games=1)
     turn = environment.next_batch()[0]
     outcome = environment.commit(turn, "I vote for Ada")
     assert (outcome.status, outcome.code, outcome.tag, outcome.reward) == (-1, "missing_think", "wait", -1.0)
@@ -114,8 +107,8 @@ def test_a_malformed_reply_is_carried_out_as_waiting_and_its_author_is_told():
     assert "(Your reply did nothing. missing_think" in again.messages[1]["content"]
 
 
-def test_a_look_up_is_answered_and_the_same_seat_goes_on():
-    environment = small(games=1, rules=Rules(tool_calls=2))
+def test_a_look_up_returns_an_observation_and_leaves_the_turn_to_the_seat():
+    environment = small_town(games=1, rules=Rules(tool_calls=2))
     first = environment.next_batch()[0]
     turn = first
     for done in (1, 2):
@@ -127,25 +120,25 @@ def test_a_look_up_is_answered_and_the_same_seat_goes_on():
     assert environment.score(turn, [reply("roles")])[0].code == "too_many_tools"
 
 
-def test_settings_and_commits_decide_everything():
-    assert play(small(), 400) == play(small(), 400)
-    assert play(small(), 50) != play(small(seed=5), 50)
+def test_games_are_determined_by_settings_and_commits():
+    assert play(small_town(), 400) == play(small_town(), 400)
+    assert play(small_town(), 50) != play(small_town(seed=5), 50)
 
 
 @pytest.mark.parametrize("players", [("policy",), ("policy", "sensible", "random")])
 @pytest.mark.parametrize("cut", [0, 37, 150])
-def test_a_restored_environment_goes_on_as_the_first_one_would_have(cut, players):
-    one, other = small(players=players), small(players=players, seed=99)
+def test_a_restored_environment_continues_exactly(cut, players):
+    one, other = small_town(players=players), small_town(players=players, seed=99)
     play(one, cut)
     saved = json.loads(json.dumps(one.snapshot()))
-    expected = (play(one, 200, seed=1), one.drain_returns(), one.kpis.rates())
+    expected = (play(one, 200, seed=1), one.drain_returns(), one.stats.rates())
     other.settings = one.settings
     other.restore(saved)
-    assert (play(other, 200, seed=1), other.drain_returns(), other.kpis.rates()) == expected
+    assert (play(other, 200, seed=1), other.drain_returns(), other.stats.rates()) == expected
 
 
-def test_a_snapshot_is_not_touched_by_what_follows():
-    environment = small()
+def test_a_snapshot_does_not_change_with_later_commits():
+    environment = small_town()
     play(environment, 20)
     saved = environment.snapshot()
     copy = json.dumps(saved)
@@ -154,144 +147,55 @@ def test_a_snapshot_is_not_touched_by_what_follows():
     assert json.dumps(saved) == copy
 
 
-def test_a_snapshot_of_another_number_of_games_is_refused():
+def test_a_snapshot_with_too_few_games_is_rejected():
     with pytest.raises(ValueError, match="games=3, but the snapshot holds 2"):
-        small().restore(small(games=2).snapshot())
+        small_town().restore(small_town(games=2).snapshot())
 
 
-def test_only_seats_from_outside_are_asked_and_each_label_gets_its_seats():
-    environment = small(games=6, seats=9, players=("policy", "frozen-100", "sensible"))
+def test_scripted_seats_have_no_turns_and_only_policy_turns_are_trained_and_counted():
+    environment = small_town(games=6, seats=9, players=("policy", "frozen-100", "sensible"))
     labels = [turn.player for _ in range(40) for turn in environment.next_batch() if environment.commit(turn, "x")]
     assert set(labels) == {"policy", "frozen-100"}
     trained = [turn for turn in environment.next_batch() if turn.trainable]
     assert all(turn.player == "policy" for turn in trained)
-    assert environment.kpis.rates()["turns"] == labels.count("policy")
+    assert environment.stats.rates()["turns"] == labels.count("policy")
 
 
-def test_tables_differ_in_size_within_their_bounds():
-    environment = small(games=30, seats=(7, 15))
+def test_table_sizes_vary_within_their_bounds():
+    environment = small_town(games=30, seats=(7, 15))
     sizes = {len(game["seats"]) for game in environment.snapshot()["games"]}
     assert min(sizes) >= 7
     assert max(sizes) <= 15
     assert len(sizes) > 4
 
 
-def test_every_turn_of_an_ended_game_gets_its_outcome_once():
-    environment = small(games=2, credit=CREDITS["terminal"])
-    history = {turn_id: reward for turn_id, _, reward in play(environment, 600)}
-    returns = environment.drain_returns()
-    assert environment.drain_returns() == []
-    assert len({each.turn_id for each in returns}) == len(returns)
-    ended = {each.game for each in returns}
-    assert len(ended) == environment.kpis.rates()["games"] >= 2
-    assert {each.turn_id for each in returns} == {key for key in history if int(key.split(".")[0]) in ended}
-    assert all(each.reward == history[each.turn_id] for each in returns)
-    assert all(each.value == each.outcome for each in returns)
-
-
-def test_the_outcome_is_discounted_by_the_later_turns_of_the_seat():
-    game = play_game(3, 7)
-    game.turns = [TurnRecord(f"0.{who}.{n}", who, "night", 1, 1.0) for n, who in enumerate((0, 1, 0, 0))]
-    returns = outcome_returns(game, Credit(outcome=2.0, discount=0.5))
-    first, second = returns[0].outcome, returns[1].outcome
-    assert abs(first) == abs(second) == 1.0
-    assert [each.value for each in returns] == [0.5 * first, 2.0 * second, 1.0 * first, 2.0 * first]
-
-
-def test_credit_modes_weigh_form_help_and_outcome():
-    game = table("sheriff", "godfather")
-    game.phase = Phase.NOMINATION
-    good, bad = (judge(game, 0, reply("nominate", name)) for name in ("Bram", "Cleo"))
-    assert shaping(game, 0, good) == 0.25
-    assert shaping(game, 0, bad) == -0.25
-    environment = small(credit=CREDITS["immediate"])
-    turn = environment.next_batch()[0]
-    rewards = [each.reward for each in environment.score(turn, ["", reply("vote", "guilty"), reply("wait")])]
-    assert rewards == [-1.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "phase", "completion", "expected"),
-    [
-        ("Ada", Phase.JUDGEMENT, reply("vote", "guilty"), 0.5),
-        ("Ada", Phase.JUDGEMENT, reply("vote", "innocent"), -0.5),
-        ("Ada", Phase.JUDGEMENT, reply("vote", "abstain"), 0.0),
-        ("Cleo", Phase.JUDGEMENT, reply("vote", "guilty"), -0.5),
-        ("Cleo", Phase.NIGHT, reply("kill", "Ada"), 0.5),
-        ("Dorn", Phase.NIGHT, reply("protect", "Ada"), 0.5),
-        ("Dorn", Phase.NIGHT, reply("protect", "Bram"), -0.5),
-        ("Ada", Phase.NIGHT, reply("investigate", "Bram"), 0.1),
-        ("Elin", Phase.JUDGEMENT, reply("vote", "guilty"), 0.0),
-        ("Ada", Phase.JUDGEMENT, reply("wait"), 0.0),
-    ],
-)
-def test_hints_follow_the_side_of_the_seat(name, phase, completion, expected):
-    game = table("sheriff", "godfather", "mafioso", "doctor", "jester")
-    game.phase, game.accused = phase, game.index("Bram")
-    assert shaping(game, game.index(name), judge(game, game.index(name), completion)) == expected
-
-
-def test_hints_never_outweigh_form():
-    environment = small(credit=CREDITS["phase"])
-    for _ in range(300):
-        turn = environment.next_batch()[0]
-        answer = random_reply(turn, Random(turn.id))
-        fine, illegal = environment.score(turn, [answer, reply("vote", "nobody at all")])
-        assert fine.reward > illegal.reward > environment.score(turn, [""])[0].reward
-        environment.commit(turn, answer)
-
-
-def test_rates_count_what_was_committed():
-    environment = small(games=1)
-    for answer in ("", reply("vote", "no such vote"), reply("wait"), reply("wait")):
-        environment.commit(environment.next_batch()[0], answer)
-    stats = environment.kpis.rates()
-    assert stats["turns"] == 4
-    assert stats["error/missing_think"] == 0.25
-    assert stats["action/wait"] == 0.5
-
-
-def test_win_rates_add_up_and_what_all_completions_tell_is_left_to_them():
-    environment = small(games=4)
-    play(environment, 800)
-    stats = environment.kpis.rates()
-    sides = [stats.get(f"win_rate/{side}", 0.0) for side in ("town", "mafia", "neutral", "draw")]
-    assert sum(sides) == pytest.approx(1)
-    assert not [name for name in stats if name in RATES or name.startswith("reward/")]
-
-
-def test_early_stop_wants_the_rate_to_stand_for_a_while():
-    stop = EarlyStop(threshold=0.9, consecutive=2)
-    assert [stop.due(rate) for rate in (0.95, 0.8, 0.95, None, 0.9)] == [False, False, False, False, True]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"games": 0}, "games=0"),
-        ({"seats": 6}, "seats=6 is not within 7 to 15"),
-        ({"seats": (9, 8)}, "is not within"),
-        ({"players": ("sensible", "random")}, "all scripted"),
+        ({"seats": 6}, "seats=6: not within 7 to 15"),
+        ({"seats": (9, 8)}, "not within 7 to 15"),
+        ({"players": ("sensible", "random")}, "all are scripted"),
         ({"players": tuple(f"p{n}" for n in range(8))}, "more than the 7 seats"),
         ({"roles": ("godfather", "godfather", *["citizen"] * 5)}, "godfather is unique"),
         ({"roles": ("wizard", *["citizen"] * 6)}, "'wizard' is unknown"),
         ({"roles": ("citizen",) * 6}, "6 given"),
         ({"roles": (*["citizen"] * 5, "jester", "survivor")}, "none is hostile"),
-        ({"prompts": "long"}, "prompts='long' is none of full, brief"),
+        ({"prompts": "long"}, "prompts='long': unknown style; valid: full, brief"),
     ],
 )
-def test_settings_that_cannot_be_played_are_named(settings, message):
+def test_invalid_settings_are_rejected_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         TownSettings(**settings)
 
 
-def test_rules_out_of_bounds_are_named():
-    with pytest.raises(ValueError, match="max_days=0 is below 1"):
+def test_rules_out_of_bounds_are_rejected_by_name():
+    with pytest.raises(ValueError, match=r"rules\.max_days=0: must be at least 1"):
         Rules(max_days=0)
 
 
-def test_an_ended_game_leaves_a_record_of_cast_result_events_and_transcript():
-    environment = small()
+def test_an_ended_game_leaves_a_record_with_cast_result_events_and_transcript():
+    environment = small_town()
     turn = environment.next_batch()[0]
     environment.commit(turn, "<think>\ud800 I, too,\nwonder</think><wait/>")
     play(environment, 400)
@@ -308,67 +212,45 @@ def test_an_ended_game_leaves_a_record_of_cast_result_events_and_transcript():
     assert any("I, too, wonder" in record["transcript"] for record in records)
 
 
-def test_rates_are_drained_and_wins_are_remembered():
-    environment = small(games=4)
-    play(environment, 800)
-    stats = environment.kpis.rates()
-    assert environment.drain_stats() == stats
-    left = environment.drain_stats()
-    remembered = {key: rate for key, rate in stats.items() if key.startswith("win_rate/")}
-    assert left == remembered | {"turns": 0, "games": 0}
-
-
-def test_the_share_of_seats_won_is_told_for_each_player():
-    environment = small(games=2, players=("policy", "sensible"))
-    play(environment, 600)
-    ended = environment.drain_games()
-    for player in ("policy", "sensible"):
-        shares = []
-        for game in ended:
-            results = [seat["result"] for seat in game["seats"] if seat["player"] == player]
-            shares.append(sum(result > 0 for result in results) / len(results))
-        assert environment.kpis.rates()[f"win_rate/{player}"] == pytest.approx(sum(shares) / len(shares))
-    assert len(ended) >= 3
-
-
-def test_games_can_be_added_and_the_oldest_asks_first():
-    environment = small(games=1)
+def test_turns_of_added_games_follow_those_of_older_games_also_after_a_restore():
+    environment = small_town(games=1)
     first = environment.next_batch()
     added = environment.add_game()
     assert added
     assert {turn.game for turn in added} == {1}
     assert environment.next_batch() == first + added
-    copy = small(games=1)
+    copy = small_town(games=1)
     copy.restore(json.loads(json.dumps(environment.snapshot())))
     assert copy.next_batch() == first + added
 
 
-def test_a_turn_that_the_environment_plays_itself_is_closed_and_not_counted():
-    environment = small(games=1, credit=CREDITS["terminal"])
+def test_a_turn_taken_by_play_on_is_closed_and_not_counted():
+    environment = small_town(games=1, credit=CREDITS["terminal"])
     turn = environment.next_batch()[0]
     environment.play_on(turn)
     assert turn.id not in {each.id for each in environment.next_batch()}
     while not environment.drain_games():
         environment.play_on(environment.next_batch()[0])
-    assert environment.kpis.rates()["turns"] == 0
+    assert environment.stats.rates()["turns"] == 0
     assert environment.drain_returns() == []
 
 
-def test_brief_prompts_are_short_and_keep_every_choice():
-    environment = small(games=4, prompts="brief", memory=4, rules=Rules(tool_calls=0))
+def test_brief_prompts_are_short_and_list_every_choice():
+    environment = small_town(games=4, prompts="brief", memory=4, rules=Rules(tool_calls=0))
     for _ in range(200):
         turn = environment.next_batch()[0]
         [message] = turn.messages
         assert len(message["content"]) < 450
-        for tag, slot in turn.legal.items():
+        for tag, spec in turn.legal.items():
             assert f"<{tag}" in message["content"]
-            assert all(option in message["content"] for option in slot.options)
+            assert all(option in message["content"] for option in spec.options)
         environment.commit(turn, random_reply(turn, Random(turn.id)))
 
 
-def test_town_needs_nothing_but_the_standard_library():
-    own = ("colocated_grpo.environments.town", credit.__name__)
-    for file in [*Path(roles.__file__).parent.glob("*.py"), Path(credit.__file__)]:
+def test_town_without_its_config_needs_the_standard_library_only():
+    own = ("colocated_grpo.environments.town", credit.__name__, types.__name__)
+    town = [file for file in Path(roles.__file__).parent.glob("*.py") if file.name != "from_config.py"]
+    for file in [*town, Path(credit.__file__), Path(types.__file__)]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 name = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
@@ -377,7 +259,7 @@ def test_town_needs_nothing_but_the_standard_library():
 
 
 def test_scripted_games_run_at_hundreds_of_turns_a_second():
-    """Thousands on a quiet machine; the bound leaves room for a busy one."""
+    """An idle machine plays thousands; the bound leaves room for a busy one."""
     began, turns = time.perf_counter(), 0
     for seed in range(6):
         turns += sum(each.acted for each in play_game(seed, 11).seats)
@@ -385,8 +267,8 @@ def test_scripted_games_run_at_hundreds_of_turns_a_second():
     assert turns / (time.perf_counter() - began) > 300
 
 
-def test_turns_with_prompts_and_scores_come_at_hundreds_a_second():
-    environment = small(games=8, seats=9)
+def test_hundreds_of_turns_a_second_are_prompted_and_scored():
+    environment = small_town(games=8, seats=9)
     began = time.perf_counter()
     committed = 0
     while committed < 600:
@@ -399,12 +281,12 @@ def test_turns_with_prompts_and_scores_come_at_hundreds_a_second():
 
 
 def test_simultaneous_turns_may_be_committed_in_any_order():
-    forward, backward = small(games=1, seats=12), small(games=1, seats=12)
+    forward, backward = small_town(games=1, seats=12), small_town(games=1, seats=12)
     tried = 0
     for _ in range(60):
         turns = forward.next_batch()
         assert turns == backward.next_batch()
-        # Waiting only: a thought would be put on record in the order of the commits.
+        # Waiting only: thoughts are recorded in the order of the commits.
         for turn in turns:
             forward.commit(turn, random_reply(turn, Random(turn.id)) if len(turns) == 1 else reply("wait"))
         for turn in turns[::-1]:
@@ -415,7 +297,7 @@ def test_simultaneous_turns_may_be_committed_in_any_order():
 
 
 def test_a_game_does_not_depend_on_its_neighbours():
-    alone, together = small(games=1), small(games=3)
+    alone, together = small_town(games=1), small_town(games=3)
     for _ in range(80):
         turns = together.next_batch()
         if 0 not in {turn.game for turn in turns}:

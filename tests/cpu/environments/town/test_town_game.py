@@ -1,4 +1,4 @@
-"""The course of whole games: phases, trials, endings, and nothing left to chance."""
+"""Whole games: phases, trials, endings, results, and determinism."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from random import Random
 
 import pytest
 
-from colocated_grpo.environments.town.acting import carry_out
-from colocated_grpo.environments.town.casting import MOST_SEATS, cast, complaint, faction_sizes
-from colocated_grpo.environments.town.endings import bury, result, winner
-from colocated_grpo.environments.town.phases import acted, begin, enter, to_act
+from colocated_grpo.environments.town.acting import apply_verdict
+from colocated_grpo.environments.town.casting import MAX_SEATS, cast_problem, draw_cast, faction_sizes
+from colocated_grpo.environments.town.endings import eliminate, seat_result, winning_side
+from colocated_grpo.environments.town.phases import begin, end_turn, enter, to_act
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.roles import ROLES, Faction
-from colocated_grpo.environments.town.state import Game, Phase, Rules, from_json, to_json
+from colocated_grpo.environments.town.state import Game, Phase, Rules, restore_game, snapshot_game
 from colocated_grpo.environments.town.verdicts import Status, judge
-from tests.support.town_tables import dead, events_of, kinds, play_game, random_games, seat, table, told
+from tests.support.town_tables import dead, events_of, kinds, play_game, private_texts, random_games, seat, table
 
 
 def do(game: Game, name: str, tag: str, argument: str = "") -> None:
     completion = reply(tag, argument)
     verdict = judge(game, game.index(name), completion)
     assert verdict.status is Status.OK, verdict
-    assert game.index(name) in to_act(game), f"{name} is not asked in {game.phase}"
-    carry_out(game, game.index(name), verdict, completion)
+    assert game.index(name) in to_act(game), f"{name} has no turn in {game.phase}"
+    apply_verdict(game, game.index(name), verdict, completion)
 
 
 def all_wait(game: Game) -> None:
-    """The rest of the phase."""
+    """Let all seats wait until the phase ends."""
     phase = game.phase
     while game.phase is phase:
-        acted(game, to_act(game)[0])
+        end_turn(game, to_act(game)[0])
 
 
 def bring_to_trial(game: Game, name: str) -> None:
@@ -50,18 +50,18 @@ def vote_all(game: Game, votes: dict[str, str], otherwise: str) -> None:
         do(game, name, "vote", votes.get(name, otherwise))
 
 
-@pytest.mark.parametrize("seats", range(7, MOST_SEATS + 1))
-def test_every_table_from_seven_to_fifteen_gets_a_playable_cast(seats):
+@pytest.mark.parametrize("seats", range(7, MAX_SEATS + 1))
+def test_every_number_of_seats_gets_a_playable_cast(seats):
     for seed in range(50):
-        roles = cast(seats, Random(seed))
-        assert complaint(roles) is None
+        roles = draw_cast(seats, Random(seed))
+        assert cast_problem(roles) is None
         assert Counter(ROLES[role].faction for role in roles) == Counter(faction_sizes(seats))
         assert {"godfather", "mafioso"} & set(roles)
         assert len({"slayer", "arsonist"} & set(roles)) <= 1
 
 
-def test_all_roles_come_into_play():
-    assert {role for seed in range(300) for role in cast(15, Random(seed))} == set(ROLES)
+def test_drawn_casts_cover_all_roles():
+    assert {role for seed in range(300) for role in draw_cast(15, Random(seed))} == set(ROLES)
 
 
 def test_random_games_reach_every_phase():
@@ -74,7 +74,7 @@ def test_a_game_starts_before_night_with_the_jailor():
     assert (game.phase, to_act(game)) == (Phase.PRE_NIGHT, [0])
 
 
-def test_without_a_jailor_and_with_a_lone_mafioso_the_first_to_act_does_so_at_night():
+def test_without_a_jailor_and_a_second_mafia_member_the_first_turns_are_at_night():
     game = table("sheriff", "godfather")
     begin(game)
     assert (game.phase, to_act(game)) == (Phase.NIGHT, [0, 1])
@@ -87,7 +87,7 @@ def test_the_mafia_talks_in_its_channel_before_it_acts():
     do(game, "Ada", "speak", "Cleo it is")
     do(game, "Bram", "wait")
     assert game.phase is Phase.NIGHT
-    assert told(game, "Bram") == ["Cleo it is"]
+    assert private_texts(game, "Bram") == ["Cleo it is"]
 
 
 def test_jailor_and_prisoner_talk_and_the_prisoner_does_not_learn_the_name():
@@ -98,14 +98,14 @@ def test_jailor_and_prisoner_talk_and_the_prisoner_does_not_learn_the_name():
     do(game, "Ada", "speak", "who are you")
     do(game, "Bram", "speak", "a poor citizen")
     assert events_of(game, "jailor_says")[0].actor == -1
-    assert told(game, "Bram") == ["", "who are you", "a poor citizen"]
-    assert told(game, "Cleo") == []
+    assert private_texts(game, "Bram") == ["", "who are you", "a poor citizen"]
+    assert private_texts(game, "Cleo") == []
     assert game.phase is Phase.NIGHT
     assert game.index("Bram") not in game.waiting
 
 
 @pytest.mark.parametrize(("one_in", "needed"), [(2, 4), (3, 3), (7, 1)])
-def test_a_share_of_the_living_brings_somebody_to_trial(one_in, needed):
+def test_nominations_by_a_share_of_the_living_start_a_trial(one_in, needed):
     game = table("godfather", "framer", one_names_in=one_in)
     bring_to_trial(game, "Ada")
     assert len(events_of(game, "nominated")) == needed
@@ -127,7 +127,7 @@ def test_the_accused_defends_does_not_vote_and_has_last_words_when_condemned():
     assert events_of(game, "condemned")[0].text == "4 guilty, 1 innocent"
 
 
-def test_a_tie_lets_the_accused_go_and_they_cannot_be_named_again_that_day():
+def test_a_tie_acquits_and_the_acquitted_cannot_be_nominated_again_that_day():
     game = table("godfather", "framer")
     bring_to_trial(game, "Ada")
     all_wait(game)
@@ -137,7 +137,7 @@ def test_a_tie_lets_the_accused_go_and_they_cannot_be_named_again_that_day():
     assert judge(game, voter, reply("nominate", "Ada")).code in ("target_not_allowed", "target_self")
 
 
-def test_after_three_trials_night_falls():
+def test_night_falls_after_three_trials():
     game = table("godfather", "framer")
     for name in ("Ada", "Bram", "Cleo"):
         bring_to_trial(game, name)
@@ -146,11 +146,11 @@ def test_after_three_trials_night_falls():
     assert game.phase in (Phase.PRE_NIGHT, Phase.NIGHT_TALK)
 
 
-def test_a_shown_mayor_votes_three_times():
+def test_the_vote_of_a_revealed_mayor_counts_three_times():
     game = table("mayor", "godfather", "framer")
     enter(game, Phase.DISCUSSION)
     while game.names(to_act(game)) != ("Ada",):
-        acted(game, to_act(game)[0])
+        end_turn(game, to_act(game)[0])
     do(game, "Ada", "reveal")
     assert events_of(game, "revealed")
     bring_to_trial(game, "Bram")
@@ -159,7 +159,7 @@ def test_a_shown_mayor_votes_three_times():
     assert game.phase is Phase.LAST_WORDS
 
 
-def test_nobody_speaks_out_of_turn_but_secret_choices_are_taken_in_any_order():
+def test_simultaneous_choices_are_accepted_in_any_order_and_talk_in_turn():
     forward, backward = table("sheriff", "godfather", "doctor"), table("sheriff", "godfather", "doctor")
     moves = {"Ada": ("investigate", "Bram"), "Bram": ("kill", "Dorn"), "Cleo": ("protect", "Elin")}
     for game, names in ((forward, list(moves)), (backward, list(moves)[::-1])):
@@ -168,80 +168,80 @@ def test_nobody_speaks_out_of_turn_but_secret_choices_are_taken_in_any_order():
             do(game, name, *moves[name])
         assert game.phase is Phase.DISCUSSION
         assert len(to_act(game)) == 1
-    # Only the order of the private thoughts on record may differ, and there are none here.
-    assert to_json(forward) == to_json(backward)
+    # Thoughts are recorded in the order of the replies; these replies have none.
+    assert snapshot_game(forward) == snapshot_game(backward)
 
 
 def test_the_town_wins_when_all_killers_are_dead():
     game = table("godfather", "jester")
-    assert winner(game) is None
-    bury(game, 0, "hanged")
-    assert winner(game) == Faction.TOWN
+    assert winning_side(game) is None
+    eliminate(game, 0, "hanged")
+    assert winning_side(game) == Faction.TOWN
 
 
 def test_the_mafia_wins_with_half_of_the_living():
     game = table("godfather", "framer")
     for victim in (2, 3):
-        bury(game, victim, "killed")
-    assert winner(game) is None
-    bury(game, 4, "killed")
-    assert winner(game) == Faction.MAFIA
+        eliminate(game, victim, "killed")
+    assert winning_side(game) is None
+    eliminate(game, 4, "killed")
+    assert winning_side(game) == Faction.MAFIA
 
 
-def test_a_lone_killer_keeps_everybody_else_from_winning_and_wins_as_one_of_two():
+def test_a_neutral_killer_blocks_every_other_win_and_wins_one_on_one():
     game = table("slayer", "godfather")
     for victim in (2, 3, 4, 5):
-        bury(game, victim, "killed")
-    assert winner(game) is None
-    bury(game, 1, "hanged")
-    assert winner(game) == Faction.NEUTRAL
+        eliminate(game, victim, "killed")
+    assert winning_side(game) is None
+    eliminate(game, 1, "hanged")
+    assert winning_side(game) == Faction.NEUTRAL
 
 
-def test_a_lone_killer_and_a_mafioso_have_to_settle_it_first():
+def test_one_on_one_between_a_neutral_killer_and_the_mafia_stays_open():
     game = table("slayer", "godfather")
     for victim in (2, 3, 4, 5, 6):
-        bury(game, victim, "killed")
-    assert winner(game) is None
+        eliminate(game, victim, "killed")
+    assert winning_side(game) is None
 
 
-def test_with_nobody_left_it_is_a_draw():
+def test_a_game_without_survivors_is_a_draw():
     game = table("godfather")
     for victim in range(7):
-        bury(game, victim, "killed")
-    assert winner(game) == "draw"
+        eliminate(game, victim, "killed")
+    assert winning_side(game) == "draw"
 
 
-def test_a_mafia_without_killer_promotes_one():
+def test_a_mafia_without_a_killer_promotes_a_member():
     game = table("framer", "silencer")
     begin(game)
     assert seat(game, "Ada").role_name == "mafioso"
-    assert told(game, "Bram") == ["mafioso"]
+    assert private_texts(game, "Bram") == ["mafioso"]
 
 
 @pytest.mark.parametrize(("how", "outcome"), [("hanged", 1.0), ("killed", -1.0)])
-def test_a_jester_wins_by_the_rope_only(how, outcome):
+def test_a_jester_wins_by_being_hanged_only(how, outcome):
     game = table("jester", "godfather")
-    bury(game, 0, how)
+    eliminate(game, 0, how)
     game.phase, game.winner = Phase.OVER, Faction.TOWN
-    assert result(game, 0) == outcome
+    assert seat_result(game, 0) == outcome
 
 
 @pytest.mark.parametrize(("how", "outcome"), [("hanged", 1.0), ("killed", -1.0)])
 def test_an_executioner_wins_when_its_mark_is_hanged(how, outcome):
     game = table("executioner", "sheriff", "godfather")
     seat(game, "Ada").mark = 1
-    bury(game, 1, how)
+    eliminate(game, 1, how)
     game.phase, game.winner = Phase.OVER, Faction.MAFIA
-    assert result(game, 0) == outcome
+    assert seat_result(game, 0) == outcome
 
 
 def test_results_follow_the_faction_and_a_survivor_wins_alive():
     game = table("godfather", "sheriff", "survivor", "slayer")
     game.phase, game.winner = Phase.OVER, Faction.MAFIA
-    assert [result(game, index) for index in range(4)] == [1.0, -1.0, 1.0, -1.0]
+    assert [seat_result(game, index) for index in range(4)] == [1.0, -1.0, 1.0, -1.0]
     seat(game, "Cleo").alive = False
     game.winner = "draw"
-    assert [result(game, index) for index in range(4)] == [0.0, 0.0, -1.0, 0.0]
+    assert [seat_result(game, index) for index in range(4)] == [0.0, 0.0, -1.0, 0.0]
 
 
 @pytest.mark.parametrize("player", ["random", "sensible"])
@@ -255,11 +255,11 @@ def test_every_game_ends(seats, player):
         assert kinds(game)[-1] == "over"
 
 
-def test_even_a_table_where_nobody_ever_acts_ends_at_the_day_limit():
+def test_a_game_of_waiting_seats_ends_in_a_draw_at_the_day_limit():
     game = table("godfather", "framer", max_days=3)
     begin(game)
     while game.phase is not Phase.OVER:
-        acted(game, to_act(game)[0])
+        end_turn(game, to_act(game)[0])
     assert (game.winner, game.day) == ("draw", 4)
 
 
@@ -272,18 +272,18 @@ def test_the_order_of_speakers_changes_from_day_to_day():
     assert len(set(orders)) > 1
 
 
-def test_the_seed_decides_the_game():
-    assert to_json(play_game(5, 9)) == to_json(play_game(5, 9))
-    assert to_json(play_game(5, 9)) != to_json(play_game(6, 9))
+def test_the_seed_determines_the_game():
+    assert snapshot_game(play_game(5, 9)) == snapshot_game(play_game(5, 9))
+    assert snapshot_game(play_game(5, 9)) != snapshot_game(play_game(6, 9))
 
 
-def test_a_game_written_to_json_is_read_back_equal():
+def test_a_game_survives_a_json_round_trip():
     for step, game in enumerate(random_games(3)):
         if step % 10 == 0:
-            assert from_json(json.loads(json.dumps(to_json(game)))) == game
+            assert restore_game(json.loads(json.dumps(snapshot_game(game)))) == game
 
 
-def test_sensible_players_win_for_every_side_now_and_then():
+def test_every_side_wins_some_games_of_sensible_players():
     wins = Counter(str(play_game(seed, 9).winner) for seed in range(80))
     assert wins["town"] >= 8
     assert wins["mafia"] >= 8

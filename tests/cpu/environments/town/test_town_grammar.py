@@ -1,4 +1,4 @@
-"""The form of a reply, who may say what when, and replies compiled into a pattern."""
+"""Syntax of replies, legality by phase and role, and the regular expression of legal replies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_grpo.environments.town.grammar import BARE_TAGS, FULL_TAGS, Malformed, Reply, clean, parse
-from colocated_grpo.environments.town.legality import Form, legal_actions
+from colocated_grpo.environments.town.grammar import ARGUMENT_TAGS, BARE_TAGS, Malformed, Reply, clean_line, parse
+from colocated_grpo.environments.town.legality import ArgumentKind, legal_actions, reply_pattern
 from colocated_grpo.environments.town.players import reply
-from colocated_grpo.environments.town.state import Phase, to_json
-from colocated_grpo.environments.town.structured import reply_pattern
+from colocated_grpo.environments.town.state import Phase, snapshot_game
 from colocated_grpo.environments.town.verdicts import Status, judge
 from tests.support.town_tables import argument_for, judged, random_games, seat, table
 
@@ -50,7 +49,7 @@ hostile = st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=12).m
         ("<think>a</think><wait>now</wait>", "unexpected_argument"),
     ],
 )
-def test_each_fault_of_form_has_its_code_and_costs_minus_one(text, code):
+def test_each_syntax_error_has_its_code_and_scores_minus_one(text, code):
     assert parse(text).code == code
     verdict = judged(table(), "Ada", text)
     assert (verdict.status, verdict.code) == (Status.MALFORMED, code)
@@ -66,38 +65,38 @@ def test_each_fault_of_form_has_its_code_and_costs_minus_one(text, code):
         ("<think>say <wait/>?</think><vote>guilty</vote>", Reply("say <wait/>?", "vote", "guilty")),
     ],
 )
-def test_well_formed_replies_are_read(text, expected):
+def test_well_formed_replies_are_parsed(text, expected):
     assert parse(text) == expected
 
 
 def test_every_tag_is_written_in_exactly_one_way():
-    assert not BARE_TAGS & FULL_TAGS
+    assert not BARE_TAGS & ARGUMENT_TAGS
     for tag in BARE_TAGS:
         assert parse(reply(tag)) == Reply("", tag)
-    for tag in FULL_TAGS:
+    for tag in ARGUMENT_TAGS:
         assert parse(reply(tag, "x")) == Reply("", tag, "x")
 
 
 @given(hostile)
-def test_hostile_text_is_judged_and_never_raises(text):
+def test_hostile_text_is_judged_without_an_exception(text):
     game = table("mayor")
     game.phase = Phase.DISCUSSION
-    before = to_json(game)
+    before = snapshot_game(game)
     verdict = judged(game, "Ada", text)
     assert verdict.status in (Status.MALFORMED, Status.ILLEGAL, Status.OK)
     assert isinstance(parse(text), Malformed) == (verdict.status is Status.MALFORMED)
-    assert to_json(game) == before
+    assert snapshot_game(game) == before
 
 
 @given(st.text())
-def test_speech_is_one_printable_line(text):
-    cleaned = clean(text)
+def test_cleaned_speech_is_one_printable_line(text):
+    cleaned = clean_line(text)
     assert cleaned.isprintable()
     assert cleaned == " ".join(cleaned.split())
 
 
 @pytest.mark.parametrize("piece", ["<", "<think>", "<a", "<a>", "</think>", "a", " ", "\n", "<wait/>", "<speak>"])
-def test_a_long_hostile_reply_takes_linear_time(piece):
+def test_long_hostile_replies_are_parsed_in_linear_time(piece):
     began = time.perf_counter()
     for opening in ("", "<think>", "<think></think>", "<think></think><speak>"):
         parse(opening + piece * 200_000)
@@ -127,7 +126,7 @@ def test_a_long_hostile_reply_takes_linear_time(piece):
         (Phase.JUDGEMENT, reply("vote", "perhaps"), "target_not_found"),
     ],
 )
-def test_what_is_well_formed_but_not_allowed_is_worth_zero(phase, completion, code):
+def test_each_illegal_action_has_its_code_and_scores_zero(phase, completion, code):
     game = table("sheriff")
     game.phase, game.day, game.accused, game.acquitted = phase, 2, game.index("Bram"), [game.index("Cleo")]
     seat(game, "Gwen").alive = False
@@ -136,13 +135,13 @@ def test_what_is_well_formed_but_not_allowed_is_worth_zero(phase, completion, co
     assert int(verdict.status) == 0
 
 
-def test_the_mafia_does_not_kill_its_own():
+def test_the_mafia_cannot_kill_its_own_members():
     game = table("godfather", "framer")
     game.phase = Phase.NIGHT
     assert judged(game, "Ada", reply("kill", "Bram")).code == "target_not_allowed"
 
 
-def test_names_and_votes_may_be_written_in_any_case():
+def test_names_and_votes_are_case_insensitive():
     game = table()
     game.phase = Phase.NOMINATION
     assert judged(game, "Ada", reply("nominate", "BRAM")).argument == "Bram"
@@ -150,7 +149,7 @@ def test_names_and_votes_may_be_written_in_any_case():
     assert judged(game, "Ada", reply("vote", "Guilty")).argument == "guilty"
 
 
-def test_waiting_is_always_allowed_and_worth_one():
+def test_waiting_is_legal_in_every_phase():
     game = table()
     for phase in Phase:
         game.phase = phase
@@ -158,7 +157,7 @@ def test_waiting_is_always_allowed_and_worth_one():
         assert int(verdict.status) == 1
 
 
-def test_look_ups_are_bounded_in_a_turn():
+def test_look_ups_of_a_turn_are_limited():
     game = table(tool_calls=2)
     game.phase = Phase.DISCUSSION
     for _ in range(2):
@@ -167,38 +166,38 @@ def test_look_ups_are_bounded_in_a_turn():
     assert judged(game, "Ada", reply("roles")).code == "too_many_tools"
 
 
-def test_every_action_listed_as_legal_is_judged_fine_and_every_other_tag_is_not():
+def test_exactly_the_listed_legal_actions_are_judged_ok():
     checked = 0
     for step, game in enumerate(random_games(9)):
         if step % 7:
             continue
-        asked, rng = game.waiting[0], Random(step)
-        legal = legal_actions(game, asked)
-        for tag in sorted(BARE_TAGS | FULL_TAGS):
-            argument = argument_for(legal[tag], rng) if tag in legal else "Ada" if tag in FULL_TAGS else ""
-            assert (judge(game, asked, reply(tag, argument)).status is Status.OK) == (tag in legal), tag
+        actor, rng = game.waiting[0], Random(step)
+        legal = legal_actions(game, actor)
+        for tag in sorted(BARE_TAGS | ARGUMENT_TAGS):
+            argument = argument_for(legal[tag], rng) if tag in legal else "Ada" if tag in ARGUMENT_TAGS else ""
+            assert (judge(game, actor, reply(tag, argument)).status is Status.OK) == (tag in legal), tag
             checked += 1
     assert checked > 1000
 
 
-def test_the_pattern_of_a_turn_admits_every_option_and_nothing_else():
+def test_the_reply_pattern_matches_every_legal_option_and_no_illegal_tag():
     for step, game in enumerate(random_games(4, seats=7)):
         if step % 11:
             continue
-        asked = game.waiting[0]
-        legal = legal_actions(game, asked)
+        actor = game.waiting[0]
+        legal = legal_actions(game, actor)
         pattern = re.compile(reply_pattern(legal, game.rules.max_speech))
-        for tag, slot in legal.items():
-            if slot.form in (Form.CHOICE, Form.EMPTY):
-                assert all(pattern.fullmatch(reply(tag, option)) for option in slot.options or ("",))
+        for tag, spec in legal.items():
+            if spec.kind in (ArgumentKind.CHOICE, ArgumentKind.EMPTY):
+                assert all(pattern.fullmatch(reply(tag, option)) for option in spec.options or ("",))
             else:
-                written = reply(tag, argument_for(slot, Random(step)))
+                written = reply(tag, argument_for(spec, Random(step)))
                 assert pattern.fullmatch(written.replace("<think>", "<think>hm, so"))
-        for tag in (BARE_TAGS | FULL_TAGS) - legal.keys():
+        for tag in (BARE_TAGS | ARGUMENT_TAGS) - legal.keys():
             assert not pattern.fullmatch(reply(tag, "" if tag in BARE_TAGS else "Ada"))
 
 
-def test_the_pattern_allows_speech_up_to_its_limit():
+def test_the_reply_pattern_matches_speech_up_to_its_limit():
     game = table(max_speech=30)
     game.phase = Phase.DISCUSSION
     pattern = re.compile(reply_pattern(legal_actions(game, 0), 30))
@@ -213,5 +212,5 @@ TALK.phase, TALK.day = Phase.DISCUSSION, 3
 
 
 @given(st.from_regex(reply_pattern(legal_actions(TALK, 0), TALK.rules.max_speech, max_thought=20), fullmatch=True))
-def test_whatever_the_pattern_admits_is_legal(completion):
+def test_every_match_of_the_reply_pattern_is_legal(completion):
     assert judge(TALK, 0, completion).code == "ok"

@@ -1,4 +1,4 @@
-"""The teacher for the warm start: legal replies to real turns, in every phase."""
+"""Lessons of town for the warm start: legal replies of the scripted teacher to turns of every phase."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lessons(count, *, seed=0, split="train"):
     return list(islice(build_task("town_lessons", BRIEF).prompts(seed, split), count))
 
 
-def test_the_teachers_reply_is_always_legal_and_other_replies_are_not():
+def test_the_teachers_reply_is_always_legal_and_a_corrupted_one_is_not():
     task = build_task("town_lessons", BRIEF)
     for item in lessons(300):
         assert score_text(task, item, item["answer"]).reward == 1.0
@@ -28,7 +28,7 @@ def test_the_teachers_reply_is_always_legal_and_other_replies_are_not():
         assert score_text(task, item, "<think></think><fly/>").parts == {"parse_rate": 0.0}
 
 
-def test_lessons_reach_every_phase_and_follow_the_seed():
+def test_lessons_cover_every_phase_and_follow_the_seed():
     phases = Counter(item["turn"].phase for item in lessons(400))
     assert len(phases) == 8
     assert [item["prompt"] for item in lessons(30)] == [item["prompt"] for item in lessons(30)]
@@ -42,6 +42,6 @@ def test_brief_lessons_fit_a_small_model():
     assert max(len(prompt.item["answer"]) for prompt in prompts) < 72
 
 
-def test_settings_of_the_lessons_are_those_of_the_game():
+def test_lessons_reject_settings_that_the_game_does_not_have():
     with pytest.raises(EnvironmentSetupError, match="unknown setting 'game'"):
         build_task("town_lessons", {"game": 1})

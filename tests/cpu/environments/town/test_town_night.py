@@ -1,4 +1,4 @@
-"""Every role's night, and the order in which the night is worked out."""
+"""Night actions of every role, and their order of resolution."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.roles import ROLES, Faction, Priority
-from colocated_grpo.environments.town.state import NOBODY, Phase
-from tests.support.town_tables import dead, events_of, judged, kinds, night, seat, table, told
+from colocated_grpo.environments.town.state import NO_SEAT, Phase
+from tests.support.town_tables import dead, events_of, judged, kinds, night, private_texts, seat, table
 
 
 def test_there_are_at_least_twelve_roles_in_three_factions():
@@ -22,17 +22,17 @@ def test_the_godfather_kills():
     assert dead(game) == {"Bram"}
 
 
-def test_the_mafioso_goes_where_the_godfather_sends_it():
+def test_the_mafioso_carries_out_the_godfathers_kill():
     game = table("godfather", "mafioso", "lookout")
     night(game, {"Ada": "kill Dorn", "Bram": "kill Elin", "Cleo": "watch Dorn"})
     assert dead(game) == {"Dorn"}
-    assert told(game, "Cleo") == ["visited by Bram"]
+    assert private_texts(game, "Cleo") == ["visited by Bram"]
 
 
-def test_the_mafioso_goes_for_a_godfather_even_without_a_choice_of_its_own():
+def test_the_mafioso_carries_out_the_kill_even_without_a_choice_of_its_own():
     game = table("godfather", "mafioso", "lookout")
     night(game, {"Ada": "kill Dorn", "Cleo": "watch Dorn"})
-    assert told(game, "Cleo") == ["visited by Bram"]
+    assert private_texts(game, "Cleo") == ["visited by Bram"]
 
 
 @pytest.mark.parametrize(("blocked", "victim"), [("Ada", "Elin"), ("Bram", "Dorn")])
@@ -42,11 +42,11 @@ def test_with_one_of_two_killers_blocked_the_other_kills_alone(blocked, victim):
     assert dead(game) == {victim}
 
 
-def test_a_block_comes_before_the_kill():
+def test_a_block_prevents_a_kill():
     game = table("mafioso", "barkeep")
     night(game, {"Ada": "kill Cleo", "Bram": "distract Ada"})
     assert not dead(game)
-    assert any("did nothing" in text for text in told(game, "Ada"))
+    assert any("did nothing" in text for text in private_texts(game, "Ada"))
 
 
 def test_a_block_from_the_mafia_stops_a_healer():
@@ -55,7 +55,7 @@ def test_a_block_from_the_mafia_stops_a_healer():
     assert dead(game) == {"Dorn"}
 
 
-def test_those_who_block_cannot_be_blocked():
+def test_blockers_cannot_be_blocked():
     game = table("mafioso", "charmer", "barkeep")
     night(game, {"Ada": "kill Dorn", "Bram": "distract Cleo", "Cleo": "distract Ada"})
     assert not dead(game)
@@ -65,8 +65,8 @@ def test_a_doctor_saves_from_the_mafia():
     game = table("mafioso", "doctor")
     night(game, {"Ada": "kill Cleo", "Bram": "protect Cleo"})
     assert not dead(game)
-    assert any("lived" in text for text in told(game, "Cleo"))
-    assert any("survived" in text for text in told(game, "Ada"))
+    assert any("lived" in text for text in private_texts(game, "Cleo"))
+    assert any("survived" in text for text in private_texts(game, "Ada"))
 
 
 def test_a_bodyguard_dies_with_the_killer_and_saves_the_host():
@@ -75,7 +75,7 @@ def test_a_bodyguard_dies_with_the_killer_and_saves_the_host():
     assert dead(game) == {"Ada", "Bram"}
 
 
-def test_a_doctor_at_the_bodyguards_bed_saves_the_bodyguard():
+def test_a_doctor_saves_a_bodyguard_who_intervenes():
     game = table("slayer", "bodyguard", "doctor")
     night(game, {"Ada": "kill Dorn", "Bram": "guard Dorn", "Cleo": "protect Bram"})
     assert dead(game) == {"Ada"}
@@ -85,47 +85,47 @@ def test_a_doctor_at_the_bodyguards_bed_saves_the_bodyguard():
 def test_a_sheriff_finds_killers_suspicious(target):
     game = table("sheriff", target)
     night(game, {"Ada": "investigate Bram"})
-    assert told(game, "Ada") == ["suspicious"]
+    assert private_texts(game, "Ada") == ["suspicious"]
 
 
 @pytest.mark.parametrize("target", ["godfather", "citizen", "jester"])
-def test_a_sheriff_finds_nothing_on_the_godfather_nor_on_the_harmless(target):
+def test_a_sheriff_finds_the_godfather_and_harmless_roles_not_suspicious(target):
     game = table("sheriff", target)
     night(game, {"Ada": "investigate Bram"})
-    assert told(game, "Ada") == ["not suspicious"]
+    assert private_texts(game, "Ada") == ["not suspicious"]
 
 
-def test_planted_evidence_fools_the_sheriff_for_that_night_only():
+def test_a_frame_fools_the_sheriff_for_one_night():
     game = table("sheriff", "framer")
     night(game, {"Ada": "investigate Cleo", "Bram": "frame Cleo"})
     night(game, {"Ada": "investigate Cleo"})
-    assert told(game, "Ada") == ["suspicious", "not suspicious"]
+    assert private_texts(game, "Ada") == ["suspicious", "not suspicious"]
 
 
-def test_a_lookout_sees_callers_and_not_itself():
+def test_a_lookout_sees_visitors_except_itself():
     game = table("lookout", "doctor", "mafioso")
     night(game, {"Ada": "watch Dorn", "Bram": "protect Dorn", "Cleo": "kill Dorn"})
-    assert told(game, "Ada") == ["visited by Bram, Cleo"]
+    assert private_texts(game, "Ada") == ["visited by Bram, Cleo"]
 
 
-def test_a_tracker_sees_where_somebody_went_but_not_who_stayed_in():
+def test_a_tracker_sees_the_visit_of_its_target():
     game = table("tracker", "mafioso")
     night(game, {"Ada": "track Bram", "Bram": "kill Cleo"})
     night(game, {"Ada": "track Dorn"})
-    assert told(game, "Ada") == ["called on Cleo", "called on nobody"]
+    assert private_texts(game, "Ada") == ["called on Cleo", "called on nobody"]
 
 
-def test_a_blocked_visitor_never_left_home():
+def test_a_blocked_action_is_no_visit():
     game = table("tracker", "mafioso", "barkeep")
     night(game, {"Ada": "track Bram", "Bram": "kill Dorn", "Cleo": "distract Bram"})
-    assert told(game, "Ada") == ["called on nobody"]
+    assert private_texts(game, "Ada") == ["called on nobody"]
 
 
-def test_an_informer_learns_the_exact_role_and_shares_it_with_the_mafia():
+def test_an_informer_reports_the_exact_role_to_the_whole_mafia():
     game = table("informer", "sheriff", "mafioso")
     night(game, {"Ada": "spy Bram"})
-    assert told(game, "Ada") == told(game, "Cleo") == ["sheriff"]
-    assert told(game, "Bram") == []
+    assert private_texts(game, "Ada") == private_texts(game, "Cleo") == ["sheriff"]
+    assert private_texts(game, "Bram") == []
 
 
 def test_a_vigilante_has_two_bullets_from_the_second_night_on():
@@ -138,7 +138,7 @@ def test_a_vigilante_has_two_bullets_from_the_second_night_on():
     assert judged(game, "Ada", reply("shoot", "Dorn")).code == "no_uses_left"
 
 
-def test_a_veteran_on_alert_shoots_every_caller_and_survives_them():
+def test_a_veteran_on_alert_kills_every_visitor_and_survives():
     game = table("veteran", "mafioso", "doctor")
     night(game, {"Ada": "alert", "Bram": "kill Ada", "Cleo": "protect Ada"})
     assert dead(game) == {"Bram", "Cleo"}
@@ -177,7 +177,7 @@ def test_a_silenced_seat_cannot_speak_on_the_next_day():
     assert judged(game, "Bram", reply("nominate", "Cleo")).code == "not_your_turn_to"
 
 
-def test_an_arsonist_burns_every_soaked_house_and_no_doctor_helps():
+def test_an_arsonist_kills_every_doused_seat_despite_a_doctor():
     game = table("arsonist", "doctor")
     night(game, {"Ada": "douse Cleo"})
     night(game, {"Ada": "douse Dorn"})
@@ -185,7 +185,7 @@ def test_an_arsonist_burns_every_soaked_house_and_no_doctor_helps():
     assert dead(game) == {"Cleo", "Dorn"}
 
 
-def test_a_slayer_kills_whomever_it_likes():
+def test_a_slayer_can_kill_the_mafia():
     game = table("slayer", "mafioso")
     night(game, {"Ada": "kill Bram"})
     assert dead(game) == {"Bram"}
@@ -197,10 +197,10 @@ def test_jail_keeps_the_prisoner_from_acting_and_from_being_reached():
     assert judged(game, "Bram", reply("kill", "Dorn")).code == "jailed"
     night(game, {"Cleo": "kill Bram"}, jailed="Bram")
     assert not dead(game)
-    assert any("could not be reached" in text for text in told(game, "Cleo"))
+    assert any("could not be reached" in text for text in private_texts(game, "Cleo"))
 
 
-def test_jail_shields_from_fire():
+def test_jail_protects_from_fire():
     game = table("jailor", "arsonist")
     seat(game, "Cleo").doused = True
     night(game, {"Bram": "ignite"}, jailed="Cleo")
@@ -214,7 +214,7 @@ def test_an_execution_kills_the_prisoner_whatever_protects_them():
     assert seat(game, "Ada").uses == {"execute": 2}
 
 
-def test_without_a_prisoner_there_is_nobody_to_execute():
+def test_without_a_prisoner_execute_has_no_target():
     game = table("jailor")
     game.phase = Phase.NIGHT
     assert judged(game, "Ada", reply("execute")).code == "no_target"
@@ -230,28 +230,28 @@ def test_an_executioner_whose_mark_dies_by_night_becomes_a_jester():
     game = table("executioner", "mafioso")
     seat(game, "Ada").mark = game.index("Cleo")
     night(game, {"Bram": "kill Cleo"})
-    assert (seat(game, "Ada").role_name, seat(game, "Ada").mark) == ("jester", NOBODY)
+    assert (seat(game, "Ada").role_name, seat(game, "Ada").mark) == ("jester", NO_SEAT)
 
 
 @pytest.mark.parametrize(("hater", "mark"), [("Cleo", "Dorn"), ("Dorn", "Cleo")])
-def test_an_executioner_who_dies_with_its_mark_is_buried_as_one(hater, mark):
+def test_an_executioner_who_dies_with_its_mark_stays_an_executioner(hater, mark):
     game = table("mafioso", "slayer")
     seat(game, hater).become("executioner")
     seat(game, hater).mark = game.index(mark)
     night(game, {"Ada": f"kill {hater}", "Bram": f"kill {mark}"})
     assert dead(game) == {hater, mark}
     assert {event.text for event in events_of(game, "killed")} == {"executioner", "citizen"}
-    assert told(game, hater) == []
+    assert private_texts(game, hater) == []
 
 
-def test_what_seats_choose_is_on_record_but_seen_by_nobody():
+def test_night_choices_are_recorded_but_not_shown_to_any_seat():
     game = table("mafioso")
     night(game, {"Ada": "kill Bram"})
     assert events_of(game, "action")[0].audience == ()
     assert "killed" in kinds(game)
 
 
-def test_attacks_and_only_attacks_have_power():
+def test_only_attacks_have_attack_power():
     for role in ROLES.values():
         for ability in role.abilities:
             assert (ability.attack > 0) == (ability.priority is Priority.ATTACK), role.name

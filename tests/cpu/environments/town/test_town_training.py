@@ -1,4 +1,4 @@
-"""Town trained by the whole loop with the real engine on two ranks: delayed rewards, records, and an exact resume."""
+"""Town in the whole training loop, real engine, two ranks: delayed rewards, game records, and an exact resume."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(tmp_path_factory):
     return train(tmp_path_factory.mktemp("town"), town_run(), ranks=2)
 
 
-def test_every_step_has_its_row_also_while_all_turns_wait_for_the_end_of_their_game(run):
+def test_every_step_has_a_row_even_while_all_turns_wait_for_the_end_of_their_game(run):
     rows = run.rows(files.TRAIN)
     assert [row["step"] for row in rows] == list(range(STEPS))
     waiting = [row["town/turns_waiting"] for row in rows]
@@ -65,21 +65,21 @@ def test_every_step_has_its_row_also_while_all_turns_wait_for_the_end_of_their_g
     assert any(row["staleness"] > 0 for row in trained)
 
 
-def test_turns_are_trained_on_what_their_game_came_to(run):
+def test_trained_turns_include_the_return_of_their_game(run):
     rows = [row for row in run.rows(files.TRAIN) if "reward/return" in row]
     assert rows
     assert any(row["town/opponent_turns"] > 0 for row in run.rows(files.TRAIN))
     assert {"town/parse_rate", "town/legal_rate", "town/turns_overdue", "town/games"} <= rows[0].keys()
 
 
-def test_a_run_shows_how_replies_are_formed_who_wins_and_what_each_phase_earns(run):
+def test_a_run_reports_parse_rates_win_rates_and_rewards_by_phase(run):
     shown = set().union(*run.rows(files.TRAIN))
     assert {"town/parse_rate", "town/legal_rate", "town/win_rate/policy"} <= shown
     assert {"town", "mafia", "neutral", "draw"} & {name.removeprefix("town/win_rate/") for name in shown}
     assert {"town/reward/discussion", "town/reward/nomination"} <= shown
 
 
-def test_a_run_leaves_its_games_as_csv_transcript_and_in_the_report(run, capsys):
+def test_a_run_writes_its_games_as_csv_transcript_and_report(run, capsys):
     games = read_games(run.folder)
     assert games
     with (run.folder / EVENTS_TABLE).open(newline="") as file:
@@ -98,13 +98,13 @@ def tensors_of(run, step, prefix):
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def test_a_checkpoint_holds_the_opponent_which_is_the_policy_of_the_latest_refresh(run):
+def test_a_checkpoint_contains_the_opponent_as_of_its_latest_refresh(run):
     opponent, policy = tensors_of(run, 12, "opponent."), tensors_of(run, 9, "model.")
     assert opponent.keys() == policy.keys()
     assert all(torch.equal(opponent[name], policy[name]) for name in policy)
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(run, tmp_path):
+def test_a_killed_run_resumes_exactly(run, tmp_path):
     with ForkedRun(tmp_path, town_run(), ranks=2) as killed:
         killed.wait_for_step(7)
         killed.kill()
@@ -115,7 +115,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(run, tmp_path):
     assert read_games(resumed.folder) == read_games(run.folder)
 
 
-def test_within_the_grammar_a_random_model_reaches_the_parse_rate_at_which_the_run_ends(tmp_path):
+def test_structured_output_reaches_the_parse_rate_that_ends_the_run(tmp_path):
     rules = {"tool_calls": 0, "max_speech": 20}
     args = {**TOWN["args"], "credit": "immediate", "players": ["policy"], "rules": rules}
     entry = {**TOWN, "opponent": None, "args": args, "structured": True, "stop_at_parse_rate": 0.3, "stop_after": 2}
@@ -125,7 +125,7 @@ def test_within_the_grammar_a_random_model_reaches_the_parse_rate_at_which_the_r
     rows = run.rows(files.TRAIN)
     assert [row["step"] for row in rows] == [0, 1]
     assert all(row["town/parse_rate"] == row["town/legal_rate"] >= 0.3 for row in rows)
-    assert "the last one, the environment's goal is reached" in run.stdout
+    assert "is the last one: the environment's goal is reached" in run.stdout
     assert files.read_summary(run.folder)["outcome"] == "finished"
     final = weights_of(run)
     again = train(tmp_path, config, "--resume", "auto")

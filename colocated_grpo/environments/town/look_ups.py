@@ -1,22 +1,22 @@
-"""Look-ups: a seat asks, is answered with what it may know, and goes on with its turn."""
+"""Look-ups: actions that return information from the seat's own observation and leave its turn open."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from colocated_grpo.environments.town.events import event_lines
 from colocated_grpo.environments.town.observations import Observation, observe
 from colocated_grpo.environments.town.roles import ROLES
 from colocated_grpo.environments.town.state import Game
-from colocated_grpo.environments.town.wording import lines
 
 
-def look_up(game: Game, seat: int, tool: str, argument: str) -> str:
-    """The observation for a legal look-up. Writing the own will is the only one that leaves a trace."""
-    if tool == "write_will":
+def look_up(game: Game, seat: int, tag: str, argument: str) -> str:
+    """Return the observation of a legal look-up. Only write_will changes the game."""
+    if tag == "write_will":
         game.seats[seat].will = argument
         answer = "Your will is kept."
     else:
-        answer = _ANSWERS[tool](observe(game, seat), argument)
+        answer = _ANSWERS[tag](observe(game, seat), argument)
     left = game.rules.tool_calls - len(game.seats[seat].dialog) - 1
     return f"<observation>{answer} (look-ups left this turn: {left})</observation>"
 
@@ -28,7 +28,7 @@ def _get_role(view: Observation, name: str) -> str:
 
 
 def _roles(view: Observation, argument: str) -> str:
-    """All that can be met, not those dealt: which ones are in play is for the town to find out."""
+    """List all roles of the game, not those dealt: the cast is secret."""
     by_faction: dict[str, list[str]] = {}
     for name, role in ROLES.items():
         by_faction.setdefault(role.faction, []).append(name)
@@ -36,8 +36,8 @@ def _roles(view: Observation, argument: str) -> str:
 
 
 def _chat_history(view: Observation, day: str) -> str:
-    heard = [event for event in view.events if str(event.day) == day]
-    return "\n".join(lines(heard, view.names)) or "Nothing was said."
+    events = [event for event in view.events if str(event.day) == day]
+    return "\n".join(event_lines(events, view.names)) or "Nothing was said."
 
 
 def _graveyard(view: Observation, argument: str) -> str:
