@@ -1,4 +1,4 @@
-"""README's tables of measurements, from the files in docs/results: `python -m colocated_grpo.benchmarks.readme`.
+"""The tables of measurements in the docs, from docs/results: `python -m colocated_grpo.benchmarks.tables`.
 
 `step_*.json` are results of `benchmarks.step`, `growth_*.json` of `benchmarks.growth`. Every figure comes from a file.
 """
@@ -14,7 +14,8 @@ from typing import NamedTuple
 from colocated_grpo.types import JsonObject
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path("docs") / "results"
+RESULTS = Path("docs/results")
+STEP_PAGE, GROWTH_PAGE = Path("README.md"), Path("docs/measurements.md")
 STEP_COLUMNS = (
     "Model and GPUs",
     "Step, ours",
@@ -41,55 +42,51 @@ NOT_MEASURED = "-"
 
 
 class ResultFile(NamedTuple):
-    """A result and its path, relative to the repository."""
+    """A result and its path, relative to the page of its table."""
 
     path: Path
     content: JsonObject
 
 
 def main(root: Path = ROOT) -> int:
-    readme = root / "README.md"
-    readme.write_text(with_tables(readme.read_text(), root))
+    for page in (STEP_PAGE, GROWTH_PAGE):
+        (root / page).write_text(with_table(page, root))
     return 0
 
 
-def with_tables(text: str, root: Path) -> str:
-    """Return the text of a README with new tables between their markers.
-
-    Raises ValueError where a marker is missing.
-    """
-    for name, lines in {"whole steps": step_lines(root), "growth": growth_lines(root)}.items():
-        begin, end = markers(name)
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"README.md: needs the two lines {begin!r} and {end!r}, in this order")
-        table = "\n".join(["", *lines, "", ""]) if lines else ""
-        text = "".join([before, begin, "\n", table, end, after])
-    return text
+def with_table(page: Path, root: Path) -> str:
+    """Return the text of a page with a new table between its markers. Raises ValueError if a marker is missing."""
+    name, lines = ("whole steps", step_lines(root)) if page == STEP_PAGE else ("growth", growth_lines(root))
+    begin, end = markers(name)
+    before, found, rest = (root / page).read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{page}: needs the two lines {begin!r} and {end!r}, in this order")
+    table = "\n".join(["", *lines, "", ""]) if lines else ""
+    return "".join([before, begin, "\n", table, end, after])
 
 
 def markers(name: str) -> tuple[str, str]:
-    return f"<!-- {name}: written by python -m colocated_grpo.benchmarks.readme -->", f"<!-- end of {name} -->"
+    return f"<!-- {name}: written by python -m colocated_grpo.benchmarks.tables -->", f"<!-- end of {name} -->"
 
 
 def step_lines(root: Path) -> list[str]:
     """Return the table of whole steps, smallest model first; [] without results."""
-    files = [file for file in read_results(root, "step") if "ours" in file.content]
+    files = [file for file in read_results(root, "step", STEP_PAGE) if "ours" in file.content]
     files.sort(key=lambda file: (file.content["parameters"], file.content["ranks"]))
     return table(STEP_COLUMNS, [step_cells(file) for file in files])
 
 
 def growth_lines(root: Path) -> list[str]:
     """Return one table for all axes, with the sizes of each file, smallest first; [] without results."""
-    files = sorted(read_results(root, "growth"), key=lambda file: AXES.index(file.content["axis"]))
+    files = sorted(read_results(root, "growth", GROWTH_PAGE), key=lambda file: AXES.index(file.content["axis"]))
     return table(GROWTH_COLUMNS, [growth_cells(file, row) for file in files for row in file.content["rows"]])
 
 
-def read_results(root: Path, kind: str) -> list[ResultFile]:
-    """Return the results whose file names begin with `kind`, by name."""
+def read_results(root: Path, kind: str, page: Path) -> list[ResultFile]:
+    """Return the results whose file names begin with `kind`, by name, with paths for links from `page`."""
     files = sorted((root / RESULTS).glob(f"{kind}_*.json"))
-    return [ResultFile(file.relative_to(root), json.loads(file.read_text())) for file in files]
+    return [ResultFile(file.relative_to((root / page).parent), json.loads(file.read_text())) for file in files]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""README's tables show the figures in docs/results."""
+"""The tables of the docs show the figures in docs/results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.benchmarks import readme
+from colocated_grpo.benchmarks import tables
 from colocated_grpo.types import JsonObject
 from tests.support.paths import ROOT
 
-STEPS, GROWTH = (readme.markers(name) for name in ("whole steps", "growth"))
+STEPS, GROWTH = (tables.markers(name) for name in ("whole steps", "growth"))
 OURS = {
     "seconds/step": 6.0, "seconds/generate": 4.0, "seconds/train": 1.5, "seconds/sync": 0.0066, "mfu": 0.4321,
     "memory/generate_gib": 49.0, "memory/train_gib": 31.0,
@@ -40,11 +40,11 @@ def growth(axis: str, sizes: list[int]) -> JsonObject:
 
 
 def project(folder: Path, **results: JsonObject) -> Path:
-    (folder / readme.RESULTS).mkdir(parents=True)
-    lines = ["before", *STEPS, "between", GROWTH[0], "old", GROWTH[1], "after"]
-    (folder / "README.md").write_text("\n".join(lines) + "\n")
+    (folder / tables.RESULTS).mkdir(parents=True)
+    (folder / tables.STEP_PAGE).write_text("\n".join(["before", *STEPS, "after"]) + "\n")
+    (folder / tables.GROWTH_PAGE).write_text("\n".join(["before", GROWTH[0], "old", GROWTH[1], "after"]) + "\n")
     for name, content in results.items():
-        (folder / readme.RESULTS / f"{name}.json").write_text(json.dumps(content))
+        (folder / tables.RESULTS / f"{name}.json").write_text(json.dumps(content))
     return folder
 
 
@@ -61,10 +61,10 @@ def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
         sync={"rows": []},
     )
 
-    readme.main(root)
-    readme.main(root)
+    tables.main(root)
+    tables.main(root)
 
-    assert (root / "README.md").read_text().splitlines() == [
+    assert (root / tables.STEP_PAGE).read_text().splitlines() == [
         "before",
         STEPS[0],
         "",
@@ -77,16 +77,19 @@ def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
         "| 4.0 s / 1.5 s / 6.6 ms | 14.0 s / 15.5 s / 0.2 s | 49 GiB | 116 GiB |",
         "",
         STEPS[1],
-        "between",
+        "after",
+    ]
+    assert (root / tables.GROWTH_PAGE).read_text().splitlines() == [
+        "before",
         GROWTH[0],
         "",
-        f"| {' | '.join(readme.GROWTH_COLUMNS)} |",
+        f"| {' | '.join(tables.GROWTH_COLUMNS)} |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| [tiny, 1 x NVIDIA H200](docs/results/growth_completions.json) | 64 | 256 | 6,400 | 1.0 s | 50.0 ms | 1.2 s "
+        "| [tiny, 1 x NVIDIA H200](results/growth_completions.json) | 64 | 256 | 6,400 | 1.0 s | 50.0 ms | 1.2 s "
         "| 187.5 | 1.00 |",
-        "| [tiny, 1 x NVIDIA H200](docs/results/growth_completions.json) | 4,096 | 256 | 409,600 | 1.0 s | 50.0 ms "
+        "| [tiny, 1 x NVIDIA H200](results/growth_completions.json) | 4,096 | 256 | 409,600 | 1.0 s | 50.0 ms "
         "| 1.2 s | 187.5 | 1.00 |",
-        "| [tiny, 1 x NVIDIA H200](docs/results/growth_a_length.json) | 1,024 | 256 | 102,400 | 1.0 s | 50.0 ms "
+        "| [tiny, 1 x NVIDIA H200](results/growth_a_length.json) | 1,024 | 256 | 102,400 | 1.0 s | 50.0 ms "
         "| 1.2 s | 187.5 | 1.00 |",
         "",
         GROWTH[1],
@@ -97,7 +100,7 @@ def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
 def test_the_peer_of_an_old_file_is_shown_as_trl_with_its_defaults(tmp_path: Path):
     root = project(tmp_path, step_old=result("qwen3-0.6b", 1, peer={"median": TRL}))
 
-    assert readme.step_lines(root)[2:] == [
+    assert tables.step_lines(root)[2:] == [
         "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_old.json) | 6.0 s | - | 30.0 s (5.0 x) "
         "| 4.0 s / 1.5 s / 6.6 ms | - | 49 GiB | - |"
     ]
@@ -106,7 +109,7 @@ def test_the_peer_of_an_old_file_is_shown_as_trl_with_its_defaults(tmp_path: Pat
 def test_a_result_without_a_peer_has_dashes_for_it(tmp_path: Path):
     root = project(tmp_path, step_alone=result("qwen3-0.6b", 1, peer=None))
 
-    assert readme.step_lines(root)[2:] == [
+    assert tables.step_lines(root)[2:] == [
         "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_alone.json) | 6.0 s | - | - "
         "| 4.0 s / 1.5 s / 6.6 ms | - | 49 GiB | - |"
     ]
@@ -114,15 +117,17 @@ def test_a_result_without_a_peer_has_dashes_for_it(tmp_path: Path):
 
 def test_without_result_files_there_are_no_tables(tmp_path: Path):
     root = project(tmp_path)
-    assert readme.step_lines(root) == readme.growth_lines(root) == []
+    assert tables.step_lines(root) == tables.growth_lines(root) == []
 
 
-def test_a_readme_without_markers_is_rejected(tmp_path: Path):
+@pytest.mark.parametrize("page", [tables.STEP_PAGE, tables.GROWTH_PAGE])
+def test_a_page_without_markers_is_rejected(tmp_path: Path, page: Path):
+    root = project(tmp_path)
+    (root / page).write_text("no markers")
     with pytest.raises(ValueError, match="needs the two lines"):
-        readme.with_tables("no markers", tmp_path)
+        tables.with_table(page, root)
 
 
-def test_the_readme_matches_its_result_files():
-    text = (ROOT / "README.md").read_text()
-
-    assert readme.with_tables(text, ROOT) == text
+@pytest.mark.parametrize("page", [tables.STEP_PAGE, tables.GROWTH_PAGE])
+def test_the_pages_match_their_result_files(page: Path):
+    assert tables.with_table(page, ROOT) == (ROOT / page).read_text()
