@@ -73,7 +73,7 @@ def test_a_minibatch_that_holds_no_group_takes_no_optimizer_step(world, model_fo
 def test_equal_rewards_with_advantages_of_their_own_are_trained(world, model_folder):
     config = config_of(model_folder())
     clock = SimpleNamespace(time=lambda _phase: torch.no_grad())
-    run = SimpleNamespace(config=config, world=world, clock=clock)
+    run = SimpleNamespace(config=config, world=world, clock=clock, policy=SimpleNamespace(version=0))
     plain = group_of(0, [rollout_of([1], [2, 3], reward=1.0)] * 2)
     decided = group_of(1, [replace(rollout_of([1], [4, 5], reward=1.0), advantages=[0.5, -0.5])] * 2)
     (micro_batch,) = make_batch(run, 0, [plain, decided]).minibatches[0].micro_batches
