@@ -149,7 +149,7 @@ class Sampler:
             entries = [entry for future in scored for entry in await result_of(future)]
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
-        # Greedy log-probabilities are at temperature 1. vLLM raises positive temperatures to MIN_TEMPERATURE.
+        # Greedy log-probabilities are at temperature 1. vLLM raises lower positive temperatures to MIN_TEMPERATURE.
         temperature = max(parameters.temperature, MIN_TEMPERATURE) if parameters.temperature else 1.0
         origin = Origin(temperature, completion.policy_version, completion.finish_reason)
         self._origins.remember(request.token_ids, completion.token_ids, origin)
