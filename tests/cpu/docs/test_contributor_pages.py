@@ -1,4 +1,4 @@
-"""Files, folders and symbols that the contributor's pages and the example name exist under these names."""
+"""Files, folders and symbols named in the contributor's pages and in the example exist."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ EXAMPLE = ROOT / "docs/examples/minimal_grpo.py"
 FILE_ENDINGS = ("py", "md", "yaml", "json", "toml")
 TOPS = (ROOT, ROOT / "colocated_grpo")
 CODE = [file for top in ("colocated_grpo", "tests") for file in (ROOT / top).rglob("*.py")]
-OTHERS = {"trl.rewards", "my_task.py", "utils.py", "Makefile", "Any"}
-"""Names of other packages, of a user's file, and of the file that must not exist."""
+NOT_CHECKED = {"trl.rewards", "my_task.py", "utils.py", "Makefile", "Any"}
+"""Names of other packages, of a user's file, and of a file that must not exist."""
 MAKE_VARIABLES = re.findall(r"^(\w+) [:?]?=", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def spans(page: Path) -> list[str]:
-    """The inline code of a page, without the fenced blocks."""
+    """Return the inline code of a page, without fenced blocks."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return [span for span in re.findall(r"`([^`]+)`", text) if span not in OTHERS]
+    return [span for span in re.findall(r"`([^`]+)`", text) if span not in NOT_CHECKED]
 
 
 def is_path(span: str) -> bool:
     return re.fullmatch(r"[\w./-]+/|[\w./-]+\.(" + "|".join(FILE_ENDINGS) + ")", span) is not None
 
 
-def is_there(path: str) -> bool:
+def path_exists(path: str) -> bool:
     return any((top / path).exists() for top in TOPS)
 
 
 def is_symbol(span: str) -> bool:
-    """A class, a constant, or a dotted name; a lower-case word alone may be anything."""
+    """Return True for a class, a constant or a dotted name. A single lower-case word is too ambiguous to check."""
     return re.fullmatch(r"[A-Z]\w*|[A-Za-z_]\w*(\.\w+)+", span) is not None
 
 
 @cache
 def definitions() -> dict[str, list[Path]]:
-    """Names defined at the top of modules -> their files."""
+    """Return the names defined at module level, with their files."""
     found: dict[str, list[Path]] = {}
     for file in CODE:
         for node in ast.parse(file.read_text()).body:
@@ -60,7 +60,7 @@ def definitions() -> dict[str, list[Path]]:
 
 
 def is_defined(symbol: str) -> bool:
-    """`Class`, `CONSTANT`, `Class.attribute`, `module.name`, or a setting such as `policy.lr`."""
+    """Look up `Class`, `CONSTANT`, `Class.attribute`, `module.name` or a setting such as `policy.lr`."""
     first, _, rest = symbol.partition(".")
     if not rest:
         return first in definitions() or first in MAKE_VARIABLES or hasattr(builtins, first)
@@ -79,15 +79,15 @@ def is_setting(name: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_path_that_a_page_names_exists(page):
+def test_every_path_named_in_a_page_exists(page):
     paths = [span for span in spans(page) if is_path(span)]
     assert paths
-    missing = [path for path in paths if not is_there(path)]
+    missing = [path for path in paths if not path_exists(path)]
     assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_symbol_that_a_page_names_exists(page):
+def test_every_symbol_named_in_a_page_exists(page):
     symbols = [span for span in spans(page) if is_symbol(span) and not is_path(span)]
     assert symbols
     missing = [symbol for symbol in symbols if not is_defined(symbol)]
@@ -95,8 +95,8 @@ def test_every_symbol_that_a_page_names_exists(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_symbol_stands_in_the_file_that_the_page_names_for_it(page):
-    """The form: `Symbol` (`path.py`)."""
+def test_every_symbol_is_defined_in_the_file_named_after_it(page):
+    """In pages: `Symbol` (`path.py`)."""
     pairs = re.findall(r"`([A-Za-z_]\w*)` \(`([\w/]+\.py)`\)", page.read_text())
     assert pairs
     files = {name: [top / path for top in TOPS if (top / path).exists()] for name, path in pairs}
@@ -111,19 +111,19 @@ def test_every_module_in_a_command_exists(page):
     assert not missing
 
 
-def test_every_file_that_the_example_points_to_exists():
+def test_every_file_named_in_the_example_exists():
     paths = re.findall(r"\b(?:\w+/)+(?:\w+\.py)?|\b\w+\.py\b", EXAMPLE.read_text())
     named = [path for path in paths if path not in ("runs/", "docs/")]
     assert len(named) > 10
-    missing = [path for path in named if not is_there(path)]
+    missing = [path for path in named if not path_exists(path)]
     assert not missing
 
 
 @pytest.mark.parametrize("symbol", ["Choreography.rollout_phase", "policy.lr", "PATCHES", "trainer.train"])
-def test_names_of_each_kind_are_found(symbol):
+def test_symbols_of_each_kind_are_found(symbol):
     assert is_symbol(symbol) and is_defined(symbol)
 
 
 @pytest.mark.parametrize("symbol", ["Choreography.misspelt", "policy.misspelt", "MISSPELT", "trainer.misspelt"])
-def test_a_name_that_is_not_there_is_noticed(symbol):
+def test_a_misspelt_symbol_is_noticed(symbol):
     assert is_symbol(symbol) and not is_defined(symbol)

@@ -1,4 +1,4 @@
-"""The guide to games: what it asks people to paste works."""
+"""The examples of the games guide work unchanged, and its numbers are right."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import yaml
 
 from colocated_grpo.config import Config
 from colocated_grpo.environments import build_environments
+from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.environments.town.environment import TownEnvironment
 from colocated_grpo.environments.town.settings import TownSettings
 from colocated_grpo.environments.town.state import Rules
@@ -30,7 +31,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def entry(tmp_path):
-    """The environment of the guide, written to a file as it stands."""
+    """The config entry of the guide's own game, whose code is written to a file."""
     [code] = blocks("python")
     (tmp_path / "my_game.py").write_text(code)
     [text] = [block for block in blocks("yaml") if "my_game.py" in block]
@@ -38,29 +39,30 @@ def entry(tmp_path):
     return {**entry, "name": entry["name"].replace("my_game.py", str(tmp_path / "my_game.py"))}
 
 
-def play(made, source, steps: int):
+def play(made, source, steps: int) -> list[BatchResult]:
+    """Score the same four completions of every turn, and return how the source settled each step."""
     completion = Completion(token_ids=[5], sampling_logprobs=[-1.0], finish_reason="stop", policy_version=0)
-    told = []
+    results = []
     for _ in range(steps):
         groups = []
         for prompt in source.next(3):
             scores = made.scorers[prompt.source].score(prompt, [completion] * len(TEXTS), TEXTS)
             rollouts = [replace(rollout_of([1], [2]), text=t, score=s) for t, s in zip(TEXTS, scores, strict=True)]
             groups.append(Group(prompt=prompt, rollouts=rollouts))
-        told.append(source.record(groups))
-    return told
+        results.append(source.record(groups))
+    return results
 
 
-def test_the_guides_own_game_trains_and_resumes(entry):
+def test_the_example_game_trains_and_resumes(entry):
     made = build_environments(Config(model={"name": "none"}, environments=[entry]), TOKENIZER)
     source = made.open_source()
     play(made, source, 4)
     state = json.loads(json.dumps(source.state_dict()))
     expected = play(made, source, 12)
-    games = [game for settled in expected for game in settled.games]
+    games = [game for result in expected for game in result.games]
     assert games
     assert all("takes" in game["transcript"] for game in games)
-    rewards = [r.score.reward for settled in expected for group in settled.released for r in group.rollouts]
+    rewards = [r.score.reward for result in expected for group in result.released for r in group.rollouts]
     assert {0.0, 1.0, 2.0} <= set(rewards), "the winner's two sticks, legal ones, and four"
     resumed = made.open_source()
     resumed.load_state_dict(state)
@@ -68,19 +70,20 @@ def test_the_guides_own_game_trains_and_resumes(entry):
     assert made.held_out(5)
 
 
-def test_towns_prompts_are_as_long_as_the_guide_says():
+def test_prompt_lengths_of_town_are_as_documented():
     [row] = [line for line in GUIDE.splitlines() if line.startswith("| `prompts`")]
-    told = [[int(n.replace(",", "")) for n in pair] for pair in re.findall(r"([\d,]+) to ([\d,]+)", row)]
-    mute = Rules(tool_calls=0)
-    ways = [{}, {"prompts": "brief", "memory": 4, "rules": mute}, {"prompts": "brief", "memory": 1, "rules": mute}]
-    for (shortest, longest), way in zip(told, ways, strict=True):
-        lengths = prompt_lengths(TownEnvironment(TownSettings(seed=1, **way)), 1500)
+    documented = [[int(n.replace(",", "")) for n in pair] for pair in re.findall(r"([\d,]+) to ([\d,]+)", row)]
+    without_look_ups = Rules(tool_calls=0)
+    brief = {"prompts": "brief", "rules": without_look_ups}
+    variants = [{}, brief | {"memory": 4}, brief | {"memory": 1}]
+    for (shortest, longest), variant in zip(documented, variants, strict=True):
+        lengths = prompt_lengths(TownEnvironment(TownSettings(seed=1, **variant)), 1500)
         assert shortest <= min(lengths) < 1.1 * shortest
         assert 0.85 * longest < max(lengths) <= longest
 
 
 def prompt_lengths(town: TownEnvironment, turns: int) -> list[int]:
-    """In characters, where everybody replies as the script does."""
+    """Return the characters of each prompt, when every seat replies as the script does."""
     lengths = []
     for _ in range(turns):
         turn = town.next_batch()[0]
@@ -92,25 +95,25 @@ def prompt_lengths(town: TownEnvironment, turns: int) -> list[int]:
 @pytest.mark.parametrize(
     "text", [block for block in blocks("yaml") if "my_game" not in block and "tossim" not in block]
 )
-def test_configurations_of_the_guide_are_valid(text):
+def test_configs_of_the_guide_are_valid(text):
     config = Config.model_validate(yaml.safe_load(text))
     source = build_environments(config, TOKENIZER).open_source()
     assert sum(not prompt.by_opponent for prompt in source.next(4)) == 4
 
 
-def test_the_guides_arguments_of_tossim_are_those_of_the_entry():
+def test_the_tossim_entry_of_the_guide_is_valid():
     [text] = [block for block in blocks("yaml") if "tossim" in block]
     config = Config.model_validate({"model": {"name": "none"}, **yaml.safe_load(text)})
     assert config.environments[0].name == "tossim"
 
 
-def test_the_guides_self_play_is_judged_and_carried_on():
+def test_the_self_play_config_of_the_guide_is_scored_and_continued():
     [text] = [block for block in blocks("yaml") if "SecretMafia" in block]
     made = build_environments(Config.model_validate(yaml.safe_load(text)), TOKENIZER)
-    told = play(made, made.open_source(), 8)
-    ended = [game for settled in told for game in settled.games]
+    results = play(made, made.open_source(), 8)
+    ended = [game for result in results for game in result.games]
     assert {game["source"] for game in ended} <= set(made.scorers)
     assert any(game["winner"].startswith("Player") for game in ended)
-    late = [rollout for settled in told for group in settled.released for rollout in group.rollouts]
+    late = [rollout for result in results for group in result.released for rollout in group.rollouts]
     assert {"return", "end", "legal_rate"} <= {part for rollout in late for part in rollout.score.parts}
     assert all(rollout.score.error is None for rollout in late)

@@ -1,4 +1,4 @@
-"""The one-file example learns, and stays short enough to be read from top to bottom."""
+"""The one-file example learns, and stays short enough to read from top to bottom."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from colocated_grpo.tools.make_model import main as make_model
 from tests.support.paths import ROOT
 
 EXAMPLE = ROOT / "docs/examples/minimal_grpo.py"
-MOST_LINES = 300
+MAX_LINES = 300
 STEPS = 24
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the example prints for a model of 0.1 M parameters that has had half of the quickstart's lessons."""
+    """The output of the example on a model of 0.1 M parameters with half of the quickstart's warm start."""
     model = tmp_path_factory.mktemp("minimal") / "model"
     lessons = ["--shape", "tiny", "--task", "sorting", "--steps", "150", "--lr", "4e-3"]
     assert make_model([str(model), *lessons]) == 0
@@ -46,17 +46,17 @@ def test_the_example_raises_the_held_out_reward(output):
 
 
 @pytest.mark.slow
-def test_the_examples_engine_samples_from_its_policy(output):
+def test_the_engine_of_the_example_samples_from_its_policy(output):
     mismatches = numbers(re.escape("|policy - sampler|="), output)
     assert len(mismatches) == STEPS
     assert max(mismatches) < 1e-5
 
 
 def test_the_example_is_short_enough_to_read():
-    assert len(EXAMPLE.read_text().splitlines()) <= MOST_LINES
+    assert len(EXAMPLE.read_text().splitlines()) <= MAX_LINES
 
 
-def test_the_example_needs_the_package_for_its_model_alone():
+def test_the_example_uses_the_package_only_to_make_its_model():
     assert re.findall(r"^\s*(?:from|import) (colocated_grpo\S*)", EXAMPLE.read_text(), re.MULTILINE) == [
         "colocated_grpo.tools.make_model"
     ]

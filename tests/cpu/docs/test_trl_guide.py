@@ -1,4 +1,4 @@
-"""The guide for those who come from TRL: its YAML loads, and the defaults that it compares are the defaults."""
+"""The TRL guide: its YAML loads, and the defaults and metrics that it compares are right."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ GUIDE_FOLDER = ROOT / "docs/guides"
 GUIDE = (GUIDE_FOLDER / "from_trl.md").read_text()
 
 
-def test_the_yaml_of_the_guide_means_what_its_script_means():
-    text, more = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
-    config = load(text, alone=True)
-    [beside] = load(text + more, alone=True).environments
-    assert (beside.name, beside.prompt_column, beside.columns) == (
-        "questions.jsonl",
-        "question",
-        {"answer": "solution"},
-    )
+YAML, DATASETS, REWARDS = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
+
+
+def test_the_yaml_of_the_guide_means_the_same_as_the_script():
+    config = load(YAML, alone=True)
     [source] = config.environments
     assert [(reward.name, reward.weight) for reward in source.rewards] == [
         ("my_rewards.py:right", 1.0),
@@ -40,7 +36,22 @@ def test_the_yaml_of_the_guide_means_what_its_script_means():
     assert (config.policy.schedule, config.training_steps, config.tracking.wandb) == ("linear", 500, "online")
 
 
-def test_the_defaults_that_the_guide_compares_are_the_defaults():
+def test_settings_of_the_dataset_are_added_to_the_entry_that_dataset_name_makes():
+    [entry] = load(YAML + DATASETS, alone=True).environments
+    assert (entry.name, entry.prompt_column, entry.columns) == ("questions.jsonl", "question", {"answer": "solution"})
+
+
+def test_entries_of_reward_funcs_may_have_arguments():
+    text = re.sub(r"^reward_(funcs|weights): .*\n", "", YAML, flags=re.MULTILINE) + REWARDS
+    [entry] = load(text, alone=True).environments
+    assert [(reward.name, reward.args) for reward in entry.rewards] == [
+        ("my_rewards.py:right", None),
+        ("my_rewards.py:Length", {"target": 200}),
+        ("trl.rewards:get_soft_overlong_punishment", {"max_completion_len": 256, "soft_punish_cache": 64}),
+    ]
+
+
+def test_the_compared_defaults_are_right():
     trl = pytest.importorskip("trl")
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     ours = load()
@@ -60,7 +71,7 @@ def test_the_defaults_that_the_guide_compares_are_the_defaults():
     assert (theirs["seed"], ours.seed) == (42, 0)
 
 
-def test_what_the_guide_says_is_not_there_is_refused():
+def test_settings_listed_as_not_supported_are_rejected():
     for name in ("entropy_coef", "top_entropy_quantile", "sync_ref_model", "use_peft", "load_in_4bit"):
         assert f"`{name}`" in GUIDE
         assert config_error(f"{name}: 0.1").startswith(name)
@@ -71,8 +82,8 @@ def test_what_the_guide_says_is_not_there_is_refused():
         assert loss in config_error(f"loss_type: {loss}")
 
 
-def test_the_metrics_that_the_guide_names_are_those_that_are_explained():
-    table = GUIDE.split("## Where the metrics are")[1].split("## ")[0]
+def test_the_metrics_named_in_the_guide_are_explained():
+    table = GUIDE.split("## Metrics")[1].split("## ")[0]
     explained = (GUIDE_FOLDER / "metrics.md").read_text()
     names = re.findall(r"^\| .* \| (.*) \|$", table, re.MULTILINE)[1:]
     same = re.findall(r"`([^`]+)`", table.rpartition("|")[2])

@@ -1,4 +1,4 @@
-"""The guide for those who come from verl: its YAML loads, its reward judges verl's rows, its names are settings."""
+"""The verl guide: its YAML loads, its reward function scores rows of verl, and its names are settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROW = {
 
 
 @pytest.mark.parametrize("result", ["right", "{'score': right, 'acc': 1}"])
-def test_the_yaml_and_the_reward_of_the_guide_judge_rows_of_verl(tmp_path, monkeypatch, result):
+def test_the_yaml_and_the_reward_of_the_guide_score_rows_of_verl(tmp_path, monkeypatch, result):
     monkeypatch.chdir(tmp_path)
     for name in ("train.parquet", "test.parquet"):
         parquet.write_table(pyarrow.Table.from_pylist([ROW] * 4), name)
@@ -48,15 +48,15 @@ def test_the_yaml_and_the_reward_of_the_guide_judge_rows_of_verl(tmp_path, monke
     assert [score.reward for score in scores] == [1.0, 0.0], scores
 
 
-def test_the_names_that_the_guide_gives_are_settings():
+def test_names_in_the_guide_are_settings():
     names = {dotted(path) for path, _ in setting_names(Config)}
     given = {name for row in re.findall(r"^\| `.*? \| (.*) \|$", GUIDE, re.M) for name in re.findall(r"`([\w.]+)", row)}
     assert len(given) > 15
-    words = {"dapo", "grpo", "name", "train_batch_size", *DatasetSourceConfig.model_fields}
-    assert {name.removesuffix(": none") for name in given} - names - words <= {"token", "seq"}
+    not_settings = {"dapo", "grpo", "name", "train_batch_size", *DatasetSourceConfig.model_fields}
+    assert {name.removesuffix(": none") for name in given} - names - not_settings <= {"token", "seq"}
 
 
 @pytest.mark.parametrize("section", ["actor_rollout_ref", "algorithm", "data", "trainer"])
-def test_a_section_of_verl_is_told_where_its_names_are_translated(section):
+def test_the_error_for_a_section_of_verl_names_the_guide(section):
     line = config_error(f"{section}: {{rollout: 8}}")
     assert line.startswith(f"{section}: ") and "docs/guides/from_verl.md" in line

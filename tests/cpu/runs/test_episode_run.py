@@ -105,6 +105,6 @@ def test_held_out_prompts_are_episodes_too(run):
 def test_the_guides_example_is_played_as_it_stands(run):
     games = [row for row in files.read_rollouts(run.folder) if row["source"].endswith("Guess")]
     assert games
-    assert any("<|user|>That is no number.<|end|>" in row["completion"] for row in games)
+    assert any("<|user|>That is not a number.<|end|>" in row["completion"] for row in games)
     config = Config.model_validate(yaml.safe_load(example("yaml")))
     assert config.environments[0].name == "guess.py:Guess"
