@@ -38,15 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def show_game(run_dir: Path, number: int) -> int:
+def show_game(run_dir: Path, game_number: int) -> int:
     """Print the transcript of one ended game; -1 is the latest. Raises RunFolderError if there is no such game."""
     games = read_games(run_dir)
-    if number >= 0:
-        games = [game for game in games if game["game"] == number]
+    if game_number >= 0:
+        games = [game for game in games if game["game"] == game_number]
     if not games:
-        raise RunFolderError(f"{run_dir}: " + (f"no game {number} has ended" if number >= 0 else "no game has ended"))
+        raise RunFolderError(
+            f"{run_dir}: " + (f"no game {game_number} has ended" if game_number >= 0 else "no game has ended")
+        )
     console = Console()
-    for game in games[-1:] if number < 0 else games:
+    for game in games[-1:] if game_number < 0 else games:
         console.print(Rule(Text(printable(title(game), console.encoding))))
         console.print(Text(printable(game.get("transcript", ""), console.encoding)))
     return 0

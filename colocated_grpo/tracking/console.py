@@ -147,7 +147,7 @@ class PlainDisplay:
 
     def step(self, step: int, row: Row) -> None:
         left = self._eta.tick(step)
-        self._line(f"step {step:>{len(str(self._total))}}/{self._total}", _step_text(row), f"left {left}")
+        self._line(f"step {step:>{len(str(self._total))}}/{self._total}", _step_text(row), f"{left} left")
 
     def note(self, line: str) -> None:
         self._line(line)
@@ -174,7 +174,7 @@ class LiveDisplay:
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
             TimeElapsedColumn(),
-            TextColumn("left {task.fields[left]}"),
+            TextColumn("{task.fields[left]} left"),
             console=console,
             expand=True,
         )
