@@ -74,7 +74,7 @@ def test_a_group_of_equal_rewards_with_its_own_advantages_is_trained(world, mode
     clock = SimpleNamespace(time=lambda _phase: torch.no_grad())
     run = SimpleNamespace(config=config, world=world, clock=clock, policy=SimpleNamespace(version=0))
     plain = group_of(0, [rollout_of([1], [2, 3], reward=1.0)] * 2)
-    decided = group_of(1, [replace(rollout_of([1], [4, 5], reward=1.0), advantages=[0.5, -0.5])] * 2)
-    (micro_batch,) = make_batch(run, 0, [plain, decided]).minibatches[0].micro_batches
+    with_advantages = group_of(1, [replace(rollout_of([1], [4, 5], reward=1.0), advantages=[0.5, -0.5])] * 2)
+    (micro_batch,) = make_batch(run, 0, [plain, with_advantages]).minibatches[0].micro_batches
     assert micro_batch.tokens.targets_N.tolist() == [4, 5, 4, 5]
     assert micro_batch.loss_inputs.advantages_N.tolist() == [0.5, -0.5, 0.5, -0.5]
