@@ -130,7 +130,7 @@ def test_dual_clip_bounds_the_ratio_of_bad_tokens_only():
 
 
 def test_dual_clip_inside_the_clip_range_is_rejected():
-    with pytest.raises(ValueError, match=r"dual_clip=1.2 must be above 1 \+ clip_high = 1.28"):
+    with pytest.raises(ValueError, match=r"dual_clip=1.2: must be greater than 1 \+ clip_high=1.28"):
         DAPOConfig(dual_clip=1.2)
 
 
