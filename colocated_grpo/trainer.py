@@ -244,7 +244,7 @@ def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
     trained = batch.num_tokens * run.config.batch.epochs
     row["tokens_per_second"] = tokens / row["seconds/step"]
     row["tokens_per_second/train"] = trained / row["seconds/train"]
-    row["shared"] = 1 - batch.computed_tokens / batch.num_tokens if batch.num_tokens else 0.0
+    row["prefix_reuse"] = 1 - batch.computed_tokens / batch.num_tokens if batch.num_tokens else 0.0
     row["imbalance"] = batch.imbalance
     row["padding"] = batch.padding
     return row

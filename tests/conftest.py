@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures used by several test files."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import pytest
 from hypothesis import settings
 
 from colocated_grpo.runtime.distributed import World
-from tests.support.ranks import only_rank
+from tests.support.ranks import single_rank_group
 from tests.support.small_policy import make_small_model
 
-# A busy machine makes a single example slow now and then, which says nothing about the code.
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
+# On a busy machine single examples are slow now and then, whatever the code does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """A process group of one, gone again after the module: vLLM wants to make its own."""
-    with only_rank() as world:
+    """A process group of one rank. Destroyed after the module, because vLLM initializes its own."""
+    with single_rank_group() as world:
         yield world
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`make_small_model`, each kind of model made once."""
-    made: dict[tuple, Path] = {}
+    """`make_small_model` with a cache: each variant is made once a session."""
+    folders: dict[tuple[str, str], Path] = {}
 
     def folder(architecture: str = "qwen3", **settings) -> Path:
         key = (architecture, repr(sorted(settings.items())))
-        if key not in made:
-            made[key] = make_small_model(tmp_path_factory.mktemp("models") / architecture, architecture, **settings)
-        return made[key]
+        if key not in folders:
+            folders[key] = make_small_model(tmp_path_factory.mktemp("models") / architecture, architecture, **settings)
+        return folders[key]
 
     return folder

@@ -217,7 +217,7 @@ def run_ours(options: argparse.Namespace, overrides: Sequence[str], model: Path,
 def with_tokens(row: StepRow, completions: int) -> StepRow:
     """Add 'tokens' and 'trained_tokens' to a metrics row, which has means and rates only."""
     tokens = completions * (row["prompt_tokens"] + row["completion_tokens"])
-    trained = row["tokens_per_second/train"] * row["seconds/train"] * (1 - row["shared"])
+    trained = row["tokens_per_second/train"] * row["seconds/train"] * (1 - row["prefix_reuse"])
     return {**row, "tokens": tokens, "trained_tokens": trained}
 
 

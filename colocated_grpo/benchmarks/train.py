@@ -188,7 +188,7 @@ def packing(batch: Batch, world: World) -> dict[str, float]:
     return {
         "tokens": batch.num_tokens,
         "micro_batches": len(micro_batches),
-        "shared": 1 - batch.computed_tokens / batch.num_tokens,
+        "prefix_reuse": 1 - batch.computed_tokens / batch.num_tokens,
         "padding": packed / batch.computed_tokens - 1,
         "padded_tokens": padded,
         "padding_saved": 1 - packed / padded,

@@ -2,4 +2,4 @@ import os
 
 from colocated_grpo.launch.cli import OPENMP_SETTINGS
 
-os.environ.update({**OPENMP_SETTINGS, **os.environ})  # before torch is imported
+os.environ.update({**OPENMP_SETTINGS, **os.environ})  # read when torch is imported

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no training and no download: one token for each printable ASCII character."""
+"""A character tokenizer that needs no training and no download: one token per printable ASCII character."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAD, BOS, END, UNKNOWN = "<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>"
 ROLES = ["system", "user", "assistant"]
 CHARACTERS = ["\n", "\t", *map(chr, range(ord(" "), ord("~") + 1))]
 
-# One token opens a turn and <|end|>, the end-of-sequence token, closes it: a prompt costs three tokens more.
+# A role token opens a turn and <|end|>, the end-of-sequence token, closes it: a user prompt has three extra tokens.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -23,9 +23,10 @@ CHAT_TEMPLATE = (
 
 
 def build_char_tokenizer(vocab_size: int | None = None, max_length: int = 2048) -> PreTrainedTokenizerFast:
-    """A fast Hugging Face tokenizer; encoding and decoding printable ASCII gives the same text back.
+    """Return a fast Hugging Face tokenizer that decodes encoded printable ASCII to the same text.
 
-    vocab_size pads the vocabulary with unused entries, so that every id a wider model can sample has a text.
+    `vocab_size` pads the vocabulary with unused tokens, so that every id a wider model can sample can be decoded.
+    Raises ValueError if it is smaller than the alphabet.
     """
     special = [PAD, BOS, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     tokens = special + CHARACTERS
@@ -33,7 +34,7 @@ def build_char_tokenizer(vocab_size: int | None = None, max_length: int = 2048) 
         if vocab_size < len(tokens):
             raise ValueError(f"vocab_size={vocab_size} is smaller than the {len(tokens)} tokens of the alphabet")
         tokens = tokens + [f"<|unused {index}|>" for index in range(len(tokens), vocab_size)]
-    # BPE without merges never joins two characters; unlike a word-level model it needs no splitting rule.
+    # BPE without merges never joins characters and, unlike a word-level model, needs no pre-tokenizer.
     backend = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, [], unk_token=UNKNOWN))
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""Tell two runs apart, metric by metric: python -m colocated_grpo.tools.compare_runs A B [--assert-equal]"""
+"""Compare two runs metric by metric: python -m colocated_grpo.tools.compare_runs A B [--assert-equal]"""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from colocated_grpo.tracking.files import Row, RunFolderError
 from colocated_grpo.tracking.text import number, printable
 
 WALL_CLOCK = ("seconds/*", "tokens_per_second*", "memory/*")
-"""What differs between two runs of the same computation."""
+"""Metrics that differ between two runs of the same computation."""
 
 Values = dict[int, float | None]
+"""Step -> value; None where the value was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One metric of two runs; a metric that one run lacks has no values there."""
+    """One metric of runs A and B. `a` or `b` is empty when that run does not have the metric."""
 
     metric: str
     a: Values
     b: Values
-    """Step -> value; None where the value was not finite."""
 
     @property
     def first_step(self) -> int | None:
-        """The first step where the runs differ, counting a step that only one of them has; None when they are equal."""
+        """First step where the values differ or only one run has a value; None when the runs are equal."""
         steps = sorted(self.a.keys() | self.b.keys())
         return next((step for step in steps if self._at(self.a, step) != self._at(self.b, step)), None)
 
     @staticmethod
     def _at(values: Values, step: int) -> tuple[bool, float | None]:
-        # Present-but-not-finite and absent are different things, and both are None in a plain .get.
+        # A missing step differs from a value that is not finite, and .get returns None for both.
         return step in values, values.get(step)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0; 1 when --assert-equal is given and a metric differs; 2 when a run cannot be read."""
+    """Print the comparison. Returns 0, 1 if a metric differs under --assert-equal, or 2 if a run cannot be read."""
     options = _parser().parse_args(arguments)
     try:
         a, b = (files.read_metrics(files.run_folder(run)) for run in (options.a, options.b))
@@ -55,13 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     differences = compare(a, b, ignore=(*WALL_CLOCK, *options.ignore))
     console = Console()
     console.print(_table(differences))
-    unequal = [one for one in differences if one.first_step is not None]
+    unequal = [difference for difference in differences if difference.first_step is not None]
     console.print(f"{len(differences) - len(unequal)} metrics equal, {len(unequal)} differ", highlight=False)
     return 1 if options.assert_equal and unequal else 0
 
 
 def compare(a: list[Row], b: list[Row], ignore: Sequence[str]) -> list[Difference]:
-    """Every metric of either run that matches no pattern, in order of appearance."""
+    """Compare every metric of either run that matches no pattern of `ignore`, in order of appearance."""
     by_metric_a, by_metric_b = _by_metric(a), _by_metric(b)
     metrics = dict.fromkeys([*by_metric_a, *by_metric_b])
     return [
@@ -72,7 +72,7 @@ def compare(a: list[Row], b: list[Row], ignore: Sequence[str]) -> list[Differenc
 
 
 def _by_metric(rows: list[Row]) -> dict[tuple[str, str], Values]:
-    """(label, key) -> values by step."""
+    """Return (label, key) -> values by step."""
     table: dict[tuple[str, str], Values] = {}
     for row in rows:
         for key, value in row.items():
@@ -87,11 +87,11 @@ def _table(differences: list[Difference]) -> Table:
     table.add_column("metric", overflow="fold")
     for title in ("last A", "last B", "mean A", "mean B", "differs from"):
         table.add_column(title, justify="right")
-    for one in differences:
-        step = one.first_step
-        figures = [_last(one.a), _last(one.b), _mean(one.a), _mean(one.b)]
+    for difference in differences:
+        step, a, b = difference.first_step, difference.a, difference.b
+        figures = [_last(a), _last(b), _mean(a), _mean(b)]
         where = Text("equal", style="green") if step is None else Text(str(step), style="bold red")
-        table.add_row(Text(printable(one.metric)), *map(number, figures), where)
+        table.add_row(Text(printable(difference.metric)), *map(number, figures), where)
     return table
 
 
@@ -105,12 +105,12 @@ def _mean(values: Values) -> float | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="compare_runs", description="Tell two runs apart, metric by metric.")
+    parser = argparse.ArgumentParser(prog="compare_runs", description="Compare two runs metric by metric.")
     parser.add_argument("a", metavar="A", help="run folder")
     parser.add_argument("b", metavar="B", help="run folder")
-    ignored = "metrics to leave out beside the wall-clock ones, for example 'mismatch/*'; may be repeated"
+    ignored = "metrics to ignore besides the wall-clock ones, for example 'mismatch/*'; may be repeated"
     parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help=ignored)
-    parser.add_argument("--assert-equal", action="store_true", help="exit with 1 when a metric differs")
+    parser.add_argument("--assert-equal", action="store_true", help="exit with code 1 if a metric differs")
     return parser
 
 

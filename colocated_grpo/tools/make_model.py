@@ -1,4 +1,4 @@
-"""Make a model without a download: random weights in a real architecture, with an optional supervised warm start."""
+"""Make a model without a download: random weights in a real architecture, optionally with a supervised warm start."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from transformers.utils.logging import disable_progress_bar
 from colocated_grpo.environments.episodes import EPISODES, build_episode
 from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
-from colocated_grpo.tools.episode_lessons import EpisodeLessons
+from colocated_grpo.tools.episode_teacher import EpisodeTeacher, TeachableEpisode
 from colocated_grpo.tools.shapes import SHAPES, TINY, Shape
-from colocated_grpo.tools.warm_start import PROBES, Lessons, TaskLessons, WarmStart, warm_start
+from colocated_grpo.tools.warm_start import EVAL_PROMPTS, TaskTeacher, Teacher, WarmStart, warm_start
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
-DEFAULT_LESSON = WarmStart()
+DEFAULTS = WarmStart()
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -42,7 +42,7 @@ ARCHITECTURES = {
     "mistral": "mistral",
     "gpt2": "gpt2",
 }
-"""Our name of a family -> transformers' model_type."""
+"""Name of a model family -> transformers' model_type."""
 
 
 def build_model(
@@ -54,7 +54,7 @@ def build_model(
     init_std: float = 0.02,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Random weights, equal for equal arguments on one kind of device. Built on the GPU where there is one."""
+    """Build a model with random weights, on the GPU if there is one. Equal seeds give equal weights per device type."""
     config = model_config(architecture, shape, tokenizer, init_std)
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -64,8 +64,9 @@ def build_model(
 def model_config(
     architecture: str, shape: Shape, tokenizer: PreTrainedTokenizerFast, init_std: float = 0.02
 ) -> PreTrainedConfig:
+    """Return the transformers config. Raises ValueError for an unknown architecture."""
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture={architecture!r}: one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture={architecture!r}: must be one of {', '.join(ARCHITECTURES)}")
     return AutoConfig.for_model(
         ARCHITECTURES[architecture],
         **_size_arguments(architecture, shape),
@@ -97,24 +98,24 @@ def _size_arguments(architecture: str, shape: Shape) -> dict[str, object]:
         "max_position_embeddings": shape.max_positions,
     }
     if architecture in ("gemma2", "gemma3"):
-        # Their scores are divided by the root of this number, which defaults to that of the released checkpoints.
+        # Attention scores are divided by its square root; the default belongs to the released checkpoints' head size.
         sizes["query_pre_attn_scalar"] = shape.head_dim
     return sizes
 
 
-def check_free(out: Path, force: bool) -> None:
-    """Raise FileExistsError unless `out` may be written; force allows it to replace a model and nothing else."""
+def check_writable(out: Path, force: bool) -> None:
+    """Raise FileExistsError if `out` exists. With `force`, a model folder may be replaced, but nothing else."""
     if not out.exists():
         return
     if not force:
-        raise FileExistsError(f"{out} exists: choose another folder or pass --force")
+        raise FileExistsError(f"{out}: already exists; choose another folder or pass --force")
     if not (out / "config.json").is_file():
-        raise FileExistsError(f"{out} holds no config.json: --force replaces model folders only")
+        raise FileExistsError(f"{out}: not a model folder (it has no config.json); --force does not replace it")
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path, *, force: bool = False) -> None:
-    """Write a folder that from_pretrained and vLLM load offline; it appears complete or not at all."""
-    check_free(out, force)
+    """Write a folder that from_pretrained and vLLM load offline. The folder is renamed into place when complete."""
+    check_writable(out, force)
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
         model.save_pretrained(partial)
@@ -135,75 +136,78 @@ def make_model(
     init_std: float = 0.02,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a model with random weights and its tokenizer to a new folder `out`; return it as a Path."""
+    """Write a model with random weights and its tokenizer to the new folder `out`, and return the path."""
     out = Path(out)
-    check_free(out, force=False)
+    check_writable(out, force=False)
     tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
     save_model(build_model(architecture, shape, tokenizer, seed=seed, init_std=init_std, dtype=dtype), tokenizer, out)
     return out
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. Sizes that are not given are absent from the namespace."""
     parser = argparse.ArgumentParser(
         prog="python -m colocated_grpo.tools.make_model",
-        description="Make a model with random weights and a character tokenizer; --task teaches it that task half-way.",
+        description="Make a model with random weights and a character tokenizer, with a warm start on --task if given.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="sizes to start from (default: small)")
     for size in SIZES:
         flag = f"--{size.replace('_', '-')}"
-        parser.add_argument(flag, type=int, metavar="N", default=argparse.SUPPRESS, help=f"replaces {size} of --shape")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the weights")
+        parser.add_argument(flag, type=int, metavar="N", default=argparse.SUPPRESS, help=f"override {size} of --shape")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument(
         "--task",
-        help="what to teach: a built-in task or episode, or a module:object whose items have an 'answer'",
+        help="task to warm-start on: a built-in task or episode, or a module:object whose items have an 'answer'",
     )
-    parser.add_argument("--task-args", default="{}", metavar="YAML", help="arguments of the task: '{max_digits: 6}'")
+    parser.add_argument(
+        "--task-args", default="{}", metavar="YAML", help="arguments of the task, such as '{max_digits: 6}'"
+    )
     parser.add_argument(
         "--warm-start-target",
         type=float,
-        default=DEFAULT_LESSON.target,
+        default=DEFAULTS.target,
         metavar="REWARD",
-        help=f"stop teaching at this mean sampled reward (default: {DEFAULT_LESSON.target})",
+        help=f"mean sampled reward at which the warm start ends (default: {DEFAULTS.target})",
     )
     parser.add_argument(
         "--slips",
         type=float,
-        default=DEFAULT_LESSON.slips,
-        metavar="SHARE",
-        help=f"share of characters that the teacher gets wrong (default: {DEFAULT_LESSON.slips})",
+        default=DEFAULTS.slips,
+        metavar="FRACTION",
+        help=f"fraction of characters that the teacher gets wrong (default: {DEFAULTS.slips})",
     )
     parser.add_argument(
         "--lr",
         type=float,
-        default=DEFAULT_LESSON.lr,
+        default=DEFAULTS.lr,
         metavar="RATE",
-        help=f"learning rate of the lessons (default: {DEFAULT_LESSON.lr:g})",
+        help=f"learning rate of the warm start (default: {DEFAULTS.lr:g})",
     )
     parser.add_argument(
         "--max-completion-tokens",
         type=int,
-        default=DEFAULT_LESSON.max_completion_tokens,
+        default=DEFAULTS.max_completion_tokens,
         metavar="N",
-        help=f"longest answer or conversation (default: {DEFAULT_LESSON.max_completion_tokens})",
+        help=f"maximum tokens of an answer or a conversation (default: {DEFAULTS.max_completion_tokens})",
     )
     parser.add_argument(
         "--steps",
         type=int,
-        default=DEFAULT_LESSON.max_steps,
+        default=DEFAULTS.max_steps,
         metavar="N",
-        help=f"teach for at most N steps (default: {DEFAULT_LESSON.max_steps})",
+        help=f"maximum steps of the warm start (default: {DEFAULTS.max_steps})",
     )
     return parser.parse_args(arguments)
 
 
-def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> None:
-    """Warm-start on the train split, then print the mean sampled reward on the held-out one."""
+def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> None:
+    """Train on the train split, then print the mean sampled reward on the held-out split."""
     settings = replace(
-        DEFAULT_LESSON,
+        DEFAULTS,
         target=options.warm_start_target,
         max_steps=options.steps,
         lr=options.lr,
@@ -211,41 +215,48 @@ def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: a
         slips=options.slips,
         max_completion_tokens=options.max_completion_tokens,
     )
-    lessons = build_lessons(tokenizer, options, settings)
+    teacher = build_teacher(tokenizer, options, settings)
     started = time.monotonic()
-    steps = warm_start(model, tokenizer, lessons, settings, print_progress)
+    steps = warm_start(model, tokenizer, teacher, settings, print_progress)
     seconds = time.monotonic() - started
-    reward = lessons.sampled_reward(model, "held_out", 2 * PROBES)
-    print(f"taught {options.task} for {steps} steps in {seconds:.0f} s: held-out sampled reward {reward:.2f}")
+    reward = teacher.sampled_reward(model, "held_out", 2 * EVAL_PROMPTS)
+    print(f"warm start on {options.task}: {steps} steps in {seconds:.0f} s, held-out sampled reward {reward:.2f}")
 
 
-def build_lessons(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace, settings: WarmStart) -> Lessons:
+def build_teacher(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace, settings: WarmStart) -> Teacher:
+    """Return the teacher for --task and --task-args. Raises ValueError for an unknown task."""
     arguments = yaml.safe_load(options.task_args)
     if options.task in EPISODES:
-        return EpisodeLessons(build_episode(options.task, arguments), tokenizer, settings)
-    return TaskLessons(build_task(options.task, arguments), tokenizer, settings)
+        episode = build_episode(options.task, arguments)
+        assert isinstance(episode, TeachableEpisode), "every built-in episode has a teacher"
+        return EpisodeTeacher(episode, tokenizer, settings)
+    return TaskTeacher(build_task(options.task, arguments), tokenizer, settings)
 
 
 def print_progress(step: int, loss: float, reward: float) -> None:
+    """Print one line per reward measurement."""
     print(f"warm start  step {step:4d}  loss {loss:.3f}  sampled reward {reward:.2f}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the model. Returns exit code 0, or 2 after printing a one-line error."""
     options = parse_arguments(arguments)
     disable_progress_bar()
     shape = replace(SHAPES[options.shape], **{size: getattr(options, size) for size in SIZES if size in options})
     try:
-        check_free(options.out, options.force)
+        check_writable(options.out, options.force)
         tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
         dtype = getattr(torch, options.dtype)
         model = build_model(options.architecture, shape, tokenizer, seed=options.seed, dtype=dtype)
         if options.task is not None:
-            teach(model, tokenizer, options)
+            warm_start_on_task(model, tokenizer, options)
     except (FileExistsError, ValueError) as error:
         print(f"make_model: {error}", file=sys.stderr)
         return 2
     save_model(model, tokenizer, options.out, force=options.force)
-    print(f"{options.out}: {options.architecture}, {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    print(
+        f"{options.out}: {options.architecture}, {model.num_parameters():,} parameters, vocabulary of {len(tokenizer)}"
+    )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Sizes of the models that are made here. Imports nothing: who only lists them need not wait for a library."""
+"""Model sizes by name. Imports no library, so that command lines can list them without a delay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Sizes of a decoder, in the words of the llama family; gpt2 has no kv_heads and no head_dim of its own."""
+    """Sizes of a decoder, in the terms of the Llama family. gpt2 ignores kv_heads and head_dim."""
 
     hidden: int = 128
     layers: int = 4
@@ -16,9 +16,9 @@ class Shape:
     head_dim: int = 32
     intermediate: int = 512
     vocab: int | None = None
-    """None: exactly the tokenizer's alphabet. Larger: the tokenizer is filled up to it."""
+    """None: the tokenizer's alphabet. A larger number adds unused tokens to the tokenizer."""
     tied: bool = True
-    """The output head is the embedding matrix."""
+    """Whether the output head is the embedding matrix."""
     max_positions: int = 2048
 
 

@@ -1,4 +1,4 @@
-"""Read the rollouts and games that a run kept: python -m colocated_grpo.tools.show_rollouts RUN [--best K | --game]"""
+"""Print stored rollouts or games of a run: python -m colocated_grpo.tools.show_rollouts RUN [--best K | --game]"""
 
 from __future__ import annotations
 
@@ -20,39 +20,42 @@ from colocated_grpo.tracking.text import number, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the selected rollouts or game. Returns exit code 0, or 2 if there are none or the run cannot be read."""
     options = _parser().parse_args(arguments)
     try:
         run_dir = files.run_folder(options.run)
         if options.game is not None:
             return show_game(run_dir, options.game)
-        chosen = choose(files.read_rollouts(run_dir), options)
-        if not chosen:
-            raise RunFolderError(f"{run_dir}: {_nothing(options)}")
+        rows = select(files.read_rollouts(run_dir), options)
+        if not rows:
+            raise RunFolderError(f"{run_dir}: {_nothing_stored(options)}")
     except RunFolderError as error:
         print(error, file=sys.stderr)
         return 2
     console = Console()
-    for row in chosen:
+    for row in rows:
         console.print(rollout_panel(row, console.encoding))
     return 0
 
 
-def show_game(run_dir: Path, number: int) -> int:
-    """Print the transcript of one ended game; -1 is the latest."""
+def show_game(run_dir: Path, game_number: int) -> int:
+    """Print the transcript of one ended game; -1 is the latest. Raises RunFolderError if there is no such game."""
     games = read_games(run_dir)
-    if number >= 0:
-        games = [game for game in games if game["game"] == number]
+    if game_number >= 0:
+        games = [game for game in games if game["game"] == game_number]
     if not games:
-        raise RunFolderError(f"{run_dir}: " + (f"no game {number} has ended" if number >= 0 else "no game has ended"))
+        raise RunFolderError(
+            f"{run_dir}: " + (f"no game {game_number} has ended" if game_number >= 0 else "no game has ended")
+        )
     console = Console()
-    for game in games[-1:] if number < 0 else games:
+    for game in games[-1:] if game_number < 0 else games:
         console.print(Rule(Text(printable(title(game), console.encoding))))
         console.print(Text(printable(game.get("transcript", ""), console.encoding)))
     return 0
 
 
-def choose(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
-    """The rollouts of one step (by default the last kept one), or the best or worst of them, in that order."""
+def select(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
+    """Return the rollouts of one step, by default the last one stored, or the best or worst of them, in that order."""
     rows = [row for row in rollouts if row["kind"] == (files.EVALUATION if options.evaluation else files.TRAIN)]
     if not rows:
         return []
@@ -66,15 +69,15 @@ def choose(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
 
 
 def rollout_panel(row: Row, encoding: str) -> Panel:
-    """Prompt, completion and score of one rollout. The texts are shown as they are: no markup, no terminal codes."""
+    """Render prompt, completion and score of one rollout. Markup and escape sequences in the texts have no effect."""
     facts = f"step {row['step']}  {row['source']}, prompt {row['prompt_index']}  {row['completion_tokens']} tokens"
-    # Not in the title with the reward: a title is cut where many rewards do not fit.
+    # Not in the panel's title, which is cut when it does not fit.
     parts = "  ".join(f"{name} {number(part)}" for name, part in row["parts"].items())
     below = [Text(printable(parts, encoding), style="bold")] if parts else []
     if row["error"]:
         below.append(Text(printable(row["error"], encoding), style="red"))
     if row["finish_reason"] != "stop":
-        below.append(Text(f"ended by: {row['finish_reason']}", style="yellow"))
+        below.append(Text(f"finish reason: {row['finish_reason']}", style="yellow"))
     return Panel(
         Group(
             Text(printable(row["prompt"], encoding), style="dim"),
@@ -93,18 +96,23 @@ def _reward(row: Row) -> float:
     return -math.inf if row["reward"] is None else row["reward"]
 
 
-def _nothing(options: argparse.Namespace) -> str:
+def _nothing_stored(options: argparse.Namespace) -> str:
     kind = "held-out" if options.evaluation else "training"
-    return f"no {kind} rollouts kept" + ("" if options.step is None else f" at step {options.step}")
+    return f"no {kind} rollouts stored" + ("" if options.step is None else f" at step {options.step}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="show_rollouts", description="Print rollouts of a run.")
+    parser = argparse.ArgumentParser(prog="show_rollouts", description="Print stored rollouts or games of a run.")
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--step", type=int, help="training step, from 0 (default: the last one kept)")
+    parser.add_argument("--step", type=int, help="training step, from 0 (default: the last one stored)")
     parser.add_argument("--evaluation", action="store_true", help="held-out rollouts instead of training ones")
     parser.add_argument(
-        "--game", type=int, nargs="?", const=-1, metavar="N", help="transcript of game N instead (default: the latest)"
+        "--game",
+        type=int,
+        nargs="?",
+        const=-1,
+        metavar="N",
+        help="print game N instead of rollouts (default: the latest)",
     )
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--best", type=int, metavar="K", help="the K rollouts with the highest reward")

@@ -1,4 +1,4 @@
-"""Teach a small model its task half-way by supervision, so that reinforcement finds some reward to start from."""
+"""Supervised warm start: train a small model on a noisy teacher, so that RL starts with a reward above zero."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.rewards.scoring import score_text
 from colocated_grpo.types import Prompt
 
-IGNORED = -100
+IGNORE_INDEX = -100
+"""Label of tokens without a loss; transformers' default."""
 CHECK_EVERY = 25
-PROBES = 128
+EVAL_PROMPTS = 128
 
-Lesson = tuple[list[int], list[int]]
-"""Tokens of one example, and their labels: IGNORED where nothing is to be learnt."""
+Example = tuple[list[int], list[int]]
+"""Token ids and labels of one sequence, aligned; labels are IGNORE_INDEX outside the answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmStart:
-    """How far to teach: until the mean sampled reward reaches `target`, but no more than `max_steps`."""
+    """Settings of a warm start. It ends at a mean sampled reward of `target`, or after `max_steps`."""
 
     target: float = 0.42
     max_steps: int = 250
@@ -36,48 +37,53 @@ class WarmStart:
     seed: int = 0
     max_completion_tokens: int = 32
     slips: float = 0.35
-    """Share of answer characters that the teacher gets wrong. A student of such a teacher knows the task and is unsure
-    of each character: much to gain by reinforcement, and quickly. One that was merely taught too little has to find
-    the task out by trial."""
+    """Fraction of answer characters that the teacher gets wrong.
+
+    The model then knows the task but is uncertain of every character, which RL improves quickly. An undertrained model
+    would have to discover the task by trial instead.
+    """
 
 
-class Lessons(Protocol):
-    """What a warm start needs of a task or an episode."""
+class Teacher(Protocol):
+    """Supervised examples of one task or episode, and the reward of a model there."""
 
-    def take(self, count: int) -> list[Lesson]:
-        """The next examples of the train split, in the words of a teacher who slips."""
+    def examples(self, count: int) -> list[Example]:
+        """Return the next examples of the train split, with slips in the labels."""
+        ...
 
     def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
-        """Mean reward of one completion for each of `count` prompts, at temperature 1; a failed score counts as 0.
+        """Return the mean reward of one completion for each of `count` prompts, at temperature 1.
 
-        Of the train split these are other prompts than the lessons'.
+        A failed score counts as 0. Prompts of the train split differ from those of examples().
         """
+        ...
 
 
 def warm_start(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    lessons: Lessons,
+    teacher: Teacher,
     settings: WarmStart,
     report: Callable[[int, float, float], None],
 ) -> int:
-    """Train `model` in place on the teacher's words; return the steps taken. Repeatable on one kind of machine.
+    """Train `model` in place and return the number of steps. Repeatable on one kind of device.
 
-    Stops on the mean of the last two measurements: one alone is too noisy to land near the target. They are made on
-    training prompts, so that the held-out split stays unseen. report(step, loss, reward) is called at each of them.
+    The reward is measured every CHECK_EVERY steps, on training prompts: the held-out split stays unseen. Training stops
+    when the mean of the last two measurements reaches the target, because a single one is too noisy.
+    report(step, loss, reward) is called after each measurement.
     """
     torch.manual_seed(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
     previous = 0.0
     for step in range(1, settings.max_steps + 1):
-        batch = supervised_batch(lessons.take(settings.batch_size), tokenizer.pad_token_id, model.device)
+        batch = supervised_batch(teacher.examples(settings.batch_size), tokenizer.pad_token_id, model.device)
         loss = model(**batch).loss
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % CHECK_EVERY == 0:
-            reward = lessons.sampled_reward(model, "train", PROBES)
+            reward = teacher.sampled_reward(model, "train", EVAL_PROMPTS)
             report(step, loss.item(), reward)
             if (previous + reward) / 2 >= settings.target:
                 return step
@@ -85,26 +91,28 @@ def warm_start(
     return settings.max_steps
 
 
-class TaskLessons:
-    """Single answers: the task's own, with slips."""
+class TaskTeacher:
+    """Teacher of a single-turn task: each item's "answer", with slips."""
 
     def __init__(self, task: Task, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> None:
         self._task = task
         self._tokenizer = tokenizer
         self._settings = settings
         self._prompts = encoded_prompts(task, tokenizer, settings.seed, "train")
-        self._slips = Random(settings.seed)
+        self._rng = Random(settings.seed)
 
-    def take(self, count: int) -> list[Lesson]:
-        return [self._lesson(prompt) for prompt in islice(self._prompts, count)]
+    def examples(self, count: int) -> list[Example]:
+        return [self._example(prompt) for prompt in islice(self._prompts, count)]
 
-    def _lesson(self, prompt: Prompt) -> Lesson:
-        answer = with_slips(prompt.item["answer"], self._settings.slips, self._slips)
-        said = [*self._tokenizer.encode(answer), self._tokenizer.eos_token_id]
-        return prompt.token_ids + said, [IGNORED] * len(prompt.token_ids) + said
+    def _example(self, prompt: Prompt) -> Example:
+        if "answer" not in prompt.item:
+            raise ValueError(f"{type(self._task).__name__}: its items have no 'answer' to learn from")
+        answer = with_slips(prompt.item["answer"], self._settings.slips, self._rng)
+        completion = [*self._tokenizer.encode(answer), self._tokenizer.eos_token_id]
+        return prompt.token_ids + completion, [IGNORE_INDEX] * len(prompt.token_ids) + completion
 
     def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
-        prompts = probes(self._task, self._tokenizer, self._settings.seed, split, count)
+        prompts = eval_prompts(self._task, self._tokenizer, self._settings.seed, split, count)
         answers = sample(model, self._tokenizer, [p.token_ids for p in prompts], self._settings.max_completion_tokens)
         texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
         scores = [score_text(self._task, prompt.item, text) for prompt, text in zip(prompts, texts, strict=True)]
@@ -114,7 +122,7 @@ class TaskLessons:
 def encoded_prompts(
     task: Task | Episode, tokenizer: PreTrainedTokenizerFast, seed: int, split: Split
 ) -> Iterator[Prompt]:
-    """The task's prompts as a run reads them, without those that the model has no room for."""
+    """Yield the task's prompts as a run encodes them, skipping those longer than half of the model's context."""
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=tokenizer.model_max_length // 2)
     for index, item in enumerate(task.prompts(seed, split)):
         prompt = encoder.encode(item, index=index, source=type(task).__name__)
@@ -122,27 +130,27 @@ def encoded_prompts(
             yield prompt
 
 
-def probes(
+def eval_prompts(
     task: Task | Episode, tokenizer: PreTrainedTokenizerFast, seed: int, split: Split, count: int
 ) -> list[Prompt]:
-    """Prompts to measure on: held-out ones, or training ones of another seed than the lessons'."""
+    """Return the first `count` prompts of the held-out split, or of the train split under another seed."""
     return list(islice(encoded_prompts(task, tokenizer, seed + (split == "train"), split), count))
 
 
-def with_slips(answer: str, share: float, rng: Random) -> str:
-    """The answer with that share of its characters replaced by others that occur in it."""
-    return "".join(rng.choice(answer) if rng.random() < share else character for character in answer)
+def with_slips(answer: str, fraction: float, rng: Random) -> str:
+    """Replace each character, with probability `fraction`, by a random character of the answer."""
+    return "".join(rng.choice(answer) if rng.random() < fraction else character for character in answer)
 
 
-def supervised_batch(lessons: Sequence[Lesson], padding: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Right-padded lessons."""
-    width = max(len(token_ids) for token_ids, _ in lessons)
-    ids = torch.full((len(lessons), width), padding)
-    labels = torch.full_like(ids, IGNORED)
+def supervised_batch(examples: Sequence[Example], pad_id: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the model inputs of right-padded examples, each tensor of shape (examples, longest)."""
+    width = max(len(token_ids) for token_ids, _ in examples)
+    ids = torch.full((len(examples), width), pad_id)
+    labels = torch.full_like(ids, IGNORE_INDEX)
     mask = torch.zeros_like(ids)
-    for row, (token_ids, wanted) in enumerate(lessons):
+    for row, (token_ids, targets) in enumerate(examples):
         ids[row, : len(token_ids)] = torch.tensor(token_ids)
-        labels[row, : len(wanted)] = torch.tensor(wanted)
+        labels[row, : len(targets)] = torch.tensor(targets)
         mask[row, : len(token_ids)] = 1
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
 
@@ -151,15 +159,16 @@ def supervised_batch(lessons: Sequence[Lesson], padding: int, device: torch.devi
 def sample(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[list[int]], max_tokens: int
 ) -> list[list[int]]:
-    """One completion for each prompt at temperature 1, its end of turn included."""
+    """Return one completion per prompt at temperature 1, including its end-of-sequence token if it has one."""
     # The tokenizer pads on the left: every completion starts in the same column.
     padded = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt")
-    output = model.generate(
+    # Causal language models inherit generate() from GenerationMixin, which PreTrainedModel does not declare.
+    output = model.generate(  # pyrefly: ignore[not-callable]
         **padded.to(model.device), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max_tokens
     )
-    return [cut_at(row, tokenizer.eos_token_id) for row in output[:, padded["input_ids"].shape[1] :].tolist()]
+    return [truncate_after(row, tokenizer.eos_token_id) for row in output[:, padded["input_ids"].shape[1] :].tolist()]
 
 
-def cut_at(token_ids: list[int], end: int) -> list[int]:
-    """Without what follows the first `end`."""
+def truncate_after(token_ids: list[int], end: int) -> list[int]:
+    """Drop everything after the first `end` token."""
     return token_ids[: token_ids.index(end) + 1] if end in token_ids else token_ids

@@ -1,4 +1,4 @@
-"""What a person sees of a run: console, run folder, report, W&B and TensorBoard."""
+"""Everything a run shows and records: console, run folder, report, W&B and TensorBoard."""
 
 from colocated_grpo.tracking.tracker import NullTracker, Tracker, make_tracker
 

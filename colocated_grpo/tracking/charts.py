@@ -1,4 +1,4 @@
-"""Which metrics become which chart of the report; a metric that no chart names gets one of its own."""
+"""The charts of the report. A metric that SECTIONS does not list gets a chart of its own."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ from colocated_grpo.tracking.page import section
 from colocated_grpo.tracking.svg import Point, Series, line_chart, stacked_chart
 from colocated_grpo.tracking.text import as_html, number
 
-COLORS = 9
+NUM_COLORS = 9
+"""Colours of the page for named series; the one after them is for "other"."""
 PHASES = ("generate", "train", "sync", "wake", "sleep", "freshness", "pack", "checkpoint", "evaluate")
 NOT_A_METRIC = ("kind", "step")
 HUGE = 1e100
-"""Not drawn from here on: the arithmetic of an axis would overflow, and one such point flattens every other."""
+"""Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
+    """A chart to draw if its metrics were recorded."""
+
     title: str
     lines: dict[str, str]
     """Metric key -> name in the legend."""
-    about: str = ""
+    unit: str = ""
+    """Shown after the title: unit, or what the numbers are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
+    """A drawn chart."""
+
     title: str
-    about: str
+    unit: str
     series: list[Series]
     svg: str
 
@@ -36,35 +42,44 @@ class Drawing:
 SECTIONS = {
     "Learning": (
         Chart("Reward", {"reward": "training", "held_out/reward": "held-out"}, "mean over completions"),
-        Chart("Spread of rewards", {"reward_std": "standard deviation"}),
-        Chart("Completion length", {"completion_tokens": "tokens", "held_out/completion_tokens": "held-out"}),
-        Chart("Truncated completions", {"truncated": "training", "held_out/truncated": "held-out"}, "share"),
-        Chart("Entropy", {"entropy": "entropy"}, "nats a token"),
-        Chart("Groups without reward variance", {"groups/constant": "share"}, "share"),
+        Chart("Reward standard deviation", {"reward_std": "training"}),
+        Chart("Completion tokens", {"completion_tokens": "training", "held_out/completion_tokens": "held-out"}, "mean"),
+        Chart("Truncated completions", {"truncated": "training", "held_out/truncated": "held-out"}, "fraction"),
+        Chart("Entropy", {"entropy": "entropy"}, "nats per token"),
+        Chart("Groups without reward variance", {"groups/constant": "training"}, "fraction"),
     ),
     "Stability": (
-        Chart("Ratio", {"ratio": "mean"}, "policy / old policy"),
-        Chart("Clip fraction", {"clip_fraction/low": "low", "clip_fraction/high": "high"}, "share of tokens"),
-        Chart("KL of sampler and trainer", {"mismatch/kl": "k3"}),
-        Chart("Mean log-probability difference", {"mismatch/abs": "|sampler - trainer|"}),
-        Chart("Largest log-probability difference", {"mismatch/max": "|sampler - trainer|"}),
-        Chart("Effective sample size", {"mismatch/ess": "share"}, "of the importance weights"),
-        Chart("Freshness", {"freshness/mean_diff": "|engine - policy|"}, "of the probe, after the sync"),
-        Chart("KL penalty", {"kl": "k3"}),
+        Chart("Importance ratio", {"ratio": "mean"}, "policy / old policy"),
+        Chart("Clip fraction", {"clip_fraction/low": "low", "clip_fraction/high": "high"}, "fraction of tokens"),
+        Chart("Sampler-trainer KL", {"mismatch/kl": "k3"}),
+        Chart(
+            "Mean log-probability difference",
+            {"mismatch/abs": "all", "mismatch/on_policy": "on-policy"},
+            "|sampler - trainer|",
+        ),
+        Chart("Largest log-probability difference", {"mismatch/max": "all"}, "|sampler - trainer|"),
+        Chart("Effective sample size", {"mismatch/ess": "importance weights"}, "fraction of tokens"),
+        Chart("Freshness", {"freshness/mean_diff": "|engine - policy|"}, "probe log-probabilities after a sync"),
+        Chart("KL to the reference", {"kl": "k3"}),
         Chart("Gradient norm", {"grad_norm": "before clipping"}),
         Chart("Loss", {"loss": "loss"}),
         Chart("Learning rate", {"lr": "lr"}),
-        Chart("Staleness", {"staleness": "optimizer steps"}),
+        Chart("Staleness", {"staleness": "mean"}, "optimizer steps"),
     ),
     "Speed and memory": (
         Chart("Tokens per second", {"tokens_per_second": "all ranks"}),
-        Chart("Memory in use", {"memory/generate_gib": "generate", "memory/train_gib": "train"}, "GiB as a phase ends"),
+        Chart("Device memory", {"memory/generate_gib": "generate", "memory/train_gib": "train"}, "GiB at phase end"),
+        Chart(
+            "Packing",
+            {"prefix_reuse": "prefix reuse", "padding": "padding", "imbalance": "rank imbalance"},
+            "fraction",
+        ),
     ),
 }
 
 
 def chart_sections(rows: list[Row]) -> Iterator[str]:
-    """HTML of every section that has something to show. Metrics that never move are listed instead of drawn."""
+    """Yield the HTML of every section with a chart, then a list of the metrics that stayed constant."""
     points = _points(rows)
     phases = _phase_chart(rows)
     named = {key for charts in SECTIONS.values() for chart in charts for key in chart.lines}
@@ -78,11 +93,11 @@ def chart_sections(rows: list[Row]) -> Iterator[str]:
             drawings.insert(0, phases)
         yield _section(title, [drawing for drawing in drawings if drawing is not None])
     yield _section("More metrics", [drawing for key in rest if (drawing := _drawing(Chart(key, {key: key}), points))])
-    yield _still(points)
+    yield _constant_metrics(points)
 
 
 def _points(rows: list[Row]) -> dict[str, list[Point]]:
-    """Metric key -> its finite measurements, keys in the order in which they first appear."""
+    """Return metric key -> its finite values, keys in order of first appearance."""
     points: dict[str, list[Point]] = {}
     for row in rows:
         for key, value in row.items():
@@ -91,24 +106,24 @@ def _points(rows: list[Row]) -> dict[str, list[Point]]:
     return points
 
 
-def _moves(points: list[Point]) -> bool:
+def _varies(points: list[Point]) -> bool:
     return len({value for _, value in points}) > 1
 
 
 def _drawing(chart: Chart, points: dict[str, list[Point]]) -> Drawing | None:
-    """None when no line of the chart moves."""
+    """Draw a chart, or return None when all its lines are constant."""
     series = [
-        Series(name=name, points=points[key], color=place % COLORS, dots=key.startswith("held_out/"))
-        for place, (key, name) in enumerate(chart.lines.items())
+        Series(name=name, points=points[key], color=index % NUM_COLORS, dots=key.startswith("held_out/"))
+        for index, (key, name) in enumerate(chart.lines.items())
         if key in points
     ]
-    if not any(_moves(list(one.points)) for one in series):
+    if not any(_varies(list(line.points)) for line in series):
         return None
-    return Drawing(chart.title, chart.about, series, line_chart(series))
+    return Drawing(chart.title, chart.unit, series, line_chart(series))
 
 
 def _phase_chart(rows: list[Row]) -> Drawing | None:
-    """Seconds of each step by phase, known phases first; what no phase claims is 'other'."""
+    """Draw the seconds of each step by phase, known phases first, the remainder as "other"."""
     timed = [row for row in rows if row["kind"] == TRAIN and row.get("seconds/step") is not None]
     if not timed:
         return None
@@ -116,14 +131,14 @@ def _phase_chart(rows: list[Row]) -> Drawing | None:
     names = [name for name in PHASES if name in measured]
     names += [name for name in measured if name not in PHASES and name != "step"]
     layers = []
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         seconds = [(row["step"], row.get(f"seconds/{name}") or 0.0) for row in timed]
-        layers.append(Series(name=name, points=seconds, color=place % COLORS))
-    claimed = [sum(layer.points[place][1] for layer in layers) for place in range(len(timed))]
-    other = [(row["step"], max(row["seconds/step"] - sum_, 0.0)) for row, sum_ in zip(timed, claimed, strict=True)]
-    layers.append(Series(name="other", points=other, color=COLORS))
+        layers.append(Series(name=name, points=seconds, color=index % NUM_COLORS))
+    in_phases = [sum(layer.points[index][1] for layer in layers) for index in range(len(timed))]
+    other = [(row["step"], max(row["seconds/step"] - sum_, 0.0)) for row, sum_ in zip(timed, in_phases, strict=True)]
+    layers.append(Series(name="other", points=other, color=NUM_COLORS))
     layers = [layer for layer in layers if any(value > 0 for _, value in layer.points)] or layers[-1:]
-    return Drawing("Seconds a step, by phase", "", layers, stacked_chart(layers))
+    return Drawing("Step time by phase", "seconds", layers, stacked_chart(layers))
 
 
 def _section(title: str, drawings: list[Drawing]) -> str:
@@ -135,14 +150,14 @@ def _section(title: str, drawings: list[Drawing]) -> str:
 
 def _figure(drawing: Drawing) -> str:
     legend = "".join(
-        f'<span><i class="b{one.color}"></i>{as_html(one.name)} <b>{number(one.points[-1][1])}</b></span>'
-        for one in drawing.series
+        f'<span><i class="b{line.color}"></i>{as_html(line.name)} <b>{number(line.points[-1][1])}</b></span>'
+        for line in drawing.series
     )
-    about = f' <span class="quiet">{as_html(drawing.about)}</span>' if drawing.about else ""
-    return f"<figure><figcaption><h3>{as_html(drawing.title)}{about}</h3>{legend}</figcaption>{drawing.svg}</figure>"
+    unit = f' <span class="quiet">{as_html(drawing.unit)}</span>' if drawing.unit else ""
+    return f"<figure><figcaption><h3>{as_html(drawing.title)}{unit}</h3>{legend}</figcaption>{drawing.svg}</figure>"
 
 
-def _still(points: dict[str, list[Point]]) -> str:
+def _constant_metrics(points: dict[str, list[Point]]) -> str:
     shown = {key: series for key, series in points.items() if not key.startswith("seconds/")}
-    still = [f"{key} = {number(series[0][1])}" for key, series in shown.items() if not _moves(series)]
-    return f'<p class="quiet still">Never moved: {as_html(", ".join(still))}.</p>' if still else ""
+    constant = [f"{key} = {number(series[0][1])}" for key, series in shown.items() if not _varies(series)]
+    return f'<p class="quiet constant">Constant: {as_html(", ".join(constant))}.</p>' if constant else ""

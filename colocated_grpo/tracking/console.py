@@ -1,4 +1,4 @@
-"""What scrolls by while a run trains: a live table with a progress bar on a terminal, one line a step elsewhere."""
+"""Console output of a run: a live table with a progress bar on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rich.text import Text
 from colocated_grpo.tracking.text import duration, number, printable
 
 STEPS_SHOWN = 12
-STEPS_OF_PACE = 20
-"""Steps behind the time left: enough to hold an evaluation, few enough to follow completions that grow longer."""
-SMALLEST_SHARE = 0.02
-"""Phases that take less of a step than this are left out of its line."""
+ETA_STEPS = 20
+"""Steps averaged for the time left: enough to include an evaluation, few enough to follow growing completions."""
+MIN_PHASE_SHARE = 0.02
+"""Phases below this share of a step are omitted from its line."""
 
 Row = dict[str, float]
 
@@ -34,7 +34,7 @@ class Column:
     title: str
     key: str
     minimum_width: int = 0
-    """Terminal columns below which this column is left out."""
+    """The column is omitted on terminals narrower than this many characters."""
 
 
 LEARNING_COLUMNS = (
@@ -55,13 +55,13 @@ COLUMNS = (
     Column("GiB gen", "memory/generate_gib", 120),
     Column("GiB train", "memory/train_gib", 120),
 )
-TROUBLE_COLUMNS = (Column("errors", "reward_errors"), Column("dropped", "prompts_dropped"))
-"""Shown where they are not 0."""
-PHASES_WITH_A_COLUMN = ("seconds/generate", "seconds/train", "seconds/sync")
+PROBLEM_COLUMNS = (Column("errors", "reward_errors"), Column("dropped", "prompts_dropped"))
+"""Shown only when not 0."""
+PHASES_WITH_COLUMN = ("seconds/generate", "seconds/train", "seconds/sync")
 
 
 class Display(Protocol):
-    """What the tracker shows on; `row` is a training step's metrics with the latest held-out ones."""
+    """Console output. `row` holds the metrics of a training step and those of the latest evaluation."""
 
     def open(self, facts: dict[str, str], first_step: int) -> None: ...
     def step(self, step: int, row: Row) -> None: ...
@@ -70,17 +70,17 @@ class Display(Protocol):
 
 
 class StandardOutput(Console):
-    """Standard output as it is now: user code may put something else in its place."""
+    """A rich console bound to the current sys.stdout, so that user code may replace sys.stdout later."""
 
     def __init__(self) -> None:
         super().__init__(file=sys.stdout)
 
     def on_broken_pipe(self) -> None:
-        raise
+        raise  # rich would exit the process; FailSafeDisplay handles the BrokenPipeError
 
 
-class UntilItFails:
-    """Shows on another display until its terminal or pipe is gone: the run does not end with who looks at it."""
+class FailSafeDisplay:
+    """Forward to another display until its terminal or pipe closes, so that a closed terminal does not end the run."""
 
     def __init__(self, display: Display, console: Console) -> None:
         self._display: Display | None = display
@@ -105,49 +105,49 @@ class UntilItFails:
             except OSError:
                 self._display = None
             except ValueError:
-                if not self._console.file.closed:  # as user code may do with standard output
+                if not self._console.file.closed:  # writing to a stdout that user code has closed
                     raise
                 self._display = None
 
 
-class Pace:
-    """Time left, from the most recent steps."""
+class Eta:
+    """Estimated time left, from the mean of the last ETA_STEPS steps."""
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
-        self._finished_at: deque[float] = deque(maxlen=STEPS_OF_PACE + 1)
+        self._finished_at: deque[float] = deque(maxlen=ETA_STEPS + 1)
         self.start()
 
     def start(self) -> None:
-        """The first step begins now: what came before (loading, engine start) does not repeat."""
+        """Start timing now. Earlier work (loading, engine start) is excluded."""
         self._finished_at.clear()
         self._finished_at.append(time.monotonic())
 
     def tick(self, step: int) -> str:
-        """Count one finished step; returns the time left as text."""
+        """Count one finished step and return the time left as text."""
         self._finished_at.append(time.monotonic())
         mean = (self._finished_at[-1] - self._finished_at[0]) / (len(self._finished_at) - 1)
         return duration(mean * (self._total - step - 1))
 
 
 class PlainDisplay:
-    """One line a step, for logs and pipes."""
+    """One line per step, for logs and pipes."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         self._console = console
         self._total = total_steps
-        self._pace = Pace(total_steps)
+        self._eta = Eta(total_steps)
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
         self.note(_title(first_step))
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
             self.note(f"  {name:<{width}}  {value}")
-        self._pace.start()
+        self._eta.start()
 
     def step(self, step: int, row: Row) -> None:
-        left = self._pace.tick(step)
-        self._line(f"step {step:>{len(str(self._total))}}/{self._total}", _plain_figures(row), f"left {left}")
+        left = self._eta.tick(step)
+        self._line(f"step {step:>{len(str(self._total))}}/{self._total}", _step_text(row), f"{left} left")
 
     def note(self, line: str) -> None:
         self._line(line)
@@ -156,7 +156,7 @@ class PlainDisplay:
         pass
 
     def _line(self, *parts: str) -> None:
-        # Straight to the file: rich would wrap at its guessed width, and a log line must stay one line.
+        # Bypasses rich, which would wrap the line at its assumed width.
         line = "  ".join(part for part in parts if part)
         print(printable(line, self._console.encoding), file=self._console.file, flush=True)
 
@@ -166,7 +166,7 @@ class LiveDisplay:
 
     def __init__(self, console: Console, total_steps: int) -> None:
         self._console = console
-        self._pace = Pace(total_steps)
+        self._eta = Eta(total_steps)
         self._rows: list[tuple[int, Row]] = []
         self._progress = Progress(
             SpinnerColumn(),
@@ -174,7 +174,7 @@ class LiveDisplay:
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
             TimeElapsedColumn(),
-            TextColumn("left {task.fields[left]}"),
+            TextColumn("{task.fields[left]} left"),
             console=console,
             expand=True,
         )
@@ -184,15 +184,15 @@ class LiveDisplay:
     def open(self, facts: dict[str, str], first_step: int) -> None:
         self._console.print(_banner(_title(first_step), facts))
         self._progress.update(self._bar, completed=first_step)
-        # An exception that nobody catches, or sys.exit, would otherwise leave the terminal without a cursor.
+        # After an uncaught exception or sys.exit the terminal would otherwise be left without a cursor.
         atexit.register(self._live.stop)
         self._live.start()
-        self._pace.start()
+        self._eta.start()
 
     def step(self, step: int, row: Row) -> None:
-        # A new list: the refresh thread may be drawing the old one at this moment.
+        # A new list, because the refresh thread may be reading the old one.
         self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
-        self._progress.update(self._bar, completed=step + 1, left=self._pace.tick(step))
+        self._progress.update(self._bar, completed=step + 1, left=self._eta.tick(step))
 
     def note(self, line: str) -> None:
         self._console.print(Text(printable(line, self._console.encoding)))
@@ -208,7 +208,7 @@ class LiveDisplay:
         columns = [column for column in COLUMNS if self._console.width >= column.minimum_width]
         rows = [(step, _with_other(row)) for step, row in self._rows]
         columns = [column for column in columns if any(column.key in row for _, row in rows)]
-        columns += [column for column in TROUBLE_COLUMNS if any(row.get(column.key) for _, row in rows)]
+        columns += [column for column in PROBLEM_COLUMNS if any(row.get(column.key) for _, row in rows)]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold cyan")
         table.add_column("step", justify="right", style="bold", no_wrap=True)
         for column in columns:
@@ -219,10 +219,10 @@ class LiveDisplay:
 
 
 def make_display(mode: str, console: Console, total_steps: int) -> Display:
-    """`mode` is tracking.console; auto is live on a terminal that can move its cursor."""
+    """Return the display for `mode` (tracking.console). "auto" is live on a terminal with cursor control."""
     live = mode == "live" or (mode == "auto" and console.is_terminal and not console.is_dumb_terminal)
     display = LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps)
-    return UntilItFails(display, console)
+    return FailSafeDisplay(display, console)
 
 
 def _title(first_step: int) -> str:
@@ -239,24 +239,25 @@ def _banner(title: str, facts: dict[str, str]) -> Panel:
 
 
 def _with_other(row: Row) -> Row:
-    """Adds seconds/other: what a step spent outside the phases that have a column."""
+    """Add seconds/other: time of a step outside the phases that have a column."""
     if "seconds/step" not in row:
         return row
-    named = sum(row.get(key, 0.0) for key in PHASES_WITH_A_COLUMN)
-    return {**row, "seconds/other": max(row["seconds/step"] - named, 0.0)}
+    in_columns = sum(row.get(key, 0.0) for key in PHASES_WITH_COLUMN)
+    return {**row, "seconds/other": max(row["seconds/step"] - in_columns, 0.0)}
 
 
-def _plain_figures(row: Row) -> str:
+def _step_text(row: Row) -> str:
+    """Format the metrics of one step as a single line."""
     figures = [f"{column.title} {number(row[column.key])}" for column in LEARNING_COLUMNS if column.key in row]
-    figures += [f"{column.title} {number(row[column.key])}" for column in TROUBLE_COLUMNS if row.get(column.key)]
+    figures += [f"{column.title} {number(row[column.key])}" for column in PROBLEM_COLUMNS if row.get(column.key)]
     if "tokens_per_second" in row:
         figures.append(f"{number(row['tokens_per_second'])} tok/s")
     if "seconds/step" in row:
-        worth_a_word = SMALLEST_SHARE * row["seconds/step"]
+        shortest = MIN_PHASE_SHARE * row["seconds/step"]
         phases = ", ".join(
             f"{key.removeprefix('seconds/')} {number(seconds)}"
             for key, seconds in row.items()
-            if key.startswith("seconds/") and key != "seconds/step" and seconds >= worth_a_word
+            if key.startswith("seconds/") and key != "seconds/step" and seconds >= shortest
         )
         figures.append(f"{number(row['seconds/step'])} s" + (f" ({phases})" if phases else ""))
     memory = [row[key] for key in row if key.startswith("memory/")]

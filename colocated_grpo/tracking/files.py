@@ -1,9 +1,10 @@
-"""The run folder: what is written into it, and how it is read back.
+"""Writers and readers of a run folder.
 
-config.yaml, environment.json, metrics.jsonl, rollouts.jsonl, summary.json, report.html and, where it is asked for,
-atropos_batch.json; games.py writes beside them.
-One JSON object a line, flushed each step: a killed run loses at most its last line, so readers forgive a cut last line
-and nothing else.
+Files: config.yaml, environment.json, metrics.jsonl, rollouts.jsonl, summary.json, report.html and, on request,
+atropos_batch.json. games.py writes the files of ended games.
+
+A .jsonl file has one JSON object per line and is flushed every step. A killed run loses at most the line being written,
+so readers skip an incomplete last line and reject any other damage.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TextIO, TypeVar
 import yaml
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.types import Group, Rollout
+from colocated_grpo.types import Group, JsonObject, Rollout
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -32,16 +33,19 @@ ATROPOS_BATCH_FILE = "atropos_batch.json"
 TRAIN = "train"
 EVALUATION = "evaluation"
 
-HELD_OUT_KEPT = 16
-"""Held-out prompts whose rollout is kept: the same ones each time, so that before and after can be compared."""
+RENAMED_METRICS = {"shared": "prefix_reuse"}
+"""Old metric name -> current name. Metrics of older runs are read under their current names."""
 
-Row = dict[str, Any]
-Shape = Mapping[str, type | UnionType]
-"""What a row must hold under which keys. It may hold more."""
+HELD_OUT_ROLLOUTS = 16
+"""Held-out prompts with a stored rollout: the same prompts at every evaluation, so that evaluations can be compared."""
+
+Row = JsonObject
+RowSchema = Mapping[str, type | UnionType]
+"""Required keys of a row and the types of their values. Other keys are allowed."""
 NUMBER = int | float | None
-STEPPED: Shape = {"step": int}
-METRICS: Shape = {"step": int, "kind": str}
-ROLLOUT: Shape = {
+STEP_ROW: RowSchema = {"step": int}
+METRICS_ROW: RowSchema = {"step": int, "kind": str}
+ROLLOUT_ROW: RowSchema = {
     "kind": str,
     "step": int,
     "prompt_index": int,
@@ -58,11 +62,14 @@ Item = TypeVar("Item")
 
 
 class RunFolderError(RunError):
-    """A run folder that cannot be read; the message is one line for people."""
+    """A run folder cannot be read. The message is one line for the user."""
 
 
 class RunWriter:
-    """Appends to the two .jsonl files of one run. Rows of steps >= `first_step` belong to a lost branch: dropped."""
+    """Append to metrics.jsonl and rollouts.jsonl.
+
+    Rows of steps >= `first_step` are dropped on opening: they were written after the checkpoint that is resumed.
+    """
 
     def __init__(self, run_dir: Path, first_step: int, rollouts_per_step: int) -> None:
         self.rollouts_per_step = rollouts_per_step
@@ -71,13 +78,13 @@ class RunWriter:
         self._rollouts = _reopen(run_dir / ROLLOUTS_FILE, first_step)
 
     def train(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        """A training step: its metrics, and rollouts spread evenly from the worst to the best reward."""
+        """Write the metrics of a training step, and rollouts evenly spaced from the worst to the best reward."""
         self._write(TRAIN, step, metrics, _spread_by_reward(groups, self.rollouts_per_step))
 
     def evaluation(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        """An evaluation: its metrics, and the first sample of the same held-out prompts each time."""
-        kept = _evenly(sorted(groups, key=lambda group: group.prompt.index), HELD_OUT_KEPT)
-        samples = [(group, 0) for group in kept] if self.rollouts_per_step else []
+        """Write the metrics of an evaluation, and the first sample of HELD_OUT_ROLLOUTS fixed prompts."""
+        chosen = _evenly_spaced(sorted(groups, key=lambda group: group.prompt.index), HELD_OUT_ROLLOUTS)
+        samples = [(group, 0) for group in chosen] if self.rollouts_per_step else []
         self._write(EVALUATION, step, metrics, samples)
 
     def close(self) -> None:
@@ -86,9 +93,9 @@ class RunWriter:
 
     def _write(self, kind: str, step: int, metrics: dict[str, float], samples: list[tuple[Group, int]]) -> None:
         if not (self._run_dir / METRICS_FILE).exists():
-            # What is written into a file without a name is lost, and all else of the run with it.
-            raise RunError(f"{self._run_dir}: the run folder, or its {METRICS_FILE}, was removed while the run went on")
-        # Rollouts first: a kill between the two writes then leaves no metrics row that lacks its rollouts.
+            # A write to a deleted file succeeds and is lost. Stop now instead of training for nothing.
+            raise RunError(f"{self._run_dir}: the run folder or its {METRICS_FILE} was deleted during the run")
+        # Rollouts first: a kill between the two writes must not leave a metrics row without its rollouts.
         lines = [json_line(_rollout_row(kind, step, group, sample)) for group, sample in samples]
         self._rollouts.write("".join(lines))
         self._rollouts.flush()
@@ -97,65 +104,74 @@ class RunWriter:
         self._metrics.flush()
 
 
-def write_config(run_dir: Path, config: dict[str, Any]) -> None:
-    """The resolved configuration, in the order of the schema; loads back as a config file."""
+def write_config(run_dir: Path, config: JsonObject) -> None:
+    """Write the resolved configuration, in schema order, as a config file that loads back unchanged."""
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
     write_atomically(run_dir / CONFIG_FILE, text)
 
 
-def append_environment(run_dir: Path, start: dict[str, Any]) -> None:
-    """Add one start of the run (the first, or a resume) to environment.json, which keeps all of them."""
+def append_environment(run_dir: Path, start: JsonObject) -> None:
+    """Add one start of the run to environment.json, which lists the first start and every resume."""
     starts = read_environment(run_dir)
     write_atomically(run_dir / ENVIRONMENT_FILE, json.dumps({"starts": [*starts, start]}, indent=2) + "\n")
 
 
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+def write_summary(run_dir: Path, summary: JsonObject) -> None:
+    """Write summary.json: the outcome, the number of steps, and the first and last held-out reward."""
     write_atomically(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def write_atropos_batch(run_dir: Path, items: list[Any]) -> None:
-    """The latest batch as it came, in place of the one before."""
+    """Replace atropos_batch.json by the latest batch, as received."""
     write_atomically(run_dir / ATROPOS_BATCH_FILE, json.dumps(items))
 
 
 def write_atomically(path: Path, parts: str | Iterable[str]) -> None:
-    """Readers, and a kill at any moment, see the old file or the new one. `parts` may be read from the old one."""
-    beside = path.with_name(f".{path.name}.part")
-    with beside.open("w", encoding="utf-8") as file:
+    """Replace a file so that readers, and a kill at any moment, see either the old content or the new.
+
+    `parts` may be a generator that reads the old file.
+    """
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("w", encoding="utf-8") as file:
         file.writelines([parts] if isinstance(parts, str) else parts)
-    os.replace(beside, path)
+    os.replace(temporary, path)
 
 
 def run_folder(path: str | Path) -> Path:
-    """The folder of a run that has metrics. Raises RunFolderError with one line when there is none."""
+    """Return `path` as a Path. Raises RunFolderError unless it is a folder with a metrics.jsonl."""
     folder = Path(path)
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: no such run folder")
     if not (folder / METRICS_FILE).is_file():
-        raise RunFolderError(f"{folder}: not a run folder, it has no {METRICS_FILE}")
+        raise RunFolderError(f"{folder}: not a run folder (it has no {METRICS_FILE})")
     return folder
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """All metric rows in the order written. Raises RunFolderError when there are none yet."""
+    """Return all metric rows in the order written, under current metric names.
+
+    Raises RunFolderError when there are none yet.
+    """
     path = run_dir / METRICS_FILE
-    rows = list(read_rows(path, METRICS))
+    rows = [_with_current_names(row) for row in read_rows(path, METRICS_ROW)]
     if not rows:
-        raise RunFolderError(f"{run_dir}: no metrics yet, the run has not finished its first step")
+        raise RunFolderError(f"{run_dir}: no metrics yet; the run has not finished its first step")
     for row in rows:
-        _check_numbers(path, {key: value for key, value in row.items() if key not in METRICS})
+        _check_numbers(path, {key: value for key, value in row.items() if key not in METRICS_ROW})
     return rows
 
 
 def read_rollouts(run_dir: Path) -> list[Row]:
+    """Return the stored rollouts in the order written."""
     path = run_dir / ROLLOUTS_FILE
-    rows = list(read_rows(path, ROLLOUT))
+    rows = list(read_rows(path, ROLLOUT_ROW))
     for row in rows:
         _check_numbers(path, row["parts"])
     return rows
 
 
-def read_config(run_dir: Path) -> dict[str, Any]:
+def read_config(run_dir: Path) -> JsonObject:
+    """Return the resolved configuration; empty when the folder has no config.yaml."""
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         return {}
@@ -165,8 +181,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise RunFolderError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
 
 
-def read_environment(run_dir: Path) -> list[dict[str, Any]]:
-    """Every start of the run, oldest first."""
+def read_environment(run_dir: Path) -> list[JsonObject]:
+    """Return every start of the run, oldest first."""
     path = run_dir / ENVIRONMENT_FILE
     starts = _read_object(path).get("starts", [])
     if not isinstance(starts, list):
@@ -174,15 +190,16 @@ def read_environment(run_dir: Path) -> list[dict[str, Any]]:
     return [_object(path, start) for start in starts]
 
 
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Empty while the run is going, or when it was killed."""
+def read_summary(run_dir: Path) -> JsonObject:
+    """Return summary.json; empty while the run is training, or when it was killed."""
     return _read_object(run_dir / SUMMARY_FILE)
 
 
-def read_rows(path: Path, shape: Shape = STEPPED) -> Iterator[Row]:
-    """Objects of a .jsonl file; a last line without its newline was cut by a kill and is left out.
+def read_rows(path: Path, schema: RowSchema = STEP_ROW) -> Iterator[Row]:
+    """Yield the objects of a .jsonl file, none if it does not exist.
 
-    Raises RunFolderError with one line for what is no object of the shape: another program may have written it.
+    A last line without a newline was cut by a kill and is skipped. Raises RunFolderError, with the line number, for a
+    line that is not an object of the schema: another program may have written the file.
     """
     if not path.is_file():
         return
@@ -195,30 +212,34 @@ def read_rows(path: Path, shape: Shape = STEPPED) -> Iterator[Row]:
             except json.JSONDecodeError as error:
                 raise RunFolderError(f"{path}:{line_number}: not a JSON line ({error.msg})") from error
             where = f"{path}:{line_number}"
-            yield _shaped(where, _object(where, row), shape)
+            yield _checked(where, _object(where, row), schema)
 
 
-def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys, as the command line takes them. Example: {'policy': {'lr': 1e-6}} -> ('policy.lr', 1e-6)"""
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every leaf. Example: {'policy': {'lr': 1e-6}} -> ('policy.lr', 1e-6)"""
     if isinstance(tree, dict) and tree:
         branches: Iterable[tuple[Any, Any]] = tree.items()
-    elif isinstance(tree, list) and any(isinstance(one, dict) for one in tree):
+    elif isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
         branches = enumerate(tree)
     else:
         if prefix:
             yield prefix, tree
         return
     for key, value in branches:
-        yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
+        yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def first_and_last(rows: Iterable[Row], key: str) -> tuple[Row, Row] | None:
-    """The first and the last row that has a number under `key`."""
-    having = [row for row in rows if row.get(key) is not None]
-    return (having[0], having[-1]) if having else None
+    """Return the first and the last row with a number under `key`; None when no row has one."""
+    found = [row for row in rows if row.get(key) is not None]
+    return (found[0], found[-1]) if found else None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _with_current_names(row: Row) -> Row:
+    return {RENAMED_METRICS.get(key, key): value for key, value in row.items()}
+
+
+def _read_object(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     try:
@@ -227,16 +248,16 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"{path}: not JSON ({error.msg})") from error
 
 
-def _object(where: Path | str, value: Any) -> dict[str, Any]:
+def _object(where: Path | str, value: Any) -> JsonObject:
     if not isinstance(value, dict):
         raise RunFolderError(f"{where}: must be an object, not {repr(value)[:60]}")
     return value
 
 
-def _shaped(where: str, row: Row, shape: Shape) -> Row:
-    for key, kind in shape.items():
+def _checked(where: str, row: Row, schema: RowSchema) -> Row:
+    for key, kind in schema.items():
         if key not in row:
-            raise RunFolderError(f"{where}: no {key!r}")
+            raise RunFolderError(f"{where}: {key!r} is missing")
         if not isinstance(row[key], kind):
             raise RunFolderError(f"{where}: {key!r} is {repr(row[key])[:60]}, not {getattr(kind, '__name__', kind)}")
     return row
@@ -249,7 +270,7 @@ def _check_numbers(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def keep_before(path: Path, first_step: int) -> None:
-    """Rewrite a .jsonl file without the rows of steps >= `first_step`, row by row: it may be larger than the memory."""
+    """Rewrite a .jsonl file without the rows of steps >= `first_step`, streaming: it may be larger than memory."""
     write_atomically(path, (json_line(row) for row in read_rows(path) if row["step"] < first_step))
 
 
@@ -259,11 +280,12 @@ def _reopen(path: Path, first_step: int) -> TextIO:
 
 
 def json_line(row: Row) -> str:
+    """Encode a row as one line of strict JSON. Raises ValueError for NaN and infinity."""
     return json.dumps(row, allow_nan=False) + "\n"
 
 
 def _finite(value: float | None) -> float | None:
-    # JSON has no NaN or infinity: strict readers (browsers, jq, other languages) would refuse the whole file.
+    # JSON has no NaN or infinity: strict parsers (browsers, jq, other languages) would reject the whole file.
     return None if value is None or not math.isfinite(value) else value
 
 
@@ -287,12 +309,12 @@ def _rollout_row(kind: str, step: int, group: Group, sample: int) -> Row:
 
 
 def _spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]]:
-    """`count` rollouts at even distances in the order of reward, both ends included, worst first.
+    """Return (group, sample index) of `count` rollouts, evenly spaced in reward order, worst and best included.
 
-    A rollout without reward counts as the worst: what went wrong is what a person wants to see.
+    A rollout without a reward sorts as the worst, so that failures are stored.
     """
-    everything = [(group, sample) for group in groups for sample in range(len(group.rollouts))]
-    return _evenly(sorted(everything, key=lambda one: _reward_order(one[0].rollouts[one[1]])), count)
+    samples = [(group, sample) for group in groups for sample in range(len(group.rollouts))]
+    return _evenly_spaced(sorted(samples, key=lambda pair: _reward_order(pair[0].rollouts[pair[1]])), count)
 
 
 def _reward_order(rollout: Rollout) -> float:
@@ -300,10 +322,10 @@ def _reward_order(rollout: Rollout) -> float:
     return -math.inf if reward is None else reward
 
 
-def _evenly(items: list[Item], count: int) -> list[Item]:
-    """At most `count` items, first and last included; the last alone when count is 1."""
+def _evenly_spaced(items: list[Item], count: int) -> list[Item]:
+    """Return at most `count` items including the first and the last; only the last when count is 1."""
     if count >= len(items):
         return items
     if count == 1:
         return items[-1:]
-    return [items[place * (len(items) - 1) // (count - 1)] for place in range(count)]
+    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]

@@ -1,4 +1,4 @@
-"""Games that ended during a run: games.jsonl (cast, result, transcript), and their events as .jsonl and .csv."""
+"""Files of ended games: games.jsonl (seats, result, transcript), and their events as .jsonl and .csv."""
 
 from __future__ import annotations
 
@@ -6,33 +6,37 @@ import csv
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
+from colocated_grpo.types import JsonObject
 
 GAMES_FILE = "games.jsonl"
 EVENTS_FILE = "game_events.jsonl"
 EVENTS_TABLE = "game_events.csv"
-GAME: files.Shape = {"step": int, "source": str, "game": int, "winner": object}
+GAME_ROW: files.RowSchema = {"step": int, "source": str, "game": int, "winner": object}
 
 
 class GameWriter:
-    """Appends ended games. Those of steps >= `first_step` belong to a lost branch: dropped. No game, no file."""
+    """Append ended games. No file is created before the first one.
+
+    Games of steps >= `first_step` are dropped on opening: they ended after the checkpoint that is resumed.
+    """
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         self._folder = run_dir
         self._columns: list[str] = []
         if (run_dir / GAMES_FILE).exists():
             files.keep_before(run_dir / GAMES_FILE, first_step)
-        if (run_dir / EVENTS_FILE).exists():  # written before the games: a kill may have left it alone
+        # Events are written before games: after a kill there may be events only.
+        if (run_dir / EVENTS_FILE).exists():
             files.keep_before(run_dir / EVENTS_FILE, first_step)
-            # Made again from the rows that can be trusted: a kill may have cut its last line.
+            # Rebuilt from the .jsonl: a kill may have cut the table's last line.
             (run_dir / EVENTS_TABLE).unlink(missing_ok=True)
             self._append_to_table(files.read_rows(run_dir / EVENTS_FILE))
 
-    def write(self, step: int, games: Sequence[dict[str, Any]]) -> None:
-        """Opens and closes the files: a killed run keeps every game that ended."""
+    def write(self, step: int, games: Sequence[JsonObject]) -> None:
+        """Append the games that ended in `step`. The files are closed again, so a killed run keeps every ended game."""
         if not games:
             return
         events = [
@@ -47,7 +51,7 @@ class GameWriter:
             file.writelines(map(files.json_line, rows))
 
     def _append_to_table(self, events: Iterable[Row]) -> None:
-        """Columns are those of the first event; what other environments add is in the .jsonl."""
+        """Append rows with the columns of the first event. Further keys are in the .jsonl only."""
         events = iter(events)
         first = next(events, None)
         if first is None:
@@ -61,10 +65,10 @@ class GameWriter:
 
 
 def read_games(run_dir: Path) -> list[Row]:
-    """Oldest first."""
-    return list(files.read_rows(run_dir / GAMES_FILE, GAME))
+    """Return the ended games, oldest first."""
+    return list(files.read_rows(run_dir / GAMES_FILE, GAME_ROW))
 
 
 def title(game: Row) -> str:
-    """One line. Example: 'town, game 12, ended in step 40: mafia'"""
+    """Return a one-line title. Example: 'town, game 12, ended in step 40: mafia'"""
     return f"{game['source']}, game {game['game']}, ended in step {game['step']}: {game['winner']}"

@@ -1,19 +1,19 @@
-"""The look of report.html. Follows the reader's light or dark setting; no font, script or image from elsewhere."""
+"""Style of report.html: light or dark as the browser prefers, without external fonts, scripts or images."""
 
 from colocated_grpo.tracking.text import as_html
 
 LIGHT = ("#2f6fde", "#e07b1a", "#1f9d6b", "#b04ac4", "#c9a400", "#d6456b", "#2aa6b8", "#7a8b2f", "#8a6d5c", "#9aa3af")
 DARK = ("#6ea2ff", "#f59b4a", "#45c993", "#d184e3", "#e6c94b", "#f2789a", "#5ccfe0", "#aabf56", "#bd9c88", "#6b7480")
-"""One colour per series; the last is for what has no name of its own."""
+"""One colour per series; the last is for "other"."""
 
 
 def _variables(colors: tuple[str, ...]) -> str:
-    return "".join(f"--s{place}:{color};" for place, color in enumerate(colors))
+    return "".join(f"--s{index}:{color};" for index, color in enumerate(colors))
 
 
 _SERIES = "".join(
-    f".l{place}{{stroke:var(--s{place})}}.f{place}{{fill:var(--s{place})}}.b{place}{{background:var(--s{place})}}"
-    for place in range(len(LIGHT))
+    f".l{index}{{stroke:var(--s{index})}}.f{index}{{fill:var(--s{index})}}.b{index}{{background:var(--s{index})}}"
+    for index in range(len(LIGHT))
 )
 
 STYLE = f"""
@@ -25,7 +25,7 @@ STYLE = f"""
 body{{margin:0;background:var(--page);color:var(--ink);font:15px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif}}
 main{{max-width:1240px;margin:0 auto;padding:28px 20px 60px}}
 h1{{font-size:26px;margin:0 0 2px}}h2{{font-size:18px;margin:36px 0 12px}}h3{{font-size:14px;margin:0;flex-basis:100%}}
-.quiet{{color:var(--quiet);font-weight:400}}p.quiet{{margin:0 0 18px}}p.still{{margin-top:18px}}
+.quiet{{color:var(--quiet);font-weight:400}}p.quiet{{margin:0 0 18px}}p.constant{{margin-top:18px}}
 .tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(178px,1fr));gap:12px}}
 .tile,figure,.card,details{{background:var(--card);border:1px solid var(--edge);border-radius:10px}}
 .tile{{padding:12px 14px;display:flex;flex-direction:column}}
@@ -54,5 +54,6 @@ td:first-child{{width:32%}}
 """
 
 
-def section(title: str, inside: str) -> str:
-    return f"<section><h2>{as_html(title)}</h2>{inside}</section>"
+def section(title: str, content: str) -> str:
+    """Return a section with a heading. `content` is HTML, `title` is plain text."""
+    return f"<section><h2>{as_html(title)}</h2>{content}</section>"

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page about a run, made from the files of its folder and from nothing else."""
+"""Build report.html, one self-contained page about a run, from the files in its run folder."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from colocated_grpo.tracking.files import Row
 from colocated_grpo.tracking.games import read_games, title
 from colocated_grpo.tracking.page import STYLE, section
 from colocated_grpo.tracking.text import as_html, duration, number
+from colocated_grpo.types import JsonObject
 
-PAIRS_SHOWN = 8
+HELD_OUT_SHOWN = 8
 TRAINING_ROLLOUTS_SHOWN = 6
 GAMES_SHOWN = 6
-LONGEST_GAME = 30_000
-LONGEST_TEXT = 6000
-"""Characters of one text in the page; the whole of it stays in rollouts.jsonl."""
+MAX_TEXT_LENGTH = 6000
+"""Characters shown of a prompt or completion; rollouts.jsonl has the full text."""
+MAX_GAME_LENGTH = 30_000
+"""Characters shown of a transcript; games.jsonl has the full text."""
 
 
 def write_report(run_dir: Path) -> Path:
-    """(Re)build report.html and return its path. Raises RunFolderError when the run has no metrics yet."""
+    """Write report.html, replacing an older one, and return its path. Raises RunFolderError if there are no metrics."""
     rows = files.read_metrics(run_dir)
     rollouts = files.read_rollouts(run_dir)
     body = [
@@ -40,7 +42,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _page(title: str, body: str) -> str:
-    # The policy forbids every script and every request: what a model wrote stays text even if an escape were missed.
+    # The content security policy blocks scripts and requests: model output stays inert even if an escape is missed.
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -54,8 +56,8 @@ def _page(title: str, body: str) -> str:
 def _header(run_dir: Path, rows: list[Row]) -> str:
     summary = files.read_summary(run_dir)
     config = files.read_config(run_dir)
-    model = dict(files.flat(config)).get("model.name", "")
-    outcome = summary.get("outcome", "still running, or stopped without a word")
+    model = dict(files.flatten(config)).get("model.name", "")
+    outcome = summary.get("outcome", "still running, or killed")
     title = f'<h1>{as_html(run_dir.resolve().name)}</h1><p class="quiet">{as_html(model)} - {as_html(outcome)}</p>'
     tiles = "".join(
         f'<div class="tile"><span>{name}</span><strong>{value}</strong><small>{note}</small></div>'
@@ -65,7 +67,7 @@ def _header(run_dir: Path, rows: list[Row]) -> str:
 
 
 def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, str, str]]:
-    """The figures at the top: name, value, what stands below."""
+    """Yield the tiles at the top of the page: name, value, note below."""
     held_out = files.first_and_last(rows, "held_out/reward")
     if held_out is not None:
         first, last = held_out
@@ -74,30 +76,30 @@ def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, s
     train = [row for row in rows if row["kind"] == files.TRAIN]
     if reward := files.first_and_last(train, "reward"):
         before, after = (number(row["reward"]) for row in reward)
-        yield "reward in training", f"{before} -> {after}", "first and last step"
+        yield "training reward", f"{before} -> {after}", "first and last step"
     yield "steps", str(len(train)), f"of {training_steps}" if training_steps else ""
     seconds = _values(train, "seconds/step")
     if seconds:
-        yield "time in steps", duration(sum(seconds)), f"{number(_median(seconds))} s a step (median)"
+        yield "training time", duration(sum(seconds)), f"{number(_median(seconds))} s per step (median)"
     if speed := _values(train, "tokens_per_second"):
         yield "tokens per second", number(_median(speed)), "median"
     if memory := [gib for key in ("memory/generate_gib", "memory/train_gib") for gib in _values(train, key)]:
-        yield "memory in use", f"{number(max(memory))} GiB", "on one device, as a phase ends"
+        yield "device memory", f"{number(max(memory))} GiB", "highest at a phase end, rank 0"
 
 
 def _before_after(rollouts: list[Row]) -> str:
-    """The same held-out prompts at the first and at the last evaluation, in the order of the prompts, unpicked."""
+    """Show the first HELD_OUT_SHOWN held-out prompts, in prompt order, at the first and the last evaluation."""
     held_out = [row for row in rollouts if row["kind"] == files.EVALUATION]
     if not held_out:
         return ""
     first, last = held_out[0]["step"], held_out[-1]["step"]
     before = {row["prompt_index"]: row for row in held_out if row["step"] == first}
     after = {row["prompt_index"]: row for row in held_out if row["step"] == last}
-    shared = sorted(before.keys() & after.keys())[:PAIRS_SHOWN]
+    prompts = sorted(before.keys() & after.keys())[:HELD_OUT_SHOWN]
     if first == last:
-        cards = "".join(_card(_prompt(before[index]), [before[index]]) for index in shared)
+        cards = "".join(_card(_prompt(before[index]), [before[index]]) for index in prompts)
         return section(f"Held-out rollouts at step {first}", cards)
-    cards = "".join(_card(_prompt(before[index]), [before[index], after[index]]) for index in shared)
+    cards = "".join(_card(_prompt(before[index]), [before[index], after[index]]) for index in prompts)
     return section(f"Held-out rollouts before and after (steps {first} and {last})", cards)
 
 
@@ -112,19 +114,19 @@ def _last_training_rollouts(rollouts: list[Row]) -> str:
 
 
 def _games(games: list[Row]) -> str:
-    """The latest games, newest first: who sat where, who won, and every line that was said."""
+    """Show the latest games, newest first: seats, winner and transcript."""
     if not games:
         return ""
     shown = games[::-1][:GAMES_SHOWN]
     parts = "".join(
-        f"<details><summary>{as_html(title(game))}</summary>{_cast(game.get('seats', []))}"
-        f'<pre class="game">{_long(game.get("transcript", ""), LONGEST_GAME)}</pre></details>'
+        f"<details><summary>{as_html(title(game))}</summary>{_seats(game.get('seats', []))}"
+        f'<pre class="game">{_shortened(game.get("transcript", ""), MAX_GAME_LENGTH)}</pre></details>'
         for game in shown
     )
-    return section(f"Games (the latest {len(shown)} of {len(games)})", parts)
+    return section(f"Games (latest {len(shown)} of {len(games)})", parts)
 
 
-def _cast(seats: list[Row]) -> str:
+def _seats(seats: list[Row]) -> str:
     if not seats:
         return ""
     head = "".join(f"<th>{as_html(name)}</th>" for name in seats[0])
@@ -139,7 +141,7 @@ def _card(prompt: str, rollouts: list[Row]) -> str:
 
 def _prompt(row: Row) -> str:
     label = f'<div class="label">{as_html(row["source"])}, prompt {row["prompt_index"]}</div>'
-    return f'{label}<pre class="prompt">{_long(row["prompt"])}</pre>'
+    return f'{label}<pre class="prompt">{_shortened(row["prompt"])}</pre>'
 
 
 def _rollout(row: Row) -> str:
@@ -149,22 +151,22 @@ def _rollout(row: Row) -> str:
         facts.append(row["error"])
     return (
         f'<div><div class="label"><b class="reward">{number(row["reward"])}</b> {as_html(" | ".join(facts))}</div>'
-        f"<pre>{_long(row['completion'])}</pre></div>"
+        f"<pre>{_shortened(row['completion'])}</pre></div>"
     )
 
 
-def _config_table(config: dict[str, Any]) -> str:
-    lines = _table_lines(files.flat(config))
-    return section("Configuration", _folded("every setting of the run", lines))
+def _config_table(config: JsonObject) -> str:
+    lines = _table_lines(files.flatten(config))
+    return section("Configuration", _collapsed("all settings", lines))
 
 
-def _starts(starts: list[dict[str, Any]]) -> str:
+def _starts(starts: list[JsonObject]) -> str:
     parts = []
     for start in starts:
         facts = {key: value for key, value in start.items() if key != "packages"} | start.get("packages", {})
         lines = _table_lines(facts.items())
         title = f"started at step {start.get('first_step', 0)}, {start.get('time', '')}"
-        parts.append(_folded(title, lines))
+        parts.append(_collapsed(title, lines))
     return section("Environment", "".join(parts)) if parts else ""
 
 
@@ -172,15 +174,15 @@ def _table_lines(pairs: Iterable[tuple[str, Any]]) -> str:
     return "".join(f"<tr><td>{as_html(key)}</td><td>{as_html(value)}</td></tr>" for key, value in pairs)
 
 
-def _folded(title: str, table_lines: str) -> str:
+def _collapsed(title: str, table_lines: str) -> str:
     return f"<details><summary>{as_html(title)}</summary><table>{table_lines}</table></details>"
 
 
-def _long(text: str, longest: int = LONGEST_TEXT) -> str:
-    cut = len(text) - longest
-    if cut <= 0:
+def _shortened(text: str, limit: int = MAX_TEXT_LENGTH) -> str:
+    omitted = len(text) - limit
+    if omitted <= 0:
         return as_html(text)
-    return f'{as_html(text[:longest])}<i class="quiet"> ... and {cut} characters more</i>'
+    return f'{as_html(text[:limit])}<i class="quiet"> ... {omitted} more characters</i>'
 
 
 def _values(rows: list[Row], key: str) -> list[float]:

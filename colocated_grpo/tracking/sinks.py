@@ -1,4 +1,4 @@
-"""Weights & Biases and TensorBoard, through accelerate's tracker classes. A sink that fails is dropped."""
+"""Weights & Biases and TensorBoard through accelerate's tracker classes. A sink that fails is disabled."""
 
 from __future__ import annotations
 
@@ -14,53 +14,60 @@ if TYPE_CHECKING:
 
 WANDB_ID_FILE = "wandb_run_id"
 WANDB_SECONDS = 30
-"""Longest wait for the W&B service at start, and for uploads at the end."""
+"""Timeout for the W&B service at the start, and for uploads at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sink:
+    """One external tracker. `log` takes a step and its metrics."""
+
     log: Callable[[int, dict[str, float]], None]
     finish: Callable[[], None]
 
 
 class Sinks:
-    """The outside trackers that a run asked for; none is the usual case and costs no import."""
+    """The external trackers enabled in the configuration. None are by default, and then nothing is imported."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._sinks: dict[str, Sink] = {}
 
     def open(self, config: Config, run_dir: Path, first_step: int) -> None:
-        """Not collective, but only after the process group exists: accelerate would make its own otherwise."""
+        """Start the enabled sinks. Not collective, but call it after the process group exists.
+
+        Without one, accelerate would create its own.
+        """
         if config.tracking.wandb != "off":
             self._add("tracking.wandb", lambda: _wandb(config, run_dir))
         if config.tracking.tensorboard:
             self._add("tracking.tensorboard", lambda: _tensorboard(run_dir, first_step))
 
     def log(self, step: int, row: dict[str, float]) -> None:
+        """Send the metrics of one step to every sink."""
         for name, sink in list(self._sinks.items()):
-            with self._dropped_on_failure(name):
+            with self._disable_on_failure(name):
                 sink.log(step, row)
 
     def close(self) -> None:
+        """Finish pending uploads, at most WANDB_SECONDS, and close every sink."""
         for name, sink in list(self._sinks.items()):
-            with self._dropped_on_failure(name):
+            with self._disable_on_failure(name):
                 sink.finish()
         self._sinks.clear()
 
     def _add(self, name: str, open_sink: Callable[[], Sink]) -> None:
-        with self._dropped_on_failure(name):
+        with self._disable_on_failure(name):
             self._sinks[name] = open_sink()
 
     @contextmanager
-    def _dropped_on_failure(self, name: str) -> Iterator[None]:
-        # Any exception: these are clients of other services, and hours of training must not end because one failed.
+    def _disable_on_failure(self, name: str) -> Iterator[None]:
+        # Any exception: these are clients of external services, and training must not end because one of them fails.
         try:
             yield
         except Exception as error:
             self._sinks.pop(name, None)
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            self._note(f"{name} is off from here on: {reason}")
+            self._note(f"{name} disabled: {reason}")
 
 
 def _wandb(config: Config, run_dir: Path) -> Sink:
@@ -68,9 +75,9 @@ def _wandb(config: Config, run_dir: Path) -> Sink:
     from accelerate.tracking import WandBTracker
 
     _adopt_process_group()
-    # prompt=False: wandb would otherwise ask for a key on the terminal while every other rank waits in a collective.
+    # prompt=False: wandb would otherwise prompt for a key while the other ranks block in a collective.
     if config.tracking.wandb == "online" and not wandb.login(prompt=False, verify=False):
-        raise RuntimeError("no API key; run 'wandb login', set WANDB_API_KEY, or use --tracking.wandb offline")
+        raise RuntimeError("no API key; run `wandb login`, set WANDB_API_KEY, or use --tracking.wandb offline")
     tracker = WandBTracker(
         config.tracking.wandb_project,
         name=run_dir.name,
@@ -81,7 +88,7 @@ def _wandb(config: Config, run_dir: Path) -> Sink:
         mode=config.tracking.wandb,
         config=config.model_dump(mode="json"),
         settings=wandb.Settings(
-            console="off",  # capturing stdout would fight the live display for the terminal
+            console="off",  # capturing stdout would conflict with the live display
             silent=True,
             init_timeout=WANDB_SECONDS,
             finish_timeout=WANDB_SECONDS,
@@ -90,7 +97,7 @@ def _wandb(config: Config, run_dir: Path) -> Sink:
     tracker.start()
     tracker.run.define_metric("step")
     tracker.run.define_metric("*", step_metric="step")
-    # Our step travels as a metric: W&B drops rows below the highest step it saw, which a resumed run would send first.
+    # The step is sent as a metric: W&B drops rows below its highest step, and a resumed run starts below it.
     return Sink(log=lambda step, row: tracker.log({**row, "step": step}), finish=tracker.finish)
 
 
@@ -104,17 +111,17 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
 
 
 def _adopt_process_group() -> None:
-    """Create accelerate's process state, which its trackers log through. Not collective."""
+    """Create the accelerate process state that its trackers require. Not collective."""
     import torch
     from accelerate import PartialState
 
     threads = torch.get_num_threads()
     PartialState()
-    torch.set_num_threads(threads)  # accelerate may lower it on CPU ranks, which would slow the trainer on this one
+    torch.set_num_threads(threads)  # accelerate may lower it on CPU, and only rank 0 creates trackers
 
 
 def _wandb_run_id(run_dir: Path) -> str:
-    """The same id after a resume, so that W&B shows one run."""
+    """Return the run's W&B id, created on first use: a resumed run continues the same W&B run."""
     path = run_dir / WANDB_ID_FILE
     if not path.is_file():
         path.write_text(uuid.uuid4().hex, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How numbers, durations and foreign text are written for people: console, report and tools share these."""
+"""Formatting of numbers, durations and untrusted text for console, report and tools."""
 
 import math
 import unicodedata
@@ -8,7 +8,7 @@ HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 
 
 def number(value: float | None) -> str:
-    """Short form with about four significant digits; '-' where there is no finite number to show."""
+    """Format with about four significant digits; '-' for None, NaN and infinity."""
     if value is None or not math.isfinite(value):
         return "-"
     size = abs(value)
@@ -24,7 +24,7 @@ def number(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Example: 3725 -> '1h 02m', 75 -> '1m 15s', 4.2 -> '4s'."""
+    """Format a duration. Example: 3725 -> '1h 02m', 75 -> '1m 15s', 4.2 -> '4s'."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
@@ -34,9 +34,9 @@ def duration(seconds: float) -> str:
 
 
 def visible(text: str) -> str:
-    """Text that is safe to print: control, direction-override and surrogate characters become \\xNN or \\uNNNN.
+    """Escape control, direction-override and surrogate characters as \\xNN or \\uNNNN.
 
-    Completions are written by a model: escape sequences could repaint a terminal, lone surrogates cannot be encoded.
+    A model writes the completions: escape sequences could repaint a terminal, and lone surrogates cannot be encoded.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -44,12 +44,12 @@ def visible(text: str) -> str:
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """`visible` text that also survives a terminal or log file of the given encoding."""
+    """Return `visible` text that the given encoding can represent, with other characters escaped."""
     return visible(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def as_html(value: object) -> str:
-    """`visible` text for a page."""
+    """Return `visible` text with HTML special characters escaped."""
     return escape(visible(str(value)))
 
 

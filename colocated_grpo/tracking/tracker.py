@@ -1,9 +1,9 @@
-"""Where the figures of a run go: console, run folder, W&B, TensorBoard, and the report at the end. Rank 0 only."""
+"""Record a run: console, run folder, W&B, TensorBoard, and the report at the end. Rank 0 only."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -14,7 +14,7 @@ from colocated_grpo.tracking.games import GameWriter
 from colocated_grpo.tracking.report import write_report
 from colocated_grpo.tracking.sinks import Sinks
 from colocated_grpo.tracking.text import number
-from colocated_grpo.types import Group
+from colocated_grpo.types import Group, JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.config import Config
@@ -23,10 +23,13 @@ HELD_OUT_REWARD = "held_out/reward"
 
 
 class Tracker:
-    """Call start, then flush and evaluation as steps finish, then close, also after a failure; note at any time.
+    """Send metrics, rollouts and games to the console, the run folder and the enabled sinks.
 
-    Steps count from 0. An evaluation at `step` measures the weights that training step `step` starts from, so the first
-    is at 0 and the last at training_steps; a run resumed at `first_step` evaluates that step again where it is due.
+    Call `start` once, `evaluation` and `flush` for each step, and `close` at the end, also after a failure. `note` may
+    be called at any time.
+
+    Steps count from 0. An evaluation at `step` measures the weights before training step `step`, so the first is at 0
+    and the last at training_steps. A run resumed at `first_step` repeats the evaluation due at that step.
     """
 
     def __init__(self, config: Config, run_dir: Path, console: Console) -> None:
@@ -38,7 +41,10 @@ class Tracker:
         self._held_out: dict[str, float] = {}
 
     def start(self, config: Config, facts: dict[str, str], first_step: int) -> None:
-        """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`."""
+        """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`.
+
+        `facts` are banner lines from the trainer, such as parameter count, ranks and device.
+        """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
         before = files.read_config(self._run_dir) if first_step else {}
@@ -57,8 +63,8 @@ class Tracker:
         self._sinks.log(step, row)
         self._display.step(step, {**self._held_out, **row})
 
-    def games(self, step: int, games: list[dict[str, Any]]) -> None:
-        """Record games that ended in a training step."""
+    def games(self, step: int, games: list[JsonObject]) -> None:
+        """Record the games that ended in a training step."""
         if self._games is not None:
             self._games.write(step, games)
 
@@ -67,15 +73,18 @@ class Tracker:
         self._started().evaluation(step, row, groups)
         self._sinks.log(step, row)
         self._held_out = row
-        figures = (f"{key.removeprefix('held_out/')} {number(value)}" for key, value in row.items())
-        self.note("  ".join([f"held out, step {step}:", *figures]))
+        metrics = (f"{key.removeprefix('held_out/')} {number(value)}" for key, value in row.items())
+        self.note("  ".join([f"held-out evaluation, step {step}:", *metrics]))
 
     def note(self, line: str) -> None:
-        """Show one line to people without breaking the live display."""
+        """Print one line above the live display."""
         self._display.note(line)
 
     def close(self, outcome: str) -> None:
-        """Restore the terminal, write summary.json and report.html, and say where it is. A second call does nothing."""
+        """Restore the terminal, write summary.json and report.html, and print the report's path.
+
+        `outcome` is "finished", "stopped" or "failed". A second call has no effect.
+        """
         self._display.close()
         self._sinks.close()
         if self._writer is None:
@@ -85,33 +94,34 @@ class Tracker:
         metrics = list(files.read_rows(self._run_dir / files.METRICS_FILE))
         summary = _summary(outcome, metrics)
         files.write_summary(self._run_dir, summary)
-        onwards = f"; continue with --resume {self._run_dir}" if outcome == "stopped" else ""
-        self.note(_summary_line(summary) + onwards)
+        hint = f"; continue with --resume {self._run_dir}" if outcome == "stopped" else ""
+        self.note(_summary_line(summary) + hint)
         if metrics:
             self.note(f"report: {write_report(self._run_dir)}")
 
     def _started(self) -> files.RunWriter:
-        assert self._writer is not None, "Tracker.start comes before the first step and close after the last"
+        assert self._writer is not None, "call Tracker.start before the first step and close after the last"
         return self._writer
 
 
 class NullTracker:
-    """The tracker of every rank but the first."""
+    """Tracker of the other ranks: records nothing."""
 
     def start(self, config: Config, facts: dict[str, str], first_step: int) -> None: ...
     def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None: ...
-    def games(self, step: int, games: list[dict[str, Any]]) -> None: ...
+    def games(self, step: int, games: list[JsonObject]) -> None: ...
     def evaluation(self, step: int, row: dict[str, float], groups: list[Group]) -> None: ...
     def note(self, line: str) -> None: ...
     def close(self, outcome: str) -> None: ...
 
 
 def make_tracker(config: Config, run_dir: Path, is_main: bool) -> Tracker | NullTracker:
+    """Return a Tracker on rank 0 (`is_main`) and a NullTracker elsewhere."""
     return Tracker(config, run_dir, StandardOutput()) if is_main else NullTracker()
 
 
 def _banner_facts(config: Config, facts: dict[str, str], run_dir: Path) -> dict[str, str]:
-    """What the configuration says, with the trainer's own facts (parameters, ranks, device) after the model."""
+    """Return the banner's lines: settings from the configuration, with the trainer's `facts` after the model."""
     rollout, batch = config.rollout, config.batch
     updates = batch.minibatches * batch.epochs
     shape = (
@@ -129,16 +139,16 @@ def _banner_facts(config: Config, facts: dict[str, str], run_dir: Path) -> dict[
     }
 
 
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Settings that both configurations have, with other values."""
-    old = dict(files.flat(before))
-    return [f"{key} {old[key]} -> {value}" for key, value in files.flat(after) if old.get(key, value) != value]
+def _changes(before: JsonObject, after: JsonObject) -> list[str]:
+    """Describe settings that are in both configurations with different values."""
+    old = dict(files.flatten(before))
+    return [f"{key} {old[key]} -> {value}" for key, value in files.flatten(after) if old.get(key, value) != value]
 
 
-def _summary(outcome: str, metrics: list[files.Row]) -> dict[str, Any]:
+def _summary(outcome: str, metrics: list[files.Row]) -> JsonObject:
     held_out = files.first_and_last(metrics, HELD_OUT_REWARD)
     steps = [row["step"] for row in metrics if row["kind"] == files.TRAIN]
-    summary: dict[str, Any] = {"outcome": outcome, "steps": max(steps, default=-1) + 1}
+    summary: JsonObject = {"outcome": outcome, "steps": max(steps, default=-1) + 1}
     if held_out is not None:
         summary["held_out_reward"] = {
             name: {"step": row["step"], "value": row[HELD_OUT_REWARD]}
@@ -147,7 +157,7 @@ def _summary(outcome: str, metrics: list[files.Row]) -> dict[str, Any]:
     return summary
 
 
-def _summary_line(summary: dict[str, Any]) -> str:
+def _summary_line(summary: JsonObject) -> str:
     line = f"{summary['outcome']} after {summary['steps']} steps"
     if "held_out_reward" in summary:
         before, after = summary["held_out_reward"]["before"], summary["held_out_reward"]["after"]

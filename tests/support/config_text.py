@@ -1,4 +1,4 @@
-"""Loads settings from text, for tests."""
+"""Load configurations from text."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ MINIMAL = "model: {name: some/model}\nenvironments: [{type: task, name: sorting}
 
 
 def load(text: str = "", *overrides: str, alone: bool = False) -> Config:
-    """Load `text`, appended to a minimal config or alone, from a file named x.yaml."""
+    """Load `text`, appended to a minimal config unless `alone`, from a file named x.yaml."""
     return _read(text, overrides, alone).config
 
 
 def notes(text: str, *overrides: str) -> list[str]:
+    """Return the notes about old names in `text` after a minimal config."""
     return _read(text, overrides, alone=False).notes
 
 
 def config_error(text: str = "", *overrides: str, alone: bool = False) -> str:
-    """Return the error lines of settings that do not load."""
+    """Return the error lines of a configuration, which must not load."""
     with pytest.raises(ConfigError) as caught:
         _read(text, overrides, alone)
     return str(caught.value)

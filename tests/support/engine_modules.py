@@ -1,10 +1,10 @@
-"""Imported where ranks are forked from: the engine's modules that it imports only when it is built.
+"""Modules that the fork server preloads because the engine would import them only when it is built.
 
-The first time on a machine that an architecture is wanted, vLLM looks at its class in a new process, which takes ten
-seconds to import vLLM. Ranks that are forked have it imported, and no driver of a GPU that the class could wake.
+vLLM inspects a model class in a new process when it first sees the architecture on a machine, and that process takes
+ten seconds to import vLLM. Forked CPU ranks have vLLM imported and no CUDA driver to protect, so they inspect in place.
 """
 
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm.model_executor.models import registry
 
-registry._run_in_subprocess = lambda look: look()
+registry._run_in_subprocess = lambda inspect_model: inspect_model()

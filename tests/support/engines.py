@@ -1,4 +1,4 @@
-"""A policy and a real engine beside it. Only for ranks started by `run_on_ranks`, never for pytest's own process."""
+"""A policy with a real engine. Use it in ranks started by `run_on_ranks`, never in the pytest process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PROBE = [5, 40, 17, 62, 8, 33, 21, 54, 12, 70, 3, 29]
 
 
 class Pair:
-    """A policy, its engine, and the sync between them, built as the trainer builds them. Collective."""
+    """A policy, its engine and the weight sync, built like the trainer's. Collective."""
 
     def __init__(self, world: World, model: Path, **changes: Any) -> None:
         os.environ.update(library_environment("INFO"))
-        # The engine's own imports read the variables above.
+        # Imported here, because the engine's modules read these variables on import.
         from colocated_grpo.build.policy import build_engine, build_opponent, build_sync, read_opponent
 
         self.world = world
@@ -44,25 +44,25 @@ class Pair:
         self.opponent = build_opponent(self.config.opponent, frozen, self.policy, self.engine, self.sync, world)
 
     def write(self) -> None:
-        """The policy's weights into the engine."""
+        """Write the policy's weights into the engine. Collective."""
         self.sync.sync()
         self.engine.weights_changed(self.policy.version)
 
     @torch.no_grad()
     def change_weights(self) -> None:
-        """Every weight of the policy moves by an amount of its own, the same for any number of ranks."""
+        """Change every parameter of the policy, by amounts that do not depend on the number of ranks."""
         for index, parameter in enumerate(self.policy.parameters().values()):
             parameter.mul_(1.0 + 0.02 * (index % 7 - 3)).add_(0.004 * (index % 3 - 1))
         self.policy.weights.publish()
 
     def disagreement(self, tokens: Sequence[int] = PROBE) -> float:
-        """Largest |engine - policy| of the tokens' log-probabilities. Collective."""
+        """Return the largest |engine - policy| over the tokens' log-probabilities. Collective."""
         expected = self.policy_logprobs(tokens, first=1, temperature=1.0)
         actual = self.engine.score(tokens)
         return max(abs(a - b) for a, b in zip(actual, expected, strict=True))
 
     def policy_logprobs(self, tokens: Sequence[int], *, first: int, temperature: float) -> list[float]:
-        """Of tokens[first:], by the policy. Collective."""
+        """Return the policy's log-probabilities of tokens[first:]. Collective."""
         unused = np.zeros(len(tokens) - first, np.float32)
         sequence = TrainSequence(
             token_ids=np.array(tokens),
@@ -75,12 +75,12 @@ class Pair:
         return self.policy.score(build_micro_batch([sequence])).tolist()
 
     def sampling_error(self, prompt: Sequence[int], completion: Completion, temperature: float) -> float:
-        """Largest |sampling logprob - policy's| of a completion. Collective."""
+        """Return the largest |sampling logprob - policy logprob| of a completion. Collective."""
         expected = self.policy_logprobs([*prompt, *completion.token_ids], first=len(prompt), temperature=temperature)
         return max(abs(a - b) for a, b in zip(completion.sampling_logprobs, expected, strict=True))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """In the order of the requests."""
+        """Return the completions in the order of the requests."""
         self.engine.submit(requests)
         done: dict[Hashable, Completion] = {}
         while len(done) < len(requests):
@@ -91,5 +91,6 @@ class Pair:
 def request_of(
     number: int, seed: int, prompt: Sequence[int] = PROBE, pattern: str | None = None, **sampling: Any
 ) -> Request:
-    draw = Sampling(**{"temperature": 0.7, "max_tokens": 8, **sampling})
-    return Request(key=(number, 0), token_ids=list(prompt), seed=seed, sampling=draw, pattern=pattern)
+    """Return a request with the key (number, 0). `sampling` overrides fields of Sampling."""
+    parameters = Sampling(**{"temperature": 0.7, "max_tokens": 8, **sampling})
+    return Request(key=(number, 0), token_ids=list(prompt), seed=seed, sampling=parameters, pattern=pattern)

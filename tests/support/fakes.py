@@ -1,4 +1,4 @@
-"""Stand-ins that keep the contracts of the real things, for tests of what uses them."""
+"""Fakes of the engine and of a scorer that keep the contracts of the real ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 from torch import Tensor, nn
 
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
-from colocated_grpo.types import Completion
+from colocated_grpo.types import Completion, Prompt, Score
 
 VOCABULARY = 10
 
@@ -16,8 +16,8 @@ VOCABULARY = 10
 class FakeEngine:
     """A `RolloutEngine` whose completions are functions of their request's seed.
 
-    `decode_steps(request)` says how many steps a completion takes, and so in which order completions finish. Everything
-    that is asked of the engine is appended to `events`.
+    `decode_steps(request)` is the number of steps a completion takes, which sets the order in which completions finish.
+    By default it is the completion's length. Calls of other methods than submit and step are appended to `events`.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class FakeEngine:
         self._on_step()
         finished = [(key, completion) for key, (steps, completion) in self.running.items() if steps <= 1]
         self._deltas = [
-            (key, delta_of(one, len(one.token_ids) - steps))
-            for key, (steps, one) in self.running.items()
-            if key in self._streaming and 1 < steps <= len(one.token_ids)
+            (key, delta_of(completion, len(completion.token_ids) - steps))
+            for key, (steps, completion) in self.running.items()
+            if key in self._streaming and 1 < steps <= len(completion.token_ids)
         ]
-        self.running = {key: (steps - 1, one) for key, (steps, one) in self.running.items() if steps > 1}
+        self.running = {key: (steps - 1, completion) for key, (steps, completion) in self.running.items() if steps > 1}
         return finished
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
@@ -76,7 +76,7 @@ class FakeEngine:
         return [-1.0] * (len(token_ids) - 1)
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        """Of each token its own, -1, and k others, -2 and less."""
+        """Return for each token its own log-probability, -1, and k others, -2 and less."""
         self.events.append(f"top {k}")
         if max(token_ids) >= VOCABULARY:
             raise ValueError("unknown token")
@@ -101,18 +101,30 @@ class FakeEngine:
 
 
 def completion_of(request: Request, policy_version: int = 0) -> Completion:
-    """What a FakeEngine answers."""
-    draw = Random(request.seed)
-    length = draw.randint(1, request.sampling.max_tokens)
+    """Return the completion that FakeEngine gives for a request."""
+    rng = Random(request.seed)
+    length = rng.randint(1, request.sampling.max_tokens)
     return Completion(
-        token_ids=draw.choices(range(VOCABULARY), k=length),
-        sampling_logprobs=[-draw.random() for _ in range(length)],
+        token_ids=rng.choices(range(VOCABULARY), k=length),
+        sampling_logprobs=[-rng.random() for _ in range(length)],
         finish_reason="length" if length == request.sampling.max_tokens else "stop",
         policy_version=policy_version,
     )
 
 
 def delta_of(completion: Completion, position: int) -> TokenDelta:
-    """One token of it."""
-    one = slice(position, position + 1)
-    return TokenDelta(completion.token_ids[one], completion.sampling_logprobs[one])
+    """Return the token at `position` as a streamed delta."""
+    token = slice(position, position + 1)
+    return TokenDelta(completion.token_ids[token], completion.sampling_logprobs[token])
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """Decode the tokens of a FakeEngine: their ids as numbers."""
+    return " ".join(map(str, token_ids))
+
+
+class SumScorer:
+    """Scores a completion with the sum of its tokens, so that swapped completions get wrong scores."""
+
+    def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
+        return [Score(reward=float(sum(map(int, text.split())))) for text in texts]

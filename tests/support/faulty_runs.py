@@ -1,4 +1,4 @@
-"""Runs with a fault inside the trainer or the engine, which user code brings in: the product stays as it is."""
+"""Runs with a fault inside the trainer or the engine, injected by user code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.training_runs import Settings, TrainingRun, settings, tiny_model
 
-# User code is imported on every rank.
+# User code is imported on every rank, so a task can inject faults without changes to the package.
 FAULTY_TASK = """
 import os, threading
 from colocated_grpo.environments.tasks.sorting import Sorting

@@ -1,4 +1,4 @@
-"""Where the checkout and the tests' own files are."""
+"""Paths of the checkout and of the test support files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Running a function on several ranks of one host: real processes, real gloo."""
+"""Run a function on several ranks of one host: real processes and a real gloo process group."""
 
 from __future__ import annotations
 
@@ -29,50 +29,50 @@ from colocated_grpo.runtime.distributed import World, init_world
 
 TIMEOUT = 90.0
 
-# Ranks are forked from a server that has imported the slow modules once and holds no threads and no process group.
+# Ranks are forked from a server that has imported the slow modules once and has no threads and no process group.
 _context = multiprocessing.get_context("forkserver")
-_slow = [
+_slow_modules = [
     "colocated_grpo.policy.export",
     "colocated_grpo.checkpoint",
     "colocated_grpo.rollout.vllm.engine",
     "colocated_grpo.trainer",
     "tests.support.engine_modules",
 ]
-# An engine that is imported beside a GPU may wake the driver, which does not survive a fork.
-_context.set_forkserver_preload(_slow[:2] if torch.cuda.is_available() else _slow)
+# On a GPU host, importing the engine may initialize CUDA, which does not survive a fork.
+_context.set_forkserver_preload(_slow_modules[:2] if torch.cuda.is_available() else _slow_modules)
 
 
 @cache
 def _start_server() -> None:
-    """In the environment of a rank, which the engine's modules read when they are imported."""
-    with set_in_environment({**library_environment("INFO"), "OPENBLAS_NUM_THREADS": "1"}):
+    """Start the fork server with a rank's environment variables, which the engine's modules read on import."""
+    with environment_variables({**library_environment("INFO"), "OPENBLAS_NUM_THREADS": "1"}):
         forkserver.ensure_running()
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not end in time. The message holds its traceback."""
+    """A rank raised an exception, died or did not exit in time. The message contains its traceback."""
 
 
 class RankKilled(RankFailed):
-    """A rank was ended by somebody else's signal: a crash of its own goes by another one."""
+    """A rank was ended by SIGKILL or SIGTERM, which come from outside; its own crash would raise another signal."""
 
 
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """`fn(world, *args)` on every rank; the results in rank order. `fn` and `args` must be picklable.
+    """Call `fn(world, *args)` on every rank and return the results in rank order. Both must be picklable.
 
-    The first rank that fails ends all of them and is shown. No process outlives this call.
+    The first failing rank is reported, and all other ranks are killed. No process outlives this call.
     """
     try:
-        with Ranks(in_a_world, world_size, fn, *args) as ranks:
+        with Ranks(in_process_group, world_size, fn, *args) as ranks:
             return ranks.results(timeout)
-    except RankKilled as error:  # by the machine: that says nothing of `fn`, unless it happens again
+    except RankKilled as error:  # a kill by the system, for example out of memory, is not a failure of `fn` yet
         warnings.warn(f"{error}; starting again", stacklevel=2)
-    with Ranks(in_a_world, world_size, fn, *args) as ranks:
+    with Ranks(in_process_group, world_size, fn, *args) as ranks:
         return ranks.results(timeout)
 
 
-def in_a_world(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(world, *args)` in a process group that no rank leaves before all have ended."""
+def in_process_group(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn(world, *args)` in a process group that no rank leaves before all have finished."""
     world = init_world()
     result = fn(world, *args)
     world.barrier()
@@ -80,13 +80,13 @@ def in_a_world(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 class Ranks:
-    """`fn(*args)` under way on every rank, for tests that interfere. Leaving the context kills what is left."""
+    """`fn(*args)` running on every rank, for tests that interfere. Leaving the context kills the remaining ranks."""
 
     context = _context
-    """Makes events and locks that may be passed to the ranks."""
+    """Creates events and locks that can be passed to the ranks."""
 
     def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
-        # The store lives here, as it lives in torchrun's agent: no rank has to be the first, and no port is guessed.
+        # The store is served here, as by torchrun's agent: ranks may start in any order, and the port is free.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         _start_server()
         self.processes = []
@@ -114,20 +114,21 @@ class Ranks:
             process.join()
 
     def results(self, timeout: float = TIMEOUT) -> list[Any]:
+        """Return the results in rank order. Raises RankFailed for the first rank that fails."""
         deadline = time.monotonic() + timeout
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         results: dict[int, Any] = {}
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailed(f"ranks {sorted(waiting.values())} did not end within {timeout:g} s")
+                raise RankFailed(f"ranks {sorted(pending.values())} did not exit within {timeout:g} s")
             for pipe in ready:
-                rank = waiting.pop(pipe)
+                rank = pending.pop(pipe)
                 results[rank] = self._receive(pipe, rank)
         return [results[rank] for rank in range(len(self.processes))]
 
     def exit_codes(self, timeout: float) -> list[int | None]:
-        """In rank order, for functions that end their process; None of a rank that has not ended by then."""
+        """Return the exit codes in rank order, for functions that exit; None for a rank that is still running."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -141,7 +142,7 @@ class Ranks:
             code = self.processes[rank].exitcode
             ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             kind = RankKilled if code in (-signal.SIGKILL, -signal.SIGTERM) else RankFailed
-            raise kind(f"rank {rank} died without a word: {ending}") from None
+            raise kind(f"rank {rank} died without a traceback: {ending}") from None
         if not succeeded:
             raise RankFailed(f"rank {rank} failed:\n{payload}")
         return torch.load(io.BytesIO(payload), weights_only=False)
@@ -159,9 +160,9 @@ def _run_rank(
         pipe.send((True, payload.getvalue()))
         if dist.is_initialized():
             dist.destroy_process_group()
-    except BaseException:  # whatever it is, the test that waits must hear of it
+    except BaseException:  # also SystemExit and KeyboardInterrupt: the test must report them
         pipe.send((False, traceback.format_exc()))
-        # A peer may be blocked in a collective with this rank: leave at once, without the handlers of a normal exit.
+        # Skip the handlers of a normal exit: they could block while a peer is in a collective with this rank.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -173,7 +174,7 @@ def start_module(
     stderr: Path,
     environment: Mapping[str, str] | None = None,
 ) -> Ranks:
-    """`python -m module` on every rank of a CPU run, in the environment that the launcher gives and `environment`."""
+    """Run `python -m module` on every rank of a CPU run, with the launcher's variables and `environment` set."""
     for file in (stdout, stderr):
         file.write_text("")
     return Ranks(_run_module, ranks, module, list(arguments), ranks, stdout, stderr, dict(environment or {}))
@@ -183,7 +184,7 @@ def _run_module(
     module: str, arguments: list[str], ranks: int, stdout: Path, stderr: Path, environment: dict[str, str]
 ) -> None:
     os.environ.update(child_environment(os.environ, 0, ranks, "INFO") | environment)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read its variable long ago
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the fork server has loaded OpenMP already
     for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
         with file.open("a") as target:
             os.dup2(target.fileno(), stream.fileno())
@@ -191,14 +192,14 @@ def _run_module(
     sys.argv[1:] = arguments
     try:
         runpy.run_module(module, run_name="__main__")
-    except BaseException:  # as an interpreter would say that ends by it
+    except BaseException:  # print the traceback, as the interpreter does for an uncaught exception
         traceback.print_exc()
         raise
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> AbstractContextManager[None]:
-    """The variables that torchrun sets for a rank whose agent serves the store at `port`."""
-    return set_in_environment(
+    """Set the variables that torchrun sets for a rank whose store is served at `port`."""
+    return environment_variables(
         {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -212,7 +213,8 @@ def torchrun_environment(rank: int, world_size: int, port: int) -> AbstractConte
 
 
 @contextmanager
-def set_in_environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the duration of the context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -226,15 +228,28 @@ def set_in_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def only_rank() -> Iterator[World]:
-    """This process as a world of one, for as long as the context is open."""
+def single_rank_group() -> Iterator[World]:
+    """Initialize a process group with this process as its only rank, for the duration of the context."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with torchrun_environment(0, 1, store.port):
         world = init_world()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # models this small lose more by waiting for threads than they gain
+    torch.set_num_threads(1)  # for small models, thread synchronization costs more than it saves
     try:
         yield world
     finally:
         torch.set_num_threads(threads)
         dist.destroy_process_group()
+
+
+def single_rank_world() -> World:
+    """Return a World of one rank with a local store and no process group."""
+    return World(
+        rank=0,
+        size=1,
+        device=torch.device("cpu"),
+        mesh=None,
+        store=dist.HashStore(),
+        control=None,
+        checkpoints=None,
+    )

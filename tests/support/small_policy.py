@@ -43,6 +43,7 @@ def make_small_model(
 
 
 def config_of(folder: Path, **sections: Any) -> Config:
+    """Return a config for the model in `folder`. `sections` are top-level keys."""
     settings = {
         "model": {"name": str(folder)},
         "environments": [{"type": "task", "name": "sorting"}],
@@ -54,6 +55,7 @@ def config_of(folder: Path, **sections: Any) -> Config:
 
 
 def policy_of(config: Config, world: World) -> Policy:
+    """Build the policy of a config. Collective."""
     folder = Path(config.model.name)
     return Policy(config, read_model_config(config.model, folder), folder, world)
 
@@ -76,7 +78,7 @@ def rollout_of(
     return Rollout(
         token_ids=[*prompt, *completion],
         loss_mask=mask,
-        sampling_logprobs=[logprob if scored else 0.0 for scored in mask],
+        sampling_logprobs=[logprob if trained else 0.0 for trained in mask],
         prompt_length=len(prompt),
         text="",
         finish_reason=finish_reason,
@@ -109,8 +111,8 @@ def random_groups(count: int, group_size: int, seed: int = 0) -> list[Group]:
 def with_own_advantages(groups: Sequence[Group], seed: int = 1) -> list[Group]:
     """Return the groups with a random advantage for each sampled token."""
     rng = random.Random(seed)
-    own = lambda rollout: [rng.gauss(0, 1) for _ in range(sum(rollout.loss_mask))]  # noqa: E731
-    return [replace(group, rollouts=[replace(r, advantages=own(r)) for r in group.rollouts]) for group in groups]
+    drawn = lambda rollout: [rng.gauss(0, 1) for _ in range(sum(rollout.loss_mask))]  # noqa: E731
+    return [replace(group, rollouts=[replace(r, advantages=drawn(r)) for r in group.rollouts]) for group in groups]
 
 
 def pack_for(
@@ -145,6 +147,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def weights_of(policy: Policy) -> dict[str, Tensor]:
+    """Return copies of all parameters, unsharded. Collective."""
     return {name: whole(parameter) for name, parameter in policy.parameters().items()}
 
 

@@ -1,4 +1,4 @@
-"""A small run as the trainer would report it, for the tests of tracking, report and tools."""
+"""A small run with made-up metrics and rollouts, for the tests of tracking, report and tools."""
 
 import io
 from pathlib import Path
@@ -38,7 +38,7 @@ def rollout_of(reward: float | None, text: str, error: str | None = None) -> Rol
 
 
 def groups_of(step: int, prompts: int = 3, group_size: int = 4) -> list[Group]:
-    """Rewards differ everywhere: prompt index + sample / 10."""
+    """Groups in which every reward is different: prompt index + sample / 10."""
     return [
         Group(
             prompt=Prompt(index=index, token_ids=[1], text=f"sort {index}", item={}, source="sort"),
@@ -60,7 +60,7 @@ def row_of(step: int) -> dict[str, float]:
 
 
 class TrackedRun:
-    """A tracker that writes into `run_dir` and prints into a string."""
+    """A tracker that writes to `run_dir` and prints to a string."""
 
     def __init__(self, run_dir: Path, config: Config | None = None, encoding: str = "utf-8") -> None:
         self.run_dir = run_dir
@@ -75,7 +75,7 @@ class TrackedRun:
         return self._bytes.getvalue().decode(self._stream.encoding)
 
     def train(self, first_step: int = 0, last_step: int = 6) -> "TrackedRun":
-        """Start, then steps first_step ... last_step - 1, each even one after an evaluation; not closed."""
+        """Record steps first_step ... last_step - 1, with an evaluation before each even step, without closing."""
         self.tracker.start(self.config, {"ranks": "2"}, first_step)
         for step in range(first_step, last_step):
             if step % 2 == 0:

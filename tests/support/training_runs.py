@@ -1,7 +1,7 @@
-"""Whole training runs: read while they run, killed, and counted after.
+"""Complete training runs, observed while they train, killed, and inspected afterwards.
 
-A `LaunchedRun` is started as a user starts it. A `ForkedRun` has the same ranks, forked from where the slow modules are
-imported already: seconds instead of a quarter of a minute, for what neither the launcher nor torchrun has a part in.
+A `LaunchedRun` starts the launcher, as a user does. A `ForkedRun` forks its ranks from a process that has imported the
+slow modules: it starts in seconds instead of 15 s, for tests in which neither the launcher nor torchrun matters.
 """
 
 from __future__ import annotations
@@ -41,23 +41,26 @@ Settings = dict[str, Any]
 
 @cache
 def _models() -> TemporaryDirectory:
-    """Made only where a model is wanted: ranks import this module as well, and leave without tidying up."""
+    """Create the folder on first use only: ranks import this module too, and exit without cleaning up."""
     return TemporaryDirectory(prefix="colocated-grpo-models-")
 
 
 def tiny_model(architecture: str = "qwen3", vocab: int | None = None, head_dim: int = TINY.head_dim) -> Path:
-    """A folder with 0.1 M random weights, made once a session. Wide weights: a sharp distribution shows every error."""
+    """Return a model of 0.1 M random weights, made once per session.
+
+    Its weights have a wide spread: a sharp output distribution makes every error visible.
+    """
     folder = Path(_models().name) / f"{architecture}-{vocab}-{head_dim}"
     if folder.exists():
         return folder
-    # gpt2 has no head size of its own, and vLLM's CPU attention knows no heads of 16.
+    # gpt2's head size is hidden / heads, and vLLM's CPU attention does not support heads of 16.
     heads = 2 if architecture == "gpt2" else TINY.heads
     shape = replace(TINY, vocab=vocab, heads=heads, head_dim=head_dim)
     return make_model(folder, architecture=architecture, shape=shape, init_std=0.1)
 
 
 def settings(model: Path, **changes: Any) -> Settings:
-    """A run of a few seconds. `changes` replace keys; a dictionary replaces only its own keys of a section."""
+    """Return the settings of a run of a few seconds. `changes` replace keys; a dictionary updates a section."""
     base: Settings = {
         "model": {"name": str(model)},
         "environments": [{"type": "task", "name": "sorting", "args": {"min_digits": 2, "max_digits": 3}}],
@@ -77,7 +80,7 @@ def settings(model: Path, **changes: Any) -> Settings:
 
 
 class TrainingRun(ABC):
-    """A run under way. A context: on exit nothing of it is alive."""
+    """A running training run. Leaving the context kills all its processes."""
 
     def __init__(self, output_dir: Path, config: Settings, name: str) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -86,7 +89,7 @@ class TrainingRun(ABC):
         self.config_file.write_text(yaml.safe_dump({**config, "output_dir": str(output_dir)}))
         self._stdout, self._stderr = output_dir / f"{name}.out", output_dir / f"{name}.err"
         self._tag = f"{os.getpid()}-{id(self)}-{time.monotonic_ns()}"
-        """In the environment of every program that the run starts."""
+        """Set in the environment of every process of the run, to find them."""
 
     def __enter__(self) -> Self:
         return self
@@ -96,10 +99,10 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def wait(self, timeout: float = TIMEOUT) -> int:
-        """The exit code. Fails with the run's own words when it takes too long."""
+        """Wait for the end of the run and return its exit code. Fails with the run's output on a timeout."""
 
     def processes(self) -> list[psutil.Process]:
-        """Every process of the run that is alive, wherever it was reparented to."""
+        """Return all live processes of the run, also reparented ones."""
         return [process for process in psutil.process_iter() if _environment(process).get(TAG) == self._tag]
 
     @abstractmethod
@@ -114,44 +117,46 @@ class TrainingRun(ABC):
         return self._stderr.read_text()
 
     def finish(self) -> Self:
-        """Wait for a good end."""
+        """Wait for the end of the run and assert exit code 0."""
         code = self.wait()
         assert code == 0, f"exit code {code}\n{self.tail()}"
         return self
 
     def tail(self) -> str:
+        """Return the end of the run's output, for failure messages."""
         return f"--- stdout\n{self.stdout[-2000:]}\n--- stderr\n{self.stderr[-6000:]}"
 
-    def wait_until(self, happened: Callable[[], bool]) -> None:
-        """Until `happened()`; fails if the run ends before."""
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition()` is true. Fails if the run ends first."""
         deadline = time.monotonic() + TIMEOUT
-        while not happened():
+        while not condition():
             if self._ended_within(POLL_SECONDS):
-                assert happened(), f"ended before it happened\n{self.tail()}"
+                assert condition(), f"the run ended before the condition was met\n{self.tail()}"
             else:
-                assert time.monotonic() < deadline, f"nothing happened\n{self.tail()}"
+                assert time.monotonic() < deadline, f"the condition was not met within {TIMEOUT:g} s\n{self.tail()}"
 
     def wait_for_step(self, step: int) -> None:
-        """Until the metrics of training step `step` are written."""
+        """Wait until the metrics of training step `step` are written."""
         self.wait_until(lambda: any(row["step"] >= step for row in self.rows(files.TRAIN)))
 
     def rows(self, kind: str) -> list[Row]:
+        """Return the rows of metrics.jsonl of one kind: files.TRAIN or files.EVALUATION."""
         return [row for row in files.read_rows(self.folder / files.METRICS_FILE) if row["kind"] == kind]
 
     def kill(self) -> None:
-        """SIGKILL to everything at once, as a machine that goes down: nobody can say goodbye to anybody."""
+        """Kill all processes at once, as a machine failure does."""
         while alive := self.processes():
-            _send(signal.SIGSTOP, alive)  # else a parent could still act on the death of its child
+            _send(signal.SIGSTOP, alive)  # or a parent could react to the death of its child
             _send(signal.SIGKILL, alive)
             psutil.wait_procs(alive, timeout=TIMEOUT)
 
-    def ask_to_stop(self) -> None:
-        """SIGTERM to everything, as the launcher does that is asked to stop."""
+    def terminate(self) -> None:
+        """Send SIGTERM to all processes, as the launcher does when it is stopped."""
         _send(signal.SIGTERM, self.processes())
 
 
 class LaunchedRun(TrainingRun):
-    """A launcher and everything under it."""
+    """A run started through the launcher."""
 
     def __init__(
         self, output_dir: Path, config: Settings, *flags: str, ranks: int = 1, gpus: int = 0, name: str = "run"
@@ -169,12 +174,12 @@ class LaunchedRun(TrainingRun):
             )
 
     def wait(self, timeout: float = TIMEOUT) -> int:
-        """The launcher's exit code. Fails with the run's own words when it takes too long."""
+        """Wait for the launcher and return its exit code. Fails with the run's output on a timeout."""
         assert self._ended_within(timeout), f"the run did not end within {timeout:g} s\n{self.tail()}"
         return self.launcher.returncode
 
     def ranks(self) -> list[psutil.Process]:
-        """The training processes, by rank. Helpers that they start inherit RANK and are left out."""
+        """Return the training processes in rank order, without their child processes, which inherit RANK."""
         by_pid = {process.pid: process for process in self.processes() if "RANK" in _environment(process)}
         ranks = [process for process in by_pid.values() if process.ppid() not in by_pid]
         return sorted(ranks, key=lambda process: int(_environment(process)["RANK"]))
@@ -190,7 +195,7 @@ class LaunchedRun(TrainingRun):
 
 
 class ForkedRun(TrainingRun):
-    """The ranks of a run on CPUs, forked."""
+    """A CPU run without a launcher, whose ranks are forked."""
 
     def __init__(self, output_dir: Path, config: Settings, *flags: str, ranks: int = 1, name: str = "run") -> None:
         super().__init__(output_dir, config, name)
@@ -199,13 +204,13 @@ class ForkedRun(TrainingRun):
         self._ranks = start_module("colocated_grpo", arguments, ranks, self._stdout, self._stderr, tag)
 
     def wait(self, timeout: float = TIMEOUT) -> int:
-        """The first exit code that is not 0. Fails with the run's own words when it takes too long."""
+        """Wait for all ranks and return the first nonzero exit code, or 0. Fails with the run's output on a timeout."""
         codes = self._ranks.exit_codes(timeout)
         assert None not in codes, f"the run did not end within {timeout:g} s\n{self.tail()}"
         return next(filter(None, codes), 0)
 
     def processes(self) -> list[psutil.Process]:
-        """The ranks that are alive, what they forked, and every program that they started."""
+        """Return the live ranks and all their descendants, also reparented ones."""
         found = {process.pid: process for process in super().processes()}
         for rank in self._ranks.processes:
             if rank.is_alive():
@@ -223,7 +228,7 @@ class ForkedRun(TrainingRun):
 
 
 def _send(number: signal.Signals, processes: list[psutil.Process]) -> None:
-    """What has ended since it was found needs no signal."""
+    """Send a signal to the processes that still exist."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
@@ -237,19 +242,19 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def train(output_dir: Path, config: Settings, *flags: str, ranks: int = 1) -> TrainingRun:
-    """A run from start to good end."""
+    """Run forked ranks to the end and assert success."""
     with ForkedRun(output_dir, config, *flags, ranks=ranks) as run:
         return run.finish()
 
 
 def launch(output_dir: Path, config: Settings, *flags: str, ranks: int = 1, gpus: int = 0) -> TrainingRun:
-    """The same by a launcher."""
+    """Run the launcher to the end and assert success."""
     with LaunchedRun(output_dir, config, *flags, ranks=ranks, gpus=gpus) as run:
         return run.finish()
 
 
-def wall_clock_free(rows: Iterator[Row] | list[Row]) -> list[Row]:
-    """Metric rows without what no two runs share."""
+def without_wall_clock(rows: Iterator[Row] | list[Row]) -> list[Row]:
+    """Return metric rows without times, rates and memory, which differ between equal runs."""
     return [
         {key: value for key, value in row.items() if not key.startswith(("seconds/", "memory/", "tokens_per_second"))}
         for row in rows
@@ -258,14 +263,15 @@ def wall_clock_free(rows: Iterator[Row] | list[Row]) -> list[Row]:
 
 @cache
 def uninterrupted(ranks: int) -> TrainingRun:
-    """The deterministic run that interrupted ones must equal; made once a session."""
+    """Return the finished deterministic run that interrupted runs must equal, made once per session."""
     return train(Path(_models().name) / f"uninterrupted-{ranks}", deterministic(), ranks=ranks)
 
 
 def deterministic(**changes: Any) -> Settings:
+    """Return the settings of the deterministic run."""
     return settings(tiny_model(), **{"deterministic": True, "training_steps": STEPS, **changes})
 
 
 def weights_of(run: TrainingRun) -> dict[str, bytes]:
-    """The files of final_model that hold weights."""
+    """Return the contents of final_model's weight files by name."""
     return {path.name: path.read_bytes() for path in (run.folder / "final_model").glob("*.safetensors")}

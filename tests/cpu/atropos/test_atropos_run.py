@@ -153,7 +153,7 @@ def test_a_run_stopped_while_waiting_for_a_batch_trains_every_received_batch_aft
         post_batch(api)
         run = stack.enter_context(ForkedRun(tmp_path, config, ranks=2))
         run.wait_until(lambda: _registered(api))
-        run.ask_to_stop()
+        run.terminate()
         assert run.wait(60) == 0
         assert files.read_summary(run.folder)["outcome"] == "stopped"
         post_batch(api)

@@ -21,8 +21,8 @@ from colocated_grpo.environments.episodes.toolbox import ToolError, calculate, s
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.rewards.scoring import as_score
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
-from colocated_grpo.tools.episode_lessons import EpisodeLessons
-from colocated_grpo.tools.warm_start import IGNORED, WarmStart
+from colocated_grpo.tools.episode_teacher import EpisodeTeacher
+from colocated_grpo.tools.warm_start import IGNORE_INDEX, WarmStart
 from colocated_grpo.types import Completion, Rollout, Score
 
 TOKENIZER = build_char_tokenizer()
@@ -229,10 +229,10 @@ def test_invalid_arguments_raise_one_line(args, message):
 def test_a_lesson_labels_only_the_messages_of_the_teacher():
     episode = build_episode("tool_use", {"template": "{question}"})
     settings = WarmStart(max_completion_tokens=ROOM, slips=0.0)
-    for token_ids, labels in EpisodeLessons(episode, TOKENIZER, settings).take(8):
+    for token_ids, labels in EpisodeTeacher(episode, TOKENIZER, settings).examples(8):
         assert len(token_ids) == len(labels)
-        taught = TOKENIZER.decode([label for label in labels if label != IGNORED])
-        assert all(label in (IGNORED, token) for token, label in zip(token_ids, labels, strict=True))
+        taught = TOKENIZER.decode([label for label in labels if label != IGNORE_INDEX])
+        assert all(label in (IGNORE_INDEX, token) for token, label in zip(token_ids, labels, strict=True))
         assert taught.endswith("</answer><|end|>")
         assert "<|user|>" not in taught and ":" not in taught
 
@@ -240,7 +240,7 @@ def test_a_lesson_labels_only_the_messages_of_the_teacher():
 def test_slips_of_the_teacher_change_labels_and_never_inputs():
     episode = build_episode("tool_use", {"template": "{question}"})
     careful, careless = (
-        EpisodeLessons(episode, TOKENIZER, WarmStart(max_completion_tokens=ROOM, slips=slips)).take(40)
+        EpisodeTeacher(episode, TOKENIZER, WarmStart(max_completion_tokens=ROOM, slips=slips)).examples(40)
         for slips in (0.0, 0.3)
     )
     assert [token_ids for token_ids, _ in careful] == [token_ids for token_ids, _ in careless]
@@ -248,7 +248,7 @@ def test_slips_of_the_teacher_change_labels_and_never_inputs():
         (right, given)
         for (_, labels), (_, slipped) in zip(careful, careless, strict=True)
         for right, given in zip(labels, slipped, strict=True)
-        if right not in (IGNORED, TOKENIZER.eos_token_id)
+        if right not in (IGNORE_INDEX, TOKENIZER.eos_token_id)
     ]
     assert 0.2 < sum(right != given for right, given in pairs) / len(pairs) < 0.35
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,8 +23,8 @@ from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.prompt_queue import Dispatch, DynamicDispatch, Job, ReplicatedDispatch, StaticDispatch
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Completion, Group, Prompt, Score
-from tests.support.fakes import FakeEngine, completion_of
-from tests.support.ranks import run_on_ranks
+from tests.support.fakes import FakeEngine, SumScorer, completion_of, text_of
+from tests.support.ranks import run_on_ranks, single_rank_world
 
 SAMPLING = Sampling(temperature=0.7, max_tokens=6)
 
@@ -38,17 +37,6 @@ def job_of(prompts: int, group_size: int = 3, name: str = "train/0") -> Job:
     return Job(name=name, prompts=made, group_size=group_size, sampling=SAMPLING)
 
 
-def text_of(token_ids: Sequence[int]) -> str:
-    return " ".join(map(str, token_ids))
-
-
-class SumScorer:
-    """The sum of a completion's tokens: a score that belongs to one completion is seldom right for another."""
-
-    def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
-        return [Score(reward=float(sum(map(int, text.split())))) for text in texts]
-
-
 class Judge:
     """Runs a function for its effect, then scores with 1."""
 
@@ -58,18 +46,6 @@ class Judge:
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
         self._before(prompt)
         return [Score(reward=1.0) for _ in completions]
-
-
-def single_rank() -> World:
-    return World(
-        rank=0,
-        size=1,
-        device=torch.device("cpu"),
-        mesh=None,
-        store=dist.HashStore(),
-        control=None,
-        checkpoints=None,
-    )
 
 
 def collector_of(
@@ -111,7 +87,7 @@ def test_every_score_belongs_to_its_completion_in_whatever_order_they_finish(dat
     engine = FakeEngine(
         max_num_seqs=slots, decode_steps=lambda request: steps[request.key[0] * group_size + request.key[1]]
     )
-    collector = collector_of(engine, SumScorer(), single_rank())
+    collector = collector_of(engine, SumScorer(), single_rank_world())
     groups = collector.collect(job)
     collector.close()
     assert [group.prompt for group in groups] == list(job.prompts)
@@ -132,14 +108,14 @@ def test_the_order_in_which_completions_finish_changes_nothing():
     slow_first = FakeEngine(decode_steps=lambda request: 20 - request.key[0])
     slow_last = FakeEngine(decode_steps=lambda request: 1 + request.key[0] + 3 * request.key[1])
     first, last = (
-        collector_of(engine, SumScorer(), single_rank()).collect(job_of(8)) for engine in (slow_first, slow_last)
+        collector_of(engine, SumScorer(), single_rank_world()).collect(job_of(8)) for engine in (slow_first, slow_last)
     )
     assert first == last
 
 
 def test_seeds_depend_on_the_job_the_prompt_and_the_sibling_and_are_all_different():
     engine = FakeEngine()
-    collector = collector_of(engine, SumScorer(), single_rank())
+    collector = collector_of(engine, SumScorer(), single_rank_world())
     collector.collect(job_of(4, name="train/0"))
     collector.collect(job_of(4, name="train/1"))
     assert len({request.seed for request in engine.submitted}) == len(engine.submitted) == 24
@@ -152,7 +128,7 @@ def test_single_completions_are_admitted_together_and_keep_all_slots_busy():
         decode_steps=lambda request: steps[request.key[0]],
         on_step=lambda: entered.append(len(engine.submitted)),
     )
-    collector_of(engine, SumScorer(), single_rank()).collect(job_of(256, group_size=1))
+    collector_of(engine, SumScorer(), single_rank_world()).collect(job_of(256, group_size=1))
     entries = len(set(entered))
     assert entries < 256 / 8
     # An entry takes three steps from everybody. Made whenever a seat falls free: 3.6 times the steps of full seats.
@@ -161,7 +137,7 @@ def test_single_completions_are_admitted_together_and_keep_all_slots_busy():
 
 def test_no_more_completions_run_than_the_engine_has_room_for():
     engine = FakeEngine(max_num_seqs=4, decode_steps=lambda request: 5)
-    collector_of(engine, SumScorer(), single_rank()).collect(job_of(10, group_size=3))
+    collector_of(engine, SumScorer(), single_rank_world()).collect(job_of(10, group_size=3))
     assert engine.most_running == 4
 
 
@@ -175,7 +151,7 @@ def test_an_exhausted_counter_is_not_incremented_again():
 
     engine = FakeEngine(decode_steps=lambda request: 50 if request.key == (3, 0) else 1)
     dispatch = DynamicDispatch(CountingStore(), num_engines=2)
-    collector_of(engine, SumScorer(), single_rank(), dispatch).collect(job_of(4))
+    collector_of(engine, SumScorer(), single_rank_world(), dispatch).collect(job_of(4))
     assert len(asked) == 5
 
 
@@ -187,7 +163,7 @@ def test_rewards_run_while_other_completions_decode():
         on_step=lambda: None if len(engine.running) > 3 else scored.wait(30) or pytest.fail("no overlap"),
     )
     judge = Judge(lambda prompt: scored.set() if prompt.text == "p0" else None)
-    assert rewards_of(collector_of(engine, judge, single_rank()).collect(job_of(2))) == [[1.0] * 3] * 2
+    assert rewards_of(collector_of(engine, judge, single_rank_world()).collect(job_of(2))) == [[1.0] * 3] * 2
 
 
 def even_only(completions: Sequence[str], **columns: object) -> list[float]:
@@ -205,7 +181,7 @@ def user_reward(name: str) -> RewardScorer:
 
 
 def test_a_reward_that_raises_costs_that_completion_only():
-    groups = collector_of(FakeEngine(), user_reward("even_only"), single_rank()).collect(job_of(8))
+    groups = collector_of(FakeEngine(), user_reward("even_only"), single_rank_world()).collect(job_of(8))
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for rollout in rollouts:
         odd = len(rollout.text.split()) % 2
@@ -217,7 +193,7 @@ def test_a_reward_that_raises_costs_that_completion_only():
 
 
 def test_a_wrong_number_of_rewards_costs_that_prompt_only():
-    groups = collector_of(FakeEngine(), user_reward("one_too_many"), single_rank()).collect(job_of(3))
+    groups = collector_of(FakeEngine(), user_reward("one_too_many"), single_rank_world()).collect(job_of(3))
     assert rewards_of(groups) == [[1.0] * 3, [None] * 3, [1.0] * 3]
     assert groups[1].rollouts[0].score.error == "one_too_many: WrongNumberOfRewards: 4 rewards for 3 completions"
 
@@ -232,7 +208,7 @@ def never():
 
 def test_a_reward_that_hangs_costs_that_prompt_only_and_no_worker_of_the_next_batch(never):
     judge = Judge(lambda prompt: never.wait() if prompt.text in ("p1", "p2") else None)
-    collector = collector_of(FakeEngine(), judge, single_rank(), workers=3, timeout=0.3)
+    collector = collector_of(FakeEngine(), judge, single_rank_world(), workers=3, timeout=0.3)
     groups = collector.collect(job_of(4))
     assert rewards_of(groups) == [[1.0] * 3, [None] * 3, [None] * 3, [1.0] * 3]
     assert groups[1].rollouts[0].score.error == "no reward within rollout.reward_timeout=0.3 s"
@@ -243,7 +219,7 @@ def test_a_reward_that_hangs_costs_that_prompt_only_and_no_worker_of_the_next_ba
 
 def test_rewards_that_hang_cost_nothing_to_those_queued_behind_them(never):
     judge = Judge(lambda prompt: never.wait() if prompt.text in ("p0", "p1", "p9") else None)
-    collector = collector_of(FakeEngine(), judge, single_rank(), workers=2, timeout=0.2)
+    collector = collector_of(FakeEngine(), judge, single_rank_world(), workers=2, timeout=0.2)
     groups = collector.collect(job_of(32))
     assert [group.prompt.text for group in groups if group.rollouts[0].score.error] == ["p0", "p1", "p9"]
 
@@ -251,7 +227,7 @@ def test_rewards_that_hang_cost_nothing_to_those_queued_behind_them(never):
 def test_a_reward_that_always_hangs_costs_one_timeout_and_not_one_for_every_prompt(never):
     began = []
     judge = Judge(lambda prompt: (began.append(prompt.text), never.wait()))
-    groups = collector_of(FakeEngine(), judge, single_rank(), workers=2, timeout=0.1).collect(job_of(16))
+    groups = collector_of(FakeEngine(), judge, single_rank_world(), workers=2, timeout=0.1).collect(job_of(16))
     assert rewards_of(groups) == [[None] * 3] * 16
     assert len(began) == 4
 
@@ -260,7 +236,7 @@ def test_queueing_time_does_not_count_toward_the_reward_timeout():
     begun = threading.Semaphore(0)
     # Each lasts for 0.1 s: together they take longer than one may.
     judge = Judge(lambda prompt: begun.acquire(timeout=0.1))
-    collector = collector_of(FakeEngine(), judge, single_rank(), workers=1, timeout=0.3)
+    collector = collector_of(FakeEngine(), judge, single_rank_world(), workers=1, timeout=0.3)
     assert rewards_of(collector.collect(job_of(5))) == [[1.0] * 3] * 5
 
 
@@ -281,7 +257,7 @@ class AsyncJudge:
 def test_an_async_reward_that_blocks_its_loop_costs_the_next_batch_nothing(never, monkeypatch):
     monkeypatch.setattr(event_loops, "GRACE", 0.05)
     judge = AsyncJudge(lambda prompt: never.wait() if prompt.index == 100 else None)
-    collector = collector_of(FakeEngine(), judge, single_rank(), workers=2, timeout=0.2)
+    collector = collector_of(FakeEngine(), judge, single_rank_world(), workers=2, timeout=0.2)
     collector.collect(job_of(1))
     job = job_of(5, name="train/1")
     assert rewards_of(collector.collect(replace(job, prompts=job.prompts[1:]))) == [[1.0] * 3] * 4
@@ -298,7 +274,7 @@ def test_an_event_loop_is_kept_as_long_as_it_responds():
 def test_a_stop_ends_the_batch_and_leaves_nothing_running():
     steps = []
     engine = FakeEngine(decode_steps=lambda request: 1000, on_step=lambda: steps.append(1))
-    collector = collector_of(engine, SumScorer(), single_rank(), stop_requested=lambda: len(steps) == 3)
+    collector = collector_of(engine, SumScorer(), single_rank_world(), stop_requested=lambda: len(steps) == 3)
     with pytest.raises(Stopped):
         collector.collect(job_of(4))
     assert len(steps) == 3
@@ -396,6 +372,6 @@ def test_a_prompts_pattern_travels_with_each_of_its_requests():
     job = job_of(3, 2)
     prompts = [replace(job.prompts[0], pattern="a|b"), *job.prompts[1:]]
     engine = FakeEngine()
-    world = single_rank()
+    world = single_rank_world()
     collector_of(engine, SumScorer(), world).collect(replace(job, prompts=prompts))
     assert {(request.key[0], request.pattern) for request in engine.submitted} == {(0, "a|b"), (1, None), (2, None)}

@@ -25,9 +25,8 @@ from colocated_grpo.rollout.prompt_queue import Dispatch, DynamicDispatch, Job, 
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Group, Prompt, Rollout
-from tests.cpu.rollout.test_collect import SumScorer, single_rank, text_of
-from tests.support.fakes import FakeEngine, completion_of
-from tests.support.ranks import run_on_ranks
+from tests.support.fakes import FakeEngine, SumScorer, completion_of, text_of
+from tests.support.ranks import run_on_ranks, single_rank_world
 
 ROOM = 60
 TOKENIZER = build_char_tokenizer()
@@ -81,7 +80,7 @@ def collector_of(
     stop_requested: Callable[[], bool] = lambda: False,
     inbox: Inbox | None = None,
 ) -> Collector:
-    inbox, world = Inbox() if inbox is None else inbox, world or single_rank()
+    inbox, world = Inbox() if inbox is None else inbox, world or single_rank_world()
     return Collector(
         Driver(engine, inbox),
         EpisodeRunner(episodes, ChatCodec(tokenizer), inbox, seed=0, tool_timeout=tool_timeout),

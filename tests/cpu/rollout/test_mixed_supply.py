@@ -26,7 +26,7 @@ from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.rank_links import link_ranks
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 from tests.support.fakes import FakeEngine, completion_of
-from tests.support.ranks import only_rank, run_on_ranks
+from tests.support.ranks import run_on_ranks, single_rank_group
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6)
 PROMPTS, GROUP = 4, 2
@@ -168,7 +168,7 @@ def of_own_engine(both: Both) -> list[Completion]:
 
 
 def test_each_batch_holds_groups_of_both_sides_and_each_side_settles_its_own():
-    with only_rank() as world:
+    with single_rank_group() as world:
         both = Both(world, FakeEngine(), lambda: False, of_own_engine)
         steps = []
         for step in range(2):
@@ -190,7 +190,7 @@ def test_each_batch_holds_groups_of_both_sides_and_each_side_settles_its_own():
 
 def test_a_note_says_when_requests_were_pending_for_long(monkeypatch):
     monkeypatch.setattr(supply, "LONG_SLEEP_SECONDS", -1.0)
-    with only_rank() as world:
+    with single_rank_group() as world:
         both = Both(world, FakeEngine(), lambda: False, of_own_engine)
         both.collect(0)
         assert both.notes == []
@@ -200,7 +200,7 @@ def test_a_note_says_when_requests_were_pending_for_long(monkeypatch):
 
 
 def test_a_restored_supply_continues_both_sides():
-    with only_rank() as world:
+    with single_rank_group() as world:
         both = Both(world, FakeEngine(), lambda: False, of_own_engine)
         both.supply.load_state_dict({"sampled": {"given": 8}, "served": {"read": 5}})
         groups = both.collect(2)
@@ -218,7 +218,7 @@ def test_requests_from_outside_are_answered_while_prompts_are_sampled():
     def on_step() -> None:
         answered.append(future.done() and (0, 0) in engine.running)
 
-    with only_rank() as world:
+    with single_rank_group() as world:
         engine = FakeEngine(decode_steps=lambda request: 2 if request.key == guest.key else 20, on_step=on_step)
         both = Both(world, engine, lambda: False, of_own_engine)
         future = both.inbox.put(guest)
@@ -228,7 +228,7 @@ def test_requests_from_outside_are_answered_while_prompts_are_sampled():
 
 
 def test_a_stop_while_prompts_are_sampled_also_ends_serving():
-    with only_rank() as world:
+    with single_rank_group() as world:
         engine = FakeEngine(decode_steps=lambda request: 10**9, on_step=lambda: stop.set())
         stop, never = threading.Event(), threading.Event()
         both = Both(world, engine, stop.is_set, lambda both: [never.wait(10)])
@@ -245,7 +245,7 @@ def test_a_stop_while_prompts_are_sampled_also_ends_serving():
 def test_a_stopped_step_leaves_the_state_before_it_and_keeps_groups_from_outside():
     """Its prompts are sampled again by the resumed run; a batch from outside comes only once."""
     stop = threading.Event()
-    with only_rank() as world:
+    with single_rank_group() as world:
         engine = FakeEngine(on_step=lambda: both.outside.read and stop.set())
         both = Both(world, engine, stop.is_set, lambda both: [completion_of(asked(0))])
         both.supply.settle(both.collect(0))

@@ -1,7 +1,6 @@
-"""Episodes through the whole loop with the real engine: two ranks, several turns, mixed with single completions."""
+"""Multi-turn episodes mixed with single-turn tasks in a complete run: real engine, two ranks."""
 
 from __future__ import annotations
-from tests.support.paths import ROOT
 
 import math
 
@@ -11,7 +10,7 @@ import yaml
 from colocated_grpo.config.schema import Config
 from colocated_grpo.tools import show_rollouts
 from colocated_grpo.tracking import files
-
+from tests.support.paths import ROOT
 from tests.support.training_runs import TrainingRun, settings, tiny_model, train
 
 STEPS = 3
@@ -20,7 +19,7 @@ EPISODES = """
 import asyncio
 
 class Digits:
-    '''Two to four turns; the reward is the share of digits in what the policy said.'''
+    '''Two to four turns; the reward is the number of digits in the policy's turns, over 24.'''
 
     def prompts(self, seed, split):
         number = seed if split == "train" else 10**6
@@ -29,13 +28,13 @@ class Digits:
             yield {"prompt": f"say {number % 100}", "turns": 2 + number % 3}
 
     async def run(self, item, model):
-        said = ""
+        text = ""
         for turn in range(item["turns"]):
             if turn:
                 await asyncio.sleep(0.01)
                 model.observe(f"turn {turn}")
-            said += (await model.generate(6)).text
-        return {"reward": sum(character.isdigit() for character in said) / 24, "turns": float(model.turns)}
+            text += (await model.generate(6)).text
+        return {"reward": sum(character.isdigit() for character in text) / 24, "turns": float(model.turns)}
 """
 
 
@@ -43,7 +42,7 @@ GUIDE = (ROOT / "docs/guides/episodes.md").read_text()
 
 
 def example(language: str) -> str:
-    """The first block of that language in the guide."""
+    """Return the first code block of a language in the guide."""
     return GUIDE.split(f"```{language}\n", 1)[1].split("```", 1)[0]
 
 
@@ -78,15 +77,15 @@ def test_a_run_of_episodes_and_tasks_trains_and_reports_finite_numbers(run):
         assert 2 < row["reward/turns"] < 4
 
 
-def test_the_trainer_finds_the_engines_logprobs_at_every_sampled_position(run):
+def test_engine_and_trainer_logprobs_agree_at_every_sampled_position(run):
     for row in run.rows(files.TRAIN):
         assert row["mismatch/max"] < 1e-4
 
 
-def test_the_kept_rollouts_show_whole_conversations(run, capsys):
-    kept = files.read_rollouts(run.folder)
-    assert {row["source"].rpartition(":")[2] for row in kept} == {"sorting", "Digits", "Guess"}
-    for row in (row for row in kept if row["source"].endswith("Digits")):
+def test_stored_rollouts_show_whole_conversations(run, capsys):
+    rollouts = files.read_rollouts(run.folder)
+    assert {row["source"].rpartition(":")[2] for row in rollouts} == {"sorting", "Digits", "Guess"}
+    for row in (row for row in rollouts if row["source"].endswith("Digits")):
         turns = int(row["parts"]["turns"])
         for turn in range(1, turns):
             assert f"<|user|>turn {turn}<|end|><|assistant|>" in row["completion"]
@@ -102,7 +101,7 @@ def test_held_out_prompts_are_episodes_too(run):
     assert all(2 <= row["held_out/reward/turns"] <= 4 for row in rows)
 
 
-def test_the_guides_example_is_played_as_it_stands(run):
+def test_the_example_of_the_guide_runs_unchanged(run):
     games = [row for row in files.read_rollouts(run.folder) if row["source"].endswith("Guess")]
     assert games
     assert any("<|user|>That is not a number.<|end|>" in row["completion"] for row in games)

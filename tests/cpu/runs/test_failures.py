@@ -1,4 +1,4 @@
-"""What ends a run early: within seconds, on every rank, with the words that tell why and nothing left behind."""
+"""Failures end a run within seconds on every rank, with an error that names the cause and no process left over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ trainer.update = broken
 """
 
 
-def test_a_rank_that_raises_takes_all_down_and_its_own_traceback_is_shown_last(tmp_path):
+def test_a_rank_that_raises_ends_all_ranks_and_its_traceback_is_shown_last(tmp_path):
     with LaunchedRun(tmp_path, faulty(tmp_path, BREAKS_ON_RANK_1), ranks=2) as run:
         run.wait_until(lambda: "the defect of rank 1" in run.stderr)
         since = time.monotonic()
@@ -43,7 +43,7 @@ def test_a_rank_that_raises_takes_all_down_and_its_own_traceback_is_shown_last(t
     assert "ZeroDivisionError: the defect of rank 1" in last
 
 
-def test_a_rank_that_cannot_be_built_does_not_leave_the_others_waiting(tmp_path):
+def test_a_rank_that_fails_to_build_ends_the_other_ranks(tmp_path):
     config = faulty(tmp_path, "if RANK == '1':\n    raise ImportError('not on this rank')")
     run = failed(LaunchedRun(tmp_path, config, ranks=2))
     [line] = run.stderr.splitlines()
@@ -61,7 +61,7 @@ ColocatedSync.sync = corrupted
 """
 
 
-def test_an_engine_that_holds_other_weights_on_one_rank_ends_the_run_with_both_numbers(tmp_path):
+def test_wrong_engine_weights_on_one_rank_end_the_run_with_both_logprobs(tmp_path):
     run = failed(ForkedRun(tmp_path, faulty(tmp_path, CORRUPTS_RANK_1), ranks=2))
     [line] = run.stderr.splitlines()
     assert line.startswith("error: freshness: after the weight sync engine and policy disagree by ")
@@ -70,7 +70,7 @@ def test_an_engine_that_holds_other_weights_on_one_rank_ends_the_run_with_both_n
     assert run.rows("train") == []
 
 
-def test_reward_errors_above_the_share_end_the_run_with_one_line(tmp_path):
+def test_more_reward_errors_than_allowed_end_the_run_with_one_line(tmp_path):
     run = failed(ForkedRun(tmp_path, faulty(tmp_path, "judge = lambda: 1 / 0"), ranks=2))
     [line] = run.stderr.splitlines()
     assert line.startswith(
@@ -79,7 +79,7 @@ def test_reward_errors_above_the_share_end_the_run_with_one_line(tmp_path):
     )
 
 
-def test_a_reward_that_never_returns_costs_its_prompt_and_does_not_keep_the_process_alive(tmp_path):
+def test_a_reward_that_never_returns_fails_alone_and_does_not_keep_the_process_alive(tmp_path):
     fault = "judge = threading.Event().wait"
     rollout = {"reward_timeout": 0.2, "reward_workers": 2, "max_reward_errors": 1.0}
     config = faulty(tmp_path, fault, training_steps=2, rollout=rollout)
@@ -93,10 +93,13 @@ def test_a_reward_that_never_returns_costs_its_prompt_and_does_not_keep_the_proc
     [
         ({"policy": {"lr": -1}}, "policy.lr=-1: must be greater than 0"),
         ({"model": {"name": "./no-such-model"}}, "model.name='./no-such-model': no such folder"),
-        ({"batch": {"max_tokens_per_micro_batch": 8}}, "batch.max_tokens_per_micro_batch=8: must be at least rollout.max_prompt_tokens"),
+        (
+            {"batch": {"max_tokens_per_micro_batch": 8}},
+            "batch.max_tokens_per_micro_batch=8: must be at least rollout.max_prompt_tokens",
+        ),
     ],
 )
-def test_a_config_that_cannot_run_is_one_line_and_exit_code_2_before_anything_starts(tmp_path, changes, line):
+def test_an_invalid_config_is_one_line_and_exit_code_2_before_anything_starts(tmp_path, changes, line):
     with LaunchedRun(tmp_path, settings(tiny_model()) | changes) as run:
         assert run.wait() == 2
     [shown] = run.stderr.splitlines()
@@ -106,7 +109,7 @@ def test_a_config_that_cannot_run_is_one_line_and_exit_code_2_before_anything_st
     assert not run.folder.exists()
 
 
-def test_a_finished_run_is_not_mixed_with_a_new_one_of_the_same_name():
+def test_a_new_run_does_not_write_into_a_finished_run_of_the_same_name():
     finished = uninterrupted(1)
     before = finished.rows("train")
     run = failed(ForkedRun(finished.folder.parent, deterministic(), name="again"))

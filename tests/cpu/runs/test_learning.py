@@ -1,4 +1,4 @@
-"""A small model learns two things at once by GRPO, in seconds: legal replies in town, and conversations with tools."""
+"""A small model learns two tasks at once by GRPO, in seconds: legal moves in town, and multi-turn tool use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from colocated_grpo.environments.base import Split
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.tasks.town_lessons import TownLessons
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
-from colocated_grpo.tools.episode_lessons import EpisodeLessons
+from colocated_grpo.tools.episode_teacher import EpisodeTeacher
 from colocated_grpo.tools.make_model import build_model, save_model
 from colocated_grpo.tools.shapes import TINY
-from colocated_grpo.tools.warm_start import Lesson, Lessons, TaskLessons, WarmStart, warm_start
+from colocated_grpo.tools.warm_start import Example, TaskTeacher, Teacher, WarmStart, warm_start
 from colocated_grpo.tracking import files
-
 from tests.support.training_runs import TrainingRun, settings, train
 
 TOWN = {"prompts": "brief", "memory": 1, "games": 4, "credit": "immediate", "rules": {"tool_calls": 0}}
@@ -38,43 +37,43 @@ STEPS = 20
 pytestmark = pytest.mark.slow
 
 
-class HastyTown(TownLessons):
-    """A teacher of two sayings: it does not look whether it may speak now."""
+class TwoMoveTown(TownLessons):
+    """Answers that alternate between two moves, whether or not the move is legal now."""
 
     def prompts(self, seed: int, split: Split) -> Iterator[dict[str, Any]]:
-        sayings = cycle(["<wait/>", "<speak>Hm.</speak>"])
+        moves = cycle(["<wait/>", "<speak>Hm.</speak>"])
         for item in super().prompts(seed, split):
-            yield {**item, "answer": f"<think></think>{next(sayings)}"}
+            yield {**item, "answer": f"<think></think>{next(moves)}"}
 
 
-class ByTurns:
-    """Lessons of several teachers, a batch of each in turn; none asks how much has been learnt."""
+class AlternatingTeacher:
+    """Batches of several teachers in turn. The reported reward is always 0, so training never stops early."""
 
-    def __init__(self, *teachers: Lessons) -> None:
+    def __init__(self, *teachers: Teacher) -> None:
         self._teachers = cycle(teachers)
 
-    def take(self, count: int) -> list[Lesson]:
-        return next(self._teachers).take(count)
+    def examples(self, count: int) -> list[Example]:
+        return next(self._teachers).examples(count)
 
     def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
         return 0.0
 
 
-def taught_model(folder: Path, seed: int) -> Path:
-    """Knows the forms, and is unsure of every character."""
+def warm_started_model(folder: Path, seed: int) -> Path:
+    """Make a model that knows the formats of both tasks but is uncertain of every character."""
     tokenizer = build_char_tokenizer()
     model = build_model("qwen3", TINY, tokenizer, seed=seed)
-    how = WarmStart(max_steps=200, batch_size=16, lr=4e-3, slips=0.03, max_completion_tokens=64, seed=seed)
-    town = TaskLessons(HastyTown(**TOWN), tokenizer, how)
-    tools = EpisodeLessons(build_episode("tool_use", TOOLS), tokenizer, how)
-    warm_start(model, tokenizer, ByTurns(town, tools, tools, tools), how, lambda *_: None)
+    warm_settings = WarmStart(max_steps=200, batch_size=16, lr=4e-3, slips=0.03, max_completion_tokens=64, seed=seed)
+    town = TaskTeacher(TwoMoveTown(**TOWN), tokenizer, warm_settings)
+    tools = EpisodeTeacher(build_episode("tool_use", TOOLS), tokenizer, warm_settings)
+    warm_start(model, tokenizer, AlternatingTeacher(town, tools, tools, tools), warm_settings, lambda *_: None)
     save_model(model, tokenizer, folder)
     return folder
 
 
 def learning_run(folder: Path, seed: int = 0) -> TrainingRun:
     config = settings(
-        taught_model(folder / "model", seed),
+        warm_started_model(folder / "model", seed),
         environments=[
             {"type": "turns", "name": "town", "args": TOWN},
             {"type": "episode", "name": "tool_use", "args": TOOLS},
@@ -98,18 +97,18 @@ def run(tmp_path_factory):
 
 
 def first_and_last(run: TrainingRun, name: str) -> tuple[float, float]:
-    """Means over the first and the last quarter of the run."""
+    """Return the means of a metric over the first and the last quarter of the run."""
     values = [row[name] for row in run.rows(files.TRAIN) if name in row]
     return fmean(values[: STEPS // 4]), fmean(values[-STEPS // 4 :])
 
 
-def test_replies_in_town_become_legal(run):
+def test_moves_in_town_become_legal_more_often(run):
     before, after = first_and_last(run, "town/legal_rate")
     assert 0.1 < before < 0.5
     assert after > before + 0.25
 
 
-def test_questions_that_take_a_tool_are_answered_more_often(run):
+def test_questions_that_require_a_tool_are_answered_more_often(run):
     before, after = first_and_last(run, "reward/correct")
     assert 0.1 < before < 0.5
     assert after > before + 0.15

@@ -1,4 +1,4 @@
-"""The update does not depend on how a minibatch is cut: not on ranks, not on micro-batches, not on uneven shares."""
+"""The update does not depend on the number of ranks, the micro-batches, or an uneven split."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from colocated_grpo.batching import pack
-from colocated_grpo.runtime.distributed import World
 from colocated_grpo.metrics import Metrics, reduce
-
+from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,
@@ -26,10 +25,10 @@ from tests.support.small_policy import (
 
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo"]
 ONE_FORWARD = 10_000
-"""Tokens of a micro-batch that holds everything."""
+"""Micro-batch size in tokens that fits every batch here."""
 CUTS = {"several micro-batches": 40, "one sequence a micro-batch": 18}
 STEPS = 5
-# Two ratios, a clip that bites somewhere and a correction: nothing in the loss is trivially linear.
+# With a KL penalty, clipping and importance correction, no loss term is trivially linear.
 LOSS_SETTINGS = {"kl": {"coef": 0.1, "target": "rollout"}, "correction": {"mode": "truncate"}}
 
 
@@ -39,7 +38,7 @@ def loss_config(folder, loss: str, budget: int, **sections):
 
 
 def one_gradient(world: World, folder, loss: str, budget: int, groups, constant=None) -> dict:
-    """Gradient of one minibatch, and its metrics."""
+    """Return the gradient of one minibatch, its metrics, and what was packed."""
     config = loss_config(folder, loss, budget)
     policy = policy_of(config, world)
     metrics = Metrics(world.device)
@@ -67,7 +66,7 @@ def assert_same_update(actual: dict, expected: dict) -> None:
     assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
 
 
-def test_the_gradient_is_the_same_on_two_ranks_and_for_every_cut(world, model_folder):
+def test_the_gradient_does_not_depend_on_ranks_or_micro_batches(world, model_folder):
     groups = random_groups(4, 3)
     folder = model_folder()
     whole_batch = {loss: one_gradient(world, folder, loss, ONE_FORWARD, groups) for loss in LOSSES}
@@ -81,22 +80,22 @@ def test_the_gradient_is_the_same_on_two_ranks_and_for_every_cut(world, model_fo
             assert_same_update(result, whole_batch[loss])
 
 
-def uneven_gradients(world: World, folder, groups, lonely) -> dict:
+def uneven_gradients(world: World, folder, groups, one_sequence) -> dict:
     return {
         "three sequences": one_gradient(world, folder, "grpo", 18, groups),
-        "one rank without work": one_gradient(world, folder, "grpo", ONE_FORWARD, lonely),
+        "one rank without work": one_gradient(world, folder, "grpo", ONE_FORWARD, one_sequence),
         "a constant group": one_gradient(world, folder, "grpo", ONE_FORWARD, groups[:1] * 2, [False, True]),
     }
 
 
-def test_uneven_shares_and_ranks_without_work_do_not_change_the_gradient(world, model_folder):
+def test_uneven_splits_and_ranks_without_work_do_not_change_the_gradient(world, model_folder):
     folder = model_folder()
     three = random_groups(1, 3)
-    lonely = [group_of(0, [rollout_of([1, 2, 3], [4, 5, 6, 7])])]
-    results = run_on_ranks(uneven_gradients, 2, folder, three, lonely)
+    one_sequence = [group_of(0, [rollout_of([1, 2, 3], [4, 5, 6, 7])])]
+    results = run_on_ranks(uneven_gradients, 2, folder, three, one_sequence)
     assert sorted(result["one rank without work"]["sequences"] for result in results) == [0, 1]
     assert sum(result["three sequences"]["sequences"] for result in results) == 3
-    for name, expected in uneven_gradients(world, folder, three, lonely).items():
+    for name, expected in uneven_gradients(world, folder, three, one_sequence).items():
         for result in results:
             assert_same_update(result[name], expected)
 
@@ -116,10 +115,10 @@ def test_dropping_a_group_of_equal_rewards_does_not_change_the_gradient(world, m
 
 
 def trained_weights(world: World, folder, groups) -> dict:
-    """Weights after five optimizer steps with old log-probabilities, two minibatches a batch."""
+    """Return the weights after five optimizer steps with old log-probabilities and two minibatches per batch."""
     results = {}
     for loss in ("grpo", "dr_grpo", "dapo", "gspo"):
-        # eps is large: Adam divides by the gradient's size, and where that is rounding noise so is the update.
+        # Adam divides by the gradient's size: with a small eps, a gradient of rounding noise would be a large update.
         policy_settings = {"lr": 1e-2, "warmup_steps": 2, "grad_clip": 0.1, "optimizer": {"eps": 1e-3}}
         config = loss_config(folder, loss, 40, policy=policy_settings, batch={"minibatches": 2})
         policy = policy_of(config, world)
@@ -142,9 +141,9 @@ def test_training_on_two_ranks_ends_with_the_weights_of_one_rank(world, model_fo
 
 
 def scores_around_an_update(world: World, folder, groups) -> tuple:
-    """Log-probabilities before an update, after it, and from a policy with the same weights that never scored before.
+    """Return log-probabilities and gradients around an update, of a policy that scored before it and one that did not.
 
-    The last forward before the update is one without gradient: no backward pass follows that gives its weights back.
+    The last forward before the update has no gradient, so no backward pass frees its gathered weights.
     """
     config = config_of(folder, policy={"lr": 1e-2})
     batch = pack_for(world, groups, config)
@@ -165,7 +164,7 @@ def scores_around_an_update(world: World, folder, groups) -> tuple:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_forward_after_an_update_uses_the_new_weights_though_the_old_ones_were_scored(
+def test_a_forward_after_an_update_uses_the_new_weights_even_if_the_old_ones_were_scored(
     world, model_folder, world_size
 ):
     arguments = model_folder(), random_groups(2, 3)

@@ -1,4 +1,4 @@
-"""Killed or asked to stop at any moment, a run goes on where it was and ends as if nothing had happened."""
+"""A run that is killed or stopped at any moment resumes and ends bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
-
 from tests.support.training_runs import (
     STEPS,
     LaunchedRun,
@@ -19,8 +18,8 @@ from tests.support.training_runs import (
     tiny_model,
     train,
     uninterrupted,
-    wall_clock_free,
     weights_of,
+    without_wall_clock,
 )
 
 SECONDS_TO_END = 30
@@ -44,30 +43,30 @@ def assert_equals_the_uninterrupted(run: TrainingRun, ranks: int) -> None:
     assert weights_of(run) == weights_of(whole)
     assert compare_runs.main([str(run.folder), str(whole.folder), "--assert-equal"]) == 0
     for kind, count in ((files.TRAIN, STEPS), (files.EVALUATION, STEPS // 4 + 1)):
-        rows = wall_clock_free(run.rows(kind))
-        assert rows == wall_clock_free(whole.rows(kind))
+        rows = without_wall_clock(run.rows(kind))
+        assert rows == without_wall_clock(whole.rows(kind))
         assert len(rows) == count
     assert files.read_rollouts(run.folder) == files.read_rollouts(whole.folder)
 
 
-def test_killing_one_rank_ends_the_others_and_the_run_resumes_and_ends_the_same(tmp_path):
+def test_killing_one_rank_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_path):
     with LaunchedRun(tmp_path, deterministic(), ranks=2) as run:
         run.wait_for_step(7)
         run.ranks()[1].kill()
         assert run.wait(SECONDS_TO_END) != 0
         assert run.processes() == []
     resumed = launch(tmp_path, deterministic(), "--resume", "auto", ranks=2)
-    assert starts(resumed) == [0, newest_step_before(resumed)]
+    assert starts(resumed) == [0, first_step_of_last_start(resumed)]
     assert_equals_the_uninterrupted(resumed, ranks=2)
 
 
-def newest_step_before(run: TrainingRun) -> int:
-    """Where the last start began, read from the console."""
+def first_step_of_last_start(run: TrainingRun) -> int:
+    """Return the first step of the last start, read from the console."""
     first = next(line for line in run.stdout.splitlines() if line.startswith("step "))
     return int(first.split()[1].partition("/")[0])
 
 
-def test_a_signal_saves_the_very_step_and_the_run_resumes_from_it_and_ends_the_same(tmp_path):
+def test_an_interrupt_saves_a_checkpoint_and_the_run_resumes_bit_for_bit(tmp_path):
     with LaunchedRun(tmp_path, deterministic(checkpoint={"every": 0}), ranks=2) as run:
         run.wait_for_step(5)
         run.launcher.send_signal(signal.SIGINT)
@@ -83,8 +82,8 @@ def test_a_signal_saves_the_very_step_and_the_run_resumes_from_it_and_ends_the_s
     assert_equals_the_uninterrupted(resumed, ranks=2)
 
 
-def test_an_unfinished_checkpoint_is_never_read_and_a_finished_run_can_be_continued(tmp_path):
-    """What a kill leaves in the middle of a write goes by another name, and the next save replaces it."""
+def test_a_partial_checkpoint_is_ignored_and_a_finished_run_can_be_extended(tmp_path):
+    """A checkpoint that a kill interrupted keeps its .partial name, and the next save replaces it."""
     partial = tmp_path / "run/checkpoints/step_000002.partial"
     partial.mkdir(parents=True)
     (partial / "trainer.json").write_text('{"step": 2}')
@@ -95,14 +94,14 @@ def test_an_unfinished_checkpoint_is_never_read_and_a_finished_run_can_be_contin
     assert starts(short) == [0]
     assert checkpoints(short) == ["step_000003"]
     assert not (exported / "of_a_lost_attempt").exists()
-    shutil.rmtree(exported)  # as a kill between a checkpoint and its export leaves it
+    shutil.rmtree(exported)  # the state after a kill between a checkpoint and its export
     more = train(tmp_path, deterministic(training_steps=5, **changes), "--resume", str(short.folder))
     assert starts(more) == [0, 3]
     assert (exported / "config.json").is_file()
     assert [row["step"] for row in more.rows(files.TRAIN)] == [0, 1, 2, 3, 4]
 
 
-def test_a_model_of_another_shape_is_refused_before_any_rank_starts(tmp_path):
+def test_resuming_with_a_model_of_another_shape_is_rejected_before_any_rank_starts(tmp_path):
     trained, other = uninterrupted(2).folder, tiny_model("qwen2")
     with LaunchedRun(tmp_path, settings(other), "--resume", str(trained), ranks=2) as run:
         assert run.wait() == 2

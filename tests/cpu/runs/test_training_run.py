@@ -1,12 +1,10 @@
-"""The whole loop with the real engine: what a run leaves behind, and that it learns."""
+"""The whole loop with the real engine: metrics, files of the run folder, the final model, and a rising reward."""
 
 from __future__ import annotations
-from tests.support.paths import ROOT
 
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.tools import make_model
 from colocated_grpo.tracking import charts, console, files
-
+from tests.support.paths import ROOT
 from tests.support.training_runs import STEPS, settings, tiny_model, train, uninterrupted
 
 GUIDE = ROOT / "docs/guides/metrics.md"
-PROMISED = {
+REQUIRED_METRICS = {
     "reward",
     "reward_std",
     "completion_tokens",
@@ -39,7 +37,9 @@ PROMISED = {
     "clip_fraction/high",
     "tokens_per_second",
     "tokens_per_second/train",
+    "prefix_reuse",
     "imbalance",
+    "padding",
     "seconds/step",
     "seconds/generate",
     "seconds/sync",
@@ -57,48 +57,48 @@ def run(request):
 
 
 def trained_rows(run) -> list[files.Row]:
-    """Rows of steps with something to learn from: where every group is constant there is no forward pass to measure."""
+    """Return rows of steps that trained: without reward variance in any group there is no forward pass to measure."""
     return [row for row in run.rows(files.TRAIN) if row["groups/constant"] < 1]
 
 
-def test_every_step_and_evaluation_has_its_row(run):
+def test_every_step_and_every_evaluation_has_a_row(run):
     assert [row["step"] for row in run.rows(files.TRAIN)] == list(range(STEPS))
     assert [row["step"] for row in run.rows(files.EVALUATION)] == list(range(0, STEPS + 1, 4))
     assert all("held_out/reward" in row for row in run.rows(files.EVALUATION))
 
 
-def test_every_row_has_the_promised_numbers_and_all_are_finite(run):
+def test_every_row_has_the_required_metrics_and_all_are_finite(run):
     rows = trained_rows(run)
     assert rows
     for row in rows:
-        assert row.keys() >= PROMISED
+        assert row.keys() >= REQUIRED_METRICS
         assert all(value is not None and math.isfinite(value) for key, value in row.items() if key != "kind")
 
 
-def test_console_and_charts_ask_for_numbers_that_a_run_writes(run):
+def test_console_and_charts_use_metrics_that_a_run_writes(run):
     written = set().union(*run.rows(files.TRAIN), *run.rows(files.EVALUATION))
     shown = {key for section in charts.SECTIONS.values() for chart in section for key in chart.lines}
-    assert shown - written == {"kl"}  # this run has no penalty
-    assert {column.key for column in console.COLUMNS} - written == {"seconds/other"}  # the console's own
-    assert set(console.PHASES_WITH_A_COLUMN) | {f"seconds/{name}" for name in charts.PHASES} <= written
+    assert shown - written == {"kl"}  # this run has no KL penalty
+    assert {column.key for column in console.COLUMNS} - written == {"seconds/other"}  # computed by the console
+    assert set(console.PHASES_WITH_COLUMN) | {f"seconds/{name}" for name in charts.PHASES} <= written
 
 
-def test_the_guide_explains_every_number_that_a_run_writes(run):
+def test_the_guide_explains_every_metric_that_a_run_writes(run):
     written = set().union(*run.rows(files.TRAIN), *run.rows(files.EVALUATION)) - {"kind", "step"}
     explained = set(re.findall(r"`([a-z_/]+)`", GUIDE.read_text()))
     families = ("reward/", "held_out/", *(f"seconds/{phase}" for phase in explained))
     assert {key for key in written - explained if not key.startswith(families)} == set()
 
 
-def test_no_second_of_a_step_is_counted_in_two_phases(run):
-    """The first row is of a step that evaluates as well."""
+def test_the_phases_of_a_step_do_not_overlap(run):
+    """The first step also evaluates."""
     for row in run.rows(files.TRAIN):
         phases = {key: value for key, value in row.items() if key.startswith("seconds/") and key != "seconds/step"}
         assert sum(phases.values()) <= row["seconds/step"]
     assert "seconds/evaluate" in run.rows(files.TRAIN)[0]
 
 
-def test_the_engine_samples_from_the_policys_weights_at_every_step(run):
+def test_the_engine_samples_with_the_policys_weights_at_every_step(run):
     for row in trained_rows(run):
         assert row["staleness"] == 0
         assert row["mismatch/max"] < 1e-4
@@ -106,7 +106,7 @@ def test_the_engine_samples_from_the_policys_weights_at_every_step(run):
         assert row["mismatch/ess"] == pytest.approx(1, abs=1e-4)
 
 
-def test_a_run_leaves_its_config_its_report_and_how_it_ended(run):
+def test_a_run_writes_its_config_summary_report_and_rollouts(run):
     assert json.loads((run.folder / "summary.json").read_text())["outcome"] == "finished"
     assert "<svg" in (run.folder / "report.html").read_text()
     assert files.read_config(run.folder)["training_steps"] == STEPS
@@ -115,7 +115,7 @@ def test_a_run_leaves_its_config_its_report_and_how_it_ended(run):
     assert "Traceback" not in run.stderr
 
 
-def test_the_final_model_loads_and_is_not_the_one_it_started_from(run):
+def test_the_final_model_loads_and_differs_from_the_initial_one(run):
     folder = run.folder / "final_model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -128,14 +128,14 @@ def test_the_final_model_loads_and_is_not_the_one_it_started_from(run):
     assert logits.isfinite().all()
 
 
-def test_both_numbers_of_ranks_start_from_the_same_reward():
-    """The first evaluation samples the same completions whichever rank serves them."""
+def test_the_first_evaluation_does_not_depend_on_the_number_of_ranks():
+    """Seeds come from the prompt and the sample index, not from the rank that serves them."""
     first, second = (uninterrupted(ranks).rows(files.EVALUATION)[0] for ranks in (1, 2))
     assert first["held_out/completion_tokens"] == second["held_out/completion_tokens"]
     assert first["held_out/reward"] == second["held_out/reward"]
 
 
-def test_stale_rollouts_are_counted_between_syncs(tmp_path):
+def test_staleness_grows_between_syncs(tmp_path):
     config = settings(tiny_model(), training_steps=5, sync_frequency=3, evaluation={"every": 0})
     rows = train(tmp_path, config).rows(files.TRAIN)
     assert [row["staleness"] for row in rows] == [0, 1, 2, 0, 1]

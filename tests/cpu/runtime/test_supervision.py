@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, own_process, visible_from
-from tests.support.ranks import Ranks, in_a_world, run_on_ranks
+from tests.support.ranks import Ranks, in_process_group, run_on_ranks
 
 SECONDS_TO_NOTICE = 5.0
 STARTED = 60.0
@@ -52,7 +52,7 @@ def seconds_until_exit(process) -> float:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_blocked_by_a_killed_one_ends_within_seconds(way_to_wait, victim):
     waiting = [Ranks.context.Event() for _ in range(2)]
-    with Ranks(in_a_world, 2, block_on_all_ranks_but_one, waiting, way_to_wait, victim) as ranks:
+    with Ranks(in_process_group, 2, block_on_all_ranks_but_one, waiting, way_to_wait, victim) as ranks:
         assert all(event.wait(STARTED) for event in waiting)
         survivor = ranks.processes[1 - victim]
         assert survivor.is_alive()
@@ -89,7 +89,7 @@ def find_the_killed_rank(world: World, waiting, killed, right) -> None:
 def test_a_rank_can_identify_which_other_rank_was_killed():
     waiting = [Ranks.context.Event() for _ in range(3)]
     killed, right = Ranks.context.Event(), Ranks.context.Event()
-    with Ranks(in_a_world, 3, find_the_killed_rank, waiting, killed, right) as ranks:
+    with Ranks(in_process_group, 3, find_the_killed_rank, waiting, killed, right) as ranks:
         assert all(event.wait(STARTED) for event in waiting)
         ranks.processes[1].kill()
         killed.set()
@@ -107,7 +107,7 @@ def fail_on_rank_one(world: World, waiting) -> None:
 
 def test_a_rank_that_reports_its_failure_ends_the_others_while_it_is_still_alive():
     waiting = [Ranks.context.Event() for _ in range(2)]
-    with Ranks(in_a_world, 2, fail_on_rank_one, waiting) as ranks:
+    with Ranks(in_process_group, 2, fail_on_rank_one, waiting) as ranks:
         assert all(event.wait(STARTED) for event in waiting)
         assert seconds_until_exit(ranks.processes[0]) < SECONDS_TO_NOTICE
         assert ranks.processes[0].exitcode == 1
@@ -132,7 +132,7 @@ def stop_when_requested(world: World, ready) -> tuple[bool, bool]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_one_rank_is_seen_by_all(number):
     ready = [Ranks.context.Event() for _ in range(2)]
-    with Ranks(in_a_world, 2, stop_when_requested, ready) as ranks:
+    with Ranks(in_process_group, 2, stop_when_requested, ready) as ranks:
         assert all(event.wait(STARTED) for event in ready)
         os.kill(ranks.processes[1].pid, number)
         assert ranks.results() == [(False, True), (False, True)]
@@ -184,7 +184,7 @@ def leave_one_after_the_other(world: World, first_has_left) -> int:
 
 def test_ranks_that_exit_normally_are_not_reported_as_dead():
     first_has_left = Ranks.context.Event()
-    with Ranks(in_a_world, 2, leave_one_after_the_other, first_has_left) as ranks:
+    with Ranks(in_process_group, 2, leave_one_after_the_other, first_has_left) as ranks:
         first_has_left.set()
         assert ranks.results() == [0, 0]
         for process in ranks.processes:

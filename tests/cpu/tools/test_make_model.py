@@ -1,4 +1,4 @@
-"""The models that the project makes for itself: tokenizer, random weights of each family, supervised warm start."""
+"""Models made without a download: character tokenizer, random weights of each family, supervised warm start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.tools.char_tokenizer import CHARACTERS, END, build_char_tokenizer
-from colocated_grpo.tools.episode_lessons import EpisodeLessons
+from colocated_grpo.tools.episode_teacher import EpisodeTeacher
 from colocated_grpo.tools.make_model import (
     ARCHITECTURES,
     build_model,
@@ -23,11 +23,11 @@ from colocated_grpo.tools.make_model import (
 from colocated_grpo.tools.shapes import SHAPES, SMALL, TINY
 from colocated_grpo.tools.warm_start import (
     CHECK_EVERY,
-    IGNORED,
-    TaskLessons,
+    IGNORE_INDEX,
+    TaskTeacher,
     WarmStart,
-    cut_at,
     supervised_batch,
+    truncate_after,
     warm_start,
     with_slips,
 )
@@ -36,7 +36,7 @@ TOKENIZER = build_char_tokenizer()
 
 
 class AlwaysA:
-    """A task that a random model fails and a taught one solves: the answer is always 'a'."""
+    """A task that a random model fails and a trained one solves: the answer is always 'a'."""
 
     def prompts(self, seed, split):
         while True:
@@ -51,7 +51,7 @@ def without_special_tokens(text: str) -> bool:
 
 
 @given(st.text(alphabet=CHARACTERS).filter(without_special_tokens))
-def test_text_survives_encoding_and_decoding_with_one_token_a_character(text):
+def test_encoding_gives_one_token_per_character_and_decoding_the_same_text(text):
     ids = TOKENIZER.encode(text)
     assert len(ids) == len(text)
     assert TOKENIZER.decode(ids) == text
@@ -61,7 +61,7 @@ def test_a_character_outside_the_alphabet_is_one_unknown_token():
     assert TOKENIZER.encode("a\u00e9") == [*TOKENIZER.encode("a"), TOKENIZER.unk_token_id]
 
 
-def test_the_chat_template_opens_and_closes_every_turn_and_leaves_the_assistants_open():
+def test_the_chat_template_closes_every_turn_and_opens_the_assistants():
     messages = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
     text = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == "<|system|>s<|end|><|user|>u<|end|><|assistant|>a<|end|><|user|>u<|end|><|assistant|>"
@@ -70,25 +70,25 @@ def test_the_chat_template_opens_and_closes_every_turn_and_leaves_the_assistants
     assert ids[2] == TOKENIZER.eos_token_id == TOKENIZER.convert_tokens_to_ids(END)
 
 
-def test_the_chat_template_refuses_a_role_it_does_not_know():
+def test_the_chat_template_rejects_an_unknown_role():
     with pytest.raises(TemplateError, match="unknown role tool"):
         TOKENIZER.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
-def test_a_wider_vocabulary_gives_every_id_a_text():
+def test_every_id_of_a_padded_vocabulary_can_be_decoded():
     wide = build_char_tokenizer(vocab_size=300)
     assert len(wide) == 300
     assert all(wide.decode([index]) for index in range(300))
     assert wide.encode("sort 31") == TOKENIZER.encode("sort 31")
 
 
-def test_a_vocabulary_smaller_than_the_alphabet_is_refused():
+def test_a_vocabulary_smaller_than_the_alphabet_is_rejected():
     with pytest.raises(ValueError, match="vocab_size=50"):
         build_char_tokenizer(vocab_size=50)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_family_loads_from_its_folder_with_the_weights_that_were_made(architecture, tmp_path):
+def test_every_architecture_loads_from_its_folder_with_the_same_weights(architecture, tmp_path):
     out = make_model(tmp_path / "model", architecture=architecture, init_std=0.1, seed=5)
     tokenizer = AutoTokenizer.from_pretrained(out)
     loaded = AutoModelForCausalLM.from_pretrained(out)
@@ -99,7 +99,7 @@ def test_every_family_loads_from_its_folder_with_the_weights_that_were_made(arch
     torch.testing.assert_close(loaded(ids).logits, made.to(ids.device).eval()(ids).logits, rtol=0, atol=0)
 
 
-def test_weights_depend_on_the_seed_and_on_nothing_else():
+def test_weights_depend_only_on_the_seed():
     def first_weights(seed):
         return build_model("qwen3", TINY, TOKENIZER, seed=seed).model.layers[0].self_attn.q_proj.weight
 
@@ -132,7 +132,7 @@ def test_the_quickstart_model_has_one_to_three_million_parameters():
     assert 1e6 <= round(build_model("qwen3", SMALL, TOKENIZER).num_parameters(), -5) <= 3e6
 
 
-def test_an_existing_folder_is_never_replaced_unasked_and_only_a_model_folder_on_request(tmp_path, capsys):
+def test_an_existing_folder_is_replaced_only_with_force_and_only_if_it_is_a_model(tmp_path, capsys):
     out = tmp_path / "model"
     small = [str(out), "--shape", "tiny"]
     assert main(small) == 0
@@ -148,7 +148,7 @@ def test_an_existing_folder_is_never_replaced_unasked_and_only_a_model_folder_on
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes"]
 
 
-def test_an_unknown_task_is_one_line_and_leaves_no_folder(tmp_path, capsys):
+def test_an_unknown_task_is_a_one_line_error_and_leaves_no_folder(tmp_path, capsys):
     assert main([str(tmp_path / "model"), "--shape", "tiny", "--task", "srting"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -156,89 +156,107 @@ def test_an_unknown_task_is_one_line_and_leaves_no_folder(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_short_warm_start_prints_its_size_and_held_out_reward(tmp_path, capsys):
+def test_a_warm_start_prints_the_model_size_and_the_held_out_reward(tmp_path, capsys):
     arguments = ["--shape", "tiny", "--task", "sorting", "--task-args", "{max_digits: 5}", "--steps", "2"]
     assert main([str(tmp_path / "model"), *arguments]) == 0
     printed = capsys.readouterr().out
-    assert "taught sorting for 2 steps" in printed
+    assert "warm start on sorting: 2 steps" in printed
     assert "held-out sampled reward 0.0" in printed
     assert "parameters" in printed
 
 
-def test_a_lesson_labels_the_answer_and_the_end_of_turn_only():
-    [(token_ids, labels)] = TaskLessons(AlwaysA(), TOKENIZER, WarmStart(slips=0.0)).take(1)
+def test_only_the_answer_and_the_end_of_turn_have_labels():
+    [(token_ids, labels)] = TaskTeacher(AlwaysA(), TOKENIZER, WarmStart(slips=0.0)).examples(1)
     answer = [*TOKENIZER.encode("a"), TOKENIZER.eos_token_id]
     assert TOKENIZER.decode(token_ids) == "<|user|>say it<|end|><|assistant|>a<|end|>"
-    assert labels == [IGNORED] * (len(token_ids) - 2) + answer
+    assert labels == [IGNORE_INDEX] * (len(token_ids) - 2) + answer
 
 
-def test_lessons_of_different_lengths_are_padded_on_the_right_without_labels():
+def test_examples_of_different_lengths_are_padded_on_the_right_without_labels():
     pad = TOKENIZER.pad_token_id
-    lessons = [([4, 9, 9, 20, 2], [IGNORED, IGNORED, IGNORED, 20, 2]), ([4, 30, 2], [IGNORED, 30, 2])]
-    batch = supervised_batch(lessons, pad, torch.device("cpu"))
+    examples = [
+        ([4, 9, 9, 20, 2], [IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 20, 2]),
+        ([4, 30, 2], [IGNORE_INDEX, 30, 2]),
+    ]
+    batch = supervised_batch(examples, pad, torch.device("cpu"))
     assert batch["input_ids"].tolist() == [[4, 9, 9, 20, 2], [4, 30, 2, pad, pad]]
-    assert batch["labels"].tolist() == [[IGNORED] * 3 + [20, 2], [IGNORED, 30, 2, IGNORED, IGNORED]]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX] * 3 + [20, 2], [IGNORE_INDEX, 30, 2, IGNORE_INDEX, IGNORE_INDEX]]
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
 
 
-def test_what_follows_the_end_of_a_turn_is_cut():
-    assert cut_at([7, 2, 0, 2], 2) == [7, 2]
-    assert cut_at([7, 8], 2) == [7, 8]
+def test_tokens_after_the_end_of_a_turn_are_dropped():
+    assert truncate_after([7, 2, 0, 2], 2) == [7, 2]
+    assert truncate_after([7, 8], 2) == [7, 8]
 
 
-def test_a_careless_teacher_gets_about_the_given_share_of_characters_wrong():
+def test_slips_change_about_the_given_fraction_of_characters():
     answer = "0123456789" * 100
-    taught = with_slips(answer, 0.3, Random(0))
-    wrong = sum(given != right for given, right in zip(taught, answer, strict=True))
-    assert 0.22 < wrong / len(answer) < 0.32  # a slip hits the right character one time in ten
+    changed = with_slips(answer, 0.3, Random(0))
+    wrong = sum(given != right for given, right in zip(changed, answer, strict=True))
+    assert 0.22 < wrong / len(answer) < 0.32  # one slip in ten picks the correct character
     assert with_slips(answer, 0.0, Random(0)) == answer
 
 
-def test_a_warm_start_teaches_until_the_target_and_then_stops():
+def test_a_warm_start_stops_at_the_target_reward():
     model = build_model("qwen3", TINY, TOKENIZER)
     settings = WarmStart(target=0.5, max_steps=200, batch_size=8, max_completion_tokens=4)
-    lessons = TaskLessons(AlwaysA(), TOKENIZER, settings)
-    assert lessons.sampled_reward(model, "held_out", 16) < 0.5
-    seen = []
-    steps = warm_start(model, TOKENIZER, lessons, settings, lambda *row: seen.append(row))
+    teacher = TaskTeacher(AlwaysA(), TOKENIZER, settings)
+    assert teacher.sampled_reward(model, "held_out", 16) < 0.5
+    reports = []
+    steps = warm_start(model, TOKENIZER, teacher, settings, lambda *report: reports.append(report))
     assert steps < 200
-    assert [row[0] for row in seen] == list(range(CHECK_EVERY, steps + 1, CHECK_EVERY))
-    assert (seen[-1][2] + (seen[-2][2] if len(seen) > 1 else 0.0)) / 2 >= 0.5
-    assert lessons.sampled_reward(model, "held_out", 16) > 0.5
+    assert [step for step, _, _ in reports] == list(range(CHECK_EVERY, steps + 1, CHECK_EVERY))
+    assert (reports[-1][2] + (reports[-2][2] if len(reports) > 1 else 0.0)) / 2 >= 0.5
+    assert teacher.sampled_reward(model, "held_out", 16) > 0.5
+
+
+def test_a_task_without_answers_cannot_be_warm_started(tmp_path, capsys):
+    (tmp_path / "unanswered.py").write_text(
+        "class Unanswered:\n"
+        "    def prompts(self, seed, split):\n"
+        "        while True:\n"
+        "            yield {'prompt': 'say it'}\n"
+        "    def score(self, item, completion):\n"
+        "        return 0.0\n"
+    )
+    task = f"{tmp_path / 'unanswered.py'}:Unanswered"
+    assert main([str(tmp_path / "model"), "--shape", "tiny", "--task", task]) == 2
+    assert capsys.readouterr().err == "make_model: Unanswered: its items have no 'answer' to learn from\n"
+    assert not (tmp_path / "model").exists()
 
 
 class Echo:
-    """An episode that a random model fails: say 'a', and 'b' after the answer; long and short ones."""
+    """An episode that a random model fails: 'a' in the first turn, 'b' in the second; some have only one turn."""
 
     def prompts(self, seed, split):
         for number in range(10**6):
             yield {"prompt": "say it", "turns": 1 + number % 2}
 
     async def run(self, item, model):
-        said = [(await model.generate(4)).text]
+        turns = [(await model.generate(4)).text]
         if item["turns"] == 2:
             model.observe("next")
-            said.append((await model.generate(4)).text)
-        return float(said == ["a", "b"][: item["turns"]])
+            turns.append((await model.generate(4)).text)
+        return float(turns == ["a", "b"][: item["turns"]])
 
     def teach(self, item, observations):
         return "ab"[len(observations)]
 
 
-def test_a_warm_start_teaches_episodes_of_different_lengths():
+def test_a_warm_start_learns_episodes_with_different_numbers_of_turns():
     model = build_model("qwen3", TINY, TOKENIZER)
     settings = WarmStart(target=0.7, max_steps=200, batch_size=8, max_completion_tokens=40, slips=0.0)
-    lessons = EpisodeLessons(Echo(), TOKENIZER, settings)
-    assert lessons.sampled_reward(model, "held_out", 16) < 0.5
-    assert warm_start(model, TOKENIZER, lessons, settings, lambda *row: None) < 200
-    assert lessons.sampled_reward(model, "held_out", 16) > 0.5
+    teacher = EpisodeTeacher(Echo(), TOKENIZER, settings)
+    assert teacher.sampled_reward(model, "held_out", 16) < 0.5
+    assert warm_start(model, TOKENIZER, teacher, settings, lambda *report: None) < 200
+    assert teacher.sampled_reward(model, "held_out", 16) > 0.5
 
 
 def test_the_tool_use_episode_can_be_warm_started_from_the_command_line(tmp_path, capsys):
     arguments = ["--shape", "tiny", "--task", "tool_use", "--task-args", "{max_calls: 1, template: '{question}'}"]
-    how = ["--max-completion-tokens", "120", "--steps", "1", "--lr", "0.25"]
-    assert main([str(tmp_path / "model"), *arguments, *how]) == 0
-    assert "taught tool_use for 1 steps" in capsys.readouterr().out
-    taught = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    moved = (taught.model.norm.weight - build_model("qwen3", TINY, TOKENIZER).model.norm.weight).abs()
-    assert moved.max().item() == pytest.approx(0.25, rel=0.05), "the first step of AdamW is the learning rate"
+    options = ["--max-completion-tokens", "120", "--steps", "1", "--lr", "0.25"]
+    assert main([str(tmp_path / "model"), *arguments, *options]) == 0
+    assert "warm start on tool_use: 1 steps" in capsys.readouterr().out
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    change = (trained.model.norm.weight - build_model("qwen3", TINY, TOKENIZER).model.norm.weight).abs()
+    assert change.max().item() == pytest.approx(0.25, rel=0.05), "the first step of AdamW is the learning rate"

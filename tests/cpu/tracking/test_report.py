@@ -1,4 +1,4 @@
-"""The report page and the three tools that read a run folder."""
+"""The report page and the three tools that read a run folder: report, show_rollouts and compare_runs."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from colocated_grpo.tools import compare_runs, report, show_rollouts
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import chart_sections
 from colocated_grpo.tracking.report import write_report
-from colocated_grpo.tracking.svg import BUCKETS, Series, bucketed, line_chart, nice_ticks, stacked_chart
+from colocated_grpo.tracking.svg import MAX_POINTS, Series, downsample, line_chart, nice_ticks, stacked_chart
 from colocated_grpo.types import Group
 from tests.support.tracked_run import HOSTILE, TrackedRun, finished_run, groups_of, rollout_of, row_of
 
@@ -25,7 +25,7 @@ STACKED = {"generate": 3.0, "train": 1.0, "sync": 2.0}
 
 
 class Page(HTMLParser):
-    """Tags, attributes and text of a page; fails where tags do not nest."""
+    """Tags, attributes and text of a page. Raises AssertionError if tags are not balanced."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Page(HTMLParser):
 
 
 def hostile_run(run_dir: Path) -> Path:
-    """Hostile text wherever a model, a data set or an exception can put some."""
+    """A run with hostile text wherever a model, a dataset or an exception can put it."""
     run = TrackedRun(run_dir).train(last_step=0)
     prompt = replace(groups_of(0)[0].prompt, text=HOSTILE, source=HOSTILE)
     rollouts = [rollout_of(1.0, HOSTILE), rollout_of(None, HOSTILE, error=HOSTILE)]
@@ -66,7 +66,7 @@ def hostile_run(run_dir: Path) -> Path:
     return run_dir
 
 
-def test_the_report_shows_curves_settings_and_rollouts_before_and_after(tmp_path: Path) -> None:
+def test_the_report_shows_curves_settings_and_rollouts_before_and_after_training(tmp_path: Path) -> None:
     page = Page(finished_run(tmp_path) / "report.html")
     assert page.tags.count("svg") >= 4
     for expected in (
@@ -79,14 +79,14 @@ def test_the_report_shows_curves_settings_and_rollouts_before_and_after(tmp_path
     assert page.text.count("step 0 sample 0") == page.text.count("step 6 sample 0") == 8
 
 
-def test_what_a_model_writes_stays_text(tmp_path: Path) -> None:
+def test_hostile_completions_are_escaped_in_the_report(tmp_path: Path) -> None:
     path = hostile_run(tmp_path) / "report.html"
     page = Page(path)
     assert "script" not in page.tags and "</pre></div><script>alert(1)</script>" in page.text
     assert "\x1b" not in path.read_text(encoding="utf-8")
 
 
-def test_the_report_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_the_report_loads_nothing_external(tmp_path: Path) -> None:
     path = finished_run(tmp_path) / "report.html"
     page = Page(path)
     assert not page.attributes & {"src", "href", "srcset", "data", "action", "onload", "onclick"}
@@ -94,13 +94,13 @@ def test_the_report_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import|https?://", path.read_text(encoding="utf-8"))
 
 
-def test_a_killed_run_of_one_step_has_a_report_too(tmp_path: Path) -> None:
+def test_a_run_killed_after_one_step_gets_a_report(tmp_path: Path) -> None:
     TrackedRun(tmp_path).train(last_step=1)
     page = Page(write_report(tmp_path))
-    assert "still running, or stopped" in page.text and "reward = 0" in page.text
+    assert "still running, or killed" in page.text and "reward = 0" in page.text
 
 
-def test_rebuilding_gives_the_page_that_the_run_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rebuilding_the_report_gives_the_same_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = (finished_run(tmp_path) / "report.html").read_bytes()
     (tmp_path / "report.html").unlink()
     assert report.main([str(tmp_path)]) == 0
@@ -108,19 +108,19 @@ def test_rebuilding_gives_the_page_that_the_run_wrote(tmp_path: Path, capsys: py
     assert (tmp_path / "report.html").read_bytes() == written
 
 
-def test_the_phases_of_a_step_add_up_to_the_step() -> None:
+def test_the_phases_of_a_step_add_up_to_its_total_time() -> None:
     rows = [{"kind": "train", "step": step, **row_of(step)} for step in range(2)]
     html = "".join(chart_sections(rows))
     assert "total: 1\nother: 0.250\ntrain: 0.250\ngenerate: 0.500" in html
 
 
-def test_a_metric_without_a_number_leaves_a_gap_and_not_a_zero() -> None:
+def test_a_null_metric_leaves_a_gap_and_not_a_zero() -> None:
     rows = [{"kind": "train", "step": step, "reward": value} for step, value in enumerate((0.5, None, 0.7))]
     html = "".join(chart_sections(rows))
     assert "step 0\ntraining: 0.500" in html and "step 2\ntraining: 0.700" in html and "step 1\n" not in html
 
 
-def test_a_step_that_explodes_still_gives_a_report() -> None:
+def test_huge_values_do_not_break_the_charts() -> None:
     rows = [{"kind": "train", "step": step, "loss": value} for step, value in enumerate((0.5, 1e308, -1e308, 0.7))]
     html = "".join(chart_sections(rows))
     assert "loss: 0.500" in html and "loss: 0.700" in html
@@ -138,19 +138,19 @@ def test_a_line_is_drawn_to_scale() -> None:
     assert middle == pytest.approx(((left + right) / 2, (top + bottom) / 2), abs=0.1)
 
 
-def test_stacked_bars_stand_on_each_other_as_high_as_their_values() -> None:
+def test_stacked_bars_touch_and_are_drawn_to_scale() -> None:
     layers = [
-        Series(name=name, points=[(0, value)], color=place) for place, (name, value) in enumerate(STACKED.items())
+        Series(name=name, points=[(0, value)], color=index) for index, (name, value) in enumerate(STACKED.items())
     ]
     drawn = ElementTree.fromstring(stacked_chart(layers)).findall("rect")
     tops = [float(bar.attrib["y"]) for bar in drawn if bar.attrib["class"] != "hit"]
     heights = [float(bar.attrib["height"]) for bar in drawn if bar.attrib["class"] != "hit"]
     assert [height / heights[0] for height in heights] == pytest.approx([1, 1 / 3, 2 / 3], rel=0.01)
-    assert [tops[place] + heights[place] for place in (1, 2)] == pytest.approx(tops[:2], abs=0.15)
+    assert [tops[index] + heights[index] for index in (1, 2)] == pytest.approx(tops[:2], abs=0.15)
 
 
 @given(low=st.floats(-1e6, 1e6), span=st.floats(1e-2, 1e6))
-def test_axis_ticks_are_few_rising_and_cover_the_data(low: float, span: float) -> None:
+def test_axis_ticks_are_few_ascending_and_cover_the_data(low: float, span: float) -> None:
     ticks = nice_ticks(low, low + span)
     assert 2 <= len(ticks) <= 8 and ticks == sorted(set(ticks))
     slack = 1e-6 * max(span, abs(low))
@@ -160,25 +160,25 @@ def test_axis_ticks_are_few_rising_and_cover_the_data(low: float, span: float) -
 @example(low=0.9999988, span=4e-7)
 @example(low=4.75e-7, span=1e-7)
 @given(low=st.floats(-1e9, 1e9), span=st.floats(0, 1e9))
-def test_labels_of_an_axis_fit_its_margin_and_differ(low: float, span: float) -> None:
+def test_axis_labels_are_distinct_and_fit_the_margin(low: float, span: float) -> None:
     texts = ElementTree.fromstring(line_chart([Series(name="x", points=[(0, low), (1, low + span)])])).findall("text")
     labels = [text.text for text in texts if text.attrib["text-anchor"] == "end"]
     assert len(set(labels)) == len(labels) >= 2
     assert max(len(label.replace(".", "").replace("-", "")) for label in labels) <= 8, "digits that fit into LEFT - 6"
 
 
-@pytest.mark.parametrize("length", [1, BUCKETS, BUCKETS + 1, 2 * BUCKETS, 1000])
-def test_a_long_series_is_averaged_and_never_thinned_out(length: int) -> None:
-    buckets = bucketed([(step, float(step % 7)) for step in range(length)])
-    assert len(buckets) <= BUCKETS
-    size = math.ceil(length / BUCKETS)
-    sums = [value * min(size, length - place * size) for place, (_, value) in enumerate(buckets)]
+@pytest.mark.parametrize("length", [1, MAX_POINTS, MAX_POINTS + 1, 2 * MAX_POINTS, 1000])
+def test_a_long_series_is_averaged_without_losing_a_point(length: int) -> None:
+    points = downsample([(step, float(step % 7)) for step in range(length)])
+    assert len(points) <= MAX_POINTS
+    size = math.ceil(length / MAX_POINTS)
+    sums = [value * min(size, length - index * size) for index, (_, value) in enumerate(points)]
     assert math.fsum(sums) == pytest.approx(sum(step % 7 for step in range(length)))
 
 
 @example([5e-324])
 @given(st.lists(st.floats(-1e99, 1e99), min_size=1, max_size=60))
-def test_any_finite_series_becomes_well_formed_svg_inside_its_frame(values: list[float]) -> None:
+def test_any_finite_series_gives_well_formed_svg_within_its_frame(values: list[float]) -> None:
     svg = line_chart([Series(name="<&>", points=list(enumerate(values)))])
     for line in ElementTree.fromstring(svg).findall("polyline"):
         for pair in line.attrib["points"].split():
@@ -187,15 +187,19 @@ def test_any_finite_series_becomes_well_formed_svg_inside_its_frame(values: list
 
 
 @pytest.mark.parametrize("tool", [report.main, show_rollouts.main, lambda runs: compare_runs.main(runs * 2)])
-def test_a_folder_that_is_no_run_is_one_line(tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_is_a_one_line_error(
+    tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tool([str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err == f"{tmp_path / 'nowhere'}: no such run folder\n"
     assert tool([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"{tmp_path}: not a run folder, it has no metrics.jsonl\n"
+    assert capsys.readouterr().err == f"{tmp_path}: not a run folder (it has no metrics.jsonl)\n"
 
 
 @pytest.mark.parametrize("tool", [report.main, lambda runs: compare_runs.main(runs * 2)])
-def test_a_run_without_a_finished_step_is_one_line(tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_finished_step_is_a_one_line_error(
+    tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     TrackedRun(tmp_path).train(last_step=0)
     assert tool([str(tmp_path)]) == 2
     assert "no metrics yet" in capsys.readouterr().err
@@ -205,13 +209,13 @@ def test_a_run_without_a_finished_step_is_one_line(tool, tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"loss": 1}', ":1: no 'step'"),
+        ('{"loss": 1}', ":1: 'step' is missing"),
         ("[1]", ":1: must be an object, not [1]"),
         ('{"kind": "train", "step": "0"}', ":1: 'step' is '0', not int"),
         ('{"kind": "train", "step": 0, "loss": "low"}', ": 'loss' is 'low', not a number"),
     ],
 )
-def test_metrics_of_another_program_are_one_line(
+def test_metrics_of_another_program_are_a_one_line_error(
     tool, line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
@@ -226,13 +230,13 @@ ROLLOUT |= {"reward": 1.0, "parts": {}, "error": None, "finish_reason": "stop", 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"loss": 1}, ":1: no 'kind'"),
+        ({"loss": 1}, ":1: 'kind' is missing"),
         ([1], ":1: must be an object, not [1]"),
         (ROLLOUT | {"reward": "high"}, ":1: 'reward' is 'high', not int | float | None"),
         (ROLLOUT | {"parts": {"correct": "yes"}}, ": 'correct' is 'yes', not a number"),
     ],
 )
-def test_rollouts_of_another_program_are_one_line(
+def test_rollouts_of_another_program_are_a_one_line_error(
     row: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").touch()
@@ -250,10 +254,10 @@ def test_rollouts_of_another_program_are_one_line(
         ("summary.json", "[]", "must be an object, not []"),
         ("config.yaml", "- 1", "must be an object, not [1]"),
         ("config.yaml", "a: [", "not YAML (while parsing"),
-        ("games.jsonl", '{"step": 0, "game": 0, "winner": "x"}\n', "no 'source'"),
+        ("games.jsonl", '{"step": 0, "game": 0, "winner": "x"}\n', "'source' is missing"),
     ],
 )
-def test_other_files_of_another_program_are_one_line(
+def test_other_files_of_another_program_are_a_one_line_error(
     name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 0}\n')
@@ -272,14 +276,16 @@ def test_other_files_of_another_program_are_one_line(
         (["--evaluation", "--best", "1"], [19.0]),
     ],
 )
-def test_rollouts_are_chosen_by_step_kind_and_reward(options: list[str], rewards: list[float], tmp_path: Path) -> None:
+def test_rollouts_are_selected_by_step_kind_and_reward(
+    options: list[str], rewards: list[float], tmp_path: Path
+) -> None:
     rows = files.read_rollouts(finished_run(tmp_path))
-    chosen = show_rollouts.choose(rows, show_rollouts._parser().parse_args([str(tmp_path), *options]))
-    assert [row["reward"] for row in chosen] == rewards
-    assert {row["step"] for row in chosen} == {1 if "--step" in options else 6 if "--evaluation" in options else 5}
+    selected = show_rollouts.select(rows, show_rollouts._parser().parse_args([str(tmp_path), *options]))
+    assert [row["reward"] for row in selected] == rewards
+    assert {row["step"] for row in selected} == {1 if "--step" in options else 6 if "--evaluation" in options else 5}
 
 
-def test_rollouts_are_printed_with_reward_and_without_terminal_codes(
+def test_rollouts_are_printed_with_reward_and_without_escape_sequences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile_run(tmp_path)
@@ -302,15 +308,15 @@ def test_a_rollout_is_printed_with_every_part_of_its_reward(tmp_path: Path, caps
     assert [name for name in names if name not in printed] == []
 
 
-def test_a_step_without_rollouts_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_without_rollouts_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finished_run(tmp_path)
     capsys.readouterr()
     assert show_rollouts.main([str(tmp_path), "--step", "99"]) == 2
-    assert capsys.readouterr().err == f"{tmp_path}: no training rollouts kept at step 99\n"
+    assert capsys.readouterr().err == f"{tmp_path}: no training rollouts stored at step 99\n"
 
 
 def edited_copy(run_dir: Path, copy: Path, **changes: float) -> Path:
-    """The run with other values in the row of training step 3."""
+    """Copy a run's metrics with `changes` in the row of training step 3."""
     copy.mkdir()
     rows = files.read_metrics(run_dir)
     edited = [{**row, **changes} if (row["kind"], row["step"]) == ("train", 3) else row for row in rows]
@@ -325,7 +331,9 @@ def test_runs_that_differ_only_in_wall_clock_are_equal(tmp_path: Path, capsys: p
     assert "0 differ" in capsys.readouterr().out
 
 
-def test_a_metric_that_differs_is_named_with_its_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metric_that_differs_is_shown_with_its_first_differing_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = finished_run(tmp_path / "a")
     copy = edited_copy(run, tmp_path / "b", reward=0.30000000000000010)
     assert compare_runs.main([str(run), str(copy)]) == 0
@@ -338,6 +346,21 @@ def test_a_metric_that_differs_is_named_with_its_first_step(tmp_path: Path, caps
 def test_a_missing_step_or_metric_is_a_difference(tmp_path: Path) -> None:
     rows = files.read_metrics(finished_run(tmp_path))
     shorter = compare_runs.compare(rows, rows[:-3], ignore=())
-    assert {one.metric: one.first_step for one in shorter}["reward"] == 4
-    with_more = [{**row, "grad_norm": None} for row in rows]
-    assert {one.metric: one.first_step for one in compare_runs.compare(rows, with_more, ())}["grad_norm"] == 0
+    assert {difference.metric: difference.first_step for difference in shorter}["reward"] == 4
+    more = compare_runs.compare(rows, [{**row, "grad_norm": None} for row in rows], ignore=())
+    assert {difference.metric: difference.first_step for difference in more}["grad_norm"] == 0
+
+
+def test_report_and_compare_runs_read_renamed_metrics_of_older_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {name: tmp_path / name for name in ("shared", "prefix_reuse")}
+    for name, run in runs.items():
+        run.mkdir()
+        rows = [{"kind": "train", "step": step, name: 0.25 + step / 8} for step in range(3)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert report.main([str(runs["shared"])]) == 0
+    assert "prefix reuse 0.500" in Page(runs["shared"] / "report.html").text
+    capsys.readouterr()
+    assert compare_runs.main([*map(str, runs.values()), "--assert-equal"]) == 0
+    assert "1 metrics equal, 0 differ" in capsys.readouterr().out

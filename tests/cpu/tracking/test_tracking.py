@@ -25,7 +25,7 @@ from tests.support.paths import ROOT
 from tests.support.tracked_run import HOSTILE, TrackedRun, config_of, groups_of, rollout_of, row_of
 
 
-def test_every_step_is_one_line_and_one_row_with_all_its_keys(tmp_path: Path) -> None:
+def test_every_step_is_one_console_line_and_one_row_with_all_metrics(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path).train(last_step=3)
     lines = [line for line in run.printed.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["0/6", "1/6", "2/6"]
@@ -34,44 +34,44 @@ def test_every_step_is_one_line_and_one_row_with_all_its_keys(tmp_path: Path) ->
     assert rows == [{"kind": "train", "step": step, **row_of(step)} for step in range(3)]
 
 
-def test_failed_rewards_and_dropped_prompts_are_in_a_steps_line_where_there_are_any(tmp_path: Path) -> None:
+def test_the_line_of_a_step_shows_failed_rewards_and_dropped_prompts_when_there_are_any(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path).train(last_step=0)
     for step, count in enumerate((0.0, 3.0)):
         row = {**row_of(step), "reward_errors": count, "prompts_dropped": 2 * count}
         run.tracker.flush(step, row, groups_of(step))
-    quiet, loud = [line for line in run.printed.splitlines() if line.startswith("step ")]
-    assert "errors" not in quiet and "dropped" not in quiet
-    assert "errors 3  dropped 6" in loud
+    without, with_errors = [line for line in run.printed.splitlines() if line.startswith("step ")]
+    assert "errors" not in without and "dropped" not in without
+    assert "errors 3  dropped 6" in with_errors
 
 
-def test_the_banner_names_model_ranks_loss_batch_and_folder(tmp_path: Path) -> None:
+def test_the_banner_shows_model_ranks_loss_batch_and_folder(tmp_path: Path) -> None:
     printed = TrackedRun(tmp_path).train(last_step=0).printed
     for expected in ("tiny", "ranks", "dapo", "32 prompts x 8 completions", str(tmp_path)):
         assert expected in printed
 
 
-def test_what_is_not_a_number_becomes_null_and_the_file_stays_strict_json(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_written_as_null_so_that_the_file_is_strict_json(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path).train(last_step=0)
     run.tracker.flush(0, {"reward": math.nan, "grad_norm": math.inf, "loss": 1.0}, groups_of(0))
 
-    def refuse(constant: str) -> None:
+    def reject(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=reject)
     assert row == {"kind": "train", "step": 0, "reward": None, "grad_norm": None, "loss": 1.0}
 
 
-def test_a_run_whose_folder_is_removed_ends_instead_of_writing_into_nothing(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_deleted_ends_with_an_error(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path / "run").train(last_step=2)
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(RunError, match="removed while the run went on"):
+    with pytest.raises(RunError, match="deleted during the run"):
         run.tracker.flush(2, row_of(2), groups_of(2))
 
 
-def test_a_killed_and_resumed_run_ends_with_the_same_files(tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_writes_the_same_files_as_an_uninterrupted_one(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     TrackedRun(whole).train().finish()
-    TrackedRun(resumed).train(last_step=5)  # killed after step 4, the last checkpoint is of step 2
+    TrackedRun(resumed).train(last_step=5)  # killed after step 4; the last checkpoint is from step 2
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         with (resumed / name).open("a") as cut:
             cut.write('{"kind": "train", "st')
@@ -81,7 +81,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_files(tmp_path: Path) -> No
     assert [start["first_step"] for start in files.read_environment(resumed)] == [0, 2]
 
 
-def test_a_resumed_run_says_which_settings_are_not_those_of_its_last_start(tmp_path: Path) -> None:
+def test_a_resumed_run_lists_the_settings_changed_since_its_last_start(tmp_path: Path) -> None:
     first = TrackedRun(tmp_path, config_of()).train(last_step=2)
     assert "settings changed" not in first.printed
     same = TrackedRun(tmp_path, config_of()).train(first_step=2, last_step=3)
@@ -91,47 +91,47 @@ def test_a_resumed_run_says_which_settings_are_not_those_of_its_last_start(tmp_p
     assert "settings changed since the last start: training_steps 6 -> 9, seed 0 -> 5\n" in printed
 
 
-def test_a_cut_last_line_is_forgiven_and_a_damaged_earlier_one_is_named(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_skipped_and_earlier_damage_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1')
     assert list(files.read_rows(path)) == [{"step": 0}]
     path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
     with pytest.raises(files.RunFolderError, match=r"metrics.jsonl:2: not a JSON line"):
         list(files.read_rows(path))
-    with pytest.raises(RunError, match=r"metrics.jsonl:2: not a JSON line"):  # what ends a rank with one line
+    with pytest.raises(RunError, match=r"metrics.jsonl:2: not a JSON line"):  # RunError ends a rank with one line
         TrackedRun(tmp_path).train(first_step=2)
 
 
-def test_kept_rollouts_include_the_best_and_the_worst(tmp_path: Path) -> None:
+def test_stored_rollouts_include_the_best_and_the_worst(tmp_path: Path) -> None:
     TrackedRun(tmp_path).train(last_step=1)
     rewards = [row["reward"] for row in files.read_rollouts(tmp_path) if row["kind"] == "train"]
     assert rewards == [0.0, 0.3, 1.3, 2.3]
 
 
-def test_a_rollout_whose_reward_failed_is_kept_as_the_worst(tmp_path: Path) -> None:
+def test_a_rollout_whose_reward_failed_is_stored_as_the_worst(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path).train(last_step=0)
     failed = rollout_of(None, "oops", error="ValueError: boom")
     group = Group(prompt=groups_of(0)[0].prompt, rollouts=[rollout_of(-5.0, "bad"), failed, rollout_of(1.0, "good")])
     run.tracker.flush(0, row_of(0), [group])
-    kept = files.read_rollouts(tmp_path)
-    assert [(row["completion"], row["error"]) for row in kept] == [
+    stored = files.read_rollouts(tmp_path)
+    assert [(row["completion"], row["error"]) for row in stored] == [
         ("oops", "ValueError: boom"),
         ("bad", None),
         ("good", None),
     ]
 
 
-def test_no_rollouts_are_kept_when_none_are_asked_for(tmp_path: Path) -> None:
+def test_no_rollouts_are_stored_with_rollouts_per_step_0(tmp_path: Path) -> None:
     TrackedRun(tmp_path, config_of(rollouts_per_step=0)).train()
     assert files.read_rollouts(tmp_path) == []
 
 
-def test_each_evaluation_keeps_the_same_prompts(tmp_path: Path) -> None:
+def test_every_evaluation_stores_rollouts_of_the_same_prompts(tmp_path: Path) -> None:
     TrackedRun(tmp_path).train().finish()
     held_out = [row for row in files.read_rollouts(tmp_path) if row["kind"] == "evaluation"]
     prompts = {step: [row["prompt_index"] for row in held_out if row["step"] == step] for step in (0, 2, 4, 6)}
     assert prompts[0] == prompts[2] == prompts[4] == prompts[6]
-    assert len(prompts[0]) == files.HELD_OUT_KEPT and {0, 19} <= set(prompts[0])
+    assert len(prompts[0]) == files.HELD_OUT_ROLLOUTS and {0, 19} <= set(prompts[0])
 
 
 def test_the_written_config_loads_back_as_the_same_config(tmp_path: Path) -> None:
@@ -139,14 +139,14 @@ def test_the_written_config_loads_back_as_the_same_config(tmp_path: Path) -> Non
     assert Config.model_validate(yaml.safe_load((tmp_path / "config.yaml").read_text())) == run.config
 
 
-def test_the_environment_file_says_what_ran_and_how(tmp_path: Path) -> None:
+def test_the_environment_file_records_package_versions_and_the_command(tmp_path: Path) -> None:
     TrackedRun(tmp_path).train(last_step=0)
     (start,) = files.read_environment(tmp_path)
     assert start["packages"].keys() >= {"torch", "transformers", "pydantic"}
     assert "pytest" in start["command"]
 
 
-def test_the_summary_gives_held_out_reward_before_and_after_and_leaves_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_summary_has_the_held_out_reward_before_and_after_and_is_removed_on_resume(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path).train().finish()
     assert files.read_summary(tmp_path) == {
         "outcome": "finished",
@@ -159,14 +159,14 @@ def test_the_summary_gives_held_out_reward_before_and_after_and_leaves_when_the_
     assert files.read_summary(tmp_path) == {}
 
 
-def test_a_batch_of_atropos_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+def test_each_atropos_batch_replaces_the_previous_one(tmp_path: Path) -> None:
     for tokens in ([[1, 2]], [[3]]):
         files.write_atropos_batch(tmp_path, [{"tokens": tokens}])
     assert [path.name for path in tmp_path.iterdir()] == ["atropos_batch.json"]
     assert json.loads((tmp_path / files.ATROPOS_BATCH_FILE).read_text()) == [{"tokens": [[3]]}]
 
 
-def test_close_works_twice_before_the_start_and_before_the_first_step(tmp_path: Path) -> None:
+def test_close_works_before_the_start_before_the_first_step_and_twice(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path / "never started")
     run.tracker.note("loading")
     run.tracker.close("failed: out of memory")
@@ -178,7 +178,7 @@ def test_close_works_twice_before_the_start_and_before_the_first_step(tmp_path: 
     assert not (run.run_dir / "report.html").exists()
 
 
-def test_a_hostile_note_reaches_an_ascii_log_as_harmless_text(tmp_path: Path) -> None:
+def test_a_hostile_note_is_escaped_in_an_ascii_log(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path, encoding="ascii")
     run.tracker.note("reward failed: \u00e9" + HOSTILE)
     assert "\\xe9" in run.printed and "\\x1b[2J" in run.printed and "\x1b" not in run.printed
@@ -186,14 +186,14 @@ def test_a_hostile_note_reaches_an_ascii_log_as_harmless_text(tmp_path: Path) ->
 
 @pytest.mark.parametrize("mode", ["plain", "live"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.EPIPE, errno.ENOSPC])
-def test_a_run_outlives_the_terminal_or_pipe_that_it_shows_itself_on(
+def test_a_run_continues_after_its_terminal_or_pipe_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, error: int
 ) -> None:
-    class Gone(io.StringIO):
+    class FailingOutput(io.StringIO):
         def write(self, text: str) -> int:
-            raise OSError(error, os.strerror(error))  # a terminal that was closed, a reader that has left, a full disk
+            raise OSError(error, os.strerror(error))  # a closed terminal, a closed pipe, a full disk
 
-    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(sys, "stdout", FailingOutput())
     config = config_of(console=mode)
     run = TrackedRun(tmp_path, config)
     run.tracker = make_tracker(config, tmp_path, is_main=True)
@@ -202,7 +202,9 @@ def test_a_run_outlives_the_terminal_or_pipe_that_it_shows_itself_on(
     assert files.read_summary(tmp_path)["outcome"] == "finished"
 
 
-def test_a_run_outlives_standard_output_that_user_code_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_continues_after_user_code_closes_standard_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = TrackedRun(tmp_path)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     run.tracker = make_tracker(config_of(), tmp_path, is_main=True)
@@ -212,7 +214,7 @@ def test_a_run_outlives_standard_output_that_user_code_closes(tmp_path: Path, mo
     assert files.read_summary(tmp_path)["outcome"] == "finished"
 
 
-def test_what_user_code_does_with_standard_output_hides_no_step(tmp_path: Path, capsys) -> None:
+def test_steps_are_shown_even_if_user_code_redirects_standard_output(tmp_path: Path, capsys) -> None:
     run = TrackedRun(tmp_path)
     run.tracker = make_tracker(config_of(), tmp_path, is_main=True)
     with redirect_stdout(io.StringIO()):
@@ -220,9 +222,9 @@ def test_what_user_code_does_with_standard_output_hides_no_step(tmp_path: Path, 
     assert "step 5/6" in capsys.readouterr().out
 
 
-def test_the_other_ranks_tracker_has_the_same_methods() -> None:
-    def methods(one: type) -> dict[str, str]:
-        return {name: str(inspect.signature(f)) for name, f in vars(one).items() if callable(f) and name[0] != "_"}
+def test_the_null_tracker_has_the_same_methods() -> None:
+    def methods(cls: type) -> dict[str, str]:
+        return {name: str(inspect.signature(f)) for name, f in vars(cls).items() if callable(f) and name[0] != "_"}
 
     assert methods(Tracker) == methods(NullTracker)
     assert isinstance(make_tracker(config_of(), Path("unused"), is_main=False), NullTracker)
@@ -233,8 +235,8 @@ def test_tracking_and_its_tools_import_no_torch() -> None:
     program = (
         f"import sys, {modules}, colocated_grpo.tools.compare_runs; print({{'torch', 'wandb'}} & sys.modules.keys())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
 
 
 LIVE_PROGRAM = """
@@ -252,7 +254,7 @@ raise RuntimeError("the third layer exploded")
 """
 
 
-def test_an_exception_under_the_live_display_gives_the_terminal_back(tmp_path: Path) -> None:
+def test_an_exception_under_the_live_display_restores_the_terminal(tmp_path: Path) -> None:
     paths = [str(ROOT), os.getcwd()]
     program = LIVE_PROGRAM.format(paths=paths, run_dir=str(tmp_path))
     master, terminal = pty.openpty()
@@ -272,41 +274,41 @@ def read_all(descriptor: int) -> str:
     while True:
         try:
             received += (chunk := os.read(descriptor, 65536))
-        except OSError:  # Linux reports the closed other end of a terminal as an error
+        except OSError:  # Linux reports EIO when the other end of a pseudo-terminal closes
             chunk = b""
         if not chunk:
             os.close(descriptor)
             return received.decode()
 
 
-def test_wandb_offline_writes_the_run_beside_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_wandb_settings(monkeypatch, tmp_path)
+def test_wandb_offline_writes_to_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clear_wandb_settings(monkeypatch, tmp_path)
     run = TrackedRun(tmp_path / "run", config_of(wandb="offline")).train()
     run.finish()
-    assert "tracking.wandb is off" not in run.printed
+    assert "tracking.wandb disabled" not in run.printed
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"my_own/metric" in written.read_bytes()
     assert (tmp_path / "run" / "wandb_run_id").read_text() in written.name
 
 
-def test_wandb_online_without_a_key_is_one_line_and_the_run_goes_on(
+def test_wandb_online_without_an_api_key_is_one_line_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forget_wandb_settings(monkeypatch, tmp_path)
+    clear_wandb_settings(monkeypatch, tmp_path)
     run = TrackedRun(tmp_path / "run", config_of(wandb="online")).train().finish()
     (line,) = [line for line in run.printed.splitlines() if "tracking.wandb" in line]
-    assert line.startswith("tracking.wandb is off from here on: no API key")
+    assert line.startswith("tracking.wandb disabled: no API key")
     assert len(files.read_metrics(tmp_path / "run")) == 10
 
 
-def forget_wandb_settings(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+def clear_wandb_settings(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("NETRC", str(home / "no_netrc"))
 
 
-def test_tensorboard_events_hold_every_metric_and_a_resume_replaces_the_lost_branch(tmp_path: Path) -> None:
+def test_tensorboard_has_every_metric_and_a_resume_replaces_steps_after_the_checkpoint(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = config_of(tensorboard=True)
     TrackedRun(tmp_path, config).train(last_step=5).tracker.close("killed")
@@ -316,7 +318,7 @@ def test_tensorboard_events_hold_every_metric_and_a_resume_replaces_the_lost_bra
     assert events.Scalars("held_out/reward")[-1].value == pytest.approx(0.8)
 
 
-def test_a_sink_that_fails_is_named_once_and_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_sink_is_reported_once_and_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def log(step: int, row: dict[str, float]) -> None:
@@ -328,16 +330,16 @@ def test_a_sink_that_fails_is_named_once_and_dropped(tmp_path: Path, monkeypatch
     run = TrackedRun(tmp_path, config_of(tensorboard=True)).train().finish()
     assert calls == [0, 0, 1]
     notes = [line for line in run.printed.splitlines() if "tracking.tensorboard" in line]
-    assert notes == ["tracking.tensorboard is off from here on: service is gone"]
+    assert notes == ["tracking.tensorboard disabled: service is gone"]
 
 
-def test_figures_are_short_and_never_lie_about_missing_ones() -> None:
+def test_numbers_are_formatted_short_and_missing_ones_as_a_dash() -> None:
     shown = {value: number(value) for value in (0.0, 1.0, 0.1234, 12.345, 123.45, 12345.6, 0.00123, 1.23e-6, -0.5)}
     assert list(shown.values()) == ["0", "1", "0.123", "12.35", "123.5", "12,346", "0.0012", "1.2e-06", "-0.500"]
     assert {number(None), number(math.nan), number(math.inf)} == {"-"}
     assert [duration(seconds) for seconds in (4.2, 75, 3725)] == ["4s", "1m 15s", "1h 02m"]
 
 
-def test_visible_text_keeps_what_people_read_and_shows_what_terminals_obey() -> None:
+def test_visible_keeps_printable_text_and_escapes_control_characters() -> None:
     assert visible("a\nb\tc \u00e9\u4e2d") == "a\nb\tc \u00e9\u4e2d"
     assert visible("\x1b[31m\x00\u202e\ud800") == "\\x1b[31m\\x00\\u202e\\ud800"

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from colocated_grpo.tools import show_rollouts
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.games import EVENTS_TABLE, read_games
-from tests.support.training_runs import ForkedRun, settings, tiny_model, train, wall_clock_free, weights_of
+from tests.support.training_runs import ForkedRun, settings, tiny_model, train, weights_of, without_wall_clock
 
 STEPS = 12
 TOWN = {
@@ -110,7 +110,7 @@ def test_a_killed_run_resumes_exactly(run, tmp_path):
         killed.kill()
     resumed = train(tmp_path, town_run(), "--resume", "auto", ranks=2)
     for kind in (files.TRAIN, files.EVALUATION):
-        assert wall_clock_free(resumed.rows(kind)) == wall_clock_free(run.rows(kind))
+        assert without_wall_clock(resumed.rows(kind)) == without_wall_clock(run.rows(kind))
     assert weights_of(resumed) == weights_of(run)
     assert read_games(resumed.folder) == read_games(run.folder)
 

@@ -91,7 +91,7 @@ def test_the_report_and_the_terminal_show_games_and_escape_their_text(tmp_path, 
     run.tracker.games(5, [game(4, "an early one"), game(5, f"the last words {HOSTILE}")])
     run.finish()
     report = (tmp_path / "report.html").read_text()
-    assert "Games (the latest 2 of 2)" in report
+    assert "Games (latest 2 of 2)" in report
     assert "town, game 5, ended in step 5: mafia" in report
     assert "<td>doctor</td>" in report
     assert "the last words" in report
