@@ -52,8 +52,7 @@ SteadyBatch.settle = broken
 
 def run_settings(tmp_path: Path, fault: str) -> Settings:
     """Two steps of a model whose heads have a size that the kernels take."""
-    model = {"name": str(tiny_model(head_dim=64))}
-    return faulty(tmp_path, fault, model=model, engine=ENGINE, rollout=BATCH, training_steps=2)
+    return faulty(tmp_path, fault, tiny_model(head_dim=64), engine=ENGINE, rollout=BATCH, training_steps=2)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,15 @@ judge = None
 """
 
 
-def faulty(tmp_path: Path, fault: str, **changes: object) -> Settings:
-    """Settings of a run with the sorting task. fault: statements of the task's module, which may set `judge`."""
+def faulty(tmp_path: Path, fault: str, folder: Path | None = None, **changes: object) -> Settings:
+    """Settings of a run with the sorting task.
+
+    fault: statements of the task's module, which may set `judge`. folder: of the model, by default a tiny one.
+    """
     path = tmp_path / "faulty.py"
     path.write_text(FAULTY_TASK + fault)
-    return settings(
-        tiny_model(), environments=[{"type": "task", "name": f"{path}:Faulty"}], evaluation={"every": 0}, **changes
-    )
+    environments = [{"type": "task", "name": f"{path}:Faulty"}]
+    return settings(folder or tiny_model(), environments=environments, evaluation={"every": 0}, **changes)
 
 
 def failed(run: TrainingRun) -> TrainingRun:
