@@ -1,7 +1,7 @@
 """Checks that the engine samples from the policy's weights.
 
-After a weight sync both score the same tokens. That is a prefill, so a fault in decode attention, sampling kernels or
-scheduling would pass; it shows in the log-probabilities of samples, which are compared with the policy's in each step.
+After a weight sync both score the same probe tokens. The engine runs them as a prefill, which does not test decode
+attention, sampling kernels or scheduling. So in each step the log-probabilities of samples are compared as well.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _FINISH: dict[Kind, Callable[..., float | None]] = {
     "max": lambda value: None if value == -math.inf else value,
     "ess": lambda total, squares, count: total * total / (count * squares) if count and squares else None,
 }
-"""From reduced parts to the logged number; None if no rank had data."""
+"""The logged number, computed from the reduced parts; None if no rank had data."""
 
 
 class Metrics:

@@ -1,4 +1,4 @@
-"""GPU ownership over a step: every wake, sleep, sync and offload happens here, and the clock that times them."""
+"""GPU memory over a step: every wake, sleep, weight sync and offload happens here, timed by `Clock`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class WeightSync(Protocol):
 
 
 class Choreography:
-    """Hands the GPU from policy to engine and back. Collective: all ranks enter and leave together."""
+    """Switches GPU memory between the policy and the engine. Collective: all ranks enter and leave together."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Choreography:
         self._sync_frequency = sync_frequency
         self._never_synced = True
         self.freshness: dict[str, Stat] = {}
-        """Result of the check after this phase's sync, maximum over ranks; empty if there was no sync."""
+        """Metric of the check after this phase's sync, reduced to the maximum over ranks; empty if no check was due."""
 
     @contextmanager
     def rollout_phase(self, step: int, probe: Sequence[int], *, sync: bool = False) -> Iterator[None]:

@@ -198,7 +198,10 @@ def several_updates(config: Config) -> bool:
 
 
 def moves_ahead_of_sampler(config: Config) -> bool:
-    """True if later updates of a batch are compared with the sampler directly, after the weights have moved."""
+    """True if a batch has several updates, whose ratios are taken against sampling_logprobs.
+
+    From the second update on the weights differ from the sampler's, so no sample counts as on-policy.
+    """
     return several_updates(config) and config.loss.old_logprobs == "sampling"
 
 

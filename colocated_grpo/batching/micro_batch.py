@@ -4,7 +4,8 @@ Only attention mixes tokens, and a token's hidden state does not depend on the t
 prompt can therefore serve all of its completions.
 
 Shapes: T packed tokens, U tokens of common prefixes (the first U of T), E keys that the queries see (T, plus the copies
-of the prefix keys), R sequences of the prefix with most of them, N scored tokens (those that the policy sampled).
+of the prefix keys), R the largest number of sequences with one common prefix, N scored tokens (those that the policy
+sampled).
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class PackedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One forward pass of one rank, and what its loss needs."""
+    """Inputs of one forward pass on one rank, and of its loss."""
 
     tokens: PackedTokens
     loss_inputs: LossInputs

@@ -1,6 +1,6 @@
-"""From groups and advantages to packed micro-batches, equally many on every rank.
+"""Packing of groups and advantages into micro-batches, equally many on every rank.
 
-Every rank has all groups and computes the same plan, so nothing is communicated here. Pure: arrays and tensors.
+Every rank has all groups and computes the same plan, so nothing is communicated here. Tensors are built on the host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Minibatch:
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """Micro-batches built on access: the host builds the next one while the device runs the last."""
+    """Micro-batches built on access: the host builds one while the device runs the one before it."""
 
     def __init__(self, bins: Sequence[Sequence[Outline]], build: Callable[[Sequence[Outline]], MicroBatch]) -> None:
         self._bins = bins

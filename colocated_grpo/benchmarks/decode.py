@@ -85,7 +85,7 @@ class DecodeTime(NamedTuple):
 
     step_seconds: float
     kernels: list[KernelRow]
-    """Of `options.steps` steps."""
+    """Times and counts over `options.steps` decode steps."""
 
 
 def decode(engine: RolloutEngine, options: argparse.Namespace, sequences: int, tokens: int, world: World) -> DecodeTime:

@@ -1,8 +1,8 @@
-"""Hits of the patches of vLLM in a short rollout: `python -m colocated_grpo.benchmarks.patches --shape tiny --gpus 0`.
+"""Count hits of each vLLM patch in a short run: `python -m colocated_grpo.benchmarks.patches --shape tiny --gpus 0`.
 
 An engine starts beside a policy, samples a few groups, sleeps and wakes once, and closes. A row with status 'applied'
-and no hits replaces a constant, or a function that this model does not call. Of a kernel inside CUDA graphs only the
-captures count as hits.
+and no hits replaces a constant, or a function that this model does not call. For a kernel inside CUDA graphs only the
+captures count as hits: replays run no Python.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class PeerSetup:
     engine_fraction: float | None = None
     """Fraction of device memory for vLLM (vllm_gpu_memory_utilization)."""
     probe: bool = False
-    """Precede the steps by a discarded one in which every completion has the greatest length."""
+    """Run a discarded step first, in which every completion has the maximum length: it shows whether training fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class PeerSpec:
 
     @property
     def completions(self) -> int:
-        """Of one step on one rank."""
+        """Completions of one step on one rank."""
         return self.prompts * self.group_size // self.ranks
 
 

@@ -33,7 +33,7 @@ class ModelSize:
 
     parameters: int
     weight_bytes: int
-    """Of the engine's copy."""
+    """Bytes of the engine's copy of the weights."""
     kv_bytes_per_token: int
 
 

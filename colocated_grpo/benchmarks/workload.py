@@ -17,7 +17,7 @@ from colocated_grpo.environments.base import Split
 from colocated_grpo.types import JsonObject
 
 STOP_PROBABILITY = 300 / 151936
-"""Of each sampled token: mean length 506 before the cut."""
+"""Stop probability of each sampled token: completions have a mean length of 506 before truncation."""
 SHORTEST_PROMPT, LONGEST_PROMPT = 32, 128
 CHAT_TEMPLATE_TOKENS = 32
 """Room for the chat template around a prompt."""

@@ -1,4 +1,4 @@
-"""The data side of a run: the model's files, environments and their prompts, and what turns prompts into groups."""
+"""The data side of a run: model files, environments, their prompts, and the collector that makes groups of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from colocated_grpo.types import JsonObject, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """Everything that is read from the model's folder but its weights."""
+    """Everything that is read from the model's folder except the weights."""
 
     folder: Path
     hf_config: PretrainedConfig

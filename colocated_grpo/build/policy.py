@@ -74,7 +74,7 @@ def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
 
 
 def build_sync(policy: Policy, engine: RolloutEngine, world: World) -> WeightSync:
-    """The way of the policy's weights into the engine. With `weights: shared` both use one copy from here on."""
+    """Return the sync from the policy into the engine. With `weights: shared` both use one copy from here on."""
     copies = copy_into(engine, policy.parameters(), world)
     return share(copies, policy.weights.adopt) if isinstance(policy.weights, UnshardedWeights) else copies
 
@@ -82,7 +82,7 @@ def build_sync(policy: Policy, engine: RolloutEngine, world: World) -> WeightSyn
 def copy_into(
     engine: RolloutEngine, parameters: Mapping[str, Tensor], world: World, *, planned: bool = True
 ) -> ColocatedSync:
-    """A sync of these sharded parameters. planned: False keeps to the engine's own loader."""
+    """Return a sync of these sharded parameters into the engine. planned: False always uses the engine's own loader."""
     return ColocatedSync(
         parameters, engine, lambda ok: all(world.gather_objects(ok)), device=world.device, planned=planned
     )

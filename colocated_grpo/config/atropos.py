@@ -41,7 +41,7 @@ class AtroposSourceConfig(Section):
     """Reset an API server that still serves a run with another batch size or sequence length; its queue is lost. false:
     stop with an error."""
     missing_logprobs: Literal["refuse", "recompute"] = "refuse"
-    """What to do with groups without inference_logprobs. refuse: stop with an error. recompute: use the trainer's
+    """Handling of groups without inference_logprobs. refuse: stop with an error. recompute: use the trainer's
     log-probabilities before the batch, which leaves mismatch and staleness uncorrected."""
     keep_last_batch: bool = False
     """Write the latest batch, as received, to atropos_batch.json in the run folder."""

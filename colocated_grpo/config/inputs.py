@@ -94,7 +94,7 @@ def read_config_json(model: ModelConfig, section: str = "model") -> dict[str, An
 
 
 def _local_config(model: ModelConfig, section: str) -> Path | None:
-    """Return the config.json of a local folder; None where the name can only be one on the Hub."""
+    """Return the config.json of a local folder; None if the name can only be a repository on the Hub."""
     folder = Path(model.name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -120,7 +120,7 @@ class BNPOConfig(ClippedLoss):
 
 
 class CISPOConfig(PolicyLoss):
-    """Truncated ratio as a constant weight of the log-probability, token mean over the batch (arXiv 2506.13585).
+    """Log-probabilities weighted by the truncated, detached ratio; token mean over the batch (arXiv 2506.13585).
 
     No token loses its gradient to clipping.
     """

@@ -307,7 +307,7 @@ class Config(Section):
 
     @property
     def structured(self) -> bool:
-        """Whether a grammar constrains some of the completions."""
+        """True if a grammar constrains some of the completions."""
         return any(isinstance(source, TurnsSourceConfig) and source.structured for source in self.environments)
 
     @property

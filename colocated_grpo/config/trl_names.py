@@ -85,7 +85,7 @@ def _dataset_name(_key: str, value: Any, _get: Lookup) -> NewSettings:
 
 
 def _reward_funcs(_key: str, value: Any, _get: Lookup) -> NewSettings:
-    """Translate dotted paths and short names, both as TRL's script accepts them."""
+    """Convert reward_funcs, given as in TRL's script by dotted path or short name, to environments.0.rewards."""
     entries = value if isinstance(value, list) else [value]
     rewards = [entry if isinstance(entry, dict) else {"name": entry} for entry in entries]
     return {"environments.0.rewards": [{**reward, "name": _reward_name(reward.get("name"))} for reward in rewards]}

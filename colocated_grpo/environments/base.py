@@ -53,7 +53,7 @@ class Episode(Protocol):
     """
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
-        """As Task.prompts; "prompt" opens the conversation."""
+        """Yield items, as Task.prompts does. An item's "prompt" is the start of the conversation."""
         ...
 
     async def run(self, item: Item, model: Conversation) -> float | dict[str, float] | None:

@@ -50,7 +50,7 @@ class Environment(Protocol):
 
 
 class ScoredEnvironment(Environment, Protocol):
-    """An environment with a scorer: every completion is a single message."""
+    """An environment that scores single completions: tasks, datasets and turn games, but not episodes."""
 
     @property
     def scorer(self) -> Scorer: ...

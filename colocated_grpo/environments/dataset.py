@@ -200,7 +200,7 @@ def read_jsonl(path: Path) -> list[Item]:
 
 
 def read_json(path: Path) -> list[Item]:
-    """Read a list of rows, or one row per line as the datasets library writes a .json file."""
+    """Read a JSON list of rows, or JSON Lines, which the datasets library also writes to .json files."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:

@@ -119,7 +119,7 @@ def mismatch(inputs: LossInputs) -> dict[str, Stat]:
     """Statistics of the sampler-trainer mismatch over trained tokens, before any truncation.
 
     kl: k3 estimate of KL(sampler || trainer). abs, max: |log difference|. outside: fraction of ratios outside [0.5, 2].
-    on_policy: abs over on-policy tokens alone, where it is rounding. ess: (sum w)^2 / (n * sum w^2) of the ratios w;
+    on_policy: abs over on-policy tokens only, which differ by rounding. ess: (sum w)^2 / (n * sum w^2) of the ratios w;
     1 - ess is the fraction of samples that correction would waste.
     """
     mask_N, log_ratio_N = inputs.loss_mask_N, _log_mismatch(inputs)

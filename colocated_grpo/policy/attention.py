@@ -65,10 +65,11 @@ def packed_attention(
     on_cuda: Attend = attend_varlen,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it.
+    """The attention function that is registered with transformers, which sets its signature.
 
     query: [1, H, T, D], key and value: [1, K, T, D], cu_seq_lens_q: [N + 1] int32. Returns [1, T, H, D].
-    prefix_keys: the micro-batch's; None: each run sees its own keys only. The last query of a run sees all its keys.
+    prefix_keys: of the micro-batch; None: each run sees only its own keys. The causal mask is aligned at the end: the
+    last query of a run sees all keys of the run.
     """
     if softcap is not None:
         raise ConfigError("attention logit soft-capping (gemma2) is not supported by packed attention")

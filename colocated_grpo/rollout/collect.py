@@ -1,8 +1,8 @@
 """Turn prompts into scored groups: single completions, or episodes of several turns.
 
-There is no collective between the first prompt and the last reward. Each engine takes prompts from a queue, so a slow
-rank takes fewer, and ranks whose completions or episodes differ in length or number cannot block each other. Finished
-groups are gathered once, at the end.
+No collective over all ranks runs between the first prompt and the last reward. Each engine takes prompts from a queue,
+so a slow rank takes fewer, and ranks whose completions or episodes differ in length or number cannot block each other.
+Finished groups are gathered once, at the end.
 """
 
 from __future__ import annotations

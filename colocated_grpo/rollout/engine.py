@@ -78,7 +78,7 @@ class RolloutEngine(Protocol):
         ...
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        """Tokens that the last step added to running requests with `stream`. May be empty: completions are whole."""
+        """Tokens that the last step added to running requests with `stream`. Optional: completions have all tokens."""
         ...
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:

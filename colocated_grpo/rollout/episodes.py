@@ -1,6 +1,6 @@
-"""Running episodes of this rank: user coroutines on an event-loop thread, whose turns go through the inbox.
+"""Episodes of this rank: user coroutines on an event-loop thread that sample their turns through the inbox.
 
-The main thread drives the engine. It does not wait for an episode's tools while requests decode.
+The main thread drives the engine and keeps decoding while episodes wait for their tools.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Group:
 
 
 class EpisodeRunner:
-    """Runs the episodes of one rank. All public methods are for the thread that drives the engine."""
+    """Runs the episodes of one rank. Public methods must be called on the thread that drives the engine."""
 
     def __init__(
         self, episodes: Mapping[str, Episode], codec: ChatCodec, inbox: Inbox, *, seed: int, tool_timeout: float

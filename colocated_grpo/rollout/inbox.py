@@ -101,7 +101,7 @@ class Inbox:
 
 
 class Driver:
-    """The engine and its inbox, for the thread that drives both."""
+    """Steps the engine and serves its inbox. Not thread-safe: used by the main thread only."""
 
     def __init__(self, engine: RolloutEngine, inbox: Inbox) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
 """Longest expected completions first, because the group that starts last decides when a batch ends.
 
-A long group that starts late leaves all other slots and ranks idle. The order changes only when a prompt is served:
-seeds are derived from the prompt's index.
+A long group that starts late leaves all other slots and ranks idle. The order decides only when a prompt is sampled,
+not its samples: seeds are derived from the prompt's index.
 """
 
 from __future__ import annotations

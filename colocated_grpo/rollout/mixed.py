@@ -16,7 +16,7 @@ class MixedSupply:
     """Joins two supplies: sampled groups first, served groups after them.
 
     Both use the rank's one driver and inbox, so requests from outside are served while prompts are sampled, and a rank
-    without further prompts continues with them at once.
+    that has finished its prompts keeps serving requests.
     """
 
     def __init__(self, sampled: PromptSupply, served: Supply) -> None:

@@ -33,7 +33,7 @@ class PromptQueue:
     take: Callable[[], int | None]
     """Index of the next prompt for this rank; None when none is left."""
     max_running: int = sys.maxsize
-    """Completions that this rank may have running at a time."""
+    """The rank takes a prompt only while fewer completions than this are running."""
     counts: bool = True
     """False: this rank generates the same groups as another one, whose groups are scored and used."""
     may_stop: bool = True
@@ -47,9 +47,10 @@ class Dispatch(Protocol):
 
 
 class DynamicDispatch:
-    """Each prompt goes to the engine that takes it first, by a counter in the store of all ranks.
+    """Each engine takes the next prompt when it has room. The position is a counter in the store of all ranks.
 
-    No engine may start with more than an even part, so that a fast one does not take everything at once.
+    At the start an engine takes at most 1/num_engines of the prompts (rounded up), so that the first to start does not
+    take them all.
     """
 
     def __init__(self, store: dist.Store, num_engines: int) -> None:
@@ -67,7 +68,7 @@ class DynamicDispatch:
 
 
 class StaticDispatch:
-    """Prompt i goes to engine i modulo engines, in order, so that a resumed run repeats the uninterrupted one."""
+    """Prompt i goes to engine i % num_engines, in order, so that a resumed run repeats the uninterrupted one."""
 
     def __init__(self, engine: int, num_engines: int) -> None:
         self._engine = engine
@@ -90,7 +91,10 @@ class ReplicatedDispatch:
 
 
 class TensorParallelDispatch:
-    """All ranks of one engine take the prompts that its first rank takes: vLLM needs equal requests in equal order."""
+    """All ranks of one engine take the prompts that its first rank takes.
+
+    vLLM needs the same requests in the same order on each of them.
+    """
 
     def __init__(self, inner: Dispatch, group: dist.ProcessGroup, leader: int, rank: int) -> None:
         self._inner = inner

@@ -30,7 +30,7 @@ class RewardCall:
 
 
 class RewardCalls:
-    """Calls a judge on `workers` threads."""
+    """Calls `judge`, the scoring function, on `workers` threads."""
 
     def __init__(self, judge: Judge, *, workers: int, timeout: float) -> None:
         self._judge = judge

@@ -1,4 +1,4 @@
-"""The supply of a step's groups. One `Supply` on each rank, chosen when the run is built."""
+"""Sources of the groups that a step trains. Each rank has one `Supply`, chosen when the run is built."""
 
 from __future__ import annotations
 

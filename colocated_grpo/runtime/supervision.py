@@ -52,7 +52,7 @@ class StopRequest:
             self._requested.set()
 
     def requested(self) -> bool:
-        """Whether this rank has seen a request. Ranks may differ for a second; only a collective makes them agree."""
+        """True if this rank has seen a request. Ranks may differ for a second; only a collective makes them agree."""
         return self._requested.is_set()
 
 

@@ -99,7 +99,7 @@ class StreamOptions(BaseModel):
 
 
 class OpenAIBody(BaseModel):
-    """Fields of both /v1/completions and /v1/chat/completions. Unknown keys do not affect sampling and are ignored."""
+    """Fields of both /v1/completions and /v1/chat/completions. Unknown keys, such as min_tokens, are ignored."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""Text of requests to tokens, and tokens of completions to text."""
+"""Conversion of request text to tokens, and of completion tokens to text."""
 
 from __future__ import annotations
 

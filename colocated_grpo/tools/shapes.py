@@ -18,7 +18,7 @@ class Shape:
     vocab: int | None = None
     """None: the tokenizer's alphabet. A larger number adds unused tokens to the tokenizer."""
     tied: bool = True
-    """Whether the output head is the embedding matrix."""
+    """True if the output head is the embedding matrix."""
     max_positions: int = 2048
 
 

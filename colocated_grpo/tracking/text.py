@@ -49,7 +49,7 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 
 
 def as_html(value: object) -> str:
-    """Return `visible` text with HTML special characters escaped."""
+    """Return the value as text, escaped by `visible` and for HTML."""
     return escape(visible(str(value)))
 
 

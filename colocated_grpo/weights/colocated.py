@@ -64,7 +64,7 @@ class ColocatedSync:
     ) -> None:
         """parameters: sharded tensors by checkpoint name. agree: logical AND over all ranks, collective.
 
-        planned: False keeps to the engine's own loader.
+        planned: False always uses the engine's own loader.
         """
         self._parameters = parameters
         self._engine = engine

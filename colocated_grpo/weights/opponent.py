@@ -18,7 +18,7 @@ NO_VERSION = -1
 
 
 class FrozenOpponent:
-    """Loads its weights into the engine between two batches, so that no second engine needs memory.
+    """Loads its weights into the engine between two batches, so that no second engine is needed.
 
     Every method is collective. No request may be running when the weights change.
     """

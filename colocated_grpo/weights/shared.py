@@ -18,10 +18,10 @@ class SharedSync:
 
 
 def share(copies: ColocatedSync, adopt: Callable[[Mapping[str, Tensor]], bool]) -> SharedSync:
-    """Replace the policy's compute weights by views of the engine's parameters. The engine must be awake.
+    """Replace the policy's compute weights by views of the engine's parameters.
 
-    adopt: takes the views by checkpoint name; False if the policy cannot compute with them. Raises RunError in that
-    case, and for models without a verified plan.
+    The engine's weights must be mapped; its KV cache need not be. adopt: takes the views by checkpoint name; False if
+    the policy cannot compute with them. Raises RunError in that case, and for models without a verified plan.
     """
     copies.sync()  # builds and verifies the plan
     plan = copies.plan

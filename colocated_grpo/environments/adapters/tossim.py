@@ -1,8 +1,9 @@
-"""ToSSim's batchers (next_batch, apply_actions, get_batch_stats) as a turn environment.
+"""Adapter that runs ToSSim's batchers (next_batch, apply_actions, get_batch_stats) as a turn environment.
 
-Batches have one of three forms: `(prompts, meta)` or a list of (prompt, meta) pairs, with `apply_actions(meta,
-completions)`, or bare prompts with `apply_actions(completions)`. Rewards are numbers or (number, note) pairs. A batcher
-applies every action that it rewards, so each completion is scored on a pickled copy of the whole table.
+`next_batch()` returns `(prompts, meta)`, a list of (prompt, meta) pairs, or a list of bare prompts. Actions are applied
+by `apply_actions(meta, completions)`, or by `apply_actions(completions)` for bare prompts. Rewards are numbers or
+(number, note) pairs. A batcher applies every action that it rewards, so each completion is scored on a pickled copy of
+the batcher and its open batch (`ToSSimTable`).
 """
 
 from __future__ import annotations

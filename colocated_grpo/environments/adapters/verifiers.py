@@ -32,7 +32,7 @@ class Verifiers(Section):
     config: JsonObject = {}
     """Settings of the taskset."""
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Tokens of the answer. Without it, up to rollout.max_completion_tokens."""
+    """Maximum tokens of the answer. null: rollout.max_completion_tokens."""
 
     _taskset: Any = PrivateAttr()
     _task_type: Any = PrivateAttr()

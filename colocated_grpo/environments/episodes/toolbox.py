@@ -10,7 +10,7 @@ from fractions import Fraction
 
 MAX_EXPRESSION_LENGTH = 200
 MAX_BITS = 256
-"""Of a numerator or denominator. Bounds the digits of every result and the cost of every operation."""
+"""Largest numerator or denominator. Bounds the digits of every result and the cost of every operation."""
 MAX_EXPONENT = 64
 MAX_RESULTS = 3
 """Lines that a search returns."""

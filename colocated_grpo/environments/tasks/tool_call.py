@@ -60,7 +60,7 @@ class ToolCall(Procedural):
         f"Tools: {TOOLS}.\nAnswer with one "
         '<tool_call>{"name": ..., "arguments": {...}}</tool_call> for each thing asked.\n{question}'
     )
-    """Prompt around the request."""
+    """Prompt text; {question} is replaced by the request."""
 
     def score(self, item: Item, completion: str) -> dict[str, float]:
         given, expected = read_calls(completion), item["tool_calls"]

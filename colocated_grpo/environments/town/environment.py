@@ -94,7 +94,7 @@ class TownEnvironment:
 
     @property
     def delayed(self) -> bool:
-        """Whether the end of a game adds to the rewards of its turns."""
+        """True if the end of a game adds to the rewards of its turns."""
         return self.settings.credit.outcome != 0
 
     def next_batch(self) -> list[TownTurn]:

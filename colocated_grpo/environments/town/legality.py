@@ -15,7 +15,7 @@ VOTES = ("guilty", "innocent", "abstain")
 
 
 class ArgumentKind(StrEnum):
-    """What an action has between its tags."""
+    """Kind of argument between an action's tags."""
 
     EMPTY = "empty"
     CHOICE = "choice"
@@ -204,7 +204,8 @@ def _role_rejection(game: Game, seat: int, tag: str) -> tuple[str, str]:
 MAX_PATTERN_THOUGHT = 400
 """Characters of the think block that the pattern admits."""
 _PATTERN_TEXT = "[A-Za-z0-9][A-Za-z0-9 ,.!?':;-]"
-"""First and further characters of speech. Excludes tags and all characters that the parser would clean away."""
+"""Character classes of speech: of its first character, then of all others. Without tag brackets, and without the
+characters that the parser replaces."""
 
 
 def reply_pattern(legal: LegalActions, max_speech: int, max_thought: int = MAX_PATTERN_THOUGHT) -> str:

@@ -50,7 +50,7 @@ class Ability:
     priority: Priority
     aim: Aim = Aim.OTHER
     visits: bool = True
-    """Whether the action is a visit: seen by lookouts and trackers, met by bodyguards and by a veteran on alert."""
+    """True if the action is a visit: seen by lookouts and trackers, met by bodyguards and by a veteran on alert."""
     uses: int | None = None
     """Uses in a game. None: unlimited."""
     from_night: int = 1

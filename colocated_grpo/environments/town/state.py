@@ -174,7 +174,7 @@ class Game:
     def notify(
         self, audience: Iterable[int], kind: str, actor: int = NO_SEAT, target: int = NO_SEAT, text: str = ""
     ) -> None:
-        """Add an event that only the audience sees."""
+        """Add an event that only the seats in `audience` see."""
         self.events.append(Event(self.day, self.phase, kind, actor, target, text, tuple(audience)))
 
     def record(self, kind: str, actor: int = NO_SEAT, target: int = NO_SEAT, text: str = "") -> None:

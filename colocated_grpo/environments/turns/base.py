@@ -52,7 +52,7 @@ class Outcome(Protocol):
 
 
 class Return(Protocol):
-    """What the end of a game adds to the reward of a committed turn."""
+    """Reward that the end of a game adds to a committed turn."""
 
     @property
     def turn_id(self) -> str: ...

@@ -1,7 +1,7 @@
 """Triton kernel for one-token attention over the paged KV cache, for batches large enough to fill the device.
 
-A decode step reads the weights once for all sequences but the cache of each one, so with many sequences attention costs
-the time of reading the cache. FlashAttention 3 targets few sequences and splits each one over the device.
+A decode step reads the weights once for all sequences, but a separate KV cache for each. With many sequences attention
+is limited by the bandwidth of these reads. FlashAttention 3 targets few sequences and splits each one over the device.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 vLLM is written for a process of its own. Inside the trainer's process it would destroy the trainer's process group,
 freeze its heap and repack weights that the trainer writes in place. The remaining rows make decoding faster.
 
-`apply` installs the rows that fit this version and device before an engine is built. A target that is missing within
-its versions raises if the run would be wrong without it, and is one warning if the run would only be slower. Attributes
-of vLLM that this package reads or writes without replacing them are listed in `PRIVATE_STATE`; a test finds each of
-both lists in the sources of the oldest and the installed version.
+`apply` installs the rows that fit this version and device before an engine is built. If a target is missing within its
+versions, it raises an error where the run would be wrong, and logs one warning where the run would only be slower.
+Private attributes of vLLM that this package reads or writes without replacing them are listed in `PRIVATE_STATE`. A
+test looks up every entry of both lists in the sources of the oldest supported and the installed version.
 """
 
 from __future__ import annotations

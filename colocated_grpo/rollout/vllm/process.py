@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process: what its replacements do, and the process state that building an engine changes."""
+"""vLLM in the trainer's process: replacement functions for `patches`, state saved while an engine is built, sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampled token and its log-probability, reading the logits once.
+"""Triton kernels that sample a token and compute its log-probability in one pass over the logits.
 
 vLLM's own kernels read each row of logits four times and draw one Philox number for each token of the vocabulary. Times
 within a step: docs/results/decode_kernels_1xh200.json. Times of single launches: decode_launches_1xh200.json there.
@@ -34,7 +34,7 @@ class _LastSample:
 
     vLLM scores the sampled tokens right after sampling, from the same tensor, so one entry is enough. The tensor is
     recognised by identity: vLLM samples under inference_mode, where tensors have no version counter that would show a
-    change in place. Such a change would appear in mismatch/abs, which stops the run.
+    change in place. Such a change would appear in mismatch/on_policy, which stops the run.
     """
 
     logits: weakref.ref[Tensor] | None = None

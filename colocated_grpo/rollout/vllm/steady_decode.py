@@ -1,4 +1,4 @@
-"""Decoding without the scheduler's work for every token.
+"""Decode steps that skip the scheduler's work for each token.
 
 vLLM's scheduler runs Python code for each token of each request; with hundreds of requests the GPU waits for the host.
 While a batch only decodes, consecutive steps differ in counters alone. `SteadyDecode` replaces the scheduler's two
