@@ -34,7 +34,7 @@ def group_advantages(groups: Sequence[Rewards], config: AdvantageConfig) -> list
 
 
 def is_constant(rewards: Rewards) -> bool:
-    """Return True if all siblings have the same reward, so that every advantage of the group is 0.
+    """Return True if all rewards other than None are equal, so that every advantage of the group is 0.
 
     Such a group has no policy gradient, but a KL penalty has one: with kl.coef > 0 the group must not be dropped.
     """
@@ -42,7 +42,7 @@ def is_constant(rewards: Rewards) -> bool:
 
 
 def _centred(rewards: Rewards, leave_one_out: bool) -> list[float]:
-    """Reward minus baseline; reward minus the mean of the n - 1 others equals (reward - mean) * n / (n - 1)."""
+    """Return rewards minus baselines. Leave-one-out: reward - mean of the others = (reward - mean) * n / (n - 1)."""
     if is_constant(rewards):
         return [0.0] * len(rewards)  # a mean with rounding error would give advantages that division by eps enlarges
     scored = _scored(rewards)

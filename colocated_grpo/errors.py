@@ -22,6 +22,6 @@ def in_one_line(error: BaseException) -> str:
 
 
 def write_failed(what: str, folder: Path, cause: str) -> RunError:
-    """Return the error for a failed write. Its line includes the free disk space, the usual reason."""
+    """Return the error for a failed write. Its line includes the free disk space: a full disk is the usual reason."""
     free = shutil.disk_usage(folder).free / 2**30
     return RunError(f"{what}: writing to {folder} failed ({free:.3g} GiB free there): {cause}")

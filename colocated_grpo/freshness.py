@@ -80,8 +80,8 @@ class FreshnessCheck:
         if self._config.every > 0 and not mean_diff <= self._sample_tolerance:  # NaN fails too
             raise RunError(
                 f"mismatch/on_policy={mean_diff:.4g}: samples of the current weights have other log-probabilities in "
-                f"the engine than in the policy (limit {self._sample_tolerance:g}, from freshness.max_mean_diff); the "
-                "weights agree, so decoding, sampling or scheduling is faulty; try engine.enforce_eager=true"
+                f"the engine than in the policy (limit {self._sample_tolerance:g}, from freshness.max_mean_diff); if "
+                "freshness/mean_diff is small, decoding, sampling or scheduling fails: try engine.enforce_eager=true"
             )
 
     def _policy_logprobs(self) -> list[float]:

@@ -68,8 +68,8 @@ class Metrics:
 def reduce(metrics: Metrics, all_reduce_sum: AllReduce, all_reduce_max: AllReduce) -> dict[str, float]:
     """Return numbers over all micro-batches and ranks, without names that have no data on any rank.
 
-    Collective: every rank must have the same names, because values are matched by their position in sorted order. Two
-    all-reduces and one synchronization with the device.
+    Collective: every rank must have the same names, because values are matched by their position in sorted order. Takes
+    two all-reduces and one synchronization with the device.
     """
     stats = metrics.ordered()
     maxima = _pack([stat for _, stat in stats if stat.kind == "max"], metrics.device)

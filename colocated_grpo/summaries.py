@@ -65,9 +65,9 @@ def check_reward_errors(groups: Sequence[Group], config: RolloutConfig) -> None:
 
 
 def lack_of_signal(groups: Sequence[Group]) -> str | None:
-    """One line that says why these groups have no gradient; None if they have one.
+    """Return one line on why these groups have no gradient, or None.
 
-    Groups with given advantages and groups of one always have one.
+    Given advantages count as a gradient, and so does a group of one rollout if any rollout has a reward.
     """
     if not groups:
         return "no group is trained yet: their turns are pending until their games end"

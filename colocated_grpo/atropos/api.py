@@ -24,14 +24,14 @@ from colocated_grpo.web.server import Connection
 
 MAX_BODY_BYTES = 256 << 20
 MAX_QUEUED = 1 << 20
-"""Sequences, which at a thousand tokens each take some tens of GB. Further posts are rejected with 503."""
+"""Sequences in the queue: tens of GB at a thousand tokens each. Further posts are rejected with status 503."""
 GZIP_MIN_BYTES = 1000
 GZIP_LEVEL = 1
 """Compression blocks the event loop, and higher levels take several times as long."""
 
 
 def create_app(*, max_body_bytes: int = MAX_BODY_BYTES, max_queued: int = MAX_QUEUED) -> FastAPI:
-    """Return the server with an empty state of its own, which its single event loop uses without locks."""
+    """Return the server with an empty state of its own. The state needs no locks on a single event loop."""
     app = FastAPI(title="Atropos API", docs_url=None, redoc_url=None)
     exchange = Exchange(max_queued)
     # Environments that render a page read the API from a browser. atroposlib allows it too.

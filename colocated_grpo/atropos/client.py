@@ -12,8 +12,8 @@ UNSET = -1
 """Reported by GET /info while no trainer is registered."""
 STATUS_KEYS = ("current_step", "queue_size")
 BATCH_SECONDS = 300.0
-"""Timeout of GET /batch. The server removes a batch from its queue before it serializes and compresses it, which takes
-long for millions of tokens, and a batch whose client has timed out is lost."""
+"""Timeout of GET /batch. The server takes a batch off its queue before compressing it, which is slow for millions of
+tokens. A batch whose client times out meanwhile is lost."""
 REGISTRATION_ATTEMPTS = 3
 """Consecutive resets before giving up. An environment that posts between reset and registration spoils the attempt."""
 
@@ -43,7 +43,7 @@ class TrainerSettings:
 
 
 class AtroposClient:
-    """Calls of one trainer. Every method raises Unavailable without a usable response, RequestRejected on 4xx."""
+    """HTTP calls of one trainer. Every method raises Unavailable without a usable response, RequestRejected on 4xx."""
 
     def __init__(self, url: str, trainer: TrainerSettings, *, may_reset: bool, timeout: float = 30.0) -> None:
         """may_reset: allow discarding another trainer's registration, with its queue and environments."""
@@ -64,9 +64,9 @@ class AtroposClient:
     def register(self, step: int, note: Callable[[str], None]) -> list[object] | None:
         """Register as the server's trainer and return the batch that was waiting, if any.
 
-        The request for a batch is what allows environments to register. The server keeps the first registration it
-        gets, and atroposlib's silently keeps none when an environment has posted before, so the result is verified
-        with GET /info. A registration that conflicts with this one is only reset with `may_reset`.
+        Environments cannot register before the trainer's first request for a batch. The server keeps the first
+        registration that it gets, and atroposlib's silently keeps none if an environment has posted before. So the
+        result is verified with GET /info. A conflicting registration is reset only with `may_reset`.
         """
         for _ in range(REGISTRATION_ATTEMPTS):
             self._http.post("/register", {**asdict(self._trainer), "starting_step": step})
@@ -112,7 +112,7 @@ class AtroposClient:
         return batch or None
 
     def status(self) -> dict[str, float]:
-        """Return current_step, the number of batches formed (not trained), and queue_size, the groups waiting."""
+        """Return current_step, which counts batches formed (not trained), and queue_size, the waiting groups."""
         response = self._http.get("/status")
         status: dict[str, float] = {}
         for name in STATUS_KEYS:

@@ -4,7 +4,7 @@ No HTTP here. Responses are those of atroposlib 0.4.0, with four of its defects 
 - A group posted before the trainer has registered does not prevent the registration.
 - GET /batch after a reset returns the same as before the first registration, not an internal error.
 - An environment without a name gets one.
-- An unknown environment id is answered with an instruction, not with an internal error.
+- An unknown environment id gets an error that says what to do, not an internal error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Environment:
     env_id: int
     settings: EnvRegistration
     group_size: int
-    """As registered, or the largest of its groups seen in the queue."""
+    """The registered size, or the size of its largest group seen in the queue if that is larger."""
     connected: bool = True
 
     @property
@@ -69,7 +69,7 @@ class Exchange:
         self._envs: list[Environment] = []
         self._queue: list[ScoredData] = []
         self._parts: dict[int, list[ScoredData]] = {}
-        """By environment: groups smaller or larger than its group size, until some add up to it."""
+        """Environment id -> groups of a size other than its group size, kept until some add up to it."""
         self._formed: list[list[ScoredData]] = []
         """Batches taken off the queue and not yet sent."""
         self._latest: ScoredData | None = None
@@ -133,7 +133,7 @@ class Exchange:
         return self.post_all([group])[0]
 
     def post_all(self, groups: list[ScoredData]) -> list[JsonObject]:
-        """Queue all groups or none. Clients repeat a rejected list; a group kept from it would be trained twice."""
+        """Queue all groups or none. Clients resend a rejected list, and a group kept from it would be trained twice."""
         queued = self._num_queued()
         if queued + sum(map(_queue_size, groups)) > self._max_queued:
             raise QueueFull(f"{queued} sequences are waiting for the trainer; the limit is {self._max_queued}")
@@ -188,7 +188,7 @@ class Exchange:
         return batch
 
     def status_env(self, env_id: int) -> JsonObject:
-        """Return what the environment adjusts its pace to: its weight, and queue sizes in units of its group size."""
+        """Return the values by which an environment paces itself. Queue sizes are in units of its group size."""
         env = self._env(env_id)
         own = [group.size for group in self._queue if group.env_id == env_id]
         env.group_size = max([env.group_size, *own])
@@ -204,7 +204,7 @@ class Exchange:
         }
 
     def _num_from_others(self, env_id: int, largest: int) -> int:
-        """Return how many sequences other environments have queued, in whole packs, above their reserved numbers."""
+        """Return the queued sequences of other environments, in whole packs, beyond their reserved numbers."""
         if largest == 1:
             return 0
         counts: dict[int | None, int] = {}
@@ -223,5 +223,5 @@ class Exchange:
 
 
 def _queue_size(group: ScoredData) -> int:
-    """Return what the group counts towards the limit: at least 1, since one without sequences may hold much text."""
+    """Return the group's size for the queue limit: at least 1, since a group without sequences may hold much text."""
     return max(1, group.size)

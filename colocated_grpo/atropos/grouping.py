@@ -18,8 +18,8 @@ def choose_batch(
 ) -> list[int]:
     """Return the queue positions of the groups of the next batch; empty when none can be formed.
 
-    sizes, envs: number of sequences and environment of each queued group. allocations: smallest fraction of the batch
-    reserved for an environment.
+    sizes, envs: number of sequences and environment of each queued group. allocations: environment -> smallest
+    fraction of the batch reserved for it.
     """
     if not sizes or sum(sizes) < batch_size:
         return []

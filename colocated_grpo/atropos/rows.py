@@ -1,7 +1,7 @@
-"""Validation of received batches: groups of the API server become groups that may be trained.
+"""Validation of received batches, and conversion of their groups to trainable ones.
 
-Anyone who can reach the server can post to it, and it checks types but no lengths. An inconsistent sequence is dropped
-and counted by reason. Training on it would be wrong, and an error would let any environment stop the trainer.
+Anyone who can reach the server can post to it, and it checks types but not lengths. An inconsistent sequence is
+dropped and counted by reason. Raising an error instead would let any environment stop the trainer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DUMMY_LOGPROB = -0.5
 LOGPROB_SLACK = 1e-3
 """Positive log-probabilities up to this value are rounding errors and count as zero."""
 MIN_LOGPROB = -87.0
-"""Below it exp() is subnormal in float32 and its inverse, an importance weight, overflows. Samplers never return such
-values; they are fillers such as -9999."""
+"""Lower values are rejected: in float32 their exp() is subnormal, and its inverse, an importance weight, overflows.
+Samplers never return such values; they are fillers such as -9999."""
 MAX_MAGNITUDE = 1e6
 """Bound of scores and advantages. Much larger finite values make the gradient norm infinite, which stops the run."""
 MAX_TEMPERATURE = 100.0
@@ -56,8 +56,8 @@ class GroupReader:
     def read(self, items: Sequence[object], first_index: int, policy_version: int) -> ReadBatch:
         """Convert the groups of one batch, dropping invalid sequences. Raises RunError for missing inference_logprobs.
 
-        first_index: prompt index of the first group. policy_version: of the current weights, for sequences that were
-        sampled elsewhere.
+        first_index: prompt index of the first group. policy_version: the current one, for sequences of unknown
+        origin.
         """
         batch = ReadBatch()
         for item in items:
@@ -121,7 +121,7 @@ class GroupReader:
         if not group.get("inference_logprobs"):
             return None
         logprobs_T = _logprobs(group, "inference_logprobs", index, trained_T)
-        # atroposlib's placeholder for OpenAI endpoints, which return neither tokens nor their log-probabilities.
+        # atroposlib's placeholder (tokens 0, 1, 2, ...) for OpenAI endpoints, which return no tokens or logprobs.
         if (np.arange(len(tokens_T)) == tokens_T).all() and (logprobs_T[trained_T] == DUMMY_LOGPROB).all():
             raise InvalidSequence("dummy_server")
         return logprobs_T.tolist()
@@ -212,7 +212,7 @@ def _logprobs(group: ReceivedGroup, name: Column, index: int, trained_T: np.ndar
 
 
 def _trained(tokens_T: np.ndarray, masks_T: np.ndarray) -> np.ndarray:
-    """Return a bool array: True where the mask repeats the token. The first token has no prediction to train."""
+    """Return a bool array: True where the mask repeats the token. Never the first token: nothing predicts it."""
     trained_T = masks_T != MASKED
     if (masks_T[trained_T] != tokens_T[trained_T]).any():
         raise InvalidSequence("masks")

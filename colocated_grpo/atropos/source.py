@@ -19,7 +19,7 @@ from colocated_grpo.web.client import RequestRejected, Unavailable
 POLL_SECONDS = 0.5
 MAX_RETRY_SECONDS = 30.0
 EXPLAIN_SECONDS = 60.0
-"""Without a batch for this long, the log says what the server's queue holds."""
+"""While no batch arrives, the log says at this interval how many groups wait in the server's queue."""
 MAX_UNUSABLE_BATCHES = 8
 """Consecutive batches without a valid sequence before the run stops: the environment is misconfigured."""
 
@@ -85,9 +85,9 @@ class AtroposSource:
         )
 
     def begin(self, step: int) -> None:
-        """Register, or log the failure and leave it to `wait_for_groups`.
+        """Register. A failure is logged, and `wait_for_groups` tries again.
 
-        The engines have been built since `connect`, which takes minutes, and the server may be restarting.
+        Building the engines takes minutes, so the server may have stopped or restarted since `connect`.
         """
         try:
             self._register(step)
@@ -144,7 +144,7 @@ class AtroposSource:
             self._registered = False
             self._note(f"atropos: {self._client.url} has lost the registration of this trainer; registering again")
         except (Unavailable, RequestRejected) as error:
-            # A new registration also ends this state: after a reset, atroposlib's /batch fails with 500 until then.
+            # Register again: after a reset, atroposlib's /batch fails with status 500 until a trainer registers.
             self._registered = False
             self._num_failures += 1
             pause = min(MAX_RETRY_SECONDS, 2.0 ** (self._num_failures - 1) * POLL_SECONDS)
@@ -203,15 +203,15 @@ class AtroposSource:
         return row | {f"atropos/{name}": value for name, value in self._status.items()}
 
     def state_dict(self) -> JsonObject:
-        """Return what a resumed run needs besides the server's queue, which outlives this process.
+        """Return the count of groups read, the untrained batches, and the origins of served completions: a few MB.
 
-        These are the batches already received, and the origins of completions still on their way: a few MB.
+        The server's queue is not part of the state: it outlives this process.
         """
         origins = self._reader.origins.state_dict()
         return {"groups_read": self._groups_read, "taken": list(self._untrained), "origins": origins}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restore a saved state. A batch that came with this process's own registration is trained after its batches.
+        """Restore a saved state. Its batches are trained before one that came with this process's registration.
 
         Raises EnvironmentSetupError for the state of another kind of source.
         """

@@ -29,8 +29,8 @@ from colocated_grpo.web.server import ServerThread
 LONG_SLEEP_SECONDS = 480.0
 """Longer sleeps are logged. Environments abandon a rollout after 600 s by default, pending requests included."""
 LAST_BATCH_SECONDS = 10.0
-"""Wait after a stop request for a batch already requested, since the server sends each batch once. Short, because
-schedulers kill a stopping process soon."""
+"""Longest wait, after a stop request, for a batch already requested: the server sends each batch only once. Short,
+because schedulers soon kill a stopping process."""
 
 Note = Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""The JSON of Atropos' API server (atroposlib 0.4.0): bodies that it accepts, and the groups that it sends."""
+"""The JSON of Atropos' API server (atroposlib 0.4.0): its request bodies, and the groups of GET /batch."""
 
 from __future__ import annotations
 

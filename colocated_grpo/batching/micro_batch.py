@@ -30,8 +30,8 @@ PADDING_TOKENS = [0, 0]
 class TrainSequence:
     """One rollout converted to arrays, on the rank that trains it.
 
-    Plans use `Outline` instead: they cover every rollout on every rank, where converting all tokens would be wasted.
-    Arrays, because torch converts a list number by number.
+    Planning uses `Outline` instead: every rank plans all rollouts, but converts only its own.
+    Arrays, because torch converts lists one number at a time.
     """
 
     token_ids: np.ndarray
@@ -57,7 +57,7 @@ class TrainSequence:
 
 
 class PrefixKeys(NamedTuple):
-    """Keys that queries see where siblings have a common prefix.
+    """Keys that the queries see in a micro-batch with common prefixes.
 
     The keys of each prefix come first, then those of each sequence, its prefix included. Example: sequences of 5 and 3
     tokens with 2 in common give T = 6 and E = 2 + 5 + 3.
@@ -165,7 +165,10 @@ class _Place:
 
 
 def _place(sequences: Sequence[TrainSequence]) -> list[_Place]:
-    """Put common prefixes first, then the rest of each sequence. A sequence without siblings here has no prefix."""
+    """Put common prefixes first, then the rest of each sequence.
+
+    A sequence without siblings in the micro-batch has no prefix.
+    """
     groups = [list(members) for _, members in groupby(sequences, key=lambda seq: seq.group)]
     lengths = [members[0].prefix_length if len(members) > 1 else 0 for members in groups]
     prefixes = np.cumsum([0, *lengths]).tolist()
@@ -178,7 +181,7 @@ def _place(sequences: Sequence[TrainSequence]) -> list[_Place]:
 
 
 def _prefix_keys(places: Sequence[_Place], prefix_lengths: Sequence[int]) -> PrefixKeys:
-    """prefix_lengths: in the order of the prefixes' rows."""
+    """Return the keys that each run sees. prefix_lengths: in the order of the prefixes' rows."""
     lengths = [*prefix_lengths, *(place.length for place in places)]
     boundaries = np.cumsum([0, *lengths])
     num_prefix_rows = sum(prefix_lengths)

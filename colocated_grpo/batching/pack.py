@@ -60,7 +60,7 @@ class Batch:
     num_tokens: int
     """Tokens of the trained rollouts over all ranks and minibatches, one epoch."""
     computed_tokens: int
-    """Rows that the model computes for them: the common prefix of siblings in a micro-batch is computed once."""
+    """Rows that the model computes for these tokens: a common prefix of siblings is computed once per micro-batch."""
     imbalance: float
     """Computed tokens of the fullest rank over the mean, minus one."""
     padding: float
@@ -88,9 +88,9 @@ def pack(
     """Split groups into minibatches and pack this rank's rollouts of each.
 
     advantages: [group][sibling], for every token that the sibling sampled; a rollout's own advantages take precedence.
-    without_gradient: [group], True where no token has a gradient; dropped if config.drop_constant_groups.
+    without_gradient: [group], True where no token has a gradient; config.drop_constant_groups drops these groups.
     config: with max_tokens_per_micro_batch decided, not 'auto'.
-    policy_version: of the weights to be trained; plain samples of them are marked on-policy. None: none are marked.
+    policy_version: of the weights to be trained; their plain samples are marked on-policy. None: mark none.
     Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
     """
     budget = config.max_tokens_per_micro_batch
@@ -150,7 +150,7 @@ def _outlines(index: int, group: Group, config: BatchConfig) -> list[Outline]:
 def _common_prefix_length(group: Group) -> int:
     """Length of the longest common prefix of all rollouts, at most up to the first sampled token of each."""
     prompts = [rollout.token_ids[: rollout.prompt_length] for rollout in group.rollouts]
-    first, last = min(prompts), max(prompts)  # in lexicographic order: what these two have in common, all have
+    first, last = min(prompts), max(prompts)  # lexicographic order: a common prefix of these two is common to all
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from colocated_grpo.errors import RunError
 
 COPIED_KEY_COST = 0.25
-"""Memory of one copy of a token's keys and values, relative to all that the token keeps for the backward pass. Common
-models have about 1/8. The margin keeps micro-batches with many copies within the memory measured without any."""
+"""Memory of one copy of a token's keys and values, relative to all that is kept of the token for the backward pass.
+About 1/8 in common models; the margin keeps micro-batches with many copies within the memory measured without any."""
 GROUPING_THRESHOLD = 0.97
-"""Plan by group only if that leaves less than this fraction of the work: every layer then copies keys and values."""
+"""Plan by group only if the work drops below this fraction, because every layer then copies keys and values."""
 
 
 class Outline(NamedTuple):
@@ -71,9 +71,9 @@ def _work(assignment: Assignment) -> int:
 
 
 def _plan_individually(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignment:
-    """Put the longest first, into the emptiest micro-batch (Graham's LPT rule).
+    """Add rollouts, longest first, to the emptiest micro-batch (Graham's LPT rule).
 
-    With many rollouts the loads then differ by less than a short one.
+    With many rollouts, the loads differ by less than the length of a short one.
     """
     longest_first = sorted(outlines, key=lambda outline: (-outline.length, outline.group, outline.sibling))
     per_rank = _min_per_rank(sum(outline.length for outline in outlines), budget, world_size)
@@ -99,7 +99,7 @@ def _fill_bins(longest_first: Sequence[Outline], budget: int, count: int) -> lis
 
 
 def _distribute(bins: list[list[Outline]], world_size: int) -> Assignment:
-    """In each round every rank gets one bin; the fullest goes to the rank with the smallest load so far."""
+    """Assign one bin per rank in each round, the fullest to the rank with the smallest load so far."""
     load = lambda bin: sum(outline.length for outline in bin)  # noqa: E731
     assignment: Assignment = [[] for _ in range(world_size)]
     totals = [0] * world_size
@@ -113,21 +113,21 @@ def _distribute(bins: list[list[Outline]], world_size: int) -> Assignment:
 
 
 def _plan_by_group(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignment:
-    """Keep siblings adjacent and cut the sequence of groups into equal work: ranks differ by less than a rollout."""
+    """Keep siblings adjacent and cut the list of groups into equal work; ranks differ by less than a rollout."""
     longest_first = sorted(outlines, key=lambda outline: (outline.group, -outline.length, outline.sibling))
     groups = [list(siblings) for _, siblings in groupby(longest_first, key=lambda outline: outline.group)]
     per_rank = _min_per_rank(computed_tokens(outlines), budget, world_size)
     while (bins := _cut(groups, budget, per_rank * world_size)) is None:
         per_rank += 1
     by_rank = (bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(world_size))
-    # Fullest first, as in `_distribute`: the memory that it takes from the allocator is reused by the others.
+    # Fullest first, as in `_distribute`: later micro-batches reuse the memory that the first one allocated.
     return [sorted(own, key=computed_tokens, reverse=True) for own in by_rank]
 
 
 def _cut(groups: Sequence[list[Outline]], budget: int, count: int) -> list[list[Outline]] | None:
     """Fill `count` micro-batches with the groups in order, each with an equal part of the remaining work.
 
-    Siblings that no longer fit, where shorter ones may, continue in the next micro-batch. None: `count` is too small.
+    Siblings that do not fit go into the next micro-batch; shorter ones may still be added. None: `count` is too small.
     """
     queue = deque(groups)
     bins: list[list[Outline]] = []
@@ -149,14 +149,14 @@ def _cut(groups: Sequence[list[Outline]], budget: int, count: int) -> list[list[
 
 
 class _Bin:
-    """A micro-batch while it is filled."""
+    """Micro-batch that is being filled."""
 
     def __init__(self, target_load: float, budget: int) -> None:
         self.outlines: list[Outline] = []
         self.load = 0
-        """Tokens that it computes."""
+        """Computed tokens."""
         self._memory = 0.0
-        """The load, and COPIED_KEY_COST for each copied key; limited by the budget."""
+        """The load plus COPIED_KEY_COST per copied key; limited by the budget."""
         self._target_load = target_load
         self._budget = budget
 
@@ -164,7 +164,7 @@ class _Bin:
         return bool(self.outlines) and self.outlines[-1].group == outline.group
 
     def try_add(self, outline: Outline) -> bool:
-        """Add it if it fits or the micro-batch is empty; return True if added."""
+        """Add a rollout if it fits or the micro-batch is empty. Return True if it was added."""
         copied = outline.prefix_length if self.has_siblings_of(outline) else 0
         added = outline.length - copied
         load, memory = self.load + added, self._memory + added + COPIED_KEY_COST * copied

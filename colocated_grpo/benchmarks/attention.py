@@ -102,9 +102,9 @@ def kernels_for(problem: Problem) -> dict[str, Attend]:
 
 
 def product_flops(problem: Problem) -> float:
-    """Return the FLOP of one product of the scores' size, below the diagonal only.
+    """Return the FLOP of one matrix product over the causal attention scores, below the diagonal only.
 
-    Attention takes two such products, its gradient five.
+    The forward pass takes two such products, the backward pass five.
     """
     tokens, heads, size = problem.query_THD.shape
     return 2 * tokens * heads * size * (problem.runs.longest_q + 1) / 2

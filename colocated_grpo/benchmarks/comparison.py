@@ -22,18 +22,18 @@ RESULT_KEYS: dict[SetupName, str] = {"tuned": "peer", "defaults": "peer_defaults
 
 
 class Summary(TypedDict):
-    """Medians over the measured steps, and all steps."""
+    """Medians over the measured steps, and the rows of all steps."""
 
     median: Medians
     steps: list[StepRow]
 
 
 class PeerSummary(Summary):
-    """The same of TRL, and how it was configured."""
+    """Summary of a TRL run, with its configuration."""
 
     setup: SetupName
     arguments: JsonObject
-    """All arguments of GRPOConfig and GRPOTrainer, under these two names."""
+    """All arguments of GRPOConfig and GRPOTrainer, keyed by these two names."""
     tries: list[JsonObject]
     """Configurations tried before and including the measured one; empty for the defaults."""
     notes: list[str]
@@ -64,7 +64,7 @@ def comparison(ours: Summary, peers: Mapping[SetupName, PeerSummary], bounds: Ma
 
 
 def speedup(ours: Mapping[str, float], peer: Mapping[str, float]) -> Medians:
-    """Return, for each figure of both, the peer's time or memory over ours, or our throughput over the peer's."""
+    """Return our advantage in each shared figure: the peer's time or memory over ours, our throughput over its."""
     factors = {}
     for name in SHOWN:
         if name.startswith(LESS_IS_BETTER):

@@ -1,7 +1,7 @@
 """Time of a decode step, by kernel: `python -m colocated_grpo.benchmarks.decode --shape qwen3-0.6b --gpus 1`.
 
-Several groups decode together. A step in the middle of their completions is timed, beside the device time in it and the
-least time to read weights and KV cache.
+Several groups decode together. Steps in the middle of their completions are timed and compared with their device time
+and with the least time to read weights and KV cache.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DecodeTime(NamedTuple):
 
 
 def decode(engine: RolloutEngine, options: argparse.Namespace, sequences: int, tokens: int, world: World) -> DecodeTime:
-    """Decode that many sequences together: time `options.steps` steps and profile as many more."""
+    """Decode `sequences` sequences together: time `options.steps` steps and profile as many more."""
     engine.submit(requests(options, sequences, tokens))
     finished = 0
 
@@ -120,7 +120,7 @@ def requests(options: argparse.Namespace, sequences: int, tokens: int) -> list[R
 def row_of(
     options: argparse.Namespace, sequences: int, measured: DecodeTime, size: ModelSize, roofline: Roofline
 ) -> JsonObject:
-    """Return step and device time, beside the time to read weights and cache at the middle of the measured steps."""
+    """Return step time, device time, and the time to read weights and KV cache midway through the measured steps."""
     seconds = measured.step_seconds
     busy = busy_seconds(measured.kernels) / options.steps
     cached = sequences * (options.prompt + options.sampled + options.steps / 2)

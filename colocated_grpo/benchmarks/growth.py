@@ -1,7 +1,7 @@
 """Step time as the work grows: `python -m colocated_grpo.benchmarks.growth --axis completions --gpus 1`.
 
 Axes: `completions` per step at the standard length; `length` of the longest completion, with the mean in proportion;
-`gpus`, 1 and --gpus of them with the same work for each. One run is built per axis and trained at each size in turn.
+`gpus`, 1 and --gpus of them with the same work for each. Each launch builds one run and trains every size in turn.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
 
 
 def growth_config(options: argparse.Namespace, model: Path, sizes: Sequence[Size], ranks: int) -> Config:
-    """Return the settings of a run whose limits hold every size."""
+    """Return the settings of a run whose limits allow every size."""
     largest = max(size.completions for size in sizes)
     rollout = {
         "prompts_per_step": largest // options.group_size,
@@ -144,7 +144,7 @@ def growth_config(options: argparse.Namespace, model: Path, sizes: Sequence[Size
 
 
 def resized(run: Run, size: Size, start: int, steps: int, vocabulary: int) -> Run:
-    """Return the run with the work of `size` from step `start` on. Engine and policy are the same objects."""
+    """Return the run with the work of `size` from step `start` on. It shares engine and policy with `run`."""
     assert isinstance(run.supply, PromptSupply), "the workload is a task, whose prompts this run samples itself"
     prompts = size.completions // run.config.rollout.group_size
     rollout = run.config.rollout.model_copy(update={"prompts_per_step": prompts, "max_completion_tokens": size.length})

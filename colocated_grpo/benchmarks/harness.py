@@ -1,7 +1,6 @@
-"""Command lines of the benchmarks: the same command started again in every rank, or run in this process alone.
+"""Entry points of the benchmarks: start the same command again in every rank, or run in this process alone.
 
-A rank is a process of its own even where there is only one, because libraries read their environment variables when
-they are imported.
+Even a single rank is a process of its own, because libraries read their environment variables when they are imported.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ MeasureHere = Callable[[argparse.Namespace, torch.device, Roofline], JsonObject]
 
 
 def rank_parser(description: str | None) -> argparse.ArgumentParser:
-    """Flags of every benchmark that runs in ranks. Unknown flags are settings: --policy.compile off"""
+    """Return a parser of the flags common to benchmarks in ranks. Unknown flags are settings: --policy.compile off"""
     parser = argparse.ArgumentParser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -120,7 +119,7 @@ def main_here(
 
 @contextmanager
 def model_folder(options: argparse.Namespace, world: World) -> Iterator[Path]:
-    """The model folder of --model, or a random model of --shape that is deleted on exit. Collective."""
+    """Yield the model folder of --model, or of a random model of --shape that is deleted on exit. Collective."""
     # Imported here because transformers takes seconds to import, and neither --help nor the starting process needs it.
     from transformers.utils.logging import disable_progress_bar
 
@@ -142,7 +141,7 @@ def model_folder(options: argparse.Namespace, world: World) -> Iterator[Path]:
 
 
 def config_of(model: Path, options: argparse.Namespace, **sections: Any) -> Config:
-    """The defaults, overridden by `sections`, overridden by the command line's settings."""
+    """Return the config. Precedence: the command line's settings, `sections`, the defaults."""
     content = {
         "model": {"name": str(model)},
         "environments": [{"type": "task", "name": TASK}],

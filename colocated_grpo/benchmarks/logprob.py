@@ -1,7 +1,7 @@
 """The log-probability operator against its own matrix products: `python -m colocated_grpo.benchmarks.logprob`.
 
-Times forward plus backward of both forms of the operator and of the plain path, which holds all logits at once, beside
-three plain matrix products of the same sizes: logits, gradient of the hidden states, gradient of the weights.
+Times forward plus backward of both forms of the operator, and of the plain path, which holds all logits at once. The
+floor is three matrix products of the same sizes: logits, gradient of the hidden states, gradient of the weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Problem(NamedTuple):
 
 
 Operator = Callable[[Problem], Tensor]
-"""Returns a scalar with the gradient of sum(grad * log p(target)). Entropies are computed as well."""
+"""Returns a scalar whose gradient is that of sum(grad * log p(target)). Computes entropies as well."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

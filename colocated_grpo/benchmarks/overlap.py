@@ -1,7 +1,7 @@
 """Gain from training on a second stream while the engine decodes: `python -m colocated_grpo.benchmarks.overlap`.
 
-Times a tail of few sequences alone, a micro-batch alone, and the tail while micro-batches train beside it. The gain is
-the time of both in sequence over the time of both together; 1 means no gain.
+Times decoding of a few sequences (a batch's tail) alone, training of a micro-batch alone, and both at once. The gain is
+the time of both in sequence over the time of both at once; 1 means no gain.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Overlap:
         self.policy.forward_backward(one, Metrics(self.device))
 
     def together(self, tail: int, tokens: int, preferred: Preferred) -> tuple[float, int]:
-        """Return the seconds of decoding while another thread trains, and the micro-batches trained meanwhile."""
+        """Decode while another thread trains; return the seconds and the number of micro-batches trained."""
         done, stop = 0, threading.Event()
 
         def keep_training() -> None:

@@ -1,8 +1,8 @@
 """Count hits of each vLLM patch in a short run: `python -m colocated_grpo.benchmarks.patches --shape tiny --gpus 0`.
 
-An engine starts beside a policy, samples a few groups, sleeps and wakes once, and closes. A row with status 'applied'
-and no hits replaces a constant, or a function that this model does not call. For a kernel inside CUDA graphs only the
-captures count as hits: replays run no Python.
+An engine starts beside a policy, samples a few groups before and after a sleep, and closes. A patch with status
+'applied' and no hits replaces a constant, or a function that this model does not call. For a kernel inside CUDA graphs
+only the captures count as hits: replays run no Python.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         config = config_of(folder, options, **sections(options))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engine = build_engine(config, policy, folder, world)
-        for _ in range(2):  # the second time the engine has slept
+        for _ in range(2):  # the second pass follows a sleep
             wake_with_weights(engine, policy, world)
             tokens = sample(engine, options)
             engine.sleep()

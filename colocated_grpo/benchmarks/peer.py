@@ -1,6 +1,6 @@
-"""TRL as the peer of `benchmarks.step`: its work, its GRPOConfig, and one run of it in a fresh process.
+"""TRL as the peer of `benchmarks.step`: the work, the GRPOConfig arguments, and one run in fresh processes.
 
-Imports no slow library: TRL, vLLM and torch load in the started process only.
+Imports no slow library: TRL, vLLM and torch load in the started processes only.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class PeerSetup:
     engine_fraction: float | None = None
     """Fraction of device memory for vLLM (vllm_gpu_memory_utilization)."""
     probe: bool = False
-    """Run a discarded step first, in which every completion has the maximum length: it shows whether training fits."""
+    """Run a discarded step first, with completions of maximum length, to find out whether training fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSpec:
-    """The work, and how TRL is configured for it."""
+    """The work, and TRL's configuration for it."""
 
     model: str
     prompts: int
@@ -90,7 +90,7 @@ class PeerRun:
     start_seconds: float
     """From the launch to the end of the first step, without the probe step."""
     arguments: JsonObject
-    """All arguments of GRPOConfig and GRPOTrainer, under these two names."""
+    """All arguments of GRPOConfig and GRPOTrainer, keyed by these two names."""
 
 
 class PeerOutOfMemory(RunError):
@@ -142,7 +142,7 @@ def default_micro_batch(completions: int) -> int:
 
 
 def run_peer(spec: PeerSpec, scratch: Path) -> PeerRun:
-    """Run TRL on all ranks, in fresh processes. Raises RunError; PeerOutOfMemory where that is the cause."""
+    """Run TRL on all ranks, in fresh processes. Raises RunError, or PeerOutOfMemory if device memory ran out."""
     result = scratch / "peer.json"
     for file in (result, failure_file(result)):
         file.unlink(missing_ok=True)
@@ -180,7 +180,7 @@ def peer_command(spec: PeerSpec, spec_file: Path, result: Path) -> list[str]:
 
 
 def peer_environment(spec: PeerSpec) -> dict[str, str]:
-    """Return the environment variables of our own ranks, with one visible GPU per rank: TRL rejects more."""
+    """Return the environment variables of our own ranks, with only one GPU visible per rank: TRL rejects more."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(spec.gpus)))
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

@@ -1,10 +1,11 @@
-"""Command-line flags of `benchmarks.step` for its run of TRL, and the work and setup that they name."""
+"""Command-line flags of `benchmarks.step` for its run of TRL, and the work and setup that they select."""
 
 from __future__ import annotations
 
 import argparse
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -50,11 +51,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--peer-args",
-        type=yaml.safe_load,
+        type=_yaml,
         default={},
         metavar="YAML",
         help="further arguments of GRPOConfig: '{torch_compile: true}'",
     )
+
+
+def _yaml(text: str) -> Any:
+    """Raises ValueError, which argparse reports in one line, if the text is not YAML."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError from error
 
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -68,6 +77,8 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         }.items()
         if value is not None
     ]
+    if options.peer_micro_batch is not None and options.peer_micro_batch < 1:
+        parser.error(f"--peer-micro-batch={options.peer_micro_batch}: must be at least 1")
     if not isinstance(options.peer_args, dict):
         parser.error(f"--peer-args={options.peer_args}: must be a YAML mapping, such as '{{torch_compile: true}}'")
     if options.peer is None and (options.peer_defaults or options.peer_both or named):
@@ -90,7 +101,7 @@ def setups(options: argparse.Namespace) -> list[SetupName]:
 
 
 def problem(options: argparse.Namespace) -> str | None:
-    """Return one line on why TRL cannot do this work here, or None."""
+    """Return one line that says why TRL cannot run this work here; None if it can."""
     if options.peer is None:
         return None
     ranks = max(1, options.gpus)
@@ -108,7 +119,7 @@ def problem(options: argparse.Namespace) -> str | None:
 
 
 def spec(name: SetupName, options: argparse.Namespace, model: Path, size: ModelSize, began: float) -> PeerSpec:
-    """Return the work with TRL's setup. The tuned micro-batch is the whole batch, where the search starts.
+    """Return the work with TRL's setup. The tuned setup starts its search with the whole batch as micro-batch.
 
     began: Unix time from which --peer-until counts.
     """

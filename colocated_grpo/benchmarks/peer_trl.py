@@ -85,9 +85,9 @@ def shortened(value: Any) -> Any:
 
 
 def chats(spec: PeerSpec) -> list[JsonObject]:
-    """Return our prompts in our order, each as the chat message that our trainer makes of a text.
+    """Return our prompts in our order, as the chat messages that our trainer makes of them.
 
-    With a probe step, its prompts of the greatest length come first.
+    If there is a probe step, its prompts, of maximum length, come first.
     """
     longest = repeat({"prompt": CHARACTERS[0] * LONGEST_PROMPT}, spec.prompts if spec.setup.probe else 0)
     items = islice(RandomWork().prompts(spec.seed, "train"), spec.prompts * spec.steps)
@@ -99,9 +99,9 @@ def reward(completions: Sequence[Sequence[Mapping[str, str]]], **_columns: Any) 
 
 
 class Recorder(TrainerCallback):
-    """Collects one row per optimizer step of this rank, each from the end of the step before to its own end.
+    """Callback that records one row per optimizer step of this rank.
 
-    The probe step is not recorded.
+    A step is timed from the end of the one before. The probe step is not recorded.
     """
 
     def __init__(self, trainer: GRPOTrainer, spec: PeerSpec) -> None:
@@ -145,7 +145,7 @@ class Recorder(TrainerCallback):
         def marked(*arguments: P.args, **named: P.kwargs) -> R:
             self.in_first_generation = self._completed_steps == 0
             result = method(*arguments, **named)
-            self.in_first_generation = False  # not after an exception: the flag then names the phase that failed
+            self.in_first_generation = False  # stays True after an exception, to identify the phase that failed
             return result
 
         return marked
@@ -160,9 +160,9 @@ class Recorder(TrainerCallback):
         return noting
 
     def _lengthened(self, engine: Any, method: Callable[P, Sequence[list[list[Any]]]]) -> Callable[P, Any]:
-        """Return `method`, whose completions in the probe step have the greatest length.
+        """Wrap `method` so that the probe step's completions have the maximum length.
 
-        It samples one token per completion and repeats it, so that the probe costs no decoding.
+        One token per completion is sampled and repeated, so the probe costs almost no decoding.
         """
 
         @wraps(method)
@@ -218,13 +218,13 @@ class Recorder(TrainerCallback):
 
 
 def replace_method(owner: object, name: str, method: Callable[..., Any]) -> None:
-    """Set a method of one object, for the instrumentation of a class that is not ours."""
+    """Replace a method on one object, to instrument a library's class."""
     setattr(owner, name, method)
 
 
 @contextmanager
 def temporary(owner: Any, name: str, value: int) -> Iterator[int]:
-    """Set an attribute within the context, which yields its former value."""
+    """Set an attribute within the context, and yield its former value."""
     former = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -251,7 +251,7 @@ def own_seconds(nested: Mapping[str, float], step: float) -> dict[str, float]:
 
 
 def merge(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return one row for a step of all ranks: seconds and memory of rank 0, as in our own rows, and all tokens."""
+    """Return one row for a step of all ranks: seconds and memory of rank 0, as in our own rows, and tokens of all."""
     total = partial(_total, ranks)
     loads = [rank["prompt_tokens"] + rank["completion_tokens"] for rank in ranks]
     tokens = sum(loads)
@@ -271,7 +271,7 @@ def _total(ranks: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for torch's own error and for the RuntimeErrors of vLLM's allocator, NCCL and cuBLAS."""
+    """Return True for torch's OutOfMemoryError, and for such RuntimeErrors of vLLM's allocator, NCCL and cuBLAS."""
     text = str(error)
     return (
         isinstance(error, torch.OutOfMemoryError)
@@ -281,9 +281,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def prepare_cpu() -> None:
-    """Let TRL run on vLLM's CPU build: weights stay writable after loading, and compilation is off.
+    """Patch vLLM's CPU build for TRL: weights stay writable after loading, and compilation is off.
 
-    On a GPU TRL runs with vLLM as it is.
+    On GPUs vLLM is not patched.
     """
     import trl.generation.vllm_generation as generation
 

@@ -23,12 +23,12 @@ from colocated_grpo.errors import RunError
 
 GIB = 1 << 30
 ENGINE_WORKING_BYTES = {"cuda": 4 * GIB, "cpu": 1 * GIB}
-"""vLLM's memory beside weights and KV cache: activations of 4,096 batched tokens, logits of 512 sequences, CUDA graphs.
-On CPU, which has a fixed cache size, all of it."""
+"""vLLM's memory besides weights and KV cache: activations of 4,096 batched tokens, logits of 512 sequences, CUDA
+graphs. On CPU, which has a fixed cache size, all of it."""
 TRAINER_BYTES_PER_PARAMETER = 12
 """fp32 weights and Adam's two moments. They stay on the device while vLLM generates."""
 MARGIN = 0.05
-"""Fraction of device memory left to neither trainer nor engine."""
+"""Fraction of device memory that neither trainer nor engine may use."""
 
 
 class Candidate(NamedTuple):
@@ -76,9 +76,9 @@ def micro_batch_sizes(completions: int) -> list[int]:
 
 
 def engine_fraction(size: ModelSize, completions: int, max_completion: int, gpus: int, device_bytes: int) -> float:
-    """Return the fraction of device memory with which all sequences of a rank can decode together at full length.
+    """Return vLLM's fraction of device memory: all sequences of a rank can decode together at full length.
 
-    It is smaller where the trainer's state does not leave that much.
+    The fraction is smaller if the trainer's state leaves less.
     completions: of one step on one rank.
     """
     tokens = completions * (MAX_PROMPT_TOKENS + max_completion)
@@ -122,7 +122,7 @@ def run_tuned(
     """Run TRL with the first candidate that fits, and print every try.
 
     A try begins with a probe step and goes on to the measured steps in the same process. It fails when any step runs
-    out of memory. A single candidate needs no probe. Raises RunError where none fits, or where the engine does not.
+    out of memory. A single candidate needs no probe. Raises RunError if none fits, or if the engine itself does not.
     """
     tries: list[Try] = []
 

@@ -25,7 +25,7 @@ def measure(world: World, _options: argparse.Namespace) -> JsonObject:
 
 
 def measured_rates(file: Path, *, gpus: int, nproc: int) -> Roofline:
-    """Run this benchmark in its own processes, so that they leave no memory on the devices. Writes `file`."""
+    """Return the rates, measured in separate processes so that all device memory is freed. Writes `file`."""
     command = [sys.executable, "-m", "colocated_grpo.benchmarks.rates", "--gpus", str(gpus), "--nproc", str(nproc)]
     subprocess.run([*command, "--json", str(file)], check=True)
     return Roofline(**json.loads(file.read_text())["roofline"])

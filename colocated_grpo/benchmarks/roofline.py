@@ -50,7 +50,7 @@ class Roofline:
         return flops / self.matmul_flops_per_second
 
     def seconds_for_gather(self, received: float) -> float:
-        """Return the seconds of an all-gather in which this rank receives so many bytes; 0 for a single rank."""
+        """Return the seconds of an all-gather in which this rank receives `received` bytes; 0 for a single rank."""
         return received / self.gather_bytes_per_second if self.gather_bytes_per_second else 0.0
 
     def as_dict(self) -> dict[str, float | None]:
@@ -58,7 +58,7 @@ class Roofline:
 
 
 def measure_roofline(device: torch.device) -> Roofline:
-    """Measure all rates. Collective if a process group exists: ranks also share the host's links while they work."""
+    """Measure all rates. Collective if a process group exists, because ranks share the host's links in a run too."""
     roofline = Roofline(
         copy_bytes_per_second=_copy_rate(device),
         matmul_flops_per_second=_matmul_rate(device),
@@ -81,7 +81,7 @@ def median_seconds(
     """Return the median of `repeats` runs after `warmup` discarded ones.
 
     A run is timed from an idle device to the end of its last kernel.
-    align: called before each run, untimed. With collectives in `work` use `barrier`, or waiting for a late rank counts.
+    align: called before each run, untimed. If `work` has collectives, pass `barrier`, or waiting for late ranks counts.
     """
     return statistics.median(seconds_of(work, device, repeats=repeats, warmup=warmup, align=align))
 

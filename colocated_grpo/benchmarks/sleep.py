@@ -59,7 +59,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        policy.init_optimizer_state()  # before the first reading: it belongs to the trainer
+        policy.init_optimizer_state()  # before the first reading, so that it is not counted as the engine's
         before = driver_bytes(world)
         engine, start = first_token(config, policy, folder, world)
     awake = driver_bytes(world) - before
@@ -153,7 +153,7 @@ def driver_bytes(world: World) -> int:
 
 
 def memory(awake: int, asleep: int, world: World) -> dict[str, float]:
-    """Return the engine's GiB on the rank where most remains allocated asleep; {} on CPU, where it never sleeps."""
+    """Return the engine's GiB awake and asleep, on the rank with most asleep; {} on CPU, where it never sleeps."""
     if world.device.type != "cuda":
         return {}
     asleep, awake = max(world.gather_objects((asleep, awake)))

@@ -153,7 +153,7 @@ def measure_peer(
 
 
 def tune(spec: PeerSpec, options: argparse.Namespace, model: Path, size: ModelSize, scratch: Path) -> TunedRun:
-    """Run TRL with the named micro-batch and checkpointing, or with the best found where they are not named."""
+    """Run TRL with the micro-batch and checkpointing that the flags set; search for the best of those not set."""
     tried = candidates(
         spec.completions, options.peer_micro_batch, peer_options.CHECKPOINTING[options.peer_checkpointing]
     )
@@ -162,7 +162,7 @@ def tune(spec: PeerSpec, options: argparse.Namespace, model: Path, size: ModelSi
 
 
 def ready_model(options: argparse.Namespace, scratch: Path) -> Path:
-    """Return the model folder, created if missing by another process: this one must not keep GPU memory."""
+    """Return the model folder. A missing one is created in another process, to keep no GPU memory in this one."""
     model = options.model or scratch / options.shape
     if not model.exists():
         make = ["-m", "colocated_grpo.tools.make_model", str(model), "--shape", options.shape, "--dtype", "bfloat16"]

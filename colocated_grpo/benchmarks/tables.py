@@ -78,13 +78,13 @@ def step_lines(root: Path) -> list[str]:
 
 
 def growth_lines(root: Path) -> list[str]:
-    """Return one table for all axes, with the sizes of each file, smallest first; [] without results."""
+    """Return one table for all axes, with each file's sizes in increasing order; [] without results."""
     files = sorted(read_results(root, "growth", GROWTH_PAGE), key=lambda file: AXES.index(file.content["axis"]))
     return table(GROWTH_COLUMNS, [growth_cells(file, row) for file in files for row in file.content["rows"]])
 
 
 def read_results(root: Path, kind: str, page: Path) -> list[ResultFile]:
-    """Return the results whose file names begin with `kind`, by name, with paths for links from `page`."""
+    """Return the results whose file names begin with `kind`, sorted by name, with paths relative to `page`."""
     files = sorted((root / RESULTS).glob(f"{kind}_*.json"))
     return [ResultFile(file.relative_to((root / page).parent), json.loads(file.read_text())) for file in files]
 
@@ -132,7 +132,7 @@ def peer_medians(result: JsonObject) -> dict[str, Mapping[str, float]]:
 
 
 def with_ratio(peer: Mapping[str, float], ours: Mapping[str, float]) -> str:
-    """Return the peer's step time, and how many times ours it is."""
+    """Return the peer's step time, and its ratio to ours."""
     if not peer:
         return NOT_MEASURED
     return f"{seconds(peer['seconds/step'])} ({peer['seconds/step'] / ours['seconds/step']:.1f} x)"

@@ -84,7 +84,7 @@ def sync_bound(size: ModelSize, rates: Roofline, ranks: int) -> float:
 def generation_bound(
     size: ModelSize, rates: Roofline, ranks: int, prompt_tokens: float, completion_tokens: Sequence[int]
 ) -> float:
-    """Return the least seconds to read the memory that decoding must read, with every sequence decoding from the start.
+    """Return the least seconds to read weights and KV cache for decoding, with all sequences starting together.
 
     Each step reads all weights, and there are as many steps as the longest completion has tokens. Token n of a
     completion reads the keys and values of its prompt and of n tokens. The KV cache is assumed to be spread evenly over

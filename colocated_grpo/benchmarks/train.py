@@ -95,7 +95,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
 
 
 def settle_memory(policy: Policy, config: Config, world: World) -> Config:
-    """Prepare as before a run's first step: allocate optimizer state, size micro-batches, reset peak statistics."""
+    """Prepare as a run does for its first step: allocate optimizer state, size micro-batches, reset peak statistics."""
     policy.init_optimizer_state()
     config = choose_micro_batch_size(policy, config, world)
     if world.device.type == "cuda":
@@ -131,7 +131,7 @@ def _group(index: int, rng: random.Random, options: argparse.Namespace, vocabula
 
 
 def _geometric(rng: random.Random, mean: float, longest: int) -> int:
-    """Draw a number of tokens up to and including the first stop, of probability 1 / mean; at most `longest`."""
+    """Draw a completion length, stop token included: geometric with mean `mean`, then cut at `longest`."""
     return min(longest, 1 + int(math.log(1 - rng.random()) / math.log1p(-1 / mean)))
 
 
@@ -179,7 +179,7 @@ def speed(batch: Batch, parameters: int, seconds: float, roofline: Roofline, ran
 
 
 def packing(batch: Batch, world: World) -> dict[str, float]:
-    """Return packing statistics, with the tokens of the same micro-batches padded to their longest sequence."""
+    """Return packing statistics, and the tokens of the same micro-batches if padded to their longest sequence."""
     micro_batches = [micro_batch for minibatch in batch.minibatches for micro_batch in minibatch.micro_batches]
     packed = sum(world.gather_objects(sum(m.tokens.num_tokens for m in micro_batches)))
     padded = sum(

@@ -1,4 +1,4 @@
-"""The workload of the step benchmarks: random prompts, random stops, and a reward without anything to learn.
+"""The workload of the step benchmarks: random prompts, random stops, and a reward that cannot be learned.
 
 With random weights every token is about equally likely. Declaring a fraction p of the vocabulary as stop tokens then
 gives completions a geometric length with mean 1 / p, cut at the longest one allowed: the long tail of real sampling

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -66,8 +67,8 @@ def read_model_files(config: Config, world: World) -> ModelFiles:
 
 
 def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = cast(PreTrainedTokenizerBase, loaded)  # a model's own code may bring another class
     template = config.model.chat_template
     if template is not None:
         tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How a setting of another trainer translates: renamed, one of a few values, without effect, or not supported."""
+"""Kinds of aliases for another trainer's settings: renamed, one of a few values, not needed, not supported."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Lookup = Callable[[str], Any]
 NewSettings = dict[str, Any]
 """Values by new dotted name."""
 Translate = Callable[[str, Any, Lookup], NewSettings]
-"""(last part of the old name, value, lookup) -> new settings. Raises ValueError with the rule that is broken."""
+"""Maps (last part of the old name, value, lookup) to new settings. Raises ValueError with the violated rule."""
 
 
 @dataclass(frozen=True)
 class Alias:
     translate: Translate
     new_name: str = ""
-    """Suggested for a misspelled old name. Where it is not a setting, the old name itself is suggested."""
+    """Suggested for a misspelled old name. If it is not the name of a setting, the old name is suggested instead."""
     remark: str = ""
     """Appended to the note that reports the translation."""
 
@@ -31,7 +31,7 @@ class Alias:
 
 
 def unless_null(translate: Translate) -> Translate:
-    """Set nothing for null, by which other trainers mean the default."""
+    """Wrap `translate` so that null sets nothing: other trainers use null for the default."""
 
     @wraps(translate)
     def translate_value(key: str, value: Any, get: Lookup) -> NewSettings:
@@ -41,14 +41,14 @@ def unless_null(translate: Translate) -> Translate:
 
 
 def renamed(new_name: str, remark: str = "") -> Alias:
-    """Return an alias with the same values as the setting `new_name`."""
+    """Return an alias that passes its value unchanged to the setting `new_name`."""
     return Alias(unless_null(lambda _key, value, _get: {new_name: value}), new_name, remark)
 
 
 def one_of(new_name: str, values: Mapping[Any, Any], remark: str = "") -> Alias:
-    """Return an alias that accepts the keys of `values` only, and sets their value; None sets nothing.
+    """Return an alias that accepts the keys of `values` and sets `new_name` to the mapped value; None sets nothing.
 
-    Where nothing is ever set, `new_name` is the reason why only these values are accepted.
+    If all mapped values are None, `new_name` is the reason why only these keys are accepted.
     """
 
     @unless_null

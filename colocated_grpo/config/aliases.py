@@ -1,7 +1,7 @@
 """Translates the setting names of other trainers.
 
-Tables: the co-located ToSSim trainer's YAML and Atropos' example trainer here, TRL in `trl_names`. A name is accepted
-only where its meaning is exactly the same. Other names are rejected with what to write instead.
+The tables for ToSSim's co-located trainer (YAML) and Atropos' example trainer are here, TRL's is in `trl_names`. A name
+is accepted only if its meaning is exactly the same. Error lines for other names say what to write instead.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ _BATCH_SIZES = {
     for name in ("generation_batch_size", "batch_size")
 }
 
-# Applied in this order: batch sizes count completions, so they need every alias of the group size applied before.
+# Applied in this order. Batch sizes count completions, so the group size must be translated before them.
 ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **_ATROPOS, **_BATCH_SIZES}
 
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
@@ -148,7 +148,7 @@ _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
 
 
 def new_names() -> dict[str, str]:
-    """Return the name to suggest for each old dotted name: its new name, or itself where that is no single setting."""
+    """Return the name to suggest for each old dotted name: its new name, or itself if no single setting replaces it."""
     return {old: alias.new_name if alias.names_a_setting else old for old, alias in ALIASES.items()}
 
 

@@ -26,7 +26,7 @@ class ServerConfig(Section):
     max_body_bytes: Positive = 32 << 20
     """Maximum size of a request body in bytes; larger ones are rejected with 413."""
     max_requests: Positive = 4096
-    """Maximum number of requests that are being served or are waiting; more are rejected with 503."""
+    """Maximum number of running and waiting requests; more are rejected with 503."""
 
 
 class AtroposSourceConfig(Section):
@@ -41,15 +41,15 @@ class AtroposSourceConfig(Section):
     """Reset an API server that still serves a run with another batch size or sequence length; its queue is lost. false:
     stop with an error."""
     missing_logprobs: Literal["refuse", "recompute"] = "refuse"
-    """Handling of groups without inference_logprobs. refuse: stop with an error. recompute: use the trainer's
-    log-probabilities before the batch, which leaves mismatch and staleness uncorrected."""
+    """Handling of groups without inference_logprobs. refuse: stop with an error. recompute: use the
+    log-probabilities that the trainer computes before the first update; mismatch and staleness stay uncorrected."""
     keep_last_batch: bool = False
     """Write the latest batch, as received, to atropos_batch.json in the run folder."""
     connect_timeout: float = Field(30.0, gt=0)
-    """Seconds to wait for the API server when the run starts. Once it runs, it waits for a lost server without
+    """Seconds to wait for the API server when the run starts. If the server is lost later, the run waits without
     limit."""
     server: ServerConfig = ServerConfig()
     """The server from which environments sample."""
     weight: float = Field(1.0, gt=0)
-    """Relative share of a step's prompts that the Atropos batch replaces, beside other entries. The shares must be
-    whole numbers of prompts."""
+    """Relative share of a step's prompts that the Atropos batch supplies, beside other entries. The result must be a
+    whole number of prompts."""

@@ -1,4 +1,4 @@
-"""Base class and types of all settings models. A separate module, as environments use it for their `args` too."""
+"""Base class and types of settings models, including those of environments' `args`."""
 
 from os.path import expanduser
 from typing import Annotated
@@ -9,7 +9,7 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 FileName = Annotated[str, AfterValidator(expanduser)]
-"""Text that may name a file or folder. A leading ~ is expanded here, as no shell does it for YAML."""
+"""Text that may name a file or folder. A leading ~ is expanded, because no shell expands it in YAML."""
 
 
 class Section(BaseModel):

@@ -23,13 +23,15 @@ _DYNAMIC = re.compile(
     rb"import[\s\\]*\*|__getattr__|__dict__|__path__|sys\.modules"
     rb"|\b(globals|locals|vars|exec|setattr|declare_namespace)\b"
 )
-"""Matches files whose names, or whose submodules, are known only after running them. They are not checked."""
+"""Matches files that may create names or submodules at run time. Names in such files are not checked."""
+EXTRAS = ("trl",)
+"""Optional packages with functions that configs name."""
 
 
 def check_code_name(key: str, name: str) -> Iterator[str]:
     """Yield one error line for `key` where `name` refers to no object. Names without a colon are not checked."""
     if name.partition(":")[0] in ADAPTED:
-        return  # an environment of that library, such as a URL; the rank reports a missing package
+        return  # the library resolves the rest, such as a URL; the rank reports a missing package
     location, colon, wanted = name.rpartition(":")
     if not colon:
         return
@@ -39,6 +41,8 @@ def check_code_name(key: str, name: str) -> Iterator[str]:
     else:
         file, missing = _find_module(location)
         problem = None if missing is None else f"no module named {missing!r} in the working folder or installed"
+        if missing in EXTRAS:
+            problem = f"{problem}; install it with: pip install 'colocated-grpo[{missing}]'"
     if problem is None and file is not None:
         problem = _problem_in(file, Path(location).name, wanted)
     if problem is not None:
@@ -46,7 +50,7 @@ def check_code_name(key: str, name: str) -> Iterator[str]:
 
 
 def _find_module(name: str) -> tuple[Path | None, str | None]:
-    """Return (the module's source file, None), (None, None) without a source file, or (None, the missing part)."""
+    """Return (source file, None), (None, None) for a module without one, or (None, name of the missing module)."""
     folders = [os.getcwd(), *sys.path]
     for dotted in accumulate(name.split("."), "{}.{}".format):
         spec = _find_spec(dotted, folders)
@@ -60,7 +64,7 @@ def _find_module(name: str) -> tuple[Path | None, str | None]:
 
 
 def _find_spec(name: str, folders: list[str]) -> ModuleSpec | None:
-    """Search with every finder, as an import does. Editable installs add finders of their own."""
+    """Return the first spec that any finder returns, as in an import. Editable installs add finders."""
     last = name.rpartition(".")[2]
     if not last:
         return None
@@ -76,9 +80,9 @@ def _source_file(spec: ModuleSpec) -> Path | None:
 
 
 def _submodule_folders(spec: ModuleSpec) -> list[str] | None:
-    """Return the folders of a package whose submodules are the files in them; None for any other module.
+    """Return the folders of a package whose submodules are exactly the files in them; None for any other module.
 
-    None also for `os`, which is not a package and still provides `os.path`.
+    An example of None is `os`, which is not a package but provides `os.path`.
     """
     if spec.submodule_search_locations is None:
         return None
@@ -88,11 +92,11 @@ def _submodule_folders(spec: ModuleSpec) -> list[str] | None:
 
 
 def _problem_in(file: Path, title: str, wanted: str) -> str | None:
-    """Return what is wrong with `wanted` in `file`, which the line calls `title`; None where it may exist."""
+    """Return why `wanted` cannot be used, or None if `file` may define it. Messages refer to the file as `title`."""
     try:
         source = file.read_bytes()
-        # As bytes, so that a coding line is honoured; typeshed accepts str only.
-        with warnings.catch_warnings(action="ignore"):  # the ranks show them when they import the file
+        # Bytes, so that the file's encoding declaration applies; typeshed accepts only str.
+        with warnings.catch_warnings(action="ignore"):  # the ranks show the warnings on import
             scope = symtable(source, title, "exec")  # pyrefly: ignore[bad-argument-type]
     except (OSError, SyntaxError, ValueError) as error:
         return f"cannot be imported: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Error lines of settings. Each names the key, its value, the rule and the place where it was written."""
+"""Error lines for settings: the key, its value, the violated rule and where the value was written."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SettingsTree = dict[str, Any]
 """Settings as plain nested data, before they are validated."""
 
 MIN_SIMILARITY = 0.6
-"""Names less similar than this to an unknown key are not suggested: they would confuse more than help."""
+"""Minimum similarity of a suggested name to an unknown key. Less similar names would confuse more than help."""
 MIN_ALIAS_SIMILARITY = 0.8
-"""The same for aliases. Higher, because the suggestion shows the new name, which may look nothing like the key."""
+"""The same for aliases. Higher, because a suggestion shows the new name, which may look nothing like the key."""
 SAME_SECTION_BONUS = 0.1
 MAX_VALUE_CHARACTERS = 80
 
@@ -38,7 +38,7 @@ class SettingLocation:
     """'line 7 of x.yaml' or 'command line'."""
     on_command_line: bool = False
     text: str | None = None
-    """The command line's text of the value, before it was parsed as YAML."""
+    """The value as typed on the command line, before YAML parsing."""
     old_name: str | None = None
     """The alias that was used, or None."""
 
@@ -86,7 +86,7 @@ _RULES = {
     "model_attributes_type": "must be a mapping of settings",
     "too_short": "needs at least {min_length} entry",
 }
-"""Rules by pydantic's type of error."""
+"""Maps pydantic's error types to rules."""
 
 
 def error_line(
@@ -134,7 +134,7 @@ def setting_path(error: ErrorDetails, tree: Any) -> KeyPath:
 
 
 def suggestion(path: KeyPath, tree: Mapping[str, Any], model: type[BaseModel], aliases: Mapping[str, str]) -> str:
-    """Return advice for an unknown key: the most similar valid name, its own section preferred, or all valid names."""
+    """Return advice for an unknown key: the most similar name, preferably in its section, or all valid names."""
     section, key = path[:-1], str(path[-1])
     generic = tuple(0 if isinstance(step, int) else step for step in path)
     owners = [owner for other, owner in setting_names(model) if other == generic]
@@ -189,7 +189,7 @@ def _similarity(one: str, other: str) -> float:
 
 
 def location_suffix(path: KeyPath, locations: Mapping[KeyPath, SettingLocation]) -> str:
-    """Return ' (line 7 of x.yaml)', of the key or of the nearest section around it: a missing key has no line."""
+    """Return ' (line 7 of x.yaml)' for the key, or for the nearest section around it if the key is missing."""
     for length in range(len(path), 0, -1):
         if path[:length] in locations:
             return f" ({locations[path[:length]]})"

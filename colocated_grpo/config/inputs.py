@@ -30,14 +30,14 @@ _SHAPE_KEYS = (
     "vocab_size",
     "tie_word_embeddings",
 )
-# Keys of the longest sequence in the config.json of the model families.
+# Keys under which model families state the longest sequence in config.json.
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
     """Return the config adapted to its model, and notes. Raises ConfigError where a file or name is missing.
 
-    Reads the model's config.json, from the Hub where it is neither a folder nor cached.
+    Reads the model's config.json, from the Hub if the model is neither a local folder nor cached.
     """
     missing = [line for index, source in enumerate(config.environments) for line in _check_source(index, source)]
     missing += _check_chat_template(config.model.chat_template)
@@ -52,7 +52,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
 
 
 def is_inline(chat_template: str) -> bool:
-    """Return whether `model.chat_template` is the template itself, which has a Jinja tag; else it names a file."""
+    """Return True if `model.chat_template` is Jinja text, which contains a brace; else it names a file."""
     return "{" in chat_template
 
 
@@ -74,13 +74,13 @@ def _check_opponent(section: str, opponent: ModelConfig, config: Config, policy:
 
 
 def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config.json that determine the shapes of the weights. Defaults may be missing."""
+    """Return the entries of a config.json that determine the weights' shapes. Entries with defaults may be missing."""
     text = model.get("text_config") or model
     return {key: text[key] for key in _SHAPE_KEYS if text.get(key) is not None}
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Return the first key with different values in two shapes. Keys in only one may be the default, so are skipped."""
+    """Return the first key whose values differ. Keys in only one shape are skipped: the other may use the default."""
     return next((key for key in one if key in other and one[key] != other[key]), None)
 
 
@@ -153,7 +153,7 @@ def _hub_config(model: ModelConfig, section: str) -> Path:
 
 
 def _reach(endpoint: str) -> None:
-    """Raise OSError where the Hub's host does not accept connections. huggingface_hub would retry first."""
+    """Raise OSError at once if the Hub's host accepts no connection; huggingface_hub would retry first."""
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 
@@ -193,12 +193,12 @@ def _fit_engine(config: Config, model: Mapping[str, Any]) -> tuple[Config, list[
 
 
 def longest_sequence(model: Mapping[str, Any]) -> int | None:
-    """Return the positions that a config.json allows, with rope scaling; None where it does not state them."""
+    """Return the longest sequence that a config.json allows, after rope scaling; None if it states none."""
     positions = next((model[key] for key in _POSITION_KEYS if isinstance(model.get(key), int)), None)
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
     if positions is None or kind in (None, "default", "longrope", "su", "llama3"):
-        return positions  # these kinds extend nothing, or state the extended number already
+        return positions  # these kinds do not extend, or state the extended length already
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 
@@ -223,7 +223,7 @@ def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
 
 def _check_reward(key: str, name: str) -> Iterator[str]:
     module, dot, function = name.rpartition(".")
-    if dot and ":" not in name:  # a dotted Python name, as built-in rewards have no dot
+    if dot and ":" not in name:  # a dotted Python name: built-in rewards have no dot
         rule = "names no function; write file.py:function" if function == "py" else f"write {module}:{function}"
         yield f"{key}={name!r}: {rule}"
     yield from check_code_name(key, name)

@@ -28,10 +28,10 @@ from colocated_grpo.config.tree import assign, lookup
 from colocated_grpo.config.yaml_text import parse_document, parse_value
 
 DEFAULT_TASK = "arithmetic"
-"""Environment of a file that names none. Procedural, so that nothing has to be downloaded."""
+"""Task of a config file without environments. Its prompts are generated, so nothing is downloaded."""
 SHIPPED = Path("training_configs")
 MODEL_NAME = ("model", "name")
-"""The setting that `model: NAME` and `--model NAME` are short for."""
+"""The setting that `model: NAME` and `--model NAME` set."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
-    """["--a.b", "1", "--c.0=x"] -> [(("a", "b"), "1"), (("c", 0), "x")]."""
+    """Parse arguments: ["--a.b", "1", "--c.0=x"] -> [(("a", "b"), "1"), (("c", 0), "x")]."""
     pairs: list[tuple[KeyPath, str]] = []
     remaining = list(arguments)
     while remaining:
@@ -104,7 +104,7 @@ def _read_text(path: Path) -> str:
 
 
 def _fill_in_defaults(tree: SettingsTree) -> list[str]:
-    """Add missing union tags, and a default environment where there is none, in place. Return notes."""
+    """Add missing `type` keys and, if `environments` is missing, the default task, in place. Return notes."""
     notes = []
     if "environments" not in tree:
         tree["environments"] = [{"name": DEFAULT_TASK}]

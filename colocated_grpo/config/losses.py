@@ -26,15 +26,16 @@ class AdvantageConfig(Section):
 class CorrectionConfig(Section):
     """Importance weights that correct for the difference between engine and trainer.
 
-    ratio = trainer probability / engine probability, at the start of the batch. It differs from 1 by rounding, and by
-    staleness where a rollout was sampled with older weights. The weight multiplies the policy loss, not the KL penalty.
+    ratio = trainer probability / engine probability, before the batch's first update. It differs from 1 because of
+    rounding, and because of staleness if a rollout was sampled with older weights. The weight multiplies the policy
+    loss, not the KL penalty.
     """
 
     level: Literal["token", "sequence"] = "token"
     """token: one ratio per token. sequence: one ratio per completion, the product over its tokens."""
     mode: Literal["truncate", "mask", "off"] = "truncate"
-    """truncate: weight = min(ratio, cap), TIS. mask: weight = ratio inside [floor, cap], else 0, MIS. off: weight = 1;
-    the mismatch is still logged (mismatch/*)."""
+    """truncate (TIS): weight = min(ratio, cap). mask (MIS): weight = ratio inside [floor, cap], else 0. off: weight =
+    1, but the mismatch is still logged (mismatch/*)."""
     cap: float = Field(2.0, gt=1)
     """Upper bound of the ratio."""
     floor: float = Field(0.0, ge=0, lt=1)
@@ -45,11 +46,11 @@ class KLConfig(Section):
     """KL penalty: coef times the k3 estimate of KL(policy || target), added to the loss of each token."""
 
     coef: float = Field(0.0, ge=0)
-    """Weight of the penalty. 0 turns it off, loads no reference model, and allows groups of equal rewards to be skipped
+    """Weight of the penalty. 0: no penalty and no reference model, and groups of equal rewards can be skipped
     (batch.drop_constant_groups)."""
     target: Literal["reference", "rollout"] = "reference"
-    """reference: the initial model, of which a frozen copy is kept and evaluated on every batch. rollout: the policy
-    that sampled the completions; needs no second model."""
+    """reference: a frozen copy of the initial model, evaluated on every batch. rollout: the policy that sampled the
+    completions; needs no second model."""
 
 
 class PolicyLoss(Section):
@@ -60,9 +61,9 @@ class PolicyLoss(Section):
     kl: KLConfig = KLConfig()
     """KL penalty."""
     old_logprobs: Literal["trainer", "sampling"] = "trainer"
-    """Denominator of the policy ratio. trainer: log-probabilities recomputed before the first update of the batch, for
-    free where there is only one update. sampling: the engine's; the ratio then includes the mismatch, and `correction`
-    is not applied."""
+    """Denominator of the policy ratio. trainer: log-probabilities recomputed before the first update of the batch, at
+    no cost with a single update. sampling: the engine's; the ratio then includes the mismatch, and `correction` is not
+    applied."""
 
 
 class ClippedLoss(PolicyLoss):
@@ -73,8 +74,8 @@ class ClippedLoss(PolicyLoss):
     clip_high: float = Field(0.2, gt=0)
     """The ratio is clamped to <= 1 + clip_high. A token above it with a positive advantage has no gradient."""
     dual_clip: float | None = Field(None, gt=1)
-    """Upper bound of the ratio where the advantage is negative (dual-clip PPO), which PPO leaves unbounded. Must exceed
-    1 + clip_high. null: no bound."""
+    """Upper bound of the ratio for tokens with a negative advantage (dual-clip PPO). Must exceed 1 + clip_high. null:
+    no bound, as in PPO."""
 
     @model_validator(mode="after")
     def _dual_clip_exceeds_the_clip_range(self) -> Self:
@@ -104,7 +105,7 @@ class DrGRPOConfig(ClippedLoss):
 class DAPOConfig(ClippedLoss):
     """Mean over all tokens of the batch, with an asymmetric clip range (DAPO, arXiv 2503.14476).
 
-    With several minibatches the batch's tokens are divided evenly among them, so every token has the same weight.
+    Each minibatch divides by batch tokens / minibatches, so every token of the batch has the same weight.
     """
 
     type: Literal["dapo"] = "dapo"
@@ -114,7 +115,7 @@ class DAPOConfig(ClippedLoss):
 
 
 class BNPOConfig(ClippedLoss):
-    """Mean over all tokens of the minibatch. Equal to dapo's where batch.minibatches is 1."""
+    """Mean over all tokens of the minibatch. Same as dapo if batch.minibatches is 1."""
 
     type: Literal["bnpo"] = "bnpo"
 
@@ -133,7 +134,7 @@ class CISPOConfig(PolicyLoss):
 class GSPOConfig(ClippedLoss):
     """One ratio per completion, the geometric mean over its tokens; mean over completions (arXiv 2507.18071).
 
-    Such ratios stay much closer to 1 than those of tokens, hence the small clip range.
+    These ratios stay much closer to 1 than token ratios, hence the small clip range.
     """
 
     type: Literal["gspo"] = "gspo"

@@ -1,4 +1,4 @@
-"""Rules between settings. Each rule is a function that yields one line for every way in which a config breaks it."""
+"""Rules between settings. Each rule is a function that yields one error line per violation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _raise_on(lines: list[str]) -> None:
 def _run_folder_has_a_valid_name(config: Config) -> Lines:
     for key, value in (("output_dir", config.output_dir), ("run_name", config.run_name or "")):
         longest = max(value.split("/"), key=len)
-        # Surrogates stand for bytes that are not UTF-8, which the libraries that export a model cannot write.
+        # Surrogates stand for bytes that are not UTF-8. The libraries that export a model cannot write such paths.
         invalid = any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value)
         if invalid or len(longest.encode()) > MAX_NAME_BYTES:
             yield (

@@ -1,7 +1,7 @@
 """All settings of a run, with bounds and documentation. Those of losses and environments are in files of their own.
 
-Defaults are defined in these models and nowhere else. Nothing here imports torch or vllm. Where there are several kinds
-of something, a union of models is selected by `type`.
+Defaults are defined in these models and nowhere else. Nothing here imports torch or vllm. Losses and environments are
+unions of models, selected by `type`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from colocated_grpo.config.sources import EnvironmentConfig
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one, and samples greedily at 0."""
+"""vLLM raises lower temperatures to this value; at 0 it samples greedily."""
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def _parse_boolean(value: Any) -> Any:
-    """Convert YAML 1.1's words for true and false. pydantic does this for plain bool fields only."""
+    """Convert YAML 1.1 booleans (yes, no, on, off), as pydantic does for plain bool fields only."""
     return _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -37,14 +37,13 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint. Only for repositories you trust."""
     chat_template: FileName | None = None
-    """Jinja text, or the path of a file with it, that replaces the tokenizer's chat template. Default: the tokenizer's
-    own."""
+    """Chat template: Jinja text, or the path of a file with it. Default: the tokenizer's own."""
 
 
 class OptimizerConfig(Section):
     type: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """adamw: torch's fused AdamW, 8 bytes of state per parameter. adamw_8bit: bitsandbytes, 2 bytes; resumes only on as
-    many ranks as saved it. adafactor: factored second moment, almost no state; ignores beta1, beta2 and eps."""
+    """adamw: torch's fused AdamW, 8 bytes of state per parameter. adamw_8bit: bitsandbytes, 2 bytes; resumes only
+    on the same number of ranks. adafactor: factored second moment, almost no state; ignores beta1, beta2 and eps."""
     beta1: Fraction = 0.9
     """Decay rate of AdamW's first moment."""
     beta2: Fraction = 0.999
@@ -86,8 +85,8 @@ class PolicyConfig(Section):
     """Move optimizer state to host memory while the engine generates, and back. Leaves more room for the KV cache;
     costs two copies of the state per step."""
     logprob_chunk_tokens: Positive = 2048
-    """Tokens whose logits exist at the same time while log-probabilities are computed, in float32: 2,048 tokens take
-    1.2 GB at a vocabulary of 152,000."""
+    """Tokens per chunk when log-probabilities are computed. Only one chunk's float32 logits exist at a time: 1.2 GB for
+    2,048 tokens and a vocabulary of 152,000."""
 
 
 class EngineConfig(Section):
@@ -110,8 +109,8 @@ class EngineConfig(Section):
     enforce_eager: bool = False
     """Decode without CUDA graphs: the engine starts faster and decodes more slowly."""
     sleep: bool = True
-    """Free the engine's weights and KV cache while the policy trains. The weights stay on the device with weights:
-    shared and with sync_frequency above 1. CUDA only; no effect on CPU."""
+    """Free the engine's weights and KV cache while the policy trains. With `weights: shared` or sync_frequency above 1,
+    the weights stay on the device. No effect on CPU."""
     args: dict[str, Any] = {}
     """Further vLLM engine arguments, passed unchanged. Example: {quantization: fp8}."""
 
@@ -146,11 +145,10 @@ class RolloutConfig(Section):
     reward_workers: Positive = 8
     """Threads per rank that compute rewards while the engine decodes. 1: rewards of one prompt at a time."""
     reward_timeout: float = Field(60.0, gt=0)
-    """Seconds that the rewards of one prompt may take. The time begins with the call, but not before the rank has
-    sampled its last completion of the step. After it the completions count as failed, and hanging threads are
-    replaced."""
+    """Time limit in seconds for the rewards of one prompt. It starts with the call, but not before the rank has sampled
+    its last completion of the step. On timeout the completions count as failed, and hanging threads are replaced."""
     tool_timeout: float = Field(60.0, gt=0)
-    """Seconds that an episode may take between two turns (tools, its reward). After it the episode counts as failed."""
+    """Time limit in seconds between two turns of an episode (tools, reward). On timeout the episode has failed."""
     max_reward_errors: Fraction = 0.2
     """Largest fraction of a step's completions whose reward may fail. Above it the run stops and shows the first
     error."""
@@ -160,8 +158,8 @@ class BatchConfig(Section):
     max_tokens_per_micro_batch: Literal["auto"] | Positive = "auto"
     """Packed tokens of one forward pass on one rank; changes speed and memory, not the gradient. At least the longest
     sequence. auto on CUDA: the largest of 24,576, 16,384 and 8,192 that fits into the measured free memory without
-    recomputing blocks; if none does, at most 8,192 with as few recomputed blocks as needed. auto on CPU: 16,384, or as
-    much as the longest sequence needs."""
+    recomputing blocks; if none does, at most 8,192 with as few recomputed blocks as needed. auto on CPU: 16,384, or
+    more if the longest sequence needs it."""
     minibatches: Positive = 1
     """Optimizer steps per pass over a batch. Groups stay together, so it must divide rollout.prompts_per_step. Every
     update after the first is off-policy; the loss clips its ratio."""
@@ -177,7 +175,7 @@ class BatchConfig(Section):
 
 class EvaluationConfig(Section):
     every: NonNegative = 10
-    """Steps between evaluations on held-out prompts. The start and the end of the run are evaluated too. 0: never."""
+    """Steps between evaluations on held-out prompts. The start and the end are also evaluated. 0: never."""
     prompts: Positive = 64
     """Held-out prompts per evaluation, from all environments by weight; the same ones each time."""
     samples_per_prompt: Positive = 1
@@ -221,7 +219,7 @@ class FreshnessConfig(Section):
     every: NonNegative = 1
     """Check every n-th weight sync. 0: never."""
     probe_tokens: int = Field(32, ge=2)
-    """Tokens of a prompt that engine and policy both score after a sync."""
+    """Length in tokens of the prompt that engine and policy both score after a sync."""
     max_mean_diff: float | None = Field(None, gt=0)
     """Largest accepted mean of |engine - policy| log-probability (freshness/mean_diff); above it the run stops.
     Default: 0.15 where engine or policy is 16-bit, 0.001 in float32."""
@@ -239,10 +237,10 @@ class Config(Section):
     """Steps between weight syncs into the engine. Above 1 rollouts are sampled with older weights: `staleness` reports
     by how many optimizer steps, and loss.correction corrects for it."""
     weights: Literal["copied", "shared"] = "copied"
-    """copied: the policy is sharded by FSDP2, and each sync copies its weights into the engine. shared: a single rank
-    only; policy and engine use the same tensors, which every optimizer step writes, so there is nothing to sync and no
-    FSDP overhead. They stay on the device while the policy trains: 2 bytes more per parameter in bfloat16. Checkpoints
-    of either resume in the other."""
+    """copied: the policy is sharded by FSDP2, and each sync copies its weights into the engine. shared: policy and
+    engine use the same tensors, so there is no sync and no FSDP overhead; needs a single rank. The tensors stay on the
+    device while the policy trains: 2 bytes more per parameter in bfloat16. A checkpoint of one mode resumes in the
+    other."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Determines all random numbers of the run."""
     deterministic: bool = False
@@ -251,7 +249,7 @@ class Config(Section):
     output_dir: FileName = "runs"
     """Folder in which run folders are created."""
     run_name: str | None = None
-    """Name of the run folder, new or with --resume. Default: the config file's name and the start time."""
+    """Name of the run folder, new or resumed by --resume auto. Default: the config file's name and the start time."""
     policy: PolicyConfig = PolicyConfig()
     """Optimizer, precision and memory of the trained model."""
     engine: EngineConfig = EngineConfig()
@@ -259,7 +257,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     """Sampling and rewards."""
     advantage: AdvantageConfig = AdvantageConfig()
-    """From rewards to advantages."""
+    """Computation of advantages from rewards."""
     loss: LossConfig = DAPOConfig()
     """Objective, selected by `type`: grpo, dr_grpo, dapo, bnpo, cispo or gspo."""
     batch: BatchConfig = BatchConfig()
@@ -280,13 +278,13 @@ class Config(Section):
 
     @property
     def atropos_share(self) -> float:
-        """Prompts of a step that the Atropos batch replaces. `rules` requires a whole number."""
+        """Number of a step's prompts that the Atropos batch supplies. `rules` requires a whole number."""
         total = sum(entry.weight for entry in self.environments)
         return 0.0 if self.atropos is None else self.rollout.prompts_per_step * self.atropos.weight / total
 
     @property
     def opponent(self) -> OpponentConfig | None:
-        """The opponent of all turn games that have one. `rules` requires them to be equal."""
+        """The opponent of the turn games. `rules` requires all games that set one to set the same."""
         turns = [source for source in self.environments if isinstance(source, TurnsSourceConfig)]
         return next((source.opponent for source in turns if source.opponent is not None), None)
 

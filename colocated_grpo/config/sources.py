@@ -44,7 +44,7 @@ class RewardConfig(Section):
     """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
     'path/to/file.py:function'."""
     args: dict[str, Any] | None = None
-    """Where given, even empty, `name` is a class or factory: it is called with these keyword arguments and returns the
+    """If set, even to {}, `name` is a class or factory that is called with these keyword arguments and returns the
     reward function."""
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the sum of a completion's rewards. 0 only logs it, as reward/<name>."""
@@ -66,7 +66,7 @@ class DatasetSourceConfig(Section):
     subset: str | None = None
     """Configuration name of a Hugging Face dataset. Not for local files."""
     split: str = "train"
-    """Split to train on, of a Hugging Face dataset. Not for local files."""
+    """Training split of a Hugging Face dataset. Not for local files."""
     eval_split: str | None = None
     """Split of held-out prompts; for a local file, the path of another file. Default: `held_out` rows at the end of the
     training data, which are then not trained on."""
@@ -78,8 +78,8 @@ class DatasetSourceConfig(Section):
     columns: dict[str, str] = {}
     """Columns to rename before rewards get them. Example: {answer: solution}."""
     system_prompt: str | None = None
-    """System message put before each prompt that has none. A text prompt becomes a chat message, for rewards as
-    well."""
+    """System message put before each prompt that has none. A text prompt then becomes a chat message, also in the
+    prompts that rewards receive."""
     shuffle: bool = True
     """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data."""
     weight: float = Field(1.0, gt=0)

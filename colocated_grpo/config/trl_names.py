@@ -42,7 +42,7 @@ def _report_to(_key: str, value: Any, get: Lookup) -> NewSettings:
 
 
 def _wandb(get: Lookup) -> NewSettings:
-    """Return the mode and project that W&B's environment variables set, as in TRL. A project in the settings wins."""
+    """Return mode and project from W&B's environment variables, as TRL does. A project in the settings has priority."""
     mode, project = os.environ.get("WANDB_MODE", "online"), os.environ.get("WANDB_PROJECT")
     in_settings = get("tracking.wandb_project") or get("wandb_project")
     named = {"tracking.wandb_project": project} if project and not in_settings else {}

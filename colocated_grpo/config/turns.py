@@ -10,7 +10,7 @@ from colocated_grpo.config.base import FileName, NonNegative, Positive, Section
 
 INITIAL = "initial"
 FROZEN = "frozen"
-"""Value in the `players` of a game that gives a seat to the opponent."""
+"""Entry in the `players` of a game that assigns a seat to the opponent."""
 
 
 class OpponentConfig(Section):
@@ -27,20 +27,20 @@ class OpponentConfig(Section):
 
 
 class TurnsSourceConfig(Section):
-    """A game of several seats. Each turn is one prompt; its completions are one group, scored on the same position."""
+    """A game trained turn by turn. Each turn is a prompt; its completions are one group, scored on one position."""
 
     type: Literal["turns"]
     name: str
     """'town', 'textarena:<game>', 'tossim', a turn environment of an installed package, or your own
     'package.module:object' or 'path/to/file.py:object'."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the environment, without `seed`, which is derived from the run's."""
+    """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""
     commit: Literal["first", "random", "best"] = "first"
     """Completion of each turn that is played. first and random follow the policy. best: the highest reward, ties to the
-    first; games then go better than the policy plays, which biases returns from their end."""
+    first; the games are then better than the policy's own play, which biases returns from their end."""
     max_wait: Positive = 64
-    """Steps that a turn waits for the end of its game, where the game's result is part of its reward. After that it is
-    trained with its immediate reward (metric turns_overdue). Longer waits make rollouts staler."""
+    """Maximum steps that a turn waits for its game to end, if its reward includes the game's result. After that it
+    is trained with its immediate reward (metric turns_overdue). Longer waits make rollouts staler."""
     stop_at_parse_rate: float | None = Field(None, gt=0, le=1)
     """End the run when the share of well-formed completions has been at least this for stop_after steps in a row. null:
     train for all training_steps."""
@@ -50,8 +50,8 @@ class TurnsSourceConfig(Section):
     """Constrain sampling to legal completions with a grammar. false: the policy learns the format from rewards. Needs
     loss.old_logprobs: trainer; such requests decode more slowly."""
     opponent: OpponentConfig | None = None
-    """Frozen model for the seats that the game gives it (town: players: [policy, frozen]). Its turns are sampled once
-    and not trained. Its weights are kept in host memory and swapped into the engine. Equal in every entry that has
-    one."""
+    """Frozen model for the seats that the game assigns to it (town: players: [policy, frozen]). Its turns are sampled
+    once and not trained. Its weights are kept in host memory and swapped into the engine. All entries that set an
+    opponent must set the same one."""
     weight: float = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""

@@ -15,7 +15,7 @@ from colocated_grpo.config.errors import ConfigError, KeyPath, SettingsTree
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # none of PyYAML's own
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # without PyYAML's YAML 1.1 rules
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -61,7 +61,7 @@ def parse_document(text: str, name: str) -> tuple[SettingsTree, dict[KeyPath, in
 
 
 def parse_value(text: str) -> Any:
-    """Parse one value like in a file. Invalid YAML is returned as text, so that a shell needs no second quotes."""
+    """Parse one value as in a file. Invalid YAML is returned as text, so that a shell needs no extra quotes."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
@@ -70,7 +70,7 @@ def parse_value(text: str) -> Any:
 
 def _collect_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name: str, visited: set[int]) -> None:
     if id(node) in visited:
-        return  # a repeated anchor: following every use of one could take exponential time
+        return  # an anchor used again: visiting every use could take exponential time
     visited.add(id(node))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()

@@ -4,8 +4,9 @@ from colocated_grpo.environments.base import BatchSource, EnvironmentSetupError,
 from colocated_grpo.environments.build import Environments, build_environments
 from colocated_grpo.environments.conversation import AssistantMessage, ContextExhausted, Conversation
 
-# The name in earlier versions: user episodes may catch it.
+# Names of earlier versions, which user episodes may import.
 OutOfRoom = ContextExhausted
+Turn = AssistantMessage
 
 __all__ = [
     "AssistantMessage",
@@ -18,5 +19,6 @@ __all__ = [
     "OutOfRoom",
     "Scorer",
     "Task",
+    "Turn",
     "build_environments",
 ]

@@ -32,18 +32,17 @@ AUTO = "auto"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
-"""Names the file into which a failing rank writes its exit code and its error lines, for the launcher to show."""
+"""Variable with the path of the file in which a failing rank leaves its exit code and error lines for the launcher."""
 FINISHED_SUFFIX = ".finished"
-"""Suffix of the file beside it that a rank creates when its run has ended normally. An exit code of 0 is not enough:
+"""Suffix of a second file next to that one, created by a rank whose run has ended normally. Exit code 0 is not enough:
 user code may call os._exit(0)."""
 RUN_ERROR, USAGE_ERROR = 1, 2
-"""Exit codes of a run that failed, and of settings or arguments that cannot run."""
+"""Exit codes: the run failed; the settings or arguments are invalid."""
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
 OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-"""Read by libgomp when it is loaded: idle OpenMP threads spin for microseconds and then sleep. By default they spin so
-long that they take cores from working threads, of other programs or of ranks on the same cores. Without any spinning
-each short wait would cost a sleep."""
+"""Variables that libgomp reads when it is loaded: idle OpenMP threads spin for microseconds, then sleep. By default
+they spin long enough to take cores from other ranks and programs. Without spinning, each short wait costs a sleep."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -54,12 +53,12 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def prepare_streams() -> None:
-    """Make printing safe where a standard stream is closed, or its encoding lacks a character of the text."""
+    """Make printing safe if a standard stream is closed, or its encoding lacks a character of the text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            # Occupy the closed descriptor. The next file opened would get this number, and receive what is printed.
+            # Occupy the closed descriptor, or the next file opened would get its number and receive printed text.
             os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
@@ -89,14 +88,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _log_level(name: str) -> str:
-    """Check a log level. Not `choices`, which argparse does not apply to a default taken from the environment."""
+    """Check a log level. argparse's `choices` would not check a default taken from the environment."""
     if name not in LOG_LEVELS:
         raise argparse.ArgumentTypeError(f"{name!r}: must be one of {', '.join(LOG_LEVELS)} ({LOG_LEVEL_VARIABLE} too)")
     return name
 
 
 def config_file(options: argparse.Namespace) -> str:
-    """Return the config file: the one given, else that of the resumed run folder, else the default."""
+    """Return the path of the config file: given, else in the resumed run folder, else the default."""
     saved = Path(options.resume or "") / "config.yaml"
     resumed = options.resume not in (None, AUTO) and saved.is_file()
     return options.config or (str(saved) if resumed else DEFAULT_CONFIG)
@@ -150,14 +149,14 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    # `record` saves the traceback of this rank for torchrun, which prints that of the first failure at the end.
+    # `record` saves this rank's traceback. At the end torchrun prints the traceback of the first rank that failed.
     code = record(_run)(config, options.resume, name)
     assert code is not None
     return code
 
 
 def _import_trainer() -> Callable[..., None]:
-    # Modules are never freed. Freezing them makes the garbage collections while an engine is built faster.
+    # Imported modules are never freed. Freezing them speeds up garbage collection while an engine is built.
     gc.disable()
     try:
         from colocated_grpo.trainer import main
@@ -168,7 +167,7 @@ def _import_trainer() -> Callable[..., None]:
 
 
 def _run(config: Config, resume: str | None, name: str) -> int:
-    """Train and return an exit code. Errors that the user can act on become one line, shown by the first rank."""
+    """Train and return an exit code. Errors that the user can act on become one line."""
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.errors import AlreadyReported, RunError
 
@@ -212,7 +211,7 @@ def _report(code: int, lines: Sequence[str]) -> None:
     """Print the lines, or pass them and the code to the launcher, which prints them after torchrun's own output."""
     if VERDICT_VARIABLE in os.environ:
         text = "\n".join([str(code), *lines])
-        with suppress(OSError):  # during a long run, a cleaner of temporary folders may have removed this one
+        with suppress(OSError):  # in a long run, a cleanup of /tmp may have removed the folder
             Path(os.environ[VERDICT_VARIABLE]).write_text(text, encoding="utf-8", errors="backslashreplace")
             return
     print(*lines, sep="\n", file=sys.stderr, flush=True)
@@ -223,14 +222,14 @@ def _error_lines(error: Exception) -> list[str]:
 
 
 def _print_on_rank_0(*lines: str, to: TextIO) -> None:
-    """Print once for all ranks, which read the same settings and reach the same result."""
+    """Print on rank 0 only: all ranks read the same settings and reach the same result."""
     if os.environ["RANK"] == "0":
         for line in lines:
             print(line, file=to, flush=True)
 
 
 def library_environment(log_level: str) -> dict[str, str]:
-    """Return variables that libraries read when they are imported. Values set by the user take precedence."""
+    """Return default values of variables that libraries read when they are imported. Callers keep the user's values."""
     debug = log_level == "DEBUG"
     return {
         "NCCL_DEBUG": "INFO" if debug else "WARN",
@@ -246,7 +245,7 @@ def library_environment(log_level: str) -> dict[str, str]:
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables where they are not set: derived from SLURM's, or those of a single rank."""
+    """Return torchrun's variables if RANK is not set: derived from SLURM's, or those of a single rank."""
     if "RANK" in environment:
         return {}
     if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:

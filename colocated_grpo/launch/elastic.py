@@ -1,6 +1,6 @@
-"""torchrun as the launcher starts it: the same flags and agent, but silent where a rank has reported its error.
+"""torchrun with its usual flags and agent, but silent if a rank has reported its error.
 
-torchrun would otherwise print forty lines about the failed process below that one line.
+Plain torchrun would print forty lines about the failed process below the rank's error line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.run import parse_args, run
 from colocated_grpo.launch.cli import RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
 
 AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
-"""Logs how each process ended."""
+"""Name of the logger that reports how each process ended."""
 
 
 @record

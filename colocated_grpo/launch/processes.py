@@ -19,7 +19,7 @@ from colocated_grpo.runtime.signals import stop_signals
 
 REAP_SECONDS = 10.0
 DUPLICATE_SECONDS = 1.0
-"""The same signal again within this time is one request: a terminal and a wrapper may both forward it."""
+"""A signal repeated within this time counts as one request: a terminal and a wrapper may both forward it."""
 # Linux <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -45,7 +45,7 @@ def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path |
                 env=dict(env),
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
+                start_new_session=True,  # so that Ctrl-C in a terminal reaches only the launcher
                 preexec_fn=_end_with_parent(),
             )
             stop.watch(process)
@@ -58,7 +58,7 @@ def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path |
 
 
 class _StopSignals:
-    """Signal handlers while entered: the first request stops the process gracefully, the second kills it."""
+    """Context with signal handlers: the first request stops the process gracefully, the second kills it."""
 
     def __init__(self, spare: set[int]) -> None:
         self.received: list[int] = []
@@ -133,14 +133,14 @@ def _adopt_orphans() -> None:
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """Return a preexec function: the kernel sends the child SIGTERM when the launcher dies, even by SIGKILL."""
+    """Return a preexec function: the kernel will send SIGTERM to the child when the launcher dies, even by SIGKILL."""
     if sys.platform != "linux":
         return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # loaded before the fork, after which little is safe to call
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # before the fork: few calls are safe after it
 
     def prepare() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:
-            os._exit(1)  # the launcher died before the line above
+            os._exit(1)  # the launcher died before the call of prctl
 
     return prepare

@@ -32,13 +32,13 @@ class LossInputs:
     sampling_logprobs_N: Tensor
     """From the engine, at the sampling temperature. NaN where the sampler gave none: fill these before the loss."""
     old_logprobs_N: Tensor | None = None
-    """From the trainer, before this batch's first update. None: on-policy, the detached current values replace them."""
+    """From the trainer, before this batch's first update. None: on-policy; the detached current ones are used."""
     ref_logprobs_N: Tensor | None = None
-    """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. As packed: those that the
-    environment gave, NaN elsewhere, or None if it gave none."""
+    """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. Packing fills in only the
+    environment's values, NaN elsewhere; None if there are none."""
     on_policy_N: Tensor | None = None
-    """bool. Tokens sampled plainly by the weights of `old_logprobs_N`: sampling and old log-probabilities must agree up
-    to rounding. None: not measured."""
+    """bool. Tokens sampled plainly (see `Rollout.plain`) by the weights of `old_logprobs_N`: sampling and old
+    log-probabilities must agree up to rounding. None: not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def make_loss(config: LossConfig) -> LossFn:
 
 
 def make_chunked_loss(config: LossConfig) -> ChunkedLoss | None:
-    """Compose the same loss_sum for a caller that never holds all log-probabilities at once.
+    """Compose the loss_sum of `make_loss` for callers that compute it chunk by chunk.
 
     None where a token's loss depends on other tokens' log-probabilities: gspo, and corrections at sequence level.
     """
@@ -138,7 +138,7 @@ def _sequences(counts: Counts, max_completion_tokens: int) -> float:
 
 
 def _max_tokens(counts: Counts, max_completion_tokens: int) -> float:
-    """Dr. GRPO: a constant per completion. The longest completion seen instead would favour some lengths."""
+    """Dr. GRPO: a constant for each completion. Dividing by the longest sampled length would favour some lengths."""
     return counts.sequences * max_completion_tokens
 
 

@@ -24,7 +24,7 @@ Surrogate = Callable[[Tensor, Tensor, LossInputs], tuple[Tensor, dict[str, Tenso
 Penalty = Callable[[Tensor, LossInputs, Tensor], tuple[Tensor, dict[str, Stat]]]
 """(logprobs_N, inputs, weights_N) -> penalty per token, and its metrics."""
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped here. Above 88, exp is infinite in float32 and the gradient is NaN, even for a token whose
+"""Upper bound of log-ratios. Above 88, exp is infinite in float32 and the gradient is NaN, even for a token whose
 gradient the clip removes: a single stray token would end the run. A ratio of exp(20) = 5e8 no longer estimates
 anything; a token beyond it has no gradient. Small ratios need no bound: exp goes to 0."""
 
@@ -53,7 +53,7 @@ def sequence_ratio(log_ratio_N: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def make_clipped(config: ClippedLoss) -> Surrogate:
-    """PPO's pessimistic minimum. dual_clip also bounds the ratio where the advantage is negative.
+    """Return PPO's clipped surrogate. dual_clip also bounds the ratio where the advantage is negative.
 
     The clip fractions count tokens that lost their gradient to a bound, not every ratio out of range.
     """
@@ -73,7 +73,7 @@ def make_clipped(config: ClippedLoss) -> Surrogate:
 
 
 def make_cispo(config: CISPOConfig) -> Surrogate:
-    """REINFORCE weighted by the truncated ratio as a constant: no token loses its gradient."""
+    """Return REINFORCE weighted by the truncated ratio. The weight is detached, so no token loses its gradient."""
 
     def cispo(ratio_N: Tensor, logprobs_N: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         weight_N = ratio_N.detach().clamp(max=config.clip_high)
@@ -86,10 +86,10 @@ def make_cispo(config: CISPOConfig) -> Surrogate:
 
 
 def make_correction(config: PolicyLoss) -> Callable[[LossInputs], Tensor]:
-    """Constant weight of each token's policy loss, from trainer / sampler at the start of the batch (TIS, MIS).
+    """Return a function for constant weights of the policy loss: trainer / sampler as the batch starts (TIS, MIS).
 
-    1 where the ratio itself is taken against the sampler, which already corrects the mismatch. The KL penalty is not
-    weighted.
+    The weights are 1 if the ratio itself is taken against the sampler, which already corrects the mismatch.
+    The KL penalty is not weighted.
     """
     settings = config.correction
     if settings.mode == "off" or config.old_logprobs == "sampling":
@@ -132,7 +132,9 @@ def mismatch(inputs: LossInputs) -> dict[str, Stat]:
         "mismatch/ess": Stat.ess(weight_N.sum(), weight_N.square().sum(), mask_N.sum()),
     }
     if inputs.on_policy_N is not None:
-        metrics["mismatch/on_policy"] = weighted_mean(distance_N, mask_N * inputs.on_policy_N)
+        metrics["mismatch/on_policy"] = weighted_mean(
+            torch.where(inputs.on_policy_N, distance_N, 0.0), mask_N * inputs.on_policy_N
+        )
     return metrics
 
 
@@ -171,7 +173,7 @@ def completion_mean(inputs: LossInputs) -> Tensor:
 
 
 def _trained_tokens_S(inputs: LossInputs) -> Tensor:
-    """At least 1: a completion whose tokens are all masked has the mean 0, not NaN."""
+    """Trained tokens of each completion, at least 1: one whose tokens are all masked has the mean 0, not NaN."""
     return _sum_by_sequence(inputs.loss_mask_N, inputs).clamp(min=1.0)
 
 
@@ -183,9 +185,9 @@ def _sum_by_sequence(values_N: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def apply_mask(logprobs_N: Tensor, inputs: LossInputs) -> tuple[Tensor, LossInputs]:
-    """Return both in float32, constants detached, zero where masked: exp of a masked NaN would survive * 0.
+    """Return both in float32, constants detached, zero where masked: a masked NaN times 0 would still be NaN.
 
-    In the result old_logprobs_N is always set, and loss_mask_N is 1.0 or 0.0.
+    The returned inputs always have old_logprobs_N, and their loss_mask_N is 1.0 or 0.0.
     """
     mask_N = inputs.loss_mask_N
 
@@ -208,7 +210,7 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 
 def _clamped(log_ratio: Tensor) -> Tensor:
-    """Clamp to MAX_LOG_RATIO. NaN where infinite: a log-probability of -inf would otherwise look like a valid ratio."""
+    """Clamp to MAX_LOG_RATIO; infinite values become NaN, because a clamped infinity would look like a valid ratio."""
     return log_ratio.clamp(max=MAX_LOG_RATIO) + log_ratio.detach() * 0.0
 
 

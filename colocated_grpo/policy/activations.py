@@ -1,6 +1,6 @@
-"""The size of a micro-batch and the number of checkpointed blocks, chosen from measured memory.
+"""Choose the micro-batch size and the number of checkpointed blocks from measured memory.
 
-Trial optimizer steps measure it, because what fits depends on kernels, compiler and other users of the device.
+Trial steps measure memory, because what fits depends on kernels, the compiler and other users of the device.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from colocated_grpo.runtime.distributed import World
 
 GIB = 1 << 30
 AUTO_TOKENS = 24_576, 16_384, 8_192, 4_096, 2_048
-"""Sizes to choose from if max_tokens_per_micro_batch is 'auto', largest first. Each micro-batch has a fixed cost on the
-host, which larger ones spread over more tokens; memory grows linearly."""
+"""Candidate sizes for max_tokens_per_micro_batch='auto', largest first. Larger micro-batches spread a fixed host cost
+over more tokens, and their memory grows linearly."""
 MAX_TOKENS_ON_CPU = 16_384
 """Largest automatic size on CPU, where memory is not measured."""
 MIN_TOKENS_WITHOUT_CHECKPOINTS = 8_192
-"""Checkpoint blocks rather than make micro-batches smaller than this, because of their fixed cost."""
+"""Smallest size to try without checkpointing. If it does not fit, blocks are checkpointed: each micro-batch has a fixed
+cost."""
 USABLE_FRACTION = 0.92
 """Fraction of the free memory to plan with: the caching allocator loses some of it to fragmentation."""
 TRIAL_TOKENS = 256, 2048
-"""Smallest and largest size of a trial micro-batch."""
+"""Bounds of the larger trial micro-batch; the smaller one has half as many tokens."""
 TRIAL_PREFIX = 2
-"""Tokens that the sequences of a trial have in common. Not 1: the compiler specializes on sizes of 1."""
+"""Length of the common prefix of a trial's sequences. Not 1: the compiler specializes on sizes of 1."""
 TRIAL_DIVISOR = 8
-"""A trial takes 1/8 of a micro-batch. Without checkpointing it then needs about as much memory as a full micro-batch
-with every block checkpointed, so it fits wherever training can be made to fit."""
+"""A trial has 1/8 of a micro-batch's tokens. Without checkpointing, it needs about as much memory as a full micro-batch
+with every block checkpointed, so it fits wherever training can fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Device memory of a training step on top of weights and optimizer state, in bytes, without checkpointing."""
+    """Device memory of a training step in bytes, in addition to weights and optimizer state."""
 
     peak: int
-    """With micro-batches of `tokens`."""
+    """Peak with micro-batches of `tokens`."""
     tokens: int
     per_token: float
-    """Activations that the forward pass keeps for the backward pass, per token."""
+    """Activations per token that are kept for the backward pass."""
 
     def bytes_needed(self, tokens: int, blocks: int) -> float:
         """Return the peak with micro-batches of `tokens`, in a model of `blocks` blocks."""
@@ -64,7 +65,8 @@ def min_checkpointed_blocks(
 ) -> int:
     """Return how many of `blocks` must be checkpointed so that micro-batches of `tokens` fit into `free` bytes.
 
-    saved_per_token: bytes that one checkpointed block saves. Raises RunError if all of them are not enough.
+    footprint: measured without checkpointing. saved_per_token: bytes that one checkpointed block saves.
+    Raises RunError if checkpointing every block is not enough.
     """
     needed = footprint.bytes_needed(tokens, blocks)
     if needed <= free:
@@ -79,9 +81,9 @@ def min_checkpointed_blocks(
 
 
 def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> Config:
-    """Return the config with batch.max_tokens_per_micro_batch decided, and checkpoint blocks of the policy as needed.
+    """Return the config with batch.max_tokens_per_micro_batch decided; checkpoint the policy's blocks as needed.
 
-    Call when everything that stays on the device during training is allocated. Collective.
+    Call after everything that stays on the device during training has been allocated. Collective.
     """
     if world.device.type == "cpu":
         sizes = candidate_sizes(config)
@@ -93,7 +95,7 @@ def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> Con
 
 
 def fit_to_memory(policy: Policy, config: Config, world: World) -> int:
-    """Return a size that fits, after checkpointing blocks if the config leaves that open. Collective."""
+    """Return a size that fits; also choose the checkpointed blocks if the config says 'auto'. Collective."""
     try:
         if config.policy.gradient_checkpointing == "auto":
             return fit_tokens_and_blocks(policy, config, world)
@@ -108,7 +110,7 @@ def fit_to_memory(policy: Policy, config: Config, world: World) -> int:
 
 
 def candidate_sizes(config: Config) -> list[int]:
-    """Return the sizes to choose from, best first: the configured one, or all that fit the longest sequence."""
+    """Return the sizes to choose from, best first: the configured one, or those that hold the longest sequence."""
     size, longest = config.batch.max_tokens_per_micro_batch, config.max_sequence_tokens
     if size != "auto":
         return [size]
@@ -116,7 +118,7 @@ def candidate_sizes(config: Config) -> list[int]:
 
 
 def fit_tokens(policy: Policy, config: Config, world: World) -> int:
-    """Return the best size that fits with the blocks as they are, or the smallest if none does. Collective."""
+    """Return the best size that fits with the current checkpointing, or the smallest if none does. Collective."""
     sizes = candidate_sizes(config)
     return next(iter(_sizes_that_fit(sizes, _measure_all_ranks(policy, config, world), policy)), sizes[-1])
 
@@ -126,7 +128,7 @@ def fit_tokens_and_blocks(policy: Policy, config: Config, world: World) -> int:
     sizes, blocks = candidate_sizes(config), len(blocks_of(policy.model))
     set_checkpointed(policy.model, 0)
     kept = _measure_all_ranks(policy, config, world)
-    # Decided from all ranks' measurements, because the next trial is collective. It is skipped if possible, because it
+    # All ranks decide from the same measurements, because the next trial is collective. Skip that trial if possible: it
     # compiles checkpointed blocks.
     fitting = _sizes_that_fit([s for s in sizes if s >= MIN_TOKENS_WITHOUT_CHECKPOINTS] or sizes[:1], kept, policy)
     if fitting:
@@ -149,7 +151,7 @@ def fit_tokens_and_blocks(policy: Policy, config: Config, world: World) -> int:
 
 
 def _first_that_fits(sizes: Sequence[int], counts: Callable[[int], list[int]]) -> tuple[int, int]:
-    """Return (size, largest count of any rank). Raises the RunError of the smallest size if none fits."""
+    """Return (first size that fits, largest count of any rank). Raises the last size's RunError if none fits."""
     for size in sizes[:-1]:
         with suppress(RunError):
             return size, max(counts(size))
@@ -162,13 +164,13 @@ def _measure_all_ranks(policy: Policy, config: Config, world: World) -> list[tup
 
 
 def _sizes_that_fit(sizes: Sequence[int], measured: Sequence[tuple[Footprint, float]], policy: Policy) -> list[int]:
-    """Return the sizes that fit on every rank with the blocks as they were measured."""
+    """Return the sizes that fit on every rank with the checkpointing that was measured."""
     blocks = len(blocks_of(policy.model))
     return [size for size in sizes if all(seen.bytes_needed(size, blocks) <= usable for seen, usable in measured)]
 
 
 def measure(policy: Policy, config: Config) -> Footprint:
-    """Measure the footprint with the blocks as they are. Collective."""
+    """Measure the footprint with the current checkpointing. Collective."""
     small, large = trial_sizes(config)
     # The first step compiles, tunes kernels and allocates workspaces, which stay allocated and are not counted.
     run_trial_step(policy, config, small)
@@ -212,8 +214,8 @@ def run_trial_step(policy: Policy, config: Config, tokens: int) -> None:
 
 
 def dummy_micro_batch(config: Config, tokens: int) -> MicroBatch:
-    """Build a micro-batch of `tokens` in two or more sequences of allowed length, all tokens scored."""
-    # With a common prefix, like real siblings: micro-batches without one run other kernels.
+    """Build a micro-batch of `tokens` in two or more sequences of allowed length, scored after their common prefix."""
+    # A common prefix, as real siblings have: micro-batches without one run other kernels.
     longest = max(1, min(tokens // 2, config.max_sequence_tokens) - TRIAL_PREFIX)
     count, remainder = divmod(tokens - TRIAL_PREFIX, longest)
     lengths = [TRIAL_PREFIX + own for own in [*[longest] * count, remainder] if own]

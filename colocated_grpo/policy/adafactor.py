@@ -102,7 +102,7 @@ def _local_gradient(p: nn.Parameter) -> Tensor:
 
 
 def _newest_weight(step: Tensor) -> float:
-    """1 - beta2, with beta2 = 1 - step ** -0.8."""
+    """Return the weight of the newest value in a moment: 1 - beta2 = step ** -0.8."""
     return float(step) ** -DECAY_POWER
 
 

@@ -4,8 +4,8 @@ Registered with transformers as attention implementations, one for each set of k
 mask.
 
 Shapes: T packed tokens, U tokens of common prefixes (the first U of T), E keys that the queries see (T without common
-prefixes), R sequences of the prefix with most of them, N runs of consecutive queries, H query heads, K key-value heads,
-D head size.
+prefixes), R largest number of sequences with one common prefix, N runs of consecutive queries, H query heads,
+K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PACKED_FA4 = "packed_fa4"
 def implementation_for(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, longest: int) -> str:
     """Return the registered name of the fastest implementation that this device has for the model.
 
-    longest: tokens of the longest possible sequence. FlashAttention 4 is not compiled if that is too short for it.
+    longest: tokens of the longest possible sequence. Below MIN_RUN_FOR_FA4, FlashAttention 4 is not even compiled.
     """
     if longest < MIN_RUN_FOR_FA4:
         return PACKED
@@ -65,11 +65,11 @@ def packed_attention(
     on_cuda: Attend = attend_varlen,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that is registered with transformers, which sets its signature.
+    """Attend over packed sequences. transformers, where this function is registered, defines the signature.
 
     query: [1, H, T, D], key and value: [1, K, T, D], cu_seq_lens_q: [N + 1] int32. Returns [1, T, H, D].
-    prefix_keys: of the micro-batch; None: each run sees only its own keys. The causal mask is aligned at the end: the
-    last query of a run sees all keys of the run.
+    prefix_keys: of the micro-batch; None: each run sees only its own keys. The last query of a run sees all of the
+    run's keys.
     """
     if softcap is not None:
         raise ConfigError("attention logit soft-capping (gemma2) is not supported by packed attention")

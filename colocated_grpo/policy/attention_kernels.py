@@ -1,8 +1,9 @@
 """Causal attention of runs of queries to runs of keys: one function per kernel.
 
 Each takes query [T, H, D], key and value [E, K, D] and returns [T, H, D]. The last query of a run sees all of its keys.
-T queries, E keys, N runs of consecutive queries, L queries of the longest run, M keys of the run with most of them,
-H query heads, K key-value heads, D head size.
+
+Shapes: T queries, E keys, N runs of consecutive queries, L queries of the longest run, M keys of the run with the most
+keys, H query heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from torch.nn.attention.varlen import varlen_attn
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy import fa4
 
-# torch 2.11 always broadcasts key-value heads and has no such argument; later releases require it.
+# torch 2.11 always broadcasts key-value heads and has no enable_gqa argument; later releases require it.
 _takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _varlen = cast(Callable[..., Tensor], partial(varlen_attn, enable_gqa=True) if _takes_gqa else varlen_attn)
 
 MIN_RUN_FOR_FA4 = 192
-"""Queries per run, on average. FlashAttention 4 processes tiles of 128 queries, full or not, and is slower than
+"""Minimum mean of queries per run. FlashAttention 4 processes tiles of 128 queries, full or not, and is slower than
 FlashAttention 2 on shorter runs: docs/results/attention_1xh200.json."""
 MAX_BF16_DIFFERENCE = 2**-6
-"""Relative difference between two kernels' gradients that bfloat16 rounding explains."""
+"""Largest relative difference between two kernels' outputs or gradients that bfloat16 rounding explains."""
 
 
 class Runs(NamedTuple):
@@ -48,7 +49,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Runs, float | None, int | None], Tens
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
 ) -> Tensor:
-    """FlashAttention 2, as torch ships it."""
+    """Attend with torch's FlashAttention 2."""
     # Causal is (-1, 0). A window of w tokens includes the token itself; the kernel counts only those to its left.
     left = -1 if window is None else window - 1
     boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
@@ -58,7 +59,7 @@ def attend_varlen(
 def attend_fa4(
     query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
 ) -> Tensor:
-    """FlashAttention 4 for the layers and lengths that it supports and is faster for, else FlashAttention 2.
+    """Attend with FlashAttention 4 where it supports the layer and is faster, else with FlashAttention 2.
 
     Requires `has_fa4` for the model's heads.
     """
@@ -71,7 +72,7 @@ def attend_fa4(
 def attend_only_fa4(
     query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None = None
 ) -> Tensor:
-    """FlashAttention 4 for runs of any length, without a sliding window."""
+    """Attend with FlashAttention 4, also on short runs. Sliding windows are not supported."""
     assert window is None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return fa4.attend(query, key, value, runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, scale)[0]
@@ -81,7 +82,7 @@ def attend_only_fa4(
 def has_fa4(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if FlashAttention 4 runs here for these heads and agrees with torch's kernel.
 
-    The first call compiles it, in seconds, and compares both on random inputs.
+    The first call compiles FlashAttention 4, in seconds, and compares both kernels on random inputs.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != fa4.HOPPER:
         return False
@@ -100,7 +101,10 @@ def has_fa4(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: to
 
 
 def _fa4_difference(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest relative difference of outputs and gradients on two random runs, one of which has prefix keys."""
+    """Return the largest relative difference to FlashAttention 2 in outputs and gradients.
+
+    The inputs are two random runs, one of which has prefix keys.
+    """
     cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in ([0, 200, 500], [0, 200, 600]))
     runs = Runs(cu_q, 300, cu_k, 400)
     generator = torch.Generator(device).manual_seed(0)
@@ -119,7 +123,7 @@ def _fa4_difference(heads: int, kv_heads: int, size: int, dtype: torch.dtype, de
 def attend_padded(
     query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Plain attention on any device. Padding is on the right, after all real keys, so the causal mask hides it."""
+    """Attend over padded runs, on any device. Padding comes after all real keys, so the causal mask hides it."""
     query, valid_NL = _padded(query, runs.cu_q, runs.longest_q)
     (key, valid_NM), (value, _) = (_padded(tensor, runs.cu_k, runs.longest_k) for tensor in (key, value))
     if window is None and runs.cu_k is runs.cu_q:

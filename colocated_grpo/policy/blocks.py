@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Block(ActivationWrapper):
-    """One transformer block. If `checkpointed`, forward keeps only its input and backward computes it again.
+    """Transformer block. If `checkpointed`, forward keeps only the block's input, and backward runs forward again.
 
-    The base class forwards missing attributes to the block: models read, for example, its attention type.
+    The base class looks up missing attributes on the wrapped block: models read, for example, its attention type.
     """
 
     def __init__(self, block: nn.Module, *, checkpointed: bool) -> None:
@@ -22,7 +22,7 @@ class Block(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
-        # Gradient mode first: without gradients, checkpointed and other blocks then share one compiled forward.
+        # Test gradient mode first: without gradients, checkpointed and other blocks then run one compiled forward.
         if torch.is_grad_enabled() and self.checkpointed:
             # Nothing draws random numbers (dropout is off), and saving the RNG state would synchronize with the device.
             return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -35,7 +35,7 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 def set_checkpointed(model: nn.Module, count: int) -> None:
-    """Checkpoint only the first `count` blocks: backward reaches them last, with the others' activations freed."""
+    """Checkpoint only the first `count` blocks: backward reaches them last, after the others' activations are freed."""
     for index, block in enumerate(blocks_of(model)):
         block.checkpointed = index < count
 

@@ -68,10 +68,10 @@ class CheckpointReader:
         return set(self._readers)
 
     def read(self, name: str, rows: slice) -> Tensor:
-        """Return rows along the first dimension, in the checkpoint's own type."""
+        """Return rows along the first dimension, in the checkpoint's dtype."""
         return self._readers[name](rows)
 
 
 def _rows(tensor_slice: Any, rows: slice) -> Tensor:
-    """tensor_slice: a PySafeSlice, a type that safetensors does not export. A scalar has no rows."""
+    """Return rows of a PySafeSlice (a type that safetensors does not export); a scalar is returned whole."""
     return tensor_slice[rows] if tensor_slice.get_shape() else tensor_slice[...]

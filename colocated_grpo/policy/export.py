@@ -95,7 +95,7 @@ class _Writer:
         return self._folder / f"part-{index:05d}.safetensors"
 
     def close(self) -> None:
-        """Write the last file and the index. Only now is the number of files known, which their names contain."""
+        """Write the last file and the index, and rename the files: their names contain the number of files."""
         self._flush()
         count = len(self._files)
         if count == 1:

@@ -1,7 +1,7 @@
-"""FlashAttention 4 over packed sequences, as a custom operator that torch.compile does not look into.
+"""FlashAttention 4 over packed sequences, as a custom operator that is opaque to torch.compile.
 
-On Hopper it takes 0.7 of the time of torch's FlashAttention 2 for sequences of 512 tokens, and half of it for long
-ones: docs/results/attention_1xh200.json. Its kernels are bundled with vLLM and compiled on the first call, in seconds.
+On Hopper it takes 0.7 x the time of torch's FlashAttention 2 for sequences of 512 tokens, and 0.5 x for long ones:
+docs/results/attention_1xh200.json. Its kernels are bundled with vLLM and compiled on the first call, in seconds.
 
 Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size.
 """

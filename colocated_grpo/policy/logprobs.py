@@ -45,11 +45,11 @@ def linear_loss(
     chunk_tokens: int,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a loss over the log-probabilities of `linear_logprobs`, and those and the entropies, [N], as constants.
+    """Return the loss, and as constants the log-probabilities and entropies of `linear_logprobs`, both [N].
 
-    loss_of(token range, logprobs of that range) -> its part of the loss, a scalar; parts add up. Both gradients are
-    computed while a chunk's logits exist, so the backward pass does not compute the logits again: three matrix products
-    of that size instead of four.
+    loss_of(token range, logprobs of that range) -> that range's part of the loss, a scalar; the parts are summed.
+    The forward pass computes the gradients of hidden states and weight while a chunk's logits exist. The backward pass
+    then does not recompute the logits: three matrix products of that size instead of four.
     """
     return _LinearLoss.apply(hidden_NH, weight_VH, targets_N, temperature_N, loss_of, chunk_tokens, softcap)
 
@@ -74,7 +74,7 @@ class _LinearLogprobs(torch.autograd.Function):
             logprobs_N[chunk], entropy_N[chunk], logsumexp_N[chunk] = statistics(
                 logits_CV, targets_N[chunk], temperature_N[chunk]
             )
-            del logits_CV  # before the next chunk's are allocated, or two chunks exist at once
+            del logits_CV  # before the next chunk's logits are allocated, or both exist at once
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperature_N, logsumexp_N)
         ctx.settings = chunk_tokens, softcap
         ctx.mark_non_differentiable(entropy_N)

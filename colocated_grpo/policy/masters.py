@@ -46,7 +46,7 @@ class ShardedWeights:
 
     def before_forward(self, *, last: bool) -> None:
         assert isinstance(self.model, FSDPModule)
-        # Gradients accumulate unsharded and are reduced once: communication does not grow with micro-batches.
+        # Gradients accumulate unsharded and are reduced once: micro-batches add no communication.
         self.model.set_requires_gradient_sync(last)
 
     def release(self) -> None:
@@ -57,10 +57,11 @@ class ShardedWeights:
 
 
 class UnshardedWeights:
-    """One rank without FSDP: masters beside a plain model, whose parameters are in the compute type.
+    """One rank without FSDP: fp32 masters beside a plain model with parameters in the compute type.
 
-    For each parameter the device holds 4 bytes of master, 4 of gradient during a minibatch, and those of the compute
-    type. The latter may be an engine's memory (see `adopt`): then `publish` is the entire weight sync.
+    Device memory per parameter: 4 bytes for the master, 4 for its gradient during a minibatch, and one value of the
+    compute type. The model's parameters may be the engine's tensors (see `adopt`): `publish` is then the entire weight
+    sync.
     """
 
     def __init__(self, model: PackedLM, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -124,8 +125,8 @@ def _allocate(model: PackedLM, device: torch.device, dtype: torch.dtype) -> None
 def _accumulate_into(master: nn.Parameter) -> Callable[[Tensor], None]:
     """Return a hook that moves a parameter's gradient to its master during the backward pass.
 
-    Micro-batches add up in fp32: a 16-bit sum would lose addends that are small beside it. And each 16-bit gradient is
-    freed as soon as its layer is done.
+    Gradients of micro-batches are summed in fp32, because a 16-bit sum would drop small addends. Each 16-bit gradient
+    is freed as soon as its layer is done.
     """
 
     def hook(parameter: Tensor) -> None:

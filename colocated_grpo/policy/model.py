@@ -1,4 +1,4 @@
-"""From a model name to a sharded module: meta device -> checkpointing -> compile -> fully_shard -> read own rows.
+"""Build a sharded model: meta device -> checkpointing -> compile -> fully_shard -> read this rank's rows.
 
 No rank ever holds the whole model: parameters are created without storage, and each rank reads only its rows.
 
@@ -34,16 +34,16 @@ from colocated_grpo.runtime.distributed import local_part
 Head = Callable[..., tuple[Tensor, ...]]
 """`linear_logprobs`, or a function with its signature except for the outputs."""
 STATEFUL_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""transformers' names for layers that carry a state from token to token, in addition to keys and values or instead."""
+"""transformers' names of layers that carry a recurrent state from token to token, with or without attention."""
 COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
-"""By default Inductor chooses the reduction of norms by the number of tokens and compiles once for few and once for
-many. The second compilation would fall into a run's first step, because the trial steps before it are small."""
+"""By default Inductor chooses the reduction of norms by the number of tokens and compiles twice, for few and for many.
+Trial steps are small, so the second compilation would slow down a run's first training step."""
 
 
 class PackedLM(nn.Module):
     """A causal language model whose forward returns log-probabilities of given tokens, or a loss, instead of logits.
 
-    All use of parameters, the output layer's included, happens inside `forward`, where FSDP's hooks gather them.
+    Parameters, including the output layer's, are used only inside `forward`, where FSDP's hooks gather them.
     """
 
     def __init__(self, lm: PreTrainedModel, chunk_tokens: int) -> None:
@@ -81,7 +81,7 @@ class PackedLM(nn.Module):
 
 
 def checkpoint_name(name: str) -> str:
-    """Return the checkpoint's name of one of PackedLM's parameters."""
+    """Return the checkpoint name of a parameter of PackedLM."""
     return name.removeprefix("lm.").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -119,12 +119,12 @@ def build_empty(
     head = lm.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise ConfigError(f"model type {hf_config.model_type!r}: an output layer with a bias is not supported")
-    # Eval mode turns dropout off, because the engine samples without it. It does not affect gradients.
+    # Eval mode turns dropout off, because the engine samples without dropout. Gradients still work.
     return PackedLM(lm, chunk_tokens).eval()
 
 
 def transformer_blocks(lm: nn.Module) -> nn.ModuleList:
-    """Return the list of decoder blocks: the ModuleList with most parameters among those of a single class."""
+    """Return the list of decoder blocks: the largest ModuleList, by parameters, whose modules are of one class."""
     lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList) and len(module)]
     uniform = [modules for modules in lists if len({type(block) for block in modules}) == 1]
     if not uniform:
@@ -147,7 +147,7 @@ def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: b
     offload = CPUOffloadPolicy() if offloaded else OffloadPolicy()
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    # Do not cast the inputs of the whole model: a temperature of 0.7, used by the engine, is not exact in bfloat16.
+    # Do not cast the model's inputs: the sampling temperatures are among them, and 0.7 is not exact in bfloat16.
     precision = replace(precision, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for module in model.modules():
@@ -173,7 +173,7 @@ def host_copy(model: PackedLM, dtype: torch.dtype, *, pinned: bool) -> dict[str,
         local = parameter.to_local().detach().to("cpu", dtype)
         meta = TensorMeta(parameter.shape, parameter.stride(), dtype)
         spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-        # The constructor that FSDP2 uses itself: from_local would move the rows to the mesh's device.
+        # The same constructor as in FSDP2: from_local would move the rows to the mesh's device.
         copies[name] = DTensor(local.pin_memory() if pinned else local, spec, requires_grad=False)
     return copies
 
@@ -196,9 +196,9 @@ def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloade
 
 @torch.no_grad()
 def read_parameters(parameters: Mapping[str, nn.Parameter], prefix: str, folder: Path) -> None:
-    """Read parameters from the checkpoint in `folder`; of sharded ones only this rank's rows.
+    """Read parameters from the checkpoint in `folder`; only this rank's rows if they are sharded.
 
-    prefix: the base model's ("model"); names in the checkpoint may have or lack it.
+    prefix: the base model's, such as "model"; names in the checkpoint may have or lack it.
     Raises ConfigError if tensors are missing.
     """
     reader = CheckpointReader(folder)

@@ -1,4 +1,4 @@
-"""From a micro-batch to its loss: the model's forward pass and the loss function, fused or one after the other."""
+"""Loss of a micro-batch: the model's forward pass and the loss function, fused or one after the other."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Packed = TypeVar("Packed", MicroBatch, PackedTokens, LossInputs)
 
 
 def dtype_of(setting: Literal["auto", "bfloat16", "float16", "float32"], *, auto: torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a setting. auto: what the setting 'auto' stands for."""
+    """Return the torch dtype of a setting. auto: the dtype for 'auto'."""
     return auto if setting == "auto" else getattr(torch, setting)
 
 
@@ -47,7 +47,7 @@ def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, wor
 def build_model(
     config: Config, hf_config: PretrainedConfig, folder: Path, world: World, *, offloaded: bool
 ) -> PackedLM:
-    """Load the checkpoint in `folder` with FSDP2. offloaded: it stays in host memory between uses. Collective."""
+    """Load the checkpoint in `folder` with FSDP2. offloaded: keep it in host memory between uses. Collective."""
     model = _build_empty(config, hf_config, world)
     shard(model, world.mesh, compute_dtype(config, world.device), offloaded=offloaded)
     load_shards(model, folder, world.device, offloaded=offloaded)
@@ -179,7 +179,7 @@ class Policy:
         metrics.add({"grad_norm": Stat.mean(grad_norm, 1.0), "lr": Stat.mean(lr, 1.0)})
 
     def resume_at(self, version: int) -> None:
-        """Continue from `version`. Call after parameters and optimizer state were overwritten with those of it."""
+        """Continue from `version`. Call after loading that version's parameters and optimizer state."""
         self.weights.publish()
         self.version = version
 

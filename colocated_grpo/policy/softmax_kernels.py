@@ -41,9 +41,9 @@ def logit_gradient(
     dtype: torch.dtype,
     softcap: float | None,
 ) -> Tensor:
-    """Return the gradient of sum(grad * log p(target)) with respect to the logits before their cap, [C, V] in `dtype`.
+    """Return the gradient of sum(grad * log p(target)) with respect to the uncapped logits, [C, V] in `dtype`.
 
-    It overwrites the logits' memory: a second matrix of their size would be the largest tensor of a training step.
+    The gradient overwrites the logits: a second matrix of their size would be the largest tensor of a training step.
     """
     rows, vocabulary = logits_CV.shape
     out_CV = logits_CV.view(dtype)[:, :vocabulary]
@@ -71,7 +71,7 @@ def _row_statistics(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     scale = 1.0 / tl.load(temperatures + row)
-    # Every lane keeps its own running maximum and sums; lanes meet once, at the end.
+    # Every lane keeps its own running maximum and sums; lanes are combined once, at the end.
     lanes = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
@@ -124,7 +124,7 @@ def _logit_gradient(
         # d logp / d logit = (onehot - softmax) / temperature, times the slope of the cap.
         change = tl.where(start + lanes == target, 1.0, 0.0) - tl.exp(x * scale - logsumexp)
         slope = 1.0 - (x * inverse_cap) * (x * inverse_cap)
-        # `out` is the front of the row of logits itself: nothing is written before the whole block has been read, and
-        # later blocks lie behind what is written.
+        # `out` overwrites the front of this row of logits. The barrier makes each block read in full before it is
+        # written, and the output, at most as wide as the logits, never reaches later blocks.
         tl.debug_barrier()
         tl.store(out + start + lanes, (grad * change * slope).to(out.dtype.element_ty), mask=inside)

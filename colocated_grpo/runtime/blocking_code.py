@@ -23,7 +23,7 @@ LIBRARIES = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 class BlockingCodeReporter:
     """A thread that samples the stack of another thread and reports user code that does not return.
 
-    Rewards and episodes have timeouts. Prompts, batches and games of the user run in the main thread without one.
+    Rewards and episodes have timeouts. User code for prompts, batches and games runs in the main thread without one.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BlockingCodeReporter:
 
 
 def innermost_user_frame(frame: FrameType | None) -> FrameType | None:
-    """Skip library frames from `frame` outwards. Return the next one, or None where it belongs to this package."""
+    """Return the first frame from `frame` outwards that is not a library's, or None if it belongs to this package."""
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back
     return None if frame is None or frame.f_code.co_filename.startswith(PACKAGE + os.sep) else frame

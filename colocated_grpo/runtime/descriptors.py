@@ -3,7 +3,7 @@
 import resource
 
 DESCRIPTORS = 65_536
-"""Soft limit requested: more than the connections and files of one run together."""
+"""Requested soft limit: more than all connections and files of one run."""
 
 
 def raise_descriptor_limit() -> None:
@@ -19,6 +19,6 @@ def raise_descriptor_limit() -> None:
 
 
 def max_client_connections() -> int:
-    """Return how many connections a server may accept: three quarters of the limit, the rest is for the run itself."""
+    """Return how many connections a server may accept: three quarters of the limit. The rest is for the run."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) * 3 // 4

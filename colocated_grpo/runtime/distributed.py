@@ -110,7 +110,7 @@ def _picklable(error: Exception) -> Exception:
 def init_world() -> World:
     """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
     on_gpu = torch.cuda.is_available()
-    # Modulo, because some schedulers make one GPU visible to each process and still count LOCAL_RANK up.
+    # Modulo, because some schedulers make one GPU visible to each process but still increment LOCAL_RANK.
     device = (
         torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         if on_gpu
@@ -140,7 +140,7 @@ def init_world() -> World:
 
 def _new_gloo_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)  # another type only on ranks that are not members
+    assert isinstance(group, dist.ProcessGroup)  # new_group returns another type only on non-member ranks
     return group
 
 

@@ -13,7 +13,7 @@ TABLE_ROWS = 40
 
 
 def profiled(folder: Path | None) -> AbstractContextManager[None]:
-    """Profile the block and write trace.json.gz and kernels.txt into `folder`. None: do nothing."""
+    """Profile the block and write trace.json.gz and kernels.txt into `folder`. With None, do nothing."""
     return nullcontext() if folder is None else _profile(folder)
 
 

@@ -1,4 +1,4 @@
-"""The run folder: which one a run writes into or resumes, its lock, and where its checkpoints are.
+"""The run folder: its selection for a new or resumed run, its lock and its checkpoints.
 
 Imports no torch: the launcher checks `--resume` with these functions.
 """
@@ -23,7 +23,7 @@ AUTO = "auto"
 LOCK_FILE = ".lock"
 CHECKPOINTS = "checkpoints"
 STATE_FILE = "trainer.json"
-"""The file of a checkpoint that is not a tensor file: step, policy version and the trainer's state."""
+"""JSON file of a checkpoint, beside its tensor files: step, policy version and the trainer's state."""
 MODEL_SHAPE = "model_shape"
 """Key in the trainer's state: the entries of the model's config.json that determine the shapes of its weights."""
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
@@ -53,7 +53,7 @@ def choose_run_folder(config: Config, resume: str | None, name: str) -> Path:
 
 
 def check_resumed(config: Config, resume: str | None, name: str) -> None:
-    """Raise ConfigError where the run has no valid folder, or resumes a checkpoint of a model of another shape.
+    """Raise ConfigError if the run has no valid folder, or if the checkpoint's model has another shape.
 
     Only shapes are compared, not names: a model folder may have moved, and the weights come from the checkpoint.
     """
@@ -97,7 +97,7 @@ def lock_folder(folder: Path) -> Path:
 
 @contextmanager
 def removed_if_unused(folder: Path) -> Iterator[None]:
-    """Remove a locked folder when the block raises and nothing was written: a wrong setting leaves no empty run."""
+    """Remove a locked folder if the block raises before anything is written: a wrong setting leaves no empty run."""
     try:
         yield
     except BaseException:
@@ -134,7 +134,7 @@ def _newest_run(output: Path, run_name: str | None, name: str) -> Path | None:
         return output / run_name
     pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")  # grpo-large-20260101-000000 is not a run of grpo.yaml
     runs = [run for run in output.glob("*") if pattern.fullmatch(run.name) and (run / CHECKPOINTS).is_dir()]
-    # Not the run folder's own time, which changes when its report is rebuilt.
+    # By the time of the checkpoints: the run folder's own changes when its report is rebuilt.
     return max(runs, key=lambda run: (run / CHECKPOINTS).stat().st_mtime, default=None)
 
 

@@ -20,14 +20,14 @@ from colocated_grpo.runtime.signals import reset_in_forked_children, stop_signal
 POLL_SECONDS = 1.0
 FAILED_KEY, STOP_KEY = "failed", "stop"
 EXIT_SECONDS = 1.0
-"""A dying process closes its connections first: up to this long before it is seen to exit."""
+"""Longest wait for a process to exit after its connections have closed."""
 DELAY_AFTER_FIRST_FAILURE = 1.5
-"""Seconds by which other ranks outlive the first failing one. torchrun blames the earliest exit, in whole seconds."""
+"""Delay in seconds before the other ranks exit. torchrun blames the earliest exit, compared in whole seconds."""
 
 
 class ProcessId(NamedTuple):
     table: tuple[str, str, str]
-    """Host name, boot id and PID namespace. Ids are comparable within one such table only."""
+    """Host name, boot id and PID namespace. Process ids are comparable only within one such table."""
     pid: int
 
 
@@ -64,7 +64,7 @@ class Watchdog:
     """
 
     def __init__(self, world: World, stop: StopRequest) -> None:
-        """Collective."""
+        """Collective: gathers the process ids of all ranks."""
         self._store = _own_connection(world.store)
         self._stop = stop
         self._done = threading.Event()
@@ -98,7 +98,7 @@ class Watchdog:
             return True
 
     def report_failure(self) -> bool:
-        """Stop watching and make every other rank end. Return whether this rank is the first that fails."""
+        """Stop watching and make other ranks exit. Return True if this rank failed first, else False after a delay."""
         self._done.set()
         first = self._is_first_failure()
         if not first:
@@ -116,13 +116,13 @@ class Watchdog:
         return [rank for pid, rank in self._siblings.items() if _is_dead(pid)]
 
     def close(self) -> None:
-        """Stop watching. Before a normal exit: call on every rank, then a barrier, then let processes exit."""
+        """Stop watching. Before a normal exit, every rank calls this and then enters a barrier."""
         self._done.set()
         self._thread.join()
 
 
 def own_process() -> ProcessId:
-    """Identify this process. The host name alone is not enough: containers on the host's network share it."""
+    """Return this process's id. Host name and pid are not unique: containers on the host's network have its name."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""`triton.jit` with types that a launch satisfies. Import it only where Triton is installed."""
+"""`triton.jit`, typed so that type checkers accept kernel launches. Import it only where Triton is installed."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _encode_chat(sampler: Sampler, body: ChatBody) -> list[int]:
 
 
 async def _start(request: Request, deltas: AsyncGenerator[CompletionDelta]) -> AsyncIterator[CompletionDelta]:
-    """Await the first delta, so that an error before it sets the response's status, and return all deltas."""
+    """Await the first delta and return all of them. An earlier error can still set the response's status."""
     return prepend(await cancel_on_disconnect(request, anext(deltas)), deltas)
 
 

@@ -1,4 +1,4 @@
-"""Limits that the engine and its model set to a request."""
+"""Limits that the engine and its model set for a request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Limits:
     max_tokens: int
     """Longest sequence, prompt and completion together."""
     longest_token: int
-    """Most characters that one token stands for."""
+    """Characters in the longest text of a single token."""
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     """The model's own end-of-sequence tokens."""
     seed: int
 
     def check_text(self, text: str) -> None:
-        """Reject a text too long for any tokenization, since tokenizing megabytes blocks the event loop for seconds."""
+        """Reject a text that cannot fit, before tokenizing: megabytes would block the event loop for seconds."""
         if len(text) > self.max_tokens * self.longest_token:
             raise InvalidRequest(
                 f"a prompt of {len(text)} characters cannot fit into {self.max_tokens} tokens {LENGTH_KEYS}"
@@ -38,12 +38,12 @@ class Limits:
             raise InvalidRequest("the prompt is empty")
         if len(token_ids) >= self.max_tokens:
             raise InvalidRequest(
-                f"the prompt has {len(token_ids)} tokens; prompt and completion together have at most "
+                f"the prompt has {len(token_ids)} tokens; with at least one sampled token it must fit into "
                 f"{self.max_tokens} {LENGTH_KEYS}"
             )
         self.check_vocabulary(token_ids)
 
     def check_vocabulary(self, token_ids: Sequence[int], field: str = "") -> None:
-        """Reject unknown tokens: not every version of vLLM does so before it indexes its tables."""
+        """Reject ids outside the vocabulary: some versions of vLLM index their tables without a check."""
         if token_ids and max(token_ids) >= self.vocab_size:
             raise InvalidRequest(f"{field}token {max(token_ids)} is not in the vocabulary of {self.vocab_size}")

@@ -1,4 +1,4 @@
-"""How served completions were sampled, for batches that return their tokens without temperature or policy version."""
+"""Records of how completions were sampled. Batches return the tokens without temperature and policy version."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Origins:
         return [[*origin, b64encode(joined).decode()] for origin, joined in keys.items()]
 
     def load_state_dict(self, state: list[Any]) -> None:
-        """Insert the saved origins as older than those remembered since this process started."""
+        """Insert the saved origins as the oldest, so that they are evicted before those of this process."""
         known: OrderedDict[bytes, Origin] = OrderedDict()
         for *fields, joined in state:
             keys, origin = b64decode(joined), Origin(*fields)

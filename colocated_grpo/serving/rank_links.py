@@ -1,4 +1,4 @@
-"""Rank links: requests from rank 0, which serves HTTP, to the engines of the other ranks, and their completions back.
+"""Rank links carry requests from rank 0, which serves HTTP, to the other ranks' engines, and completions back.
 
 One TCP connection for each other rank, one JSON object per line. Rank 0 authenticates with a secret that was broadcast
 over the process group.
@@ -61,7 +61,7 @@ class _JsonLines:
 
 
 class RankLink:
-    """Rank 0's end of a link. `put` has the contract of `Inbox.put` on the other rank."""
+    """Rank 0's end of a link. `put` behaves like `Inbox.put` on the other rank."""
 
     def __init__(self, address: tuple[str, int], secret: str) -> None:
         connection = socket.create_connection(address, timeout=CONNECT_SECONDS)
@@ -159,7 +159,7 @@ class RemoteInbox:
         return self._last_ended >= phase
 
     def serve(self, driver: Driver, phase: int) -> None:
-        """Drive the engine for the requests of rank 0 until rank 0 ends the phase. driver: of this inbox."""
+        """Serve the requests of rank 0 until it ends the phase. driver: takes its requests from the same inbox."""
         while not self.ended(phase):
             driver.step()
         if self._aborted:
@@ -178,7 +178,7 @@ class RemoteInbox:
             self._handle(message)
 
     def _authenticate(self, connection: socket.socket) -> _JsonLines | None:
-        """Return the connection of a peer that sends the secret, None for any other process on the network."""
+        """Return the connection if the peer sends the secret. Otherwise close it and return None."""
         connection.settimeout(CONNECT_SECONDS)
         lines = _JsonLines(connection)
         if not hmac.compare_digest(lines.receive_raw(MAX_SECRET_BYTES), self._secret.encode()):

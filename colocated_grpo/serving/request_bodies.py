@@ -34,7 +34,7 @@ ZeroOnly = Annotated[float, Field(ge=0, le=0)]
 
 
 class SamplingParameters(BaseModel):
-    """Sampling parameters under vLLM's names. An unknown one is an error: ignored, it would change the samples."""
+    """Sampling parameters under vLLM's names. Unknown keys are rejected: ignoring one would change the samples."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -172,7 +172,7 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def _join_text(self) -> Self:
-        """Join the text parts. Other content is an error, because no processor for it is loaded."""
+        """Join the text parts. Other parts are rejected: no processor for images or audio is loaded."""
         if isinstance(self.content, list):
             if any(not isinstance(part.get("text"), str) for part in self.content):
                 raise ValueError("only text content is supported")

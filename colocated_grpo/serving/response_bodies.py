@@ -30,7 +30,7 @@ def generate_response(
         "finish_reasons": [one.completion.finish_reason for one in completions],
     }
     if parameters.logprobs is not None:
-        # A list of one dictionary for each token. Clients read its first key as the sampled token.
+        # For each token a list with a single dictionary, whose first key clients read as the sampled token.
         response["logprobs"] = [[[{token: value}] for token, value in _token_logprobs(one)] for one in completions]
         response["prompt_token_ids"] = prompt_ids
         response["token_ids"] = [one.completion.token_ids for one in completions]
@@ -105,7 +105,7 @@ def text_logprobs(
 
 
 def _by_text(entry: dict[int, float], detokenize: Decode) -> dict[str, float]:
-    """Return log-probabilities by text. Tokens can have equal texts, as parts of characters do; the first is kept."""
+    """Return log-probabilities by text. Tokens can share a text, such as partial characters; the first is kept."""
     named: dict[str, float] = {}
     for token, value in entry.items():
         named.setdefault(detokenize([token]), value)

@@ -1,4 +1,4 @@
-"""Completions for one HTTP request: its prompts and sampling parameters become requests to the engines of all ranks."""
+"""Sampling for HTTP: prompts and sampling parameters become requests to the engines of all ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Sampler:
         limits: Limits,
         note: Callable[[str], None],
     ) -> None:
-        """top_logprobs: `RolloutEngine.top_logprobs` of the first engine, from any thread. note: logs one line."""
+        """top_logprobs: thread-safe `RolloutEngine.top_logprobs` of the first engine. note: logs one line."""
         self._engines = engines
         self._top_logprobs = top_logprobs
         self.codec = TextCodec(tokenizer, limits)
@@ -203,7 +203,10 @@ class Sampler:
         )
 
     async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
-        """Return for each prompt token itself and the k most likely ones, at temperature 1; None for the first."""
+        """Return the log-probabilities, at temperature 1, of each prompt token and of the k most likely tokens there.
+
+        The first position has no context, so its entry is None.
+        """
         self._limits.check_prompt(prompt)
         if len(prompt) < 2:
             return [None]
@@ -249,7 +252,7 @@ class Sampler:
 
 
 def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel every task. Cancelling the gathering future has no effect once one of them has failed."""
+    """Cancel every task. Cancelling the future of `asyncio.gather` has no effect once a task has failed."""
     for task in tasks:
         task.cancel()
 
@@ -257,9 +260,9 @@ def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
 def _at_temperature(completion: Completion, temperature: float, entries: TopLogprobs) -> TopLogprobs:
     """Return the top log-probabilities of each completion token at its sampling temperature.
 
-    entries: the same at temperature 1, from one forward pass over the finished sequence. Differences between them,
-    divided by the temperature, are added to the token's own sampling log-probability. The pass leaves out the last
-    token of a sequence of maximum length, whose entry is the token alone.
+    entries: log-probabilities at temperature 1, from one forward pass over the finished sequence. Their differences to
+    the sampled token's entry are divided by the temperature and added to its sampling log-probability.
+    The pass omits the last token of a sequence of maximum length; that position has the sampled token only.
     """
     top_logprobs: TopLogprobs = []
     for position, (token, value) in enumerate(zip(completion.token_ids, completion.sampling_logprobs, strict=True)):

@@ -1,4 +1,4 @@
-"""Streamed responses: deltas of completions become chunks of each route's format, and chunks become lines."""
+"""Streamed responses: conversion of completion deltas to chunks in each route's format, and of chunks to lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from colocated_grpo.web.guards import error_body
 
 
 class StreamingBody(StreamingResponse):
-    """A response of lines. It closes the source of deltas at its end, which aborts requests still in the engine."""
+    """A response sent line by line. At its end it closes `deltas`, which aborts requests still in the engine."""
 
     def __init__(self, lines: AsyncIterator[str], deltas: AsyncGenerator[CompletionDelta], media_type: str) -> None:
         super().__init__(lines, media_type=media_type)
@@ -149,5 +149,5 @@ def _token_logprobs(delta: CompletionDelta) -> TokenLogprobs:
 
 
 def _top_logprobs(delta: CompletionDelta) -> TopLogprobs | None:
-    """Return the completion's top log-probabilities. When there are any, the completion is a single delta."""
+    """Return the completion's top log-probabilities. A completion that has them is a single delta."""
     return None if delta.final is None else delta.final.top_logprobs

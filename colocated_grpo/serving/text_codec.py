@@ -53,5 +53,5 @@ class TextCodec:
         return text
 
     def detokenize(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, special ones included, as log-probability entries show it."""
+        """Return the text of tokens for log-probability entries, special tokens included."""
         return self.decode(token_ids, skip_special_tokens=False)

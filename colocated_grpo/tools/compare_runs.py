@@ -40,7 +40,7 @@ class Difference:
 
     @staticmethod
     def _at(values: Values, step: int) -> tuple[bool, float | None]:
-        # A missing step differs from a value that is not finite, and .get returns None for both.
+        # .get returns None for a missing step and for a value that was not finite; `in` tells them apart.
         return step in values, values.get(step)
 
 

@@ -23,7 +23,7 @@ NO_SCORE = Score(reward=None)
 
 @runtime_checkable
 class TeachableEpisode(Episode, Protocol):
-    """An episode that can also play the policy's part."""
+    """An episode that can also produce the policy's turns."""
 
     def teach(self, item: JsonObject, observations: Sequence[str]) -> str:
         """Return the correct next turn after these observations."""
@@ -31,9 +31,9 @@ class TeachableEpisode(Episode, Protocol):
 
 
 class EpisodeTeacher:
-    """`Teacher` of an episode. The turns it plays are correct; slips are only in the labels.
+    """`Teacher` of an episode. It plays correct turns; slips (random errors) are only in the labels.
 
-    A wrong tool call would be answered by the tools, and the model would learn conversations that have gone wrong.
+    Tools would respond to a wrong call, and the model would then learn from a derailed conversation.
     """
 
     def __init__(self, episode: TeachableEpisode, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> None:

@@ -54,7 +54,7 @@ def build_model(
     init_std: float = 0.02,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Build a model with random weights, on the GPU if there is one. Equal seeds give equal weights per device type."""
+    """Build a model with random weights, on the GPU if there is one. Weights depend on seed and device type."""
     config = model_config(architecture, shape, tokenizer, init_std)
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -98,7 +98,7 @@ def _size_arguments(architecture: str, shape: Shape) -> dict[str, object]:
         "max_position_embeddings": shape.max_positions,
     }
     if architecture in ("gemma2", "gemma3"):
-        # Attention scores are divided by its square root; the default belongs to the released checkpoints' head size.
+        # Attention scores are divided by its square root. The default is for the head size of released checkpoints.
         sizes["query_pre_attn_scalar"] = shape.head_dim
     return sizes
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Sizes of a decoder, in the terms of the Llama family. gpt2 ignores kv_heads and head_dim."""
+    """Sizes of a decoder, named as in the Llama family. gpt2 ignores kv_heads and head_dim."""
 
     hidden: int = 128
     layers: int = 4

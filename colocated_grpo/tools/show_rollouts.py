@@ -55,7 +55,7 @@ def show_game(run_dir: Path, game_number: int) -> int:
 
 
 def select(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
-    """Return the rollouts of one step, by default the last one stored, or the best or worst of them, in that order."""
+    """Return the rollouts of one step, by default the last one stored; with --best or --worst that many, sorted."""
     rows = [row for row in rollouts if row["kind"] == (files.EVALUATION if options.evaluation else files.TRAIN)]
     if not rows:
         return []

@@ -45,7 +45,7 @@ class WarmStart:
 
 
 class Teacher(Protocol):
-    """Supervised examples of one task or episode, and the reward of a model there."""
+    """Supervised examples of one task or episode, and the reward that a model gets on it."""
 
     def examples(self, count: int) -> list[Example]:
         """Return the next examples of the train split, with slips in the labels."""

@@ -11,7 +11,7 @@ from colocated_grpo.tracking.svg import Point, Series, line_chart, stacked_chart
 from colocated_grpo.tracking.text import as_html, number
 
 NUM_COLORS = 9
-"""Colours of the page for named series; the one after them is for "other"."""
+"""Number of page colours for named series; the next colour is for "other"."""
 PHASES = ("generate", "train", "sync", "wake", "sleep", "freshness", "pack", "checkpoint", "evaluate")
 NOT_A_METRIC = ("kind", "step")
 HUGE = 1e100
@@ -26,7 +26,7 @@ class Chart:
     lines: dict[str, str]
     """Metric key -> name in the legend."""
     unit: str = ""
-    """Shown after the title: unit, or what the numbers are."""
+    """Shown after the title: the unit, or what is measured."""
 
 
 @dataclass(frozen=True, slots=True)

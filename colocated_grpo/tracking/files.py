@@ -127,7 +127,7 @@ def write_atropos_batch(run_dir: Path, items: list[Any]) -> None:
 
 
 def write_atomically(path: Path, parts: str | Iterable[str]) -> None:
-    """Replace a file so that readers, and a kill at any moment, see either the old content or the new.
+    """Replace a file atomically: readers see the old or the new content, even if the process is killed.
 
     `parts` may be a generator that reads the old file.
     """

@@ -28,7 +28,7 @@ class GameWriter:
         self._columns: list[str] = []
         if (run_dir / GAMES_FILE).exists():
             files.keep_before(run_dir / GAMES_FILE, first_step)
-        # Events are written before games: after a kill there may be events only.
+        # Checked separately: events are written before games, so a kill may leave events only.
         if (run_dir / EVENTS_FILE).exists():
             files.keep_before(run_dir / EVENTS_FILE, first_step)
             # Rebuilt from the .jsonl: a kill may have cut the table's last line.

@@ -15,13 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from colocated_grpo.web.gunzip import TooLarge, gunzip
 
 BODY_SECONDS = 60.0
-"""From the end of the headers to the end of the body. An unfinished body occupies one of the concurrent requests."""
+"""Time limit from the end of the headers to the end of the body. An unfinished body counts as a concurrent request."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """The JSON escape of a UTF-16 surrogate, paired or not."""
 
 
 class BodyRejected(Exception):
-    """A body that is not passed to the application, with the status and message of the response."""
+    """An invalid request body, with the status and message of the error response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class BodyLimit:
     """Pass on each request with its complete, decompressed body, or respond with an error.
 
     413 above `max_bytes` after decompression, 408 after BODY_SECONDS, 400 for corrupt gzip and for text that is not
-    UTF-8. Strings that UTF-8 cannot encode raise wherever they are used later: in tokenizers, responses, the engine.
+    UTF-8. Strings that UTF-8 cannot encode would raise later, in tokenizers, responses or the engine.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, error_response: Callable[[int, str], Response]) -> None:
@@ -81,7 +81,7 @@ class BodyLimit:
         try:
             return gunzip(compressed, self._max_bytes)
         except zlib.error:
-            raise BodyRejected(400, "invalid gzip body") from None
+            raise BodyRejected(400, "Invalid gzip payload") from None
         except TooLarge:
             raise self._too_large() from None
 
@@ -92,7 +92,7 @@ class BodyLimit:
 def _check_text(body: bytes) -> None:
     try:
         body.decode()
-        # json.loads takes bytes with a zero byte near the start for UTF-16 or UTF-32.
+        # json.loads decodes bytes with a zero byte near the start as UTF-16 or UTF-32.
         valid = b"\0" not in body and not (SURROGATE.search(body) and _has_lone_surrogate(body))
     except UnicodeDecodeError:
         valid = False

@@ -13,7 +13,7 @@ from colocated_grpo.web.gunzip import TooLarge, gunzip
 
 HEADERS = {"Accept-Encoding": "gzip", "Content-Type": "application/json"}
 MAX_RESPONSE_BYTES = 1 << 30
-"""After decompression. Enough for a batch of some tens of millions of tokens."""
+"""Limit after decompression: enough for a batch of tens of millions of tokens."""
 READ_BYTES = 1 << 20
 
 # The servers are on this machine or in its cluster; a proxy configured for internet access could not reach them.

@@ -1,6 +1,6 @@
 """Bounded gzip decompression: one kilobyte of gzip can expand to a megabyte.
 
-Apart from `bodies`, so that the client needs no web framework.
+A separate module, so that the client needs no web framework.
 """
 
 import zlib

@@ -66,7 +66,7 @@ MICRO_BATCH = 64  # rows of one forward pass; changes memory and speed, never th
 def questions(seed: int, *, held_out: bool) -> Iterator[str]:
     """Yield strings of 4 to 8 digits, endlessly. A question's hash decides its split, so the splits are disjoint.
 
-    This is the rule of environments/tasks/procedural.py: the lessons that made the model skipped the same questions.
+    The rule is that of environments/tasks/procedural.py, so the model's warm start has not seen held-out questions.
     """
     rng = Random(seed)
     while True:
@@ -104,14 +104,14 @@ def build_engine(model: str) -> LLM:
         linear_layers.dispatch_cpu_unquantized_gemm = keep_weight
     return LLM(
         model,
-        load_format="dummy",  # a sync that does nothing cannot hide behind weights that were right already
+        load_format="dummy",  # random weights, so that a sync that writes nothing is detected
         dtype=ENGINE_DTYPE,
         max_model_len=MAX_PROMPT_TOKENS + MAX_COMPLETION_TOKENS,
         max_num_seqs=PROMPTS * GROUP_SIZE,
         kv_cache_memory_bytes=256 << 20,
         enforce_eager=True,
-        logprobs_mode="processed_logprobs",  # after temperature; the default is before, and biases every ratio
-        generation_config="vllm",  # else a file in the model's folder may switch on a top-p that the loss ignores
+        logprobs_mode="processed_logprobs",  # after temperature; the default, before it, biases every ratio
+        generation_config="vllm",  # a model folder's own file may set a top-p, which the loss ignores
         skip_tokenizer_init=True,  # tokens in, tokens out
         enable_chunked_prefill=DEVICE == "cuda",  # the CPU backend cannot resume a seeded prompt that was cut in two
     )
@@ -146,7 +146,7 @@ def sample(engine: LLM, tokenizer: PreTrainedTokenizerBase, batch: list[str], si
             temperature=TEMPERATURE,
             max_tokens=MAX_COMPLETION_TOKENS,
             stop_token_ids=[tokenizer.eos_token_id],
-            logprobs=0,  # the sampled token's, and no others
+            logprobs=0,  # of the sampled token only
             seed=Random(f"{seed}/{index}").getrandbits(32),
         )
         for index in range(len(asked))
@@ -166,12 +166,12 @@ def sample(engine: LLM, tokenizer: PreTrainedTokenizerBase, batch: list[str], si
 def sync(policy: PreTrainedModel, engine: LLM) -> None:
     """Write the policy's weights into the engine's own parameters.
 
-    vLLM's loader finds their rows in its fused matrices (q, k and v are one there) and casts them.
-    Beyond: those rows are found once, proven against this loader, and then written straight from FSDP2 shards: 9 ms
+    vLLM's loader casts them and finds their rows in its fused matrices (q, k and v are one there).
+    Beyond: those rows are found once, verified with this loader, and then written straight from FSDP2 shards: 9 ms
     for 1.7B parameters on two GPUs (weights/plan.py, weights/colocated.py).
     """
     engine.apply_model(lambda model: model.load_weights(policy.named_parameters()))
-    engine.reset_prefix_cache()  # else prompts cached under the old weights would silently be used on
+    engine.reset_prefix_cache()  # otherwise prompts cached under the old weights would silently be reused
 
 
 @torch.no_grad()
@@ -203,7 +203,7 @@ def token_logprobs(policy: PreTrainedModel, token_ids: Tensor, temperature: floa
     """Return the log-probability of each token but the first, given those before it: [B, T + 1] -> [B, T].
 
     Rows are padded on the right. Causal attention never looks right, so real tokens need no attention mask, and the
-    loss masks what the padding yields. Beyond: no padding at all (completions are packed end to end), a prompt is
+    loss masks the padding. Beyond: no padding at all (completions are packed end to end), a prompt is
     computed once for all siblings, and the [B, T, V] logits never exist at once (batching/pack.py, policy/logprobs.py).
     """
     with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
@@ -221,7 +221,7 @@ def loss_sum(logprobs_BT: Tensor, old_BT: Tensor, sampling_BT: Tensor, advantage
     ratio_BT = (logprobs_BT - old_BT).exp()
     clipped_BT = ratio_BT.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     surrogate_BT = torch.minimum(ratio_BT * advantages_B[:, None], clipped_BT * advantages_B[:, None])
-    # A constant: the tokens were drawn from the engine's distribution, the gradient is taken under the policy's.
+    # A constant without gradient: tokens were drawn from the engine's distribution and are trained under the policy's.
     # Truncated, because a single token with weight 50 would drown the rest of the batch.
     weight_BT = (old_BT - sampling_BT).exp().clamp(max=MAX_IMPORTANCE_WEIGHT)
     return -(weight_BT * surrogate_BT * mask_BT).sum()

@@ -1,4 +1,4 @@
-"""Environments of other libraries, by the name of the library. A library is imported only when a config names it."""
+"""Adapters for environments of other libraries, by library. A library is imported only when a config names it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ADAPTERS = {
     "verifiers": Adapter("taskset", Verifiers),
 }
 FORMS = tuple(f"{library}:<{adapter.argument}>" for library, adapter in ADAPTERS.items())
-"""Names of episodes, as error lines show them."""
+"""Names of episodes in error lines."""
 TURN_FORMS = tuple(f"{library}:<{adapter.argument}>" for library, adapter in ADAPTERS.items() if adapter.turns)
-"""Names of turn environments, as error lines show them."""
+"""Names of turn environments in error lines."""
 
 
 def is_adapted(name: str) -> bool:
-    """Return whether a name of the config is that of a library, with or without an argument."""
+    """Return whether a config names a library here, with or without ':argument'."""
     return name.partition(":")[0] in ADAPTERS
 
 
@@ -57,7 +57,7 @@ def turn_adapter(name: str, args: JsonObject) -> tuple[Callable[..., TurnEnviron
 
 
 def _adapter(name: str, args: JsonObject) -> tuple[Adapter, JsonObject]:
-    """Return the adapter of a name, and the arguments completed by the one after the colon."""
+    """Return the adapter of a name, and `args` with the argument after the colon added."""
     library, _, argument = name.partition(":")
     adapter = ADAPTERS[library]
     if argument and adapter.argument in args:

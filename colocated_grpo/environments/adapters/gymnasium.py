@@ -37,11 +37,11 @@ class Gymnasium(SeededEpisode):
     max_turn_tokens: int = Field(64, ge=1)
     """Tokens of one turn of the policy."""
     invalid_reward: float = Field(-1.0, le=0)
-    """Reward of a reply without an action. At 0, invalid replies would beat an environment whose steps cost."""
+    """Reward of a reply without an action. At 0, invalid replies would pay where every step has a cost."""
 
     _view: View = PrivateAttr()
     _prompt_env: Any = PrivateAttr()
-    """Renders the first observations of prompts. Episodes have environments of their own: they run in other threads."""
+    """Environment for the first observations of prompts. Episodes run in other threads and use their own."""
     _idle_envs: list[Any] = PrivateAttr(default_factory=list)
     """Environments of ended episodes, for reuse: some take longer to build than to play."""
 
@@ -107,7 +107,7 @@ class Gymnasium(SeededEpisode):
         return f"Reply with one of them, such as <action>{self._view.actions[0]}</action>."
 
     def _parse(self, reply: str) -> int | None:
-        """Return the last action of a reply, its thoughts left out, or None."""
+        """Return the number of the last action in a reply, thoughts ignored, or None."""
         found = ACTION.findall(without_thoughts(reply))
         name = found[-1].strip().lower() if found else ""
         names = [action.lower() for action in self._view.actions]

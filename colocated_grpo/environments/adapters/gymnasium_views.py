@@ -1,4 +1,4 @@
-"""Gymnasium environments as text. The toy-text environments have views here; others show their raw observation."""
+"""Gymnasium environments as text. The toy-text environments have views here; others show ANSI or raw output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COLOUR_CODE = re.compile(r"\x1b\[[\d;]*m")
 
 
 class View(NamedTuple):
-    """How an environment is shown to the policy."""
+    """Text view of an environment for the policy."""
 
     rules: str
     actions: Sequence[str]
@@ -80,7 +80,7 @@ _VIEWS = {"FrozenLakeEnv": _LAKE, "CliffWalkingEnv": _CLIFF, "TaxiEnv": _TAXI, "
 
 
 def view_of(env: Any, rules: str | None, actions: Sequence[str] | None) -> View:
-    """Return the view of an unwrapped environment, with the given rules and actions instead of its own."""
+    """Return the view of an unwrapped environment. Given rules and actions override its defaults."""
     numbers = tuple(map(str, range(int(env.action_space.n))))
     own = _VIEWS.get(type(env).__name__, View("", numbers, _plain))
     if "{map}" in own.rules:

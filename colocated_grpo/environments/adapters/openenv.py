@@ -1,6 +1,6 @@
 """Environments behind OpenEnv's protocol (openenv-core 0.3), implemented here without its package.
 
-A WebSocket is a session with an environment of its own; each episode opens one. Every plain HTTP request runs in a new
+A WebSocket is a session with its own environment; each episode opens one. Every plain HTTP request runs in a new
 environment, which is enough for the first observation of an episode (/reset) and the fields of an action (/schema).
 """
 
@@ -33,7 +33,7 @@ HTTP_TIMEOUT = 30.0
 BUSY_INTERVAL = 0.1
 """Seconds between two attempts to open a session on a server at its capacity."""
 RESTART_TIMEOUT, RETRY_INTERVAL = 30.0, 0.5
-"""Seconds in all, and between two attempts, for a server that restarts during a run."""
+"""Total seconds to wait for a server that restarts during a run, and seconds between two attempts."""
 MAX_MESSAGE_BYTES = 16 << 20
 JSON_OBJECT = TypeAdapter(JsonObject)
 Send = Callable[[JsonObject], Awaitable[JsonObject]]
@@ -49,33 +49,33 @@ class ServerBusy(ServerError):
 
 
 class InvalidAction(ServerError):
-    """The reply is no action of this environment."""
+    """The reply is not a valid action of this environment."""
 
 
 ERRORS = {"CAPACITY_REACHED": ServerBusy, "VALIDATION_ERROR": InvalidAction}
-"""By the protocol's error code. Every other code is a ServerError."""
+"""Exceptions by the protocol's error code. Every other code raises ServerError."""
 
 
 class OpenEnv(SeededEpisode):
-    """Reward: the sum of the steps' rewards, plus `invalid_reward` for each reply that is no action."""
+    """Reward: the sum of the steps' rewards, plus `invalid_reward` for each reply that is not a valid action."""
 
     url: str = Field(pattern=r"^https?://")
     """URL of the server. Example: http://localhost:8000"""
     instruction: str = ""
     """Start of the prompt; the first observation follows."""
     action: str | None = None
-    """Field of the action that takes the reply as text. Without it, the only required field if that is text; otherwise
-    a reply is the whole action as a JSON object."""
+    """Field of the action that takes the reply as text. Without it, the only required field if that takes text.
+    Otherwise the reply is the whole action as a JSON object."""
     observation: str | None = None
     """Field of the observation that the policy reads. Without it, the whole observation as JSON."""
     options: JsonObject = {}
-    """Further arguments of the environment's reset(), beside its seed."""
+    """Arguments of the environment's reset(), in addition to the seed."""
     max_turns: int = Field(20, ge=1)
     """Turns of the policy in an episode."""
     max_turn_tokens: int = Field(512, ge=1)
     """Tokens of one turn of the policy."""
     invalid_reward: float = Field(-1.0, le=0)
-    """Reward of a reply that is no action."""
+    """Reward of a reply that is not a valid action."""
 
     _action_schema: JsonObject = PrivateAttr()
     _field: str | None = PrivateAttr()
@@ -174,7 +174,7 @@ async def _send(socket: ClientWebSocketResponse, message: JsonObject) -> JsonObj
 
     Raises ServerError if the server returns an error, and ConnectionError if it has closed the connection.
     """
-    with suppress(ConnectionError):  # A server that closes the connection may have sent the reason before.
+    with suppress(ConnectionError):  # Before closing, the server may have sent the reason, which is read below.
         await socket.send_json(message)
     received = await socket.receive()
     if received.type.name != "TEXT":

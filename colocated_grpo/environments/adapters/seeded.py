@@ -1,4 +1,4 @@
-"""Base class of the episodes whose items are each built from a seed of their own."""
+"""Base class of episodes that build each item from its own seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colocated_grpo.environments.base import Item, Split
 
 
 class SeededEpisode(Section):
-    """An endless stream of items that a resumed run enters at any position.
+    """Episode with an endless stream of items. A resumed run can start at any position.
 
     Building an item may cost a game or a request to a server, so earlier items are skipped rather than rebuilt.
     """

@@ -1,6 +1,6 @@
 """Games of textarena as episodes: the policy plays one seat, a scripted player the others.
 
-Each seat reads other messages, so an episode is the conversation of one seat. The siblings of a group play the same
+Each seat reads different messages, so an episode is the conversation of one seat. The siblings of a group play the same
 game: same seat, same seed, same opponents.
 """
 
@@ -29,13 +29,13 @@ from colocated_grpo.environments.conversation import ContextExhausted, Conversat
 from colocated_grpo.types import JsonObject
 
 MAX_OPPONENT_MOVES = 1000
-"""Moves of the other seats in a row; more count as a game without end."""
+"""Maximum consecutive moves of the other seats. A game with more is treated as endless and raises."""
 MAX_DEALS = 100
-"""Games started for one prompt: some end, or eliminate the seat, before its first turn."""
+"""Maximum games started for one prompt. Some games end, or eliminate the seat, before its first turn."""
 
 
 class TextArena(SeededEpisode):
-    """Reward: the game's reward of the policy's seat, mostly 1, 0 or -1."""
+    """Reward: the game's reward for the policy's seat, usually 1, 0 or -1."""
 
     game: str
     """Id of the game in textarena. Example: TicTacToe-v0"""
@@ -54,7 +54,7 @@ class TextArena(SeededEpisode):
     max_turn_tokens: int = Field(256, ge=1)
     """Tokens of one turn of the policy."""
     unfinished_reward: float = -1.0
-    """Reward of a game cut short by turns or tokens. As bad as a lost game, or stalling would pay."""
+    """Reward of a game cut short by turns or tokens. Equal to a loss by default, so that stalling does not pay."""
 
     _opponent: ScriptedPlayer = PrivateAttr()
 

@@ -15,7 +15,7 @@ from colocated_grpo.types import JsonObject
 KEY = "environments 'textarena'"
 RANDOM = "random"
 NO_MOVE = "I have nothing to add."
-"""Reply of the random player without a legal move."""
+"""Reply of the random player if it finds no legal move."""
 YOUR_TURN = "It is your turn."
 MOVE = re.compile(r"\[[^\[\]]+\]")
 """A move as games write it: [4], [bet]."""
@@ -24,14 +24,14 @@ THOUGHTS = re.compile(r"^.*</think>|<think>.*$", re.DOTALL)
 RULES, BOARD, COMPLAINT = "PROMPT", "GAME_BOARD", "GAME_ADMIN"
 """Kinds of messages."""
 MAX_TRIED_MOVES = 30
-"""Moves that the random player tries."""
+"""Maximum moves that the random player tries in one turn."""
 VARIANT_SUFFIXES = ("-raw", "-train")
-"""Suffixes of ids that differ in their wrappers only, left out of error lines."""
+"""Suffixes of ids that differ only in their wrappers. Error lines leave these ids out."""
 
 GameMessage = tuple[int, str, Any]
-"""(sender, below 0 for the game itself; text; kind)"""
+"""(sender, text, kind). A negative sender is the game itself."""
 UserPlayer = Callable[[str, Random], str]
-"""(everything that its seat has read, random stream) -> reply"""
+"""(all text that the seat has read, random stream) -> reply"""
 
 
 def check_known(name: str) -> None:
@@ -42,7 +42,7 @@ def check_known(name: str) -> None:
 
 
 class TextArenaGame:
-    """One game with a random stream of its own, which other games in the process do not affect."""
+    """One game with its own random stream, independent of other games in the process."""
 
     def __init__(self, name: str, options: JsonObject, players: int, seed: int) -> None:
         from textarena import Wrapper, make
@@ -51,7 +51,7 @@ class TextArenaGame:
         with isolated(self._rng):
             self._env = make(name, **options)
             self._env.reset(num_players=players, seed=seed)
-        # Read below the wrappers: each turn they repeat everything that the seat has read, in their own format.
+        # Messages are read without the wrappers, which repeat all earlier messages each turn, in their own format.
         self._unwrapped = self._env
         while isinstance(self._unwrapped, Wrapper):
             self._unwrapped = self._unwrapped.env
@@ -90,7 +90,7 @@ class TextArenaGame:
 
     def copy(self) -> TextArenaGame:
         """Return an independent copy with the same random state."""
-        # These grow with every move, and their entries never change: a copy of each list is enough.
+        # These lists grow with every move, but their entries never change, so a shallow copy of each is enough.
         state = self._unwrapped.state
         lists = [state.logs, *state.observations.values(), *self._read.values()]
         return deepcopy(self, {id(each): copy(each) for each in [*lists, self._rng]})
@@ -103,7 +103,7 @@ class TextArenaGame:
             return False
 
     def shown_moves(self) -> tuple[list[str], list[str]]:
-        """Return the moves that the seat has been shown: in the latest message that has any, and in its rules."""
+        """Return the moves shown to the seat: those in the latest message with any, and those in the rules."""
         shown = [(kind.name, MOVE.findall(text)) for sender, text, kind in self.messages() if sender < 0]
         rules = [move for kind, moves in shown if kind == RULES for move in moves]
         latest = next((moves for kind, moves in reversed(shown) if moves and kind != RULES), [])
@@ -137,7 +137,7 @@ def move_of(reply: str) -> str:
 
 
 def random_move(game: TextArenaGame, rng: Random) -> str:
-    """Return a legal move that the game has shown, those of the latest message first, or NO_MOVE."""
+    """Return a random legal move that the game has shown, preferably in the latest message, or NO_MOVE."""
     latest, rules = game.shown_moves()
     candidates = [*rng.sample(latest, len(latest)), *rng.sample(rules, len(rules))]
     return next((move for move in candidates[:MAX_TRIED_MOVES] if game.accepts(move)), NO_MOVE)
@@ -157,5 +157,5 @@ def render(messages: Iterable[GameMessage]) -> str:
 
 
 def render_message(sender: int, text: str) -> str:
-    """Return a message as text; a message of a seat starts with its number."""
+    """Return a message as text. A seat's message starts with the number of the seat."""
     return text if sender < 0 else f"[Player {sender}] {text}"

@@ -1,4 +1,4 @@
-"""A game of textarena played turn by turn. Seed and moves reproduce it, so a snapshot holds these and a digest."""
+"""A game of textarena, turn by turn. Seed and moves reproduce it, so a snapshot contains only these and a digest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CREDITS = {
     "terminal": OutcomeCredit(outcome=1.0),
     "mix": OutcomeCredit(outcome=0.5, discount=0.97),
 }
-"""By the name in `args.credit`."""
+"""Credit by the name in `args.credit`."""
 
 
 class TextArenaSettings(Section):
@@ -58,13 +58,13 @@ class TextArenaSettings(Section):
     """Share of the result that the earlier turns of a seat get: 'immediate', 'terminal', 'mix', or
     {outcome, discount}."""
     invalid_reward: float = -1.0
-    """Reward of an empty reply, or of one that the game rejects. All others get 0 at once."""
+    """Immediate reward of an empty reply, or of one that the game rejects. Legal replies get 0."""
     max_turns: int = Field(100, ge=1)
     """Turns of all seats together, after which a game is cut short."""
     unfinished_reward: float = -1.0
-    """Reward of every seat in a game cut short. As bad as a lost game, or stalling would pay."""
+    """Reward of every seat in a game cut short. Equal to a loss by default, so that stalling does not pay."""
     memory: int = Field(60, ge=1)
-    """Latest messages that a prompt contains, beside the rules."""
+    """Latest messages that a prompt contains, in addition to the rules."""
     instruction: str = ""
     """End of the prompt."""
 
@@ -86,7 +86,7 @@ class TextArenaSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One turn that was played. Field names are keys of checkpoints."""
+    """One played turn. Field names are keys of checkpoints."""
 
     seat: int
     move: str
@@ -97,7 +97,7 @@ class Move:
 
 @dataclass(slots=True)
 class TextArenaTable:
-    """A game in progress. The seat whose turn it is has always read its messages."""
+    """A game in progress. The seat whose turn it is has always read its new messages."""
 
     settings: TextArenaSettings
     number: int
@@ -149,7 +149,7 @@ class TextArenaTable:
         self.ending, self.rewards = ending, [reward] * self.settings.seats
 
     def results(self) -> list[float]:
-        """Return the rewards by seat of a game that is over."""
+        """Return the rewards of an ended game, by seat."""
         assert self.rewards is not None, "the game is not over"
         return self.rewards
 
@@ -181,7 +181,7 @@ class TextArenaTable:
 
     @classmethod
     def restore(cls, settings: TextArenaSettings, snapshot: JsonObject) -> TextArenaTable:
-        """Play the game of a snapshot again. Raises ValueError if its seat then reads other messages than before."""
+        """Replay the game of a snapshot. Raises ValueError if the current seat then reads different messages."""
         moves = [Move(**each) for each in snapshot["said"]]
         table = cls(settings, snapshot["number"], snapshot["seed"]).replay(each.move for each in moves)
         table.moves = moves
@@ -219,7 +219,7 @@ class TextArenaTable:
         }
 
     def _transcript(self) -> str:
-        """Return all messages to any seat in order; a message that several seats got in a row appears once."""
+        """Return the messages to all seats in order. A message sent to several seats in a row appears once."""
         lines = [render_message(sender, text) for sender, text in self.game.log()]
         distinct = [line for index, line in enumerate(lines) if index == 0 or line != lines[index - 1]]
         seats = range(self.settings.seats)

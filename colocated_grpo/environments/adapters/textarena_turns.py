@@ -1,4 +1,4 @@
-"""Self-play in textarena: every seat is played, and trained, by the policy, turn by turn.
+"""Self-play in textarena, turn by turn. By default the policy plays every seat and is trained on all turns.
 
 A turn carries the seed of its game and the moves so far. To score it, any process replays the game to that moment and
 tries each completion on a copy.
@@ -37,9 +37,9 @@ from colocated_grpo.environments.user_code.loading import construct, resolve_mod
 from colocated_grpo.types import JsonObject
 
 WIN_RATE_GAMES = 100
-"""Latest games over which win rates are taken."""
+"""Number of latest games that win rates cover."""
 MAX_GAMES = 100
-"""Games that may end in a row before a turn of the policy, and games that may break before the first intact one."""
+"""Maximum consecutive games that end before a model's turn, and broken games before the first intact one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class TextArenaTurn:
     seat: int
     player: str
     phase: str
-    """Role of the seat in the form of a metric name: 'mafia', 'player_0'."""
+    """Role of the seat as a metric name: 'mafia', 'player_0'."""
     messages: str
     seed: int
     moves: tuple[str, ...] = field(repr=False)
@@ -83,7 +83,7 @@ class TextArenaReturn:
 
 
 class TextArenaTurns:
-    """Deterministic: settings, seed and commits decide everything, also across snapshot and restore."""
+    """Concurrent games. The same settings, seed and commits give the same turns, also across snapshot and restore."""
 
     def __init__(self, seed: int, **args: Any) -> None:
         """args: fields of TextArenaSettings, where `credit` may be the name of a mode."""
@@ -145,7 +145,7 @@ class TextArenaTurns:
         return ended
 
     def drain_stats(self) -> dict[str, float]:
-        """Return counts of games since the last call, and win rates by role, also by player if there are several."""
+        """Return counts of games since the last call, and win rates by role, and by player if there are several."""
         counts, self._counts = self._counts, Counter()
         stats = {name: float(counts[name]) for name in ("games", UNFINISHED, BROKEN)}
         if counts["games"]:
@@ -178,12 +178,12 @@ class TextArenaTurns:
     def _new_table(self) -> TextArenaTable:
         number = self._started
         self._started += 1
-        # Even seeds train and odd ones are held out, as the seed of the environment itself.
+        # Same parity as the environment's own seed: even seeds are for training, odd ones are held out.
         seed = 2 * Random(f"{self._seed}/{number}").randrange(2**30) + self._seed % 2
         return TextArenaTable(self.settings, number, seed)
 
     def _advance(self, table: TextArenaTable) -> TextArenaTable:
-        """Play the scripted seats, through new games if need be, until a seat played by a model has the turn."""
+        """Play scripted seats until a model has the turn; return its table. New games replace ended ones."""
         for _ in range(MAX_GAMES):
             while table.rewards is None:
                 script = self._scripts.get(table.player(table.game.seat))
@@ -198,7 +198,7 @@ class TextArenaTurns:
         table.play(script(table.game, Random(f"{table.seed}/{len(table.moves)}")))
 
     def _finish(self, table: TextArenaTable) -> None:
-        """Record an ended game: its returns, counts, results, and record."""
+        """Store the returns, counts, win rates and record of an ended game."""
         if self.delayed:
             self._returns += self._returns_of(table)
         self._counts.update({"games": 1, table.ending: 1, "turns": len(table.moves)})
@@ -219,7 +219,7 @@ class TextArenaTurns:
         ]
 
     def _result_of(self, table: TextArenaTable) -> dict[str, float]:
-        """Return the share of seats that won, by role, and by player if there are several."""
+        """Return 'draw' (1.0 or 0.0) and the share of seats that won, by role, and by player if there are several."""
         rewards = list(enumerate(table.results()))
         results = [(table.game.role(seat), reward) for seat, reward in rewards]
         if len(set(self.settings.players)) > 1:
@@ -252,5 +252,5 @@ def _turn_id(table: TextArenaTable) -> str:
 
 
 def _metric_name(name: str) -> str:
-    """Return 'Player 0' as 'player_0'."""
+    """Return the metric name of a role or player: 'player_0' for 'Player 0'."""
     return name.lower().replace(" ", "_")

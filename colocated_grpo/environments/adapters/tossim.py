@@ -2,8 +2,8 @@
 
 `next_batch()` returns `(prompts, meta)`, a list of (prompt, meta) pairs, or a list of bare prompts. Actions are applied
 by `apply_actions(meta, completions)`, or by `apply_actions(completions)` for bare prompts. Rewards are numbers or
-(number, note) pairs. A batcher applies every action that it rewards, so each completion is scored on a pickled copy of
-the batcher and its open batch (`ToSSimTable`).
+(number, note) pairs. A batcher cannot reward an action without applying it, so each completion is scored on a pickled
+copy of the batcher and its open batch (`ToSSimTable`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError
@@ -25,7 +26,7 @@ from colocated_grpo.types import JsonObject
 WAIT = "<think></think><wait/>"
 """Action of a seat without a completion."""
 MAX_EMPTY_BATCHES = 10
-"""Empty batches in a row after which a table has no turns for this call."""
+"""Consecutive empty batches after which a call returns no turns for a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class ToSSimOutcome:
 
 @dataclass(slots=True)
 class ToSSimTable:
-    """One batcher and its open batch. Pickled into checkpoints, so the names of the fields stay as they are."""
+    """One batcher and its open batch. Pickled into checkpoints, so fields must not be renamed."""
 
     batcher: Any
     prompts: list[str] = field(default_factory=list)
@@ -70,7 +71,7 @@ class ToSSimTable:
     """Committed replies by position in the batch."""
     batches: int = 0
     calls: int = 0
-    """Calls of the batcher's code. Each has a random stream of its own."""
+    """Calls into the batcher so far. Each runs with its own random stream."""
     told: dict[str, float] = field(default_factory=dict)
     """The batcher's counts at the last drain_stats(). The batcher itself never resets them."""
 
@@ -89,7 +90,7 @@ class ToSSimTable:
         return [index for index in range(len(self.prompts)) if index not in self.replies]
 
     def apply(self, replies: Mapping[int, str]) -> dict[int, float]:
-        """Apply replies and return rewards, both by position. A batch of bare prompts is filled up with WAIT."""
+        """Apply replies and return rewards, both by position. For bare prompts, WAIT replaces missing replies."""
         if self.meta is None:
             indices = list(range(len(self.prompts)))
             rewards = self.batcher.apply_actions([replies.get(index, WAIT) for index in indices])
@@ -107,12 +108,20 @@ class ToSSimTable:
         return _numbers({"total_games": stats.get("total_games")}) | new
 
 
-Table = ToSSimTable
-"""Former name of the class, which the pickles of earlier checkpoints refer to."""
+FORMER_MODULES = ("colocated_grpo.environments.tossim", "colocated_grpo.environments.adapters.tossim")
+
+
+class _SnapshotUnpickler(pickle.Unpickler):
+    """Unpickler that also reads snapshots with a former module and name of the table's class."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if global_name == "Table" and module_name in FORMER_MODULES:
+            return ToSSimTable
+        return super().find_class(module_name, global_name)
 
 
 def _numbers(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Return the entries that are numbers. Others, such as notes, must not cost the table its games."""
+    """Return the numeric entries. Converting others, such as notes, would raise, and the table would be replaced."""
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
 
 
@@ -121,7 +130,7 @@ def _number(reward: Any) -> Any:
 
 
 class ToSSim:
-    """One table at first, more as turns are needed. Each has a batcher of its own."""
+    """Turn environment of tables with one batcher each. It starts with one table; add_game() adds more."""
 
     delayed = False
 
@@ -155,7 +164,7 @@ class ToSSim:
         return ToSSimOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
     def commit(self, turn: ToSSimTurn, completion: str) -> None:
-        """Store a completion. The last one of a batch applies them all, as a phase ends for all seats together."""
+        """Store a completion. With the last one of a batch, all are applied: a phase ends for all seats together."""
         table = self._tables[turn.table]
         if turn.index not in table.open_indices() or turn.id != _turn_id(turn.table, table, turn.index):
             raise ValueError(f"turn {turn.id}: not open; a turn takes exactly one commit")
@@ -176,9 +185,9 @@ class ToSSim:
         return []
 
     def drain_stats(self) -> dict[str, float]:
-        """Return the games at all tables and, since the last call, the batchers' counts and the tables replaced.
+        """Return the number of games at all tables, and the batchers' counts and replaced tables since the last call.
 
-        The counts of a table that was replaced are lost.
+        Counts of a replaced table are lost.
         """
         totals = {"resets": float(self._resets)}
         self._resets = 0
@@ -193,7 +202,7 @@ class ToSSim:
         return {"tables": tables, "seated": self._built, "resets": self._resets}
 
     def restore(self, snapshot: JsonObject) -> None:
-        self._tables = pickle.loads(b64decode(snapshot["tables"]))
+        self._tables = _SnapshotUnpickler(BytesIO(b64decode(snapshot["tables"]))).load()
         self._built, self._resets = snapshot["seated"], snapshot["resets"]
 
     def _new_table(self) -> ToSSimTable:
@@ -233,7 +242,7 @@ class ToSSim:
 
     @contextmanager
     def _replaced_on_failure(self, number: int) -> Iterator[None]:
-        """Run a call of the batcher with a random stream of its own. If it raises, replace the table."""
+        """Run a call into the batcher with its own random stream. If the call raises, replace the table."""
         table = self._tables[number]
         try:
             table.calls += 1

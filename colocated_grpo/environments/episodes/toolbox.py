@@ -10,7 +10,7 @@ from fractions import Fraction
 
 MAX_EXPRESSION_LENGTH = 200
 MAX_BITS = 256
-"""Largest numerator or denominator. Bounds the digits of every result and the cost of every operation."""
+"""Bits of the largest numerator or denominator. Bounds the digits of results and the cost of operations."""
 MAX_EXPONENT = 64
 MAX_RESULTS = 3
 """Lines that a search returns."""

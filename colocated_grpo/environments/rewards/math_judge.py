@@ -10,6 +10,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -66,7 +67,8 @@ def _pipes(child: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
 def _verdict_of_exit(child: subprocess.Popen[str]) -> bool:
     """Return False if the child was killed at its time limit. Raises for any other exit."""
     for pipe in _pipes(child):
-        pipe.close()
+        with suppress(BrokenPipeError):  # closing flushes, and the child may be dead
+            pipe.close()
     code = child.wait()
     if code == -signal.SIGALRM:
         return False

@@ -11,7 +11,7 @@ from colocated_grpo.environments.town.state import NO_SEAT, Game, Phase
 from colocated_grpo.environments.town.verdicts import Status, Verdict
 
 MAX_RECORDED_THOUGHT = 500
-"""Characters of the think block that the record keeps."""
+"""Maximum recorded characters of the think block."""
 
 
 def apply_verdict(game: Game, seat: int, verdict: Verdict, completion: str) -> str | None:
@@ -37,7 +37,7 @@ def apply_verdict(game: Game, seat: int, verdict: Verdict, completion: str) -> s
 
 
 def _choose(game: Game, seat: int, verdict: Verdict) -> None:
-    """Store a choice that takes effect, with those of the other seats, when the phase closes."""
+    """Store a choice. The choices of all seats take effect together when the phase closes."""
     game.choices[seat] = (verdict.tag, verdict.argument)
 
 

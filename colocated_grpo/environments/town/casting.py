@@ -18,7 +18,7 @@ _INVESTIGATORS = ("sheriff", "lookout", "tracker")
 _PROTECTORS = ("doctor", "bodyguard")
 _LEADERS = ("godfather", "mafioso")
 _MAX_COPIES = 2
-"""Copies of a town role that is not unique."""
+"""Maximum copies of a non-unique town role in a drawn cast."""
 
 
 def faction_sizes(seats: int) -> dict[Faction, int]:
@@ -43,7 +43,7 @@ def draw_cast(seats: int, rng: Random) -> list[str]:
 
 
 def cast_problem(roles: Sequence[str]) -> str | None:
-    """Return one line on the first rule that a user's list of roles breaks, or None."""
+    """Return a one-line error for the first rule that a user's list of roles breaks, or None."""
     if not MIN_SEATS <= len(roles) <= MAX_SEATS:
         return f"roles: {len(roles)} given; a game has {MIN_SEATS} to {MAX_SEATS} seats"
     for name in roles:

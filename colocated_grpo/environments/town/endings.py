@@ -13,7 +13,7 @@ _LAST_PAIR = 2
 def eliminate(game: Game, seat: int, kind: str, *, hidden: bool = False) -> None:
     """Remove a seat from the living and announce its role, or UNKNOWN if `hidden`.
 
-    kind: 'killed' or 'hanged'. Executioners whose mark this is reach their goal or become jesters.
+    kind: 'killed' or 'hanged'. An executioner whose mark was this seat reaches its goal or becomes a jester.
     """
     victim = game.seats[seat]
     victim.alive, victim.hidden_end = False, hidden
@@ -37,7 +37,7 @@ def _settle_mark(game: Game, seat: int, *, hanged: bool) -> None:
 
 
 def winning_side(game: Game) -> str | None:
-    """Return the faction that has won by the seats left alive, DRAW if none is left, or None while the game is open."""
+    """Return the winning faction, DRAW if at most harmless neutrals are alive, or None while the game is open."""
     living = game.living()
     mafia = len(game.mafia())
     killers = [i for i in living if game.seats[i].role.hostile and game.seats[i].role.faction is Faction.NEUTRAL]
@@ -53,13 +53,13 @@ def winning_side(game: Game) -> str | None:
 
 
 def settle_winner(game: Game) -> bool:
-    """Store the winning side, if there is one; return whether the game has ended."""
+    """Store the winning side, if any; return whether the game has ended."""
     game.winner = winning_side(game)
     return game.winner is not None
 
 
 def seat_result(game: Game, seat: int) -> float:
-    """Return +1 if the seat won, -1 if it lost, 0 if a draw decided it. Raises ValueError before the game is over."""
+    """Return +1 if the seat won, -1 if it lost, 0 for a draw. Raises ValueError before the game is over."""
     holder = game.seats[seat]
     if game.phase is not Phase.OVER:
         raise ValueError(f"game {game.number}: it is not over, so no seat has a result")

@@ -82,7 +82,7 @@ class TownOutcome:
 
 
 class TownEnvironment:
-    """Deterministic: settings and the sequence of commits decide everything, also across snapshot and restore."""
+    """Concurrent games. The same settings and commits give the same turns, also across snapshot and restore."""
 
     def __init__(self, settings: TownSettings) -> None:
         self.settings = settings
@@ -98,13 +98,13 @@ class TownEnvironment:
         return self.settings.credit.outcome != 0
 
     def next_batch(self) -> list[TownTurn]:
-        """Return the open turns, at most one for each seat, oldest game first; the same ones until a commit."""
+        """Return the open turns, oldest game first, at most one for each seat. Only a commit changes them."""
         self._games = [self._advance(game) for game in self._games]
         oldest_first = sorted(self._games, key=lambda game: game.number)
         return [self._turn(game, seat) for game in oldest_first for seat in _external_seats(game)]
 
     def add_game(self) -> list[TownTurn]:
-        """Start one more game and return its open turns. The number of games stays one higher from now on."""
+        """Start one more game and return its open turns. From then on, one more game runs side by side."""
         game = self._advance(self._new_game())
         self._games.append(game)
         return [self._turn(game, seat) for seat in _external_seats(game)]
@@ -115,7 +115,7 @@ class TownEnvironment:
         return [self._outcome(game, turn, judge(game, turn.seat, each, turn.legal)) for each in completions]
 
     def commit(self, turn: TownTurn, completion: str) -> TownOutcome:
-        """Apply one completion to the game and close the turn. Raises TurnError if it is not open."""
+        """Apply one completion to the game and close the turn. Raises TurnError if the turn is not open."""
         game = self._game_of(turn)
         verdict = judge(game, turn.seat, completion, turn.legal)
         outcome = self._outcome(game, turn, verdict)
@@ -128,7 +128,7 @@ class TownEnvironment:
         return outcome
 
     def play_on(self, turn: TownTurn) -> None:
-        """Let the sensible player take the turn. It is left out of the statistics and gets no return."""
+        """Let the sensible player take the turn, which then counts in no statistics and gets no return."""
         game = self._game_of(turn)
         scripted_turn(game, turn.seat, sensible_player)
         self._replace_if_over(game)
@@ -138,7 +138,7 @@ class TownEnvironment:
         return scripted_reply(self._game_of(turn), turn.seat, sensible_player)
 
     def drain_returns(self) -> list[TownReturn]:
-        """Return what the games that ended since the last call add to the rewards of their turns."""
+        """Return the outcome returns of all games that ended since the last call."""
         returns, self._returns = self._returns, []
         return returns
 
@@ -148,7 +148,7 @@ class TownEnvironment:
         return ended
 
     def drain_stats(self) -> dict[str, float]:
-        """Return rates since the last call; win rates cover the latest games, also those before it."""
+        """Return rates since the last call. Win rates cover the latest WIN_RATE_GAMES games instead."""
         rates, self.stats = self.stats.rates(), self.stats.after_reset()
         return rates
 
@@ -173,7 +173,7 @@ class TownEnvironment:
     def _new_game(self) -> Game:
         settings, number = self.settings, self._started
         self._started += 1
-        # Spaced by more than any number of games, so that runs with neighbouring seeds have no game in common.
+        # The factor exceeds the number of games of any run, so runs with neighbouring seeds have no game in common.
         seed = settings.seed * 1_000_003 + number
         seats = list(settings.roles) or Random(f"{seed}/seats").randint(*settings.seat_bounds)
         game = new_game(number, seed, seats, list(settings.players), settings.rules)
@@ -181,7 +181,7 @@ class TownEnvironment:
         return game
 
     def _advance(self, game: Game) -> Game:
-        """Play the scripted seats, through new games if need be, until a seat played from outside has the turn."""
+        """Play scripted seats until an external seat has the turn; return its game. New games replace ended ones."""
         while True:
             scripted = [seat for seat in to_act(game) if game.seats[seat].player in SCRIPTED]
             if scripted:
@@ -243,7 +243,7 @@ class TownEnvironment:
 
 
 def _external_seats(game: Game) -> list[int]:
-    """Return the seats whose turn it is and that no script plays."""
+    """Return the seats with an open turn that are not played by a script."""
     return [seat for seat in to_act(game) if game.seats[seat].player not in SCRIPTED]
 
 

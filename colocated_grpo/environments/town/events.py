@@ -38,7 +38,7 @@ _SENTENCES = {
 
 
 def event_line(event: Event, names: Sequence[str]) -> str:
-    """Return the event as one line. names: by seat."""
+    """Return the event as one line. names: player names by seat."""
     actor = names[event.actor] if event.actor >= 0 else ""
     target = names[event.target] if event.target >= 0 else ""
     return _SENTENCES[event.kind].format(day=event.day, actor=actor, target=target, text=event.text)
@@ -87,7 +87,7 @@ def _event_rows(game: Game) -> Iterator[JsonObject]:
 
 
 def _transcript(game: Game) -> str:
-    """Return the whole game, secrets included. A line that not all seats saw names those that did."""
+    """Return the whole game, secrets included. A line that only some seats saw ends with their names."""
     names = [f"{seat.name} ({seat.role_name})" for seat in game.seats]
     cast = "Cast: " + ", ".join(names)
     return "\n".join([cast, *(_transcript_line(game, event, names) for event in game.events)]) + "\n"

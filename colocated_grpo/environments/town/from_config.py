@@ -1,4 +1,4 @@
-"""Construction of town from the arguments of a config; the only file of town that imports other packages."""
+"""Construction of town from the arguments of a config; the only file of town that imports a third-party package."""
 
 from __future__ import annotations
 

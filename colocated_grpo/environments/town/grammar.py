@@ -12,15 +12,15 @@ LOOK_UP_TAGS = frozenset({"get_role", "roles", "chat_history", "graveyard", "che
 _BARE_NIGHT_TAGS = {a.tag for role in ROLES.values() for a in role.abilities if a.aim is Aim.NONE}
 _AIMED_NIGHT_TAGS = {a.tag for role in ROLES.values() for a in role.abilities if a.aim is not Aim.NONE}
 BARE_TAGS = frozenset({WAIT, "reveal", "roles", "graveyard", "view_will"} | _BARE_NIGHT_TAGS)
-"""Written <tag/>."""
+"""Tags written as <tag/>."""
 ARGUMENT_TAGS = frozenset(
     {"speak", "whisper", "nominate", "vote", "jail", "get_role", "chat_history", "check_will", "write_will"}
     | _AIMED_NIGHT_TAGS
 )
-"""Written <tag>argument</tag>."""
+"""Tags written as <tag>argument</tag>."""
 
 _OPEN, _CLOSE = "<think>", "</think>"
-# No part of these can match the same text in two ways, so hostile input is parsed in linear time.
+# No part of these patterns can match the same text in two ways, so hostile input is parsed in linear time.
 _BARE = re.compile(r"<([a-z_]+) ?/>")
 _WITH_ARGUMENT = re.compile(r"<([a-z_]+)>([^<>]*)</([a-z_]+)>")
 _ANY_TAG = re.compile(r"<[a-z_]+ ?/?>")
@@ -44,7 +44,7 @@ class Malformed:
 
 
 def parse(text: str) -> Reply | Malformed:
-    """Parse strictly; only whitespace around the think block and around the action is ignored."""
+    """Parse a reply strictly; only whitespace around the think block and around the action is ignored."""
     text = text.strip()
     if not text.startswith(_OPEN):
         return Malformed("missing_think", "a reply starts with <think>")
@@ -85,5 +85,5 @@ def _action_error(rest: str) -> Malformed:
 
 
 def clean_line(text: str) -> str:
-    """Return the printable characters as one line, so that a speaker cannot fake further lines of the record."""
+    """Return the printable characters as one line, so that a speaker cannot fake further events."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -34,7 +34,7 @@ class ArgumentSpec:
 
 
 LegalActions = dict[str, ArgumentSpec]
-"""By tag. WAIT is always legal."""
+"""Argument specs by tag. WAIT is always legal."""
 EMPTY, TEXT = ArgumentSpec(ArgumentKind.EMPTY), ArgumentSpec(ArgumentKind.TEXT)
 
 PHASE_TAGS = {
@@ -48,7 +48,7 @@ PHASE_TAGS = {
     Phase.LAST_WORDS: {"speak"},
     Phase.OVER: set(),
 }
-"""Tags of each phase, beside WAIT and look-ups."""
+"""Tags of each phase, in addition to WAIT and look-ups."""
 SPEECH_TAGS = frozenset({"speak", "whisper"})
 ROLE_TAGS = NIGHT_TAGS | DAY_POWERS
 """Tags that only some roles have."""
@@ -63,7 +63,7 @@ def legal_actions(game: Game, seat: int) -> LegalActions:
 
 
 def moves(game: Game, seat: int) -> LegalActions:
-    """Return the actions that change the game. A seat without any is skipped at night."""
+    """Return the actions that change the game. In PRE_NIGHT and NIGHT, a seat without any gets no turn."""
     by_role = _MOVES.get(game.phase)
     return by_role(game, seat) if by_role else {}
 
@@ -84,12 +84,12 @@ def others(game: Game, seat: int) -> list[int]:
 
 
 def nominations_needed(game: Game) -> int:
-    """Return how many nominations of one player start a trial. A revealed mayor's counts three times."""
+    """Return the number of nominations of one player that start a trial. A revealed mayor's counts three times."""
     return -(-len(game.living()) // game.rules.one_names_in)
 
 
 def prisoner_of(game: Game, seat: int) -> int | None:
-    """Return the prisoner if the seat is the jailor and has one tonight."""
+    """Return tonight's prisoner if there is one and the seat is the jailor, else None."""
     jailing = game.prisoner >= 0 and game.seats[seat].role_name == "jailor"
     return game.prisoner if jailing else None
 
@@ -112,7 +112,7 @@ def _pre_night(game: Game, seat: int) -> LegalActions:
 
 
 def _night_talk(game: Game, seat: int) -> LegalActions:
-    """A silencer's threat holds by day only, so private channels stay open to the muted."""
+    """Allow speech to every seat: a silencer's threat lasts for one day and ends before the night."""
     return {"speak": TEXT}
 
 
@@ -202,16 +202,16 @@ def _role_rejection(game: Game, seat: int, tag: str) -> tuple[str, str]:
 
 
 MAX_PATTERN_THOUGHT = 400
-"""Characters of the think block that the pattern admits."""
+"""Maximum characters of the think block in the pattern."""
 _PATTERN_TEXT = "[A-Za-z0-9][A-Za-z0-9 ,.!?':;-]"
-"""Character classes of speech: of its first character, then of all others. Without tag brackets, and without the
-characters that the parser replaces."""
+"""Character classes of speech: the first character, then all others. They exclude tag brackets and characters that the
+parser replaces."""
 
 
 def reply_pattern(legal: LegalActions, max_speech: int, max_thought: int = MAX_PATTERN_THOUGHT) -> str:
-    """Return a regular expression of well-formed legal replies, for structured output.
+    """Return a regular expression that matches well-formed legal replies, for structured output.
 
-    Only alternation, character classes and bounded repeats, which every structured-output engine supports.
+    It uses only alternation, character classes and bounded repeats, which every structured-output engine supports.
     """
     actions = "|".join(_action_pattern(tag, spec, max_speech) for tag, spec in legal.items())
     return f"<think>[^<>]{{0,{max_thought}}}</think>({actions})"

@@ -25,7 +25,7 @@ class NightAction:
 
 
 class Night:
-    """State of one night while its actions are resolved. `actions` are the ones not blocked, in order."""
+    """State of one night during its resolution. `actions`: those not blocked so far, in order of resolution."""
 
     def __init__(self, game: Game, actions: list[NightAction]) -> None:
         self.game = game
@@ -70,7 +70,7 @@ class Night:
 
 
 def resolve_night(game: Game) -> None:
-    """Apply the choices of the night in place and eliminate its victims."""
+    """Apply the choices of the night to the game and eliminate the victims."""
     night = Night(game, _unjailed_actions(game))
     _delegate_kill(night)
     _resolve(night, Priority.PREPARE, Priority.BLOCK)
@@ -108,7 +108,10 @@ def _implied_target(game: Game, seat: int, ability: Ability) -> int:
 
 
 def _delegate_kill(night: Night) -> None:
-    """Let a free mafioso carry out the godfather's kill in place of both their own actions."""
+    """Let the mafioso carry out the godfather's kill, unless one of them is jailed or blocked.
+
+    This one kill replaces the actions of both.
+    """
     game = night.game
     godfather, mafioso = _first_living(game, "godfather"), _first_living(game, "mafioso")
     order = next((action for action in night.actions if action.seat == godfather), None)
@@ -116,7 +119,7 @@ def _delegate_kill(night: Night) -> None:
         return
     blocked = {action.target for action in night.actions if action.ability.priority is Priority.BLOCK}
     if blocked & {godfather, mafioso}:
-        return  # Both act on their own choice, so that the block stops only the one it was aimed at.
+        return  # Each acts on its own choice, so that the block stops only its target.
     night.actions = [action for action in night.actions if action.seat not in (godfather, mafioso)]
     night.actions.append(NightAction(mafioso, order.ability, order.target))
     night.actions.sort(key=lambda action: action.order)
@@ -128,7 +131,7 @@ def _first_living(game: Game, role_name: str) -> int:
 
 
 def _resolve(night: Night, first: Priority, last: Priority) -> None:
-    """Apply all actions from one priority to another, in order."""
+    """Apply the actions of priorities `first` to `last`, in order."""
     for action in [action for action in night.actions if first <= action.ability.priority <= last]:
         # An earlier block may have removed this action.
         if action in night.actions:
@@ -212,7 +215,7 @@ def _track(night: Night, action: NightAction) -> None:
 
 
 def _report(night: Night, action: NightAction, finding: str) -> None:
-    """Send the finding to the investigating seat, or to the whole mafia if it belongs to it."""
+    """Send the finding to the investigating seat, or to the whole mafia if that seat is a member."""
     game = night.game
     in_mafia = game.seats[action.seat].role.faction is Faction.MAFIA
     game.notify(game.mafia() if in_mafia else [action.seat], "result", action.seat, action.target, finding)

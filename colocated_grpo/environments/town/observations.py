@@ -45,7 +45,7 @@ class Observation:
     """Events that the seat saw, oldest first."""
     legal: LegalActions
     look_ups: LegalActions
-    """Look-ups of the phase, listed also when the turn has none left."""
+    """Look-ups of the phase, also listed when the turn has none left."""
     dialog: tuple[tuple[str, str], ...]
     """(completion, observation) of each look-up of this turn so far."""
     tool_calls: int
@@ -74,7 +74,7 @@ def observe(game: Game, seat: int) -> Observation:
         allies=_allies(game, seat),
         mark=holder.mark,
         will=holder.will,
-        # game.accused is set by the deciding nomination already, before the trial makes it public.
+        # The deciding nomination sets game.accused before the trial makes it public.
         accused=game.accused if game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS) else NO_SEAT,
         nominations_needed=nominations_needed(game),
         graves=_graves(game),

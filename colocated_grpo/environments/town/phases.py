@@ -25,8 +25,8 @@ def to_act(game: Game) -> list[int]:
 
 
 def end_turn(game: Game, seat: int) -> None:
-    """End the seat's turn; the last turn of a phase enters the next one."""
-    if game.waiting:  # The deciding nomination has emptied it.
+    """End the seat's turn; after the last turn of a phase, enter the next phase."""
+    if game.waiting:  # Already empty after the deciding nomination.
         game.waiting.remove(seat)
     if not game.waiting:
         enter(game, _CLOSE[game.phase](game))
@@ -89,7 +89,7 @@ def _open_night_talk(game: Game) -> list[int]:
 
 
 def _promote(game: Game) -> None:
-    """Make the first mafia member a mafioso if no killer is left: without one the mafia could never win."""
+    """Make the first mafia member a mafioso if godfather and mafioso are dead: no other member can kill."""
     mafia = game.mafia()
     if mafia and not game.living_with_role("godfather") and not game.living_with_role("mafioso"):
         game.seats[mafia[0]].become("mafioso")
@@ -161,7 +161,7 @@ def _open_over(game: Game) -> list[int]:
     return []
 
 
-# Entering a phase returns the seats that act in it.
+# Called on entering a phase; returns the seats that act in it.
 _OPEN: dict[Phase, Callable[[Game], list[int]]] = {
     Phase.PRE_NIGHT: _open_pre_night,
     Phase.NIGHT_TALK: _open_night_talk,
@@ -173,7 +173,7 @@ _OPEN: dict[Phase, Callable[[Game], list[int]]] = {
     Phase.LAST_WORDS: lambda game: [game.accused],
     Phase.OVER: _open_over,
 }
-# Leaving a phase returns the next one.
+# Called on leaving a phase; returns the next one.
 _CLOSE: dict[Phase, Callable[[Game], Phase]] = {
     Phase.PRE_NIGHT: _close_pre_night,
     Phase.NIGHT_TALK: lambda game: Phase.NIGHT,

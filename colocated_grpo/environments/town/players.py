@@ -1,4 +1,4 @@
-"""Scripted players. They map the observation of a seat to a reply, as the policy does."""
+"""Scripted players: functions from the observation of a seat to a reply, like the policy."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Player = Callable[[Observation, Random], str]
 _NAME = re.compile(r"[A-Z]\w+")
 _ACCUSATION = re.compile(r"I accuse (\w+)")
 _CERTAIN = 5.0
-"""Suspicion added by a finding; an accusation adds -1 to 2, by its speaker."""
+"""Suspicion added by a finding. An accusation adds -1 to 2, depending on the speaker."""
 _SHOT_THRESHOLD, _TRIAL_THRESHOLD = 2.0, 1.0
-"""Suspicion from which a player is shot, or nominated and found guilty."""
+"""Minimum suspicion to shoot a player, and to nominate one or vote guilty."""
 _BLUFF_RATE, _HUNCH_RATE = 0.15, 0.1
-"""Share of turns in which a player without a finding accuses: to mislead, or in town to start a vote at all."""
+"""Rates of accusations without a finding: by the other factions to mislead, by the town to start a vote at all."""
 _NO_FINDING = "I have seen nothing yet."
 
 
@@ -58,7 +58,7 @@ def sensible_player(view: Observation, rng: Random) -> str:
 
 
 def suspicion(view: Observation) -> dict[int, float]:
-    """Return how guilty each other living seat looks; higher is worse."""
+    """Return the suspicion against each other living seat. Higher is more suspect."""
     score: defaultdict[int, float] = defaultdict(float)
     known = {grave.seat: grave.role_name for grave in view.graves}
     numbers = {name: seat for seat, name in enumerate(view.names)}
@@ -78,7 +78,7 @@ def suspicion(view: Observation) -> dict[int, float]:
 
 
 def _finding(view: Observation, event: Event, numbers: dict[str, int]) -> Iterator[tuple[int, float]]:
-    """Yield (seat, suspicion) of one of the seat's own results. A visitor of a player killed that night is certain."""
+    """Yield (seat, suspicion) for one of the seat's own results. Visitors of that night's victims get _CERTAIN."""
     if event.text in ("suspicious", "not suspicious"):
         yield event.target, _CERTAIN if event.text == "suspicious" else -_CERTAIN
         return
@@ -103,7 +103,7 @@ def _rivals(view: Observation) -> list[int]:
 
 
 def _most_suspect(view: Observation, rng: Random) -> tuple[int, float]:
-    """Return the most suspect rival and its suspicion, ties broken at random. An executioner suspects its mark."""
+    """Return the most suspect rival and its suspicion, ties broken at random. An executioner picks its mark."""
     score = suspicion(view)
     rivals = _rivals(view)
     if not rivals:
@@ -184,7 +184,7 @@ def _act_at_night(view: Observation, rng: Random) -> str | None:
 
 
 def _preferred(view: Observation, tag: str, options: tuple[str, ...]) -> list[str]:
-    """Return the preferred targets: revealed mayors, or for a sheriff the players not yet investigated."""
+    """Return the preferred targets: for a sheriff, players not yet investigated; to kill or protect, mayors."""
     if tag == "investigate":
         investigated = {view.names[event.target] for event in view.events if event.kind == "result"}
         return [name for name in options if name not in investigated]
@@ -210,18 +210,18 @@ _BY_PHASE: dict[Phase, Callable[[Observation, Random], str | None]] = {
 }
 
 SCRIPTED: dict[str, Player] = {"random": random_player, "sensible": sensible_player}
-"""Scripted players by label. Seats with any other label are played from outside."""
+"""Scripted players by label. Models play the seats with any other label."""
 
 
 def scripted_turn(game: Game, seat: int, player: Player) -> None:
-    """Let a player take an open turn."""
+    """Let a scripted player take an open turn."""
     completion = scripted_reply(game, seat, player)
     apply_verdict(game, seat, judge(game, seat, completion), completion)
 
 
 def scripted_reply(game: Game, seat: int, player: Player) -> str:
-    """Return the reply of a player to an open turn.
+    """Return the reply of a scripted player to an open turn.
 
-    Its random stream depends on the seat's own turn count, so simultaneous seats may act in any order.
+    The random stream depends on the seat's own turn count, so simultaneous seats may act in any order.
     """
     return player(observe(game, seat), Random(f"{game.seed}/{seat}/{game.seats[seat].acted}"))

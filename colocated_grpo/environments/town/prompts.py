@@ -32,13 +32,13 @@ _QUESTIONS = {
 }
 
 _LASTING = frozenset({"result", "killed", "hanged", "revealed"})
-"""Kinds of events that stay in the prompt when they are older than `memory`."""
+"""Kinds of events that stay in the full prompt even if they are older than the latest `memory` events."""
 
 
 def full_prompt(view: Observation, memory: int) -> list[Message]:
     """Return the rules, the situation with the latest `memory` events, and the look-ups of this turn.
 
-    The messages after a look-up start with the messages before it, so that sampled tokens keep their positions.
+    A look-up only appends messages, so that sampled tokens keep their positions.
     """
     return _with_look_ups(
         view, [{"role": "system", "content": _rules(view)}, {"role": "user", "content": _situation(view, memory)}]
@@ -99,14 +99,14 @@ def _situation(view: Observation, memory: int) -> str:
 def _choices(view: Observation) -> list[str]:
     text = [f"Actions: {'; '.join(_usage(tag, spec) for tag, spec in view.legal.items() if tag not in LOOK_UP_TAGS)}"]
     if view.tool_calls:
-        # Also when none is left: a look-up must not change the messages before it.
+        # Listed even when none is left: a look-up must not change the messages before it.
         look_ups = "; ".join(_usage(tag, spec) for tag, spec in view.look_ups.items())
         text.append(f"Look-ups, at most {view.tool_calls} a turn, answered before you act: {look_ups}")
     return text
 
 
 def _usage(tag: str, spec: ArgumentSpec) -> str:
-    """Return how the action is written. Example: <vote>guilty|innocent|abstain</vote>"""
+    """Return the syntax of the action. Example: <vote>guilty|innocent|abstain</vote>"""
     if spec.kind is ArgumentKind.EMPTY:
         return f"<{tag}/>"
     inside = {

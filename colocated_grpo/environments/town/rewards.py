@@ -15,7 +15,7 @@ _HARMFUL = frozenset({"kill", "shoot", "execute", "douse", "jail", "frame", "sil
 _PROTECTIVE = frozenset({"protect", "guard"})
 _INVESTIGATIVE = frozenset({"investigate", "watch", "track", "spy"})
 _NOMINATION, _VOTE, _NIGHT, _INVESTIGATION = 0.25, 0.5, 0.5, 0.1
-"""Sizes of the shaping term, below the 1.0 between an illegal and a legal reply: form comes first."""
+"""Sizes of the shaping term. All are below 1.0, the gap between an illegal and a legal reply, so form comes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,11 @@ CREDITS = {
     "terminal": Credit(outcome=1.0),
     "mix": Credit(shaping=0.5, outcome=0.5, discount=0.97),
 }
-"""By the name in `args.credit`."""
+"""Credit by the name in `args.credit`."""
 
 
 def immediate_reward(credit: Credit, parts: dict[str, float]) -> float:
-    """Return the weighted sum of the parts that reward_parts() gives."""
+    """Return the weighted sum of the parts from reward_parts()."""
     return credit.form * parts["form"] + credit.shaping * parts["shaping"]
 
 

@@ -34,7 +34,7 @@ class Priority(IntEnum):
 
 
 class Power(IntEnum):
-    """Strength of attacks and of defences. An attack kills if it is above the victim's defence."""
+    """Strength of attacks and of defences. An attack kills if it is stronger than the victim's defence."""
 
     NONE = 0
     BASIC = 1
@@ -50,7 +50,7 @@ class Ability:
     priority: Priority
     aim: Aim = Aim.OTHER
     visits: bool = True
-    """True if the action is a visit: seen by lookouts and trackers, met by bodyguards and by a veteran on alert."""
+    """True for a visit, which lookouts and trackers see, and which bodyguards and veterans on alert can fight."""
     uses: int | None = None
     """Uses in a game. None: unlimited."""
     from_night: int = 1
@@ -71,9 +71,9 @@ class Role:
     """Tag of the day action that only this role has."""
     defence: Power = Power.NONE
     suspicious: bool = False
-    """Result of a sheriff's investigation."""
+    """True if a sheriff's investigation returns "suspicious" without a framer's help."""
     hostile: bool = False
-    """The town has not won while a seat with this role is alive."""
+    """The town cannot win while a seat with this role is alive."""
     unique: bool = False
     """Dealt at most once."""
     unblockable: bool = False

@@ -12,7 +12,7 @@ from colocated_grpo.environments.town.roles import ROLES, Faction, Role
 from colocated_grpo.types import JsonObject
 
 NO_SEAT = -1
-"""Where an actor, a target or another seat is expected and there is none."""
+"""Seat index that stands for no seat."""
 DRAW = "draw"
 
 
@@ -35,14 +35,14 @@ class Rules:
     """Options of the game, `args.rules` of town."""
 
     discussion_rounds: int = 1
-    """Turns that each seat has to speak in the discussion of a day."""
+    """Turns of each seat in the discussion of a day."""
     max_days: int = 10
     """Last day. The game is a draw if it has no winner after the night that follows."""
     trials_per_day: int = 3
-    """Acquittals after which the day has no further trial."""
+    """Maximum trials in a day. The first hanging ends the day earlier."""
     one_names_in: int = 3
-    """A trial takes nominations by one in this many of the living. Players without a plan, such as an untrained policy,
-    agree by chance only, so a lower value gives them fewer trials."""
+    """A trial starts when one in this many of the living has nominated the same player. Players without a plan, such as
+    an untrained policy, agree only by chance, so a lower value gives them fewer trials."""
     tool_calls: int = 3
     """Look-ups that a seat may make in one turn."""
     max_speech: int = 400
@@ -66,7 +66,7 @@ class Event:
     target: int = NO_SEAT
     text: str = ""
     audience: tuple[int, ...] | None = None
-    """Seats that saw it. None: all seats. (): none, the event is for the record only."""
+    """Seats that saw the event. None: all seats. (): no seat; the event is only recorded."""
 
     def seen_by(self, seat: int) -> bool:
         return self.audience is None or seat in self.audience
@@ -82,7 +82,7 @@ class Seat:
     """Label of the player, from `args.players`."""
     alive: bool = True
     uses: dict[str, int] = field(default_factory=dict)
-    """Uses left, by tag, of the abilities that are limited."""
+    """Remaining uses of limited abilities, by tag."""
     will: str = ""
     muted: bool = False
     """Threatened by a silencer: no speech or whisper on the next day."""
@@ -96,7 +96,7 @@ class Seat:
     hidden_end: bool = False
     """Died with role and will kept secret."""
     acted: int = 0
-    """Completions applied so far, look-ups included; part of the ids of turns."""
+    """Completions applied so far, look-ups included. Part of turn ids."""
     dialog: list[tuple[str, str]] = field(default_factory=list)
     """(completion, observation) of each look-up of the current turn."""
 
@@ -131,11 +131,11 @@ class Game:
     seats: list[Seat]
     phase: Phase = Phase.PRE_NIGHT
     day: int = 1
-    """The game starts with night 1, which day 2 follows: a night has the number of the day before it."""
+    """The game starts with night 1, followed by day 2. Every later night has the number of the day before it."""
     waiting: list[int] = field(default_factory=list)
     """Seats still to act in this phase. Where seats act one after the other, the first one has the turn."""
     choices: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """(tag, argument) chosen by seat in this phase. They take effect when it closes."""
+    """(tag, argument) by seat: the choices of this phase, which take effect when the phase closes."""
     accused: int = NO_SEAT
     prisoner: int = NO_SEAT
     acquitted: list[int] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Game:
     turns: list[TurnRecord] = field(default_factory=list)
 
     def rng(self) -> Random:
-        """Return a new random stream. It follows from seed and counter, so a snapshot needs no generator state."""
+        """Return a new random stream, derived from seed and counter, so that a snapshot needs no generator state."""
         self.draws += 1
         return Random(f"{self.seed}/{self.draws}")
 
@@ -185,8 +185,8 @@ class Game:
 def new_game(number: int, seed: int, roles: list[str] | int, players: list[str], rules: Rules) -> Game:
     """Return a game before its first phase.
 
-    roles: the cast, or the number of seats of a drawn cast. players: labels, repeated over the seats. Both are dealt at
-    random.
+    roles: the cast, or the number of seats for a drawn cast. players: labels, repeated over the seats. Both are
+    dealt at random.
     """
     rng = Random(f"{seed}/0")
     dealt = draw_cast(roles, rng) if isinstance(roles, int) else rng.sample(roles, len(roles))
@@ -214,7 +214,7 @@ def snapshot_game(game: Game) -> JsonObject:
         "waiting": list(game.waiting),
         "choices": [[seat, tag, argument] for seat, (tag, argument) in sorted(game.choices.items())],
         "acquitted": list(game.acquitted),
-        # Without asdict, which copies every field of every event: a snapshot is taken before every step.
+        # asdict() would copy every field of every event, and a snapshot is taken before every step.
         "events": [[e.day, e.phase, e.kind, e.actor, e.target, e.text, e.audience] for e in game.events],
         "turns": [[t.turn_id, t.seat, t.phase, t.status, t.reward] for t in game.turns],
     }
@@ -226,24 +226,18 @@ def frozen_state(game: Game) -> JsonObject:
 
 
 def restore_game(data: JsonObject) -> Game:
-    """Return the game of a snapshot. It has no list in common with it, so a snapshot can be restored again."""
-    return Game(
-        number=data["number"],
-        seed=data["seed"],
-        rules=Rules(**data["rules"]),
-        seats=[_restore_seat(seat) for seat in data["seats"]],
-        phase=Phase(data["phase"]),
-        day=data["day"],
-        waiting=list(data["waiting"]),
-        choices={seat: (tag, argument) for seat, tag, argument in data["choices"]},
-        accused=data["accused"],
-        prisoner=data["prisoner"],
-        acquitted=list(data["acquitted"]),
-        draws=data["draws"],
-        winner=data["winner"],
-        events=[_restore_event(*row) for row in data["events"]],
-        turns=[TurnRecord(*row) for row in data["turns"]],
-    )
+    """Return the game of a snapshot. All lists are copied, so the snapshot can be restored again."""
+    converted: JsonObject = {
+        "rules": Rules(**data["rules"]),
+        "seats": [_restore_seat(seat) for seat in data["seats"]],
+        "phase": Phase(data["phase"]),
+        "waiting": list(data["waiting"]),
+        "choices": {seat: (tag, argument) for seat, tag, argument in data["choices"]},
+        "acquitted": list(data["acquitted"]),
+        "events": [_restore_event(*row) for row in data["events"]],
+        "turns": [TurnRecord(*row) for row in data["turns"]],
+    }
+    return Game(**{**data, **converted})
 
 
 def _restore_seat(data: JsonObject) -> Seat:

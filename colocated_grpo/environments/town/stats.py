@@ -11,7 +11,7 @@ from colocated_grpo.environments.town.verdicts import Status, Verdict
 from colocated_grpo.environments.turns.credit import win_rates
 
 WIN_RATE_GAMES = 100
-"""Latest games over which win rates are taken."""
+"""Number of latest games that win rates cover."""
 
 
 @dataclass(slots=True)
@@ -29,9 +29,9 @@ class TownStats:
     games: int = 0
     days: int = 0
     winners: list[str] = field(default_factory=list)
-    """Faction or 'draw' of each of the latest games. Kept over a reset, because few games end in one step."""
+    """Faction or 'draw' of each of the latest games. Kept across resets, because few games end in one step."""
     won: dict[str, list[float]] = field(default_factory=dict)
-    """Share of seats that won in each of the latest games, by player. Kept over a reset."""
+    """Share of seats that won in each of the latest games, by player. Kept across resets."""
     tags: dict[str, int] = field(default_factory=dict)
     """Legal actions by tag."""
 

@@ -34,7 +34,7 @@ class Verdict:
     detail: str
     tag: str = WAIT
     argument: str = ""
-    """Names in their canonical spelling; for a whisper the addressee."""
+    """For a whisper, the addressee. Names are in their canonical spelling."""
     text: str = ""
     """Text of a whisper."""
     think: str = ""
@@ -79,7 +79,7 @@ def _resolve_argument(game: Game, seat: int, reply: Reply, spec: ArgumentSpec) -
 
 
 def _option(game: Game, seat: int, written: str, spec: ArgumentSpec) -> str:
-    """Return the option that was written, in any case. Raises IllegalAction."""
+    """Return the option that equals `written`, ignoring case. Raises IllegalAction."""
     folded = written.casefold()
     for option in spec.options:
         if option.casefold() == folded:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm import process
@@ -68,13 +69,12 @@ class Patch:
     def _replace(self, make: Make, version: Version) -> None:
         try:
             owner, name = self._locate()
-            original = getattr(owner, name)
+            replacement = make(self, getattr(owner, name))
         except (ImportError, AttributeError):
             self._report_missing(version)
             return
         # A static method is replaced by one: a plain function on a class would receive the instance.
         is_static = isinstance(owner, type) and isinstance(owner.__dict__.get(name), staticmethod)
-        replacement = make(self, original)
         setattr(owner, name, staticmethod(replacement) if is_static else replacement)
         self.status = "applied"
 
@@ -288,12 +288,23 @@ PRIVATE_STATE: dict[str, str] = {
 
 
 def apply(device: Device, patches: Iterable[Patch] = PATCHES) -> None:
-    """Install the rows for this device and the installed version of vLLM. Later calls in a process add nothing."""
+    """Install the rows for this device and the installed version of vLLM. Later calls in a process add nothing.
+
+    Raises RunError outside SUPPORTED: without its required rows a run would fail late, or sample from old weights.
+    """
     import vllm
 
-    version = Version(vllm.__version__)
+    version = supported_version(vllm.__version__)
     for patch in patches:
         patch.apply(device, version)
+
+
+def supported_version(text: str) -> Version:
+    """Parse a version of vLLM. Raises RunError if it is not in SUPPORTED, as builds without a release number are not."""
+    with suppress(InvalidVersion):
+        if SUPPORTED.contains(version := Version(text), prereleases=True):
+            return version
+    raise RunError(f"vllm=={text}: not supported; install a version in {SUPPORTED}")
 
 
 def report(patches: Iterable[Patch] = PATCHES) -> list[dict[str, str | int]]:

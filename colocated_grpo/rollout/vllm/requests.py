@@ -135,9 +135,6 @@ class TextRequests:
         self._engine.add_request(name, TokensPrompt(prompt_token_ids=token_ids), params)
         self._running[name] = TokenDelta([], []) if params.output_kind is RequestOutputKind.DELTA else None
 
-    def step(self, policy_version: int) -> Finished:
-        return self.receive(self._engine.engine_core.get_output().outputs, policy_version)
-
     def receive(self, outputs: list[EngineCoreOutput], policy_version: int) -> Finished:
         """Completions that finished with these outputs. Outputs of other requests are skipped."""
         self._deltas.clear()

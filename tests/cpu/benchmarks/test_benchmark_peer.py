@@ -297,6 +297,8 @@ def test_tuned_trl_without_liger_kernel_is_rejected_in_one_line(
         (["--peer-both"], "--peer: missing"),
         (["--peer-checkpointing", "on"], "--peer: missing"),
         (["--peer", "trl", "--peer-args", "[1]"], "--peer-args=[1]: must be a YAML mapping"),
+        (["--peer", "trl", "--peer-args", "[1"], "--peer-args: invalid"),
+        (["--peer", "trl", "--peer-micro-batch", "0"], "--peer-micro-batch=0: must be at least 1"),
         (["--peer", "trl", "--peer-steps", "0"], "--peer-steps=0: must be at least 1"),
         (["--peer", "trl", "--peer-both", "--peer-defaults"], "not allowed with argument"),
     ],

@@ -77,7 +77,7 @@ def test_both_seats_of_a_self_played_game_are_trained_on_its_result(run):
     games = read_games(run.folder)
     assert [game["game"] for game in games] == [0, 1, 2]
     paid = {(place, seat["reward"]) for game in games for place, seat in enumerate(game["seats"])}
-    assert "Games (the latest 3 of 3)" in (run.folder / "report.html").read_text()
+    assert "Games (latest 3 of 3)" in (run.folder / "report.html").read_text()
     kept = [row for row in files.read_rollouts(run.folder) if row["source"] == TALK and "end" in row["parts"]]
     trained = [row for row in kept if row["kind"] == files.TRAIN]
     assert {row["step"] for row in trained} == {STEPS - 1}, "all wait for the end of their game"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from base64 import b64decode, b64encode
 
 import pytest
 
 from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.adapters import tossim
-from colocated_grpo.environments.adapters.tossim import ToSSim, ToSSimTable
+from colocated_grpo.environments.adapters.tossim import ToSSim
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
 from tests.support.paths import SUPPORT
@@ -177,8 +178,18 @@ def test_batchers_print_nothing_and_leave_the_global_random_state_alone(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_tables_of_earlier_checkpoints_are_unpickled_by_their_former_name():
-    assert pickle.loads(b"ccolocated_grpo.environments.adapters.tossim\nTable\n.") is ToSSimTable
+def test_a_snapshot_that_names_the_former_class_of_its_tables_is_restored():
+    environment, other = batcher(), batcher()
+    play(environment, 3)
+    saved = environment.snapshot()
+    tables = b64decode(saved["tables"])
+    # Protocol 2 spells a class as text; the current one as two length-prefixed strings.
+    former = pickle.dumps(pickle.loads(tables), protocol=2).replace(
+        b"colocated_grpo.environments.adapters.tossim\nToSSimTable\n", b"colocated_grpo.environments.tossim\nTable\n"
+    )
+    assert b"environments.tossim\nTable" in former
+    other.restore({**saved, "tables": b64encode(former).decode()})
+    assert play(other, 5) == play(environment, 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

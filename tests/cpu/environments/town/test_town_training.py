@@ -85,7 +85,7 @@ def test_a_run_writes_its_games_as_csv_transcript_and_report(run, capsys):
     with (run.folder / EVENTS_TABLE).open(newline="") as file:
         events = list(csv.DictReader(file))
     assert {row["game"] for row in events} == {str(game["game"]) for game in games}
-    assert "Games (the latest" in (run.folder / "report.html").read_text()
+    assert "Games (latest" in (run.folder / "report.html").read_text()
     assert show_rollouts.main([str(run.folder), "--game"]) == 0
     assert "The game is over" in capsys.readouterr().out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -15,7 +16,15 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.rollout.vllm.patches import PATCHES, PRIVATE_STATE, SUPPORTED, Patch, counted, report
+from colocated_grpo.rollout.vllm.patches import (
+    PATCHES,
+    PRIVATE_STATE,
+    SUPPORTED,
+    Patch,
+    counted,
+    report,
+    supported_version,
+)
 from tests.support.paths import ROOT
 from tests.support.source_names import defines
 
@@ -110,6 +119,17 @@ def test_a_prerelease_counts_as_its_release(module):
     patch = row("a_library:compute")
     patch.apply("cpu", Version("0.33.0rc1.dev3+gabc"))
     assert patch.status == "applied"
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.1.dev1+gabc", "dev"])
+def test_an_unsupported_version_ends_the_start_with_one_line(version):
+    with pytest.raises(RunError, match=rf"^vllm=={re.escape(version)}: not supported; install a version in "):
+        supported_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.1rc2"])
+def test_a_supported_version_is_parsed(version):
+    assert supported_version(version) == Version(version)
 
 
 @pytest.mark.parametrize("target", ["a_library:misspelt", "a_library:Tools.misspelt", "no_such_library:compute"])

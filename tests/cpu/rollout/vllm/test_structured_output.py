@@ -94,5 +94,5 @@ def test_a_turn_has_a_pattern_only_with_structured_true():
 
 def test_a_ratio_between_different_sets_of_tokens_is_refused():
     config = Config(model={"name": "none"}, environments=[TOWN], loss={"type": "dapo", "old_logprobs": "sampling"})
-    with pytest.raises(ConfigError, match="the ratio would not be one of policies"):
+    with pytest.raises(ConfigError, match="cover only the tokens that the grammar allows"):
         check(config)
