@@ -300,7 +300,7 @@ def apply(device: Device, patches: Iterable[Patch] = PATCHES) -> None:
 
 
 def supported_version(text: str) -> Version:
-    """Parse a version of vLLM. Raises RunError if it is not in SUPPORTED, as builds without a release number are not."""
+    """Parse a version of vLLM. Raises RunError if it is not in SUPPORTED, or has no release number."""
     with suppress(InvalidVersion):
         if SUPPORTED.contains(version := Version(text), prereleases=True):
             return version
