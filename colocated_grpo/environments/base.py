@@ -12,7 +12,7 @@ from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Score
 
 Split = Literal["train", "held_out"]
 Item = dict[str, Any]
-"""One instance of a task: "prompt" (text or chat messages) and whatever the scorer or the episode needs."""
+"""One instance of a task: "prompt" (text or chat messages) plus the fields that its scorer or episode reads."""
 
 
 class EnvironmentSetupError(ConfigError):
@@ -21,7 +21,7 @@ class EnvironmentSetupError(ConfigError):
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts and the scoring of their completions in one object."""
+    """Yields prompts and scores their completions."""
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         """Yield items.
@@ -32,7 +32,7 @@ class Task(Protocol):
         ...
 
     def score(self, item: Item, completion: str) -> float | dict[str, float] | None:
-        """Return the reward, named parts of which "reward" trains, or None if not applicable. Must be thread-safe."""
+        """Return the reward, named parts including "reward", or None if not applicable. Must be thread-safe."""
         ...
 
 
@@ -41,7 +41,7 @@ class Seekable(Protocol):
     """A task or an episode with endless sequences and random access, so that a long run resumes at once."""
 
     def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[Item]:
-        """Yield what prompts() yields after its first `start` items, without generating those."""
+        """Yield the items of prompts() without the first `start`, which are not generated."""
         ...
 
 
@@ -59,8 +59,8 @@ class Episode(Protocol):
     async def run(self, item: Item, model: Conversation) -> float | dict[str, float] | None:
         """Run one episode and return its reward, as Task.score does.
 
-        All episodes run on one event loop: move blocking work to threads. An exception costs this episode only.
-        ContextExhausted need not be caught: the reward is then 0.
+        All episodes run on one event loop: move blocking work to threads. An exception fails this episode only.
+        If ContextExhausted is not caught, the reward is 0.
         """
         ...
 
@@ -69,16 +69,16 @@ class Scorer(Protocol):
     """Scores the completions of one environment. Must be thread-safe."""
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
-        """Return one score per completion. An exception in user code costs its completion only: Score.error."""
+        """Return one score per completion. An exception in user code only sets its completion's Score.error."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """How the source settled one batch of groups. Plain data: computed on rank 0 and broadcast to every rank."""
+    """The groups that train in this step, with metrics. Plain data: computed on rank 0 and broadcast to every rank."""
 
     trained_now: list[int]
-    """Positions, among the recorded groups, of those trained in this step. The others are pending or dropped."""
+    """Indices of the recorded groups that train in this step. The others are pending or dropped."""
     released: list[Group] = field(default_factory=list)
     """Pending groups of earlier steps that are trained now."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class BatchResult:
 
 
 def merge_results(parts: Sequence[BatchResult]) -> BatchResult:
-    """Merge results whose positions already index the batch as a whole."""
+    """Merge results whose `trained_now` already indexes the whole batch."""
     return BatchResult(
         trained_now=sorted(position for part in parts for position in part.trained_now),
         released=[group for part in parts for group in part.released],
@@ -103,7 +103,7 @@ class BatchSource(Protocol):
     """Source of training prompts. Lives on rank 0 only."""
 
     def next(self, n: int) -> list[Prompt]:
-        """Return `n` prompts for the policy plus those for an opponent; fewer if all games await the opponent."""
+        """Return `n` policy prompts plus any opponent prompts. Fewer policy prompts if all games await the opponent."""
         ...
 
     def record(self, groups: Sequence[Group]) -> BatchResult:
@@ -111,7 +111,7 @@ class BatchSource(Protocol):
         ...
 
     def state_dict(self) -> JsonObject:
-        """Return plain data. A source that loads it continues with the prompts that this one would have returned."""
+        """Return the position as plain data. A source that loads it returns the same next prompts as this one."""
         ...
 
     def load_state_dict(self, state: JsonObject) -> None: ...

@@ -138,7 +138,7 @@ class Environments:
         return prompts
 
     def held_out_notes(self) -> list[str]:
-        """Return log lines about datasets that hold out no row by default. Rank 0 only: reads data."""
+        """Return log lines for datasets too small to hold out rows by default. Rank 0 only: reads data."""
         datasets = [entry.rows for entry in self.entries if isinstance(entry, DatasetEnvironment)]
         return [rows.held_out_note for rows in datasets if rows.held_out_note is not None]
 

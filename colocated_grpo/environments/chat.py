@@ -15,7 +15,7 @@ Message = JsonObject
 
 
 class ChatCodec:
-    """Decodes sampled messages and encodes the messages between two of them. Sampled text is never encoded again."""
+    """Decodes sampled messages and encodes the observations between them. Sampled text is never encoded again."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -31,8 +31,8 @@ class ChatCodec:
     def observation(self, messages: str | Sequence[Message], last_token: int) -> list[int]:
         """Return the tokens between two assistant messages: the end of the first, `messages`, the start of the second.
 
-        Text stands for one user message. `last_token` is the last sampled token: if it is the closing token, the
-        closing token is not repeated. Without a chat template, the plain text of the messages is encoded.
+        Text stands for one user message. If `last_token`, the last sampled token, already closed the first message, the
+        closing token is omitted. Without a chat template, the plain text of the messages is encoded.
         """
         if self._tokenizer.chat_template is None:
             return self._tokenizer.encode(plain_text(messages), add_special_tokens=False)
@@ -43,8 +43,8 @@ class ChatCodec:
     def _after_assistant_message(self, messages: list[Message]) -> list[int]:
         """Return the common suffix of two conversations that differ in one assistant message only.
 
-        Comparing tokens from the end makes this independent of what a template puts in front (a system message, the
-        date, empty thoughts), and works for special tokens that have no text form.
+        Comparing tokens from the end ignores what a template inserts earlier (a system message, the date, empty
+        thoughts). Comparing tokens, not text, covers special tokens without a text form.
         """
         one, other = (self._render(content, messages) for content in ("a", "b"))
         length = 0
@@ -58,13 +58,13 @@ class ChatCodec:
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return cast(str, text)  # a list of texts only for a batch of sequences
+        return cast(str, text)  # decode() returns a list only for a batch
 
 
 def render_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
     """Return the tokens of a chat, ending with the opening of the next assistant message."""
     token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return list(cast("list[int]", token_ids))  # typed as the union over all of its options
+    return list(cast("list[int]", token_ids))  # annotated as a union of all its return types
 
 
 def plain_text(messages: str | Sequence[Message]) -> str:

@@ -1,4 +1,4 @@
-"""One conversation between policy and environment, kept as the tokens that the policy read and sampled."""
+"""One conversation between policy and environment, stored as the tokens that the policy read and sampled."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SampleFn = Callable[[list[int], int], Awaitable[Completion]]
 class ContextExhausted(Exception):
     """The next observation or message does not fit rollout.max_completion_tokens.
 
-    Uncaught, it ends the episode with reward 0. An episode that returns named parts should catch it: otherwise the
-    means of the parts leave out the conversations that were cut.
+    If not caught, the episode ends with reward 0. An episode that returns named parts should catch the exception:
+    otherwise truncated conversations are missing from the means of its parts.
     """
 
 
@@ -36,7 +36,7 @@ class AssistantMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Segment:
-    """Consecutive tokens of one side."""
+    """Consecutive tokens, either all sampled or all observed."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -44,9 +44,9 @@ class _Segment:
 
 
 class Conversation:
-    """An episode's handle on the policy. Calls alternate: generate, observe, generate, ...
+    """An episode's interface to the policy. Calls alternate: generate, observe, generate, ...
 
-    Token in, token out: sampled tokens are trained as they are and never tokenized again.
+    Token in, token out: sampled tokens are trained on as they are and never retokenized.
     """
 
     def __init__(self, prompt: Prompt, codec: ChatCodec, room: int, sample: SampleFn) -> None:
@@ -54,7 +54,7 @@ class Conversation:
         self._codec = codec
         self._sample = sample
         self._max_tokens = len(prompt.token_ids) + room
-        # Segments are appended whole and never modified: rollout() may be called from another thread meanwhile.
+        # Segments are appended whole and never modified, since rollout() may run in another thread at the same time.
         self._segments = [_observed(prompt.token_ids)]
         self._last: Completion | None = None
         self._exhausted = False
@@ -67,7 +67,7 @@ class Conversation:
         return self._max_tokens - sum(len(segment.token_ids) for segment in self._segments)
 
     async def generate(self, max_tokens: int | None = None) -> AssistantMessage:
-        """Sample one message of at most `max_tokens` tokens, and at most `room`. Raises ContextExhausted."""
+        """Sample one message of at most min(max_tokens, room) tokens. Raises ContextExhausted if room is 0."""
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"generate(max_tokens={max_tokens}): must be at least 1")
         room = self.room

@@ -22,7 +22,7 @@ MAX_HELD_OUT = 64
 """Upper bound of the rows held out by default."""
 DEFAULT_SPLIT = DatasetSourceConfig.model_fields["split"].default
 SAVED_TO_DISK = ("state.json", "dataset_dict.json")
-"""Files that mark a folder as written by save_to_disk(), of one dataset or of several splits."""
+"""Marker files that save_to_disk() writes for a Dataset and for a DatasetDict."""
 NULL_CHECK_ROWS = 10_000
 """Rows per batch of the null check."""
 
@@ -76,7 +76,7 @@ class DatasetRows:
         return item
 
     def _load(self, split: str) -> list[Item] | Dataset:
-        """Read the rows and check them now: a bad row found later would end the run, and again after each resume."""
+        """Load and check the rows. A bad row found later would stop the run, and stop it again after each resume."""
         if not self._is_file():
             dataset = self._load_hub(split)
             self._check_columns(dataset, split)
@@ -97,7 +97,7 @@ class DatasetRows:
             raise EnvironmentSetupError(f"environments {where!r}: {error}") from None
 
     def _check_nulls(self, rows: Dataset, split: str) -> None:
-        """Raise for a null prompt. Columns of a Dataset are typed, so null is the only bad value left after row 0."""
+        """Raise for a null prompt. Columns are typed, so once row 0 is valid, only a null can be bad."""
         # The Arrow column is scanned without decoding its rows. datasets does not annotate that format.
         column: Any = rows.select_columns([self.config.prompt_column]).with_format("arrow")
         for number, table in enumerate(column.iter(NULL_CHECK_ROWS)):
@@ -155,7 +155,7 @@ class DatasetRows:
             if split != DEFAULT_SPLIT:
                 raise ValueError("the folder holds a dataset without splits")
             return saved
-        except Exception as error:  # the library passes on whatever the network, the Hub or a loading script raises
+        except Exception as error:  # network, Hub and loading-script exceptions arrive unwrapped
             raise self._error(f"cannot load split {split!r}: {one_line(error)}") from error
 
     def _missing_column(self, key: str, column: str, row: Item) -> EnvironmentSetupError:
@@ -166,7 +166,7 @@ class DatasetRows:
 
 
 def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[Message]:
-    """Return chat messages that begin with the system prompt. A system message of the prompt's own is kept instead."""
+    """Return chat messages that begin with the system prompt. The prompt's own system message takes precedence."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if messages[0]["role"] == "system":
         return messages
@@ -183,7 +183,7 @@ def _without_nulls(prompt: Any) -> Any:
 def _slice(rows: list[Item] | Dataset, start: int, stop: int) -> Rows:
     if isinstance(rows, list):
         return rows[start:stop]
-    return cast("Dataset", rows.select(range(start, stop)))  # its decorator is annotated to return a DatasetDict too
+    return cast("Dataset", rows.select(range(start, stop)))  # annotated as Dataset | DatasetDict
 
 
 def read_jsonl(path: Path) -> list[Item]:

@@ -19,7 +19,7 @@ from colocated_grpo.environments.turns.registry import TURN_ENVIRONMENTS
 
 
 def check_names(config: Config) -> None:
-    """Raise ConfigError, one line per name, if a name is neither built in nor installed nor names user code."""
+    """Raise ConfigError with one line per name that is not built in, not installed and not of a user-code form."""
     lines = []
     for entry in config.environments:
         try:

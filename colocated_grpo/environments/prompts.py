@@ -12,7 +12,7 @@ from colocated_grpo.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The prefix keeps these keys apart from the columns of a dataset.
+# The prefix avoids collisions with dataset columns.
 PATTERN_KEY = "colocated_grpo:reply_pattern"
 """Item key for the regular expression that constrains the completions."""
 BY_OPPONENT_KEY = "colocated_grpo:by_opponent"
@@ -22,8 +22,8 @@ BY_OPPONENT_KEY = "colocated_grpo:by_opponent"
 class PromptEncoder:
     """Encodes prompts.
 
-    Chat messages are rendered by the chat template, with the assistant's message opened. Text becomes one user message
-    if the tokenizer has a chat template; text that contains special tokens was rendered before and is encoded as is.
+    Chat messages are rendered by the chat template with its generation prompt. Text becomes one user message if the
+    tokenizer has a chat template. Text that contains special tokens counts as rendered and is encoded as is.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
@@ -74,7 +74,7 @@ class PromptEncoder:
             text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
             # Not encode(text): in some tokenizers the template's special tokens have ids but no text form.
             token_ids = render_tokens(self.tokenizer, prompt)
-        except Exception as error:  # the template is code of the model or the user, run on the user's messages
+        except Exception as error:  # a template is third-party code and may raise anything
             raise EnvironmentSetupError(
                 f"environments {source!r}: the chat template rejects a prompt that ends with "
                 f"{repr(prompt[-1])[:80]}: {one_line(error)}"

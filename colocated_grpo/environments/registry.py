@@ -19,7 +19,7 @@ USER_CODE_FORMS = ("module:object", "path/to/file.py:object")
 def find_environment(
     kind: str, name: str, args: JsonObject, built_in: Mapping[str, Callable[..., Any]], *forms: str
 ) -> Any:
-    """Return the environment called `name`: a class is called with args, an instance must come without."""
+    """Return the environment called `name`. A class is called with args; an instance accepts none."""
     found, key = find_object(kind, name, built_in, *forms), f"environments {name!r}"
     if isinstance(found, type):
         return construct(found, args, key)

@@ -11,11 +11,11 @@ from colocated_grpo.environments.streams import ItemStream
 from colocated_grpo.types import Group, JsonObject, Prompt
 
 MIN_OPPONENT_LIMIT = 16
-"""Opponent turns that one step allows even if the policy gets fewer prompts."""
+"""Lower bound on the maximum opponent turns per step, for small batches."""
 
 
 class Mixture:
-    """Deterministic mixing by weight: the next name is the one furthest behind its fraction of the counts."""
+    """Deterministic mixing by weight: the next name is the one furthest below its fraction of the total count."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())
@@ -91,7 +91,7 @@ class PromptSource:
             )
         for name, stream in self.streams.items():
             stream.load_state_dict(state["streams"][name])
-        # Changed weights apply from here on: with the old counts they would first make up for all earlier prompts.
+        # After a change of weights, counts start at 0: the old ones would make the mixture compensate for past prompts.
         if state["shares"] == self.mixture.fractions:
             self.mixture.counts = dict(state["counts"])
         self.num_prompts = state["given"]

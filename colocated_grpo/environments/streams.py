@@ -16,7 +16,7 @@ from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import Group, JsonObject
 
 DIGEST_ROWS = 64
-"""Rows of a dataset that are hashed, so that a resume detects other data without reading all of it."""
+"""Rows hashed per dataset, so that a resume detects changed data without reading all of it."""
 
 
 class ItemStream(Protocol):
@@ -24,7 +24,7 @@ class ItemStream(Protocol):
 
     @property
     def max_attempts(self) -> int:
-        """Consecutive unusable items after which the caller should give up."""
+        """Maximum consecutive unusable items before the caller gives up."""
         ...
 
     def take(self) -> Item:
@@ -57,7 +57,7 @@ class FixedItems:
 class TaskStream(FixedItems):
     """Training items of a task or an episode, restarted when they end.
 
-    A resume generates the items already taken again, unless the task is Seekable.
+    A resume regenerates all earlier items, unless the task is Seekable.
     """
 
     max_attempts = 1000
@@ -123,7 +123,7 @@ class Rows(Protocol):
 
 
 class RowStream(FixedItems):
-    """Rows of a dataset, epoch after epoch. With a seed, every epoch has its own order."""
+    """Rows of a dataset, epoch after epoch. With a seed, each epoch is shuffled differently."""
 
     def __init__(self, name: str, rows: Rows, to_item: Callable[[int], Item], seed: int | None) -> None:
         """seed: None keeps the order of the data."""

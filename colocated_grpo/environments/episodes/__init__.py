@@ -14,7 +14,7 @@ EPISODES = {"tool_use": ToolUse}
 
 
 def build_episode(name: str, args: JsonObject) -> Episode:
-    """Build a built-in episode, one of another library, an installed one, or the user's 'module:object'."""
+    """Build an episode: built in, adapted from another library, installed, or the user's 'module:object'."""
     if is_adapted(name):
         return build_adapter(name, args)
     episode = find_environment("episode", name, args, EPISODES, *FORMS)

@@ -1,4 +1,4 @@
-"""Questions that need a calculator and a search, one tool call per turn. Easy enough for a million parameters."""
+"""Questions that need a calculator and a search, one tool call per turn. Easy enough for a 1M-parameter model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWER = "answer"
 
 
 class Call(NamedTuple):
-    """Example: Call("calc", "2*(3+4)")"""
+    """A tool call or the answer. Example: Call("calc", "2*(3+4)")"""
 
     name: str
     argument: str
@@ -35,7 +35,7 @@ MALFORMED = Call("", "")
 
 
 class ToolUse(Procedural):
-    """Reward 1 for the right number; `format_reward` times the fraction of well-formed turns for a wrong one.
+    """Reward 1 for the right number; for a wrong one, `format_reward` times the fraction of well-formed turns.
 
     Names stand for numbers that must be searched: "ann+bob" takes two searches, a calculation and the answer.
     """
@@ -45,7 +45,7 @@ class ToolUse(Procedural):
     max_calls: int = Field(3, ge=1, le=3)
     """Tool calls of the hardest question."""
     names: int = Field(4, ge=2, le=len(NAMES))
-    """Lines of the searched text."""
+    """Names in the searched text, one per line."""
     max_number: int = Field(99, ge=1)
     """Largest number in the text and the question."""
     operators: list[Literal["+", "-", "*"]] = Field(["+", "-"], min_length=1)
@@ -55,14 +55,14 @@ class ToolUse(Procedural):
     max_turn_tokens: int = Field(256, ge=1)
     """Token limit of one assistant message."""
     format_reward: float = Field(0.1, ge=0, lt=1)
-    """Reward of a wrong answer after turns with exactly one call each."""
+    """Reward of a wrong answer if every turn made exactly one call."""
     role: Literal["user", "tool"] = "user"
     """Role of the tools' messages. 'tool' needs a chat template that supports it."""
     template: Template = (
         "Find {question}. Each name stands for a number. Use one tool a turn: <search>name</search> looks a name up, "
         "<calc>2*(3+4)</calc> calculates. Give the result between <answer> and </answer>."
     )
-    """Prompt around the question."""
+    """Prompt text; {question} is replaced by the question."""
 
     async def run(self, item: Item, model: Conversation) -> dict[str, float]:
         tools = {"search": partial(search, item["text"]), "calc": calculate}
@@ -77,7 +77,7 @@ class ToolUse(Procedural):
         return self._score(calls, item)
 
     def teach(self, item: Item, observations: Sequence[str]) -> str:
-        """Return the right next message after these observations, as supervision for a warm start."""
+        """Return the correct next message after these observations, as supervision for a warm start."""
         names, step = item["names"], len(observations)
         if step < len(names):
             return f"<search>{names[step]}</search>"

@@ -31,7 +31,7 @@ class ToolError(ValueError):
 
 
 def calculate(expression: str) -> str:
-    """Evaluate numbers, + - * / // % ** and parentheses exactly. Non-integers are shown with six digits."""
+    """Evaluate numbers, + - * / // % ** and parentheses exactly. Non-integer results have six significant digits."""
     if len(expression) > MAX_EXPRESSION_LENGTH:
         raise ToolError(f"more than {MAX_EXPRESSION_LENGTH} characters")
     try:
@@ -75,7 +75,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def search(text: str, query: str) -> str:
-    """Return the lines with most of the query's words, ties in the text's order. Case is ignored."""
+    """Return up to MAX_RESULTS lines, those with most query words first, ties in text order. Case is ignored."""
     wanted = set(WORD.findall(query.lower()))
     lines = text.splitlines()
     hits = {number: len(wanted & set(WORD.findall(line.lower()))) for number, line in enumerate(lines)}

@@ -20,9 +20,9 @@ def exact_match(completions: Completions, answer: Sequence[Any], **columns: Any)
 
 
 def gsm8k(completions: Completions, answer: Sequence[str], **columns: Any) -> list[float | None]:
-    """Return 1 if the number after the last ####, or else the last number, equals the one after #### in `answer`.
+    """Return 1 if the last number equals the one after #### in the column `answer`; None if `answer` has no number.
 
-    None for a row whose column `answer` contains no number.
+    Only numbers after the last #### of the completion count, if it contains ####.
     """
     return [_same_number(text, gold) for text, gold in zip(_texts(completions), answer, strict=True)]
 
@@ -33,7 +33,7 @@ def math_verify(
     solution: Sequence[str] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """Return 1 if math-verify finds the result equal to column `answer` or `solution`; None if it cannot parse that."""
+    """Return 1 if math-verify finds the result equal to column `answer` or `solution`; None if that is unparsable."""
     gold = answer if answer is not None else solution
     if gold is None:
         raise ValueError(f"needs a column 'answer' or 'solution'; available: {', '.join(columns) or 'none'}")
@@ -53,7 +53,7 @@ def tool_call(completions: Completions, tool_calls: Sequence[Any], **columns: An
 
 
 def tool_call_partial(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
-    """As tool_call, with up to 1/2 for right names and arguments if the calls are not exact."""
+    """Return 1 for exact calls as tool_call does, else up to 1/2 for right names and arguments."""
     pairs = zip(_texts(completions), tool_calls, strict=True)
     return [credit(read_calls(text), expected_calls(wanted)) for text, wanted in pairs]
 
@@ -73,7 +73,7 @@ def _same_number(text: str, gold: str) -> float | None:
     if wanted is None:
         return None
     given = last_number(text.rpartition("####")[2])
-    # Decimal: "72" equals "72.0", and the cost is linear in the digits, where that of int() is quadratic.
+    # Decimal treats 72 and 72.0 as equal and parses in linear time; int() is quadratic.
     return float(given is not None and Decimal(given) == Decimal(wanted))
 
 

@@ -96,7 +96,7 @@ class RewardFunction:
 
 
 class RewardScorer:
-    """Weighted sum of reward functions. As in TRL, None is left out of the sum; if all are None, so is the reward."""
+    """Weighted sum of reward functions. As in TRL, None is left out of the sum; if all are None, the reward is None."""
 
     def __init__(self, functions: Sequence[RewardFunction], max_steps: int) -> None:
         self.functions = functions
@@ -114,7 +114,7 @@ class RewardScorer:
     def _call(
         self, function: RewardFunction, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> list[FunctionResult]:
-        """Call the function for all completions; if that raises, one by one, to isolate the completions that fail."""
+        """Call the function for all completions; if it raises, call it for each one, so that only some fail."""
         try:
             function.check_columns(prompt.item.keys() - NOT_COLUMNS)
             return function.results(self._arguments(prompt, completions, texts), len(completions))
@@ -135,7 +135,7 @@ class RewardScorer:
             "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts),
             "completion_ids": [list(completion.token_ids) for completion in completions],
             "trainer_state": TrainerState(global_step=completions[0].policy_version, max_steps=self.max_steps),
-            # Adds columns to TRL's table of completions, which has no counterpart here: accepted and ignored.
+            # In TRL, log_extra adds columns to a table of completions. There is no such table here: calls are ignored.
             "log_extra": lambda column, values: None,
         }
 

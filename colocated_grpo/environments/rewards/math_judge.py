@@ -1,7 +1,7 @@
 """math-verify in child processes.
 
-Answers such as 9^9^9 keep it busy indefinitely. Its own time limit works only in the main thread, and one long
-operation holds the GIL: in this process a single answer could freeze the engine. A child process can be killed.
+Answers such as 9^9^9 keep math-verify busy indefinitely. Its own time limit works only in the main thread, and one long
+operation holds the GIL, so in this process a single answer could freeze the engine. A child process can be killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECONDS = 5.0
 WORKER = Path(__file__).with_name("math_worker.py")
 
 _idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
-"""Idle children. There are at most as many as threads that ever compared at the same time."""
+"""Idle children, at most as many as the peak number of concurrent comparisons."""
 
 
 def equal_math(gold: str, answer: str) -> bool | None:

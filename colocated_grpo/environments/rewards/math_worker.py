@@ -1,7 +1,7 @@
 """Child process of math_judge: reads [gold, answer] lines, writes true, false or null. Run as a file, not imported.
 
 The argument is the time limit of one comparison in seconds. SIGALRM kills the process at that limit, even inside a long
-operation of the interpreter. It exits when its input closes, so it outlives the trainer by at most the limit.
+operation of the interpreter. The process exits when its input closes: it outlives the trainer by at most the limit.
 """
 
 import json
@@ -25,7 +25,7 @@ def judge(gold_text: str, answer_text: str) -> bool | None:
 
 
 def _parse(text: str) -> list:
-    # None switches the library's own time limit off; its annotation, int, leaves that out.
+    # None disables the library's own time limit, although the parameter is annotated as int.
     return parse(text, parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]
 
 
@@ -33,7 +33,7 @@ def main(seconds: float) -> None:
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    # Verdicts go through a private copy of stdout; stdout itself becomes stderr, so that printing does not mix in.
+    # Verdicts go to a duplicate of stdout. stdout itself is redirected to stderr, so that print() cannot corrupt them.
     verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Scoring by a task's own score(). An exception costs only the completion that caused it."""
+"""Scoring by a task's own score(). An exception affects only the completion that caused it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_REWARD = 1e30
 
 
 class TaskScorer:
-    """Scores each completion by itself with task.score."""
+    """Scores each completion with one call of task.score."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -33,12 +33,12 @@ def score_text(task: Task, item: Item, text: str) -> Score:
     """Score one completion. An exception becomes Score.error."""
     try:
         return as_score(resolve_awaitable(task.score(item, text)))
-    except BaseException as error:  # time limits raise it past `except Exception` in user code
+    except BaseException as error:  # timeout errors may subclass it to pass `except Exception` in user code
         return Score(reward=None, error=one_line(error))
 
 
 def as_score(result: Any) -> Score:
-    """Convert a number, None or named parts. Raises ValueError for parts without "reward": a sum would be a guess."""
+    """Convert a number, None or named parts. Raises ValueError for parts without "reward": summing is a guess."""
     if not isinstance(result, dict):
         return Score(reward=as_number(result))
     parts = {str(name): number for name, value in result.items() if (number := as_number(value)) is not None}

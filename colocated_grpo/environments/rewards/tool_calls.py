@@ -40,7 +40,7 @@ def expected_calls(value: Any) -> Calls:
 
 
 def as_call(value: Any) -> JsonObject:
-    """Normalize a call to name and arguments. Accepts OpenAI's nested form, arguments as text. Raises ValueError."""
+    """Normalize a call to name and arguments. Accepts OpenAI's nesting and JSON text arguments. Raises ValueError."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -54,14 +54,14 @@ def as_call(value: Any) -> JsonObject:
 
 
 def is_exact(given: Calls | None, expected: Calls) -> bool:
-    """Compare calls in order. The order of arguments and the form of numbers (2 or 2.0) are ignored."""
+    """Return whether the calls match in order. Argument order and the form of numbers (2 or 2.0) are ignored."""
     return given is not None and _canonical(given) == _canonical(expected)
 
 
 def credit(given: Calls | None, expected: Calls) -> float:
-    """Return 1 for exact calls, else PARTIAL_CREDIT times the mean of right names and arguments, call by call in order.
+    """Return 1 for exact calls, else PARTIAL_CREDIT times the mean fraction of right names and arguments per call.
 
-    Extra and missing calls and arguments count as wrong.
+    Calls are compared by position. Extra and missing calls and arguments count as wrong.
     """
     if given is None:
         return 0.0

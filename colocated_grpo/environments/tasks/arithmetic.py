@@ -22,7 +22,7 @@ class Arithmetic(Procedural):
     operators: list[Literal["+", "-", "*", "/"]] = Field(["+", "-"], min_length=1)
     """Drawn uniformly; "/" always divides without remainder."""
     template: Template = "What is {question}? Give the result between <answer> and </answer>."
-    """Prompt around the question."""
+    """Prompt text; {question} is replaced by the question."""
 
     def score(self, item: Item, completion: str) -> float:
         return float(normal_integer(final_answer(completion)) == normal_integer(item["answer"]))
@@ -44,7 +44,7 @@ class Arithmetic(Procedural):
 
 def normal_integer(text: str) -> str | None:
     """Return the canonical decimal form of an integer, or None. Sign, leading zeros and commas are normalized."""
-    # On characters: int() of a million digits would hold the GIL and stall every thread.
+    # Works on characters: int() of a million digits would hold the GIL and stall every thread.
     text = text.replace(",", "")
     digits = text[1:] if text[:1] in ("+", "-") else text
     if not (digits.isascii() and digits.isdecimal()):

@@ -22,7 +22,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
     ast.Div: operator.truediv,
 }
 EXPRESSION = re.compile(r"[\d+\-*/() ]{1,200}", re.ASCII)
-"""Its length limit bounds all later costs: digits of a number, depth of the tree, size of a product."""
+"""The length limit bounds all later costs: digits of a number, depth of the tree, size of a product."""
 
 
 class Countdown(Procedural):
@@ -42,7 +42,7 @@ class Countdown(Procedural):
         "{question}. Use each number exactly once, with + - * / and parentheses. "
         "Give only the expression between <answer> and </answer>."
     )
-    """Prompt around the question."""
+    """Prompt text; {question} is replaced by the question."""
 
     def score(self, item: Item, completion: str) -> dict[str, float]:
         # Models often append "= 24"; the expression before it is the answer.
@@ -63,7 +63,7 @@ class Countdown(Procedural):
 
 
 def _random_solution(rng: Random, numbers: list[int]) -> tuple[str, int]:
-    """Join two random operands until one is left. Every intermediate value is an integer."""
+    """Combine random pairs of operands until one is left. Every intermediate value is an integer."""
     operands = [(str(number), number) for number in numbers]
     while len(operands) > 1:
         rng.shuffle(operands)

@@ -13,11 +13,11 @@ from colocated_grpo.config.base import Section
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 
 Template = Annotated[str, StringConstraints(pattern=r"\{question\}")]
-"""Text around {question}. Without the placeholder every prompt would be the same."""
+"""Text that contains {question}. Without the placeholder every prompt would be the same."""
 HELD_OUT_ONE_IN = 10
 """One in ten questions is held out."""
 MAX_MISSES = 1000
-"""Consecutive draws without a new question of the split, after which its questions count as exhausted."""
+"""Consecutive draws without a new question of the split, after which the split counts as exhausted."""
 PARTIAL_CREDIT = 0.5
 """Upper bound of the reward of a wrong answer."""
 
@@ -25,7 +25,7 @@ PARTIAL_CREDIT = 0.5
 def in_split(question: str, split: Split) -> bool:
     """Return whether the question belongs to the split.
 
-    Its hash decides, whatever the seed: no run trains on a question that another run holds out.
+    Decided by the question's hash alone, so that no run trains on a question that another run holds out.
     """
     digest = sha256(question.encode()).digest()
     held_out = int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
@@ -33,10 +33,10 @@ def in_split(question: str, split: Split) -> bool:
 
 
 class Procedural(Section):
-    """Questions drawn from one seeded generator. A setting min_x must not exceed its max_x."""
+    """Questions drawn from one seeded generator. Each setting min_x must not exceed max_x."""
 
     template: Template
-    """Prompt around the question."""
+    """Prompt text; {question} is replaced by the question."""
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         rng = Random(seed)
@@ -79,7 +79,7 @@ def split_items(drawn: Iterator[Item], template: str, split: Split) -> Iterator[
 
 
 def positional_reward(answer: str, expected: str, *, partial: bool) -> float:
-    """Return 1 for an exact match, else 0, or with `partial` the fraction of right characters times PARTIAL_CREDIT."""
+    """Return 1 for an exact match, else 0 or, if `partial`, PARTIAL_CREDIT times the fraction of right characters."""
     if answer == expected:
         return 1.0
     if not partial:

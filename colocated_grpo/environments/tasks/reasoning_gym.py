@@ -18,7 +18,7 @@ CHUNK = 500
 
 
 class ReasoningGym:
-    """One reasoning-gym dataset. Args are the fields of its config, plus `instruction`, the end of each prompt."""
+    """One reasoning-gym dataset. Args are the fields of its config, plus `instruction`, appended to each prompt."""
 
     def __init__(
         self, dataset: str, *, instruction: str = "Give the final answer between <answer> and </answer>.", **args: Any

@@ -22,9 +22,9 @@ class Reversal(Procedural):
     alphabet: str = Field(ascii_lowercase, min_length=2)
     """Characters to draw from."""
     partial: bool = True
-    """Give credit for right positions; False: 1 or 0."""
+    """Give partial credit for right positions; False: reward 1 or 0."""
     template: Template = "reverse {question}"
-    """Prompt around the string."""
+    """Prompt text; {question} is replaced by the string."""
 
     def score(self, item: Item, completion: str) -> float:
         return positional_reward(final_answer(completion), item["answer"], partial=self.partial)

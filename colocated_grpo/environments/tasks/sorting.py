@@ -1,4 +1,4 @@
-"""Sort digits: easy enough for the quickstart's model of a million parameters."""
+"""Sort digits: easy enough for the quickstart's 1M-parameter model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Sorting(Procedural):
     max_digits: int = Field(8, ge=1)
     """Digits of the longest question."""
     partial: bool = True
-    """Give credit for right positions; False: 1 or 0."""
+    """Give partial credit for right positions; False: reward 1 or 0."""
     template: Template = "sort {question}"
-    """Prompt around the digits."""
+    """Prompt text; {question} is replaced by the digits."""
 
     def score(self, item: Item, completion: str) -> float:
         return positional_reward(final_answer(completion), item["answer"], partial=self.partial)

@@ -55,7 +55,7 @@ class ToolCall(Procedural):
     max_calls: int = Field(2, ge=1, le=8)
     """Calls of the longest request."""
     partial: bool = True
-    """Give credit for right names and arguments; False: 1 or 0."""
+    """Give partial credit for right names and arguments; False: reward 1 or 0."""
     template: Template = (
         f"Tools: {TOOLS}.\nAnswer with one "
         '<tool_call>{"name": ..., "arguments": {...}}</tool_call> for each thing asked.\n{question}'

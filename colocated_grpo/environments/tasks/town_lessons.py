@@ -26,6 +26,6 @@ class TownLessons:
                 town.play_on(turn)
 
     def score(self, item: Item, completion: str) -> dict[str, float]:
-        """Return 1 for a legal reply, else 0. The value of a move is left to training on whole games."""
+        """Return 1 for a legal reply, else 0. Move quality is not scored: whole games train it."""
         [outcome] = self._judge.score(item["turn"], [completion])
         return {"reward": outcome.parts["legal_rate"], "parse_rate": outcome.parts["parse_rate"]}

@@ -1,4 +1,4 @@
-"""The contract of `type: turns`: games of several seats, trained turn by turn."""
+"""The contract of `type: turns`: multi-player games, trained turn by turn."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Outcome(Protocol):
 
     @property
     def reward(self) -> float | None:
-        """None: no reward, and nothing is learned from the completion."""
+        """None: no reward; the completion has no learning signal."""
         ...
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """Named components, for metrics. 'parse_rate' and 'legal_rate' (1 or 0) feed the curves of that name."""
+        """Named components, for metrics. 'parse_rate' and 'legal_rate' (1 or 0) are averaged under those names."""
         ...
 
 
@@ -66,7 +66,7 @@ TurnT = TypeVar("TurnT", bound=Turn)
 
 @runtime_checkable
 class TurnEnvironment(Protocol[TurnT]):
-    """Concurrent games. Built as `factory(seed=..., **args)`; the seed and the commits determine everything."""
+    """Concurrent games. Built as `factory(seed=..., **args)`; all games are determined by the seed and the commits."""
 
     @property
     def delayed(self) -> bool:
@@ -78,15 +78,15 @@ class TurnEnvironment(Protocol[TurnT]):
         ...
 
     def add_game(self) -> Sequence[TurnT]:
-        """Start one more game, kept running from now on, and return its open turns."""
+        """Raise the number of concurrent games by one and return the new game's open turns."""
         ...
 
     def score(self, turn: TurnT, completions: Sequence[str]) -> Sequence[Outcome]:
-        """Score completions from the turn alone. Must be pure: called from threads and processes without the game."""
+        """Score completions from the turn alone. Must be pure: called in threads and processes without the game."""
         ...
 
     def commit(self, turn: TurnT, completion: str) -> object:
-        """Carry out one completion. Called once per sampled turn, in the order in which the turns were handed out."""
+        """Play one completion. Called once per sampled turn, in the order in which the turns were handed out."""
         ...
 
     def play_on(self, turn: TurnT) -> None:
@@ -106,7 +106,7 @@ class TurnEnvironment(Protocol[TurnT]):
         ...
 
     def drain_stats(self) -> dict[str, float]:
-        """Return counts and rates since the last call, and the current value of states such as running games.
+        """Return counts and rates since the last call, and gauges such as the number of running games.
 
         Leave out parse_rate, legal_rate and reward/<phase>: the trainer computes them over all completions.
         """

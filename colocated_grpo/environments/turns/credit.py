@@ -1,4 +1,4 @@
-"""Distribution of a game's outcome over the turns that led to it, and win rates."""
+"""Win rates, and credit assignment: the weight of a game's outcome in the reward of each turn."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeCredit:
-    """Weights with which a turn is credited with the outcome of its seat."""
+    """Settings that weight a seat's outcome in the rewards of its turns."""
 
     outcome: float = 0.0
-    """Weight of the outcome. At 0 no turn has to await the end of its game."""
+    """Weight of the outcome. At 0 turns train without waiting for their game to end."""
     discount: float = 1.0
-    """Factor for every later turn of the same seat."""
+    """Factor on the weight per later turn of the same seat."""
 
     def __post_init__(self) -> None:
         if not 0 < self.discount <= 1:

@@ -1,7 +1,7 @@
-"""Games trained turn by turn: one group of completions per open turn, one of which is carried out.
+"""Games trained turn by turn: one group of completions per open turn, one of which is played.
 
-The games live on rank 0. A turn travels to the rank that samples its completions and is scored there, from the frozen
-game state in the turn. After the groups are gathered, rank 0 commits one completion of each turn.
+The games live on rank 0. A turn is sent to the rank that samples its completions. They are scored there, from the game
+state stored in the turn. After the groups are gathered, rank 0 commits one completion of each turn.
 """
 
 from __future__ import annotations
@@ -86,21 +86,21 @@ def item_of(turn: Turn, *, structured: bool) -> Item:
 
 @dataclass(slots=True)
 class EarlyStop:
-    """Stops a run after `consecutive` windows with a parse rate of at least `threshold`."""
+    """Stops a run after `consecutive` steps in a row with a parse rate of at least `threshold`."""
 
     threshold: float
     consecutive: int
     reached: int = 0
 
     def due(self, parse_rate: float | None) -> bool:
-        """Count one window and return whether to stop. None: a window without turns, which changes nothing."""
+        """Count one step and return whether to stop. None (nothing was rated) leaves the count unchanged."""
         if parse_rate is not None:
             self.reached = self.reached + 1 if parse_rate >= self.threshold else 0
         return self.reached >= self.consecutive
 
 
 class TurnStream:
-    """The games of one training run, on rank 0. state_dict() is exact between steps."""
+    """The games of one training run, on rank 0. state_dict() is exact only between steps."""
 
     max_attempts = 1000
 
@@ -184,19 +184,19 @@ class TurnStream:
             return {name: float(value) for name, value in self._environment.drain_stats().items()}
 
     def _returns(self) -> dict[str, float]:
-        """By turn id."""
+        """Return the values of drain_returns() by turn id."""
         with self._errors_of("drain_returns"):
             return {each.turn_id: _finite(each.value) for each in self._environment.drain_returns()}
 
     def _games(self) -> list[JsonObject]:
         with self._errors_of("drain_games"):
             games = [{"source": self._name, **game} for game in self._environment.drain_games()]
-            json.dumps(games, allow_nan=False)  # Here the error names the environment; at the file writer it could not.
+            json.dumps(games, allow_nan=False)  # fails here, not in the file writer, to name the environment
         return games
 
     @contextmanager
     def _errors_of(self, method: str) -> Iterator[None]:
-        """Turn exceptions of the environment into RunError: a game whose method failed has no valid state."""
+        """Convert exceptions of the environment to RunError: a game whose method failed has no valid state."""
         try:
             yield
         except (Exception, SystemExit) as error:

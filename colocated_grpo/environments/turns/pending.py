@@ -13,13 +13,13 @@ from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 class _PendingGroup:
     group: Group
     committed: int
-    """Position of the sibling that was carried out: the return is added to its reward."""
+    """Index of the committed completion, whose reward gets the return added."""
     since: int
     """Step in which the group was sampled."""
 
 
 class PendingGroups:
-    """Groups by turn id, released with the return of the committed sibling, or without it after `max_wait` steps."""
+    """Groups by turn id, released with the return of the committed completion, or without it after `max_wait` steps."""
 
     def __init__(self, max_wait: int) -> None:
         self._max_wait = max_wait
@@ -30,14 +30,14 @@ class PendingGroups:
         return len(self._pending)
 
     def add(self, turn_id: str, group: Group, committed: int) -> None:
-        # The item's game state was for scoring only, and would be most of a checkpoint.
+        # The item's game state is needed only for scoring, and would dominate the checkpoint size.
         slim = replace(group, prompt=replace(group.prompt, item={}))
         self._pending[turn_id] = _PendingGroup(slim, committed, self._step)
 
     def end_step(self, returns: Mapping[str, float]) -> tuple[list[Group], list[Group]]:
         """Remove and return the groups completed by `returns` (by turn id), and the overdue groups.
 
-        A return of a turn that was released before is ignored: it trained without.
+        A return for a group that was released earlier is ignored: the group has already trained.
         """
         complete = [
             _with_return(pending, value)

@@ -1,4 +1,4 @@
-"""Construction of turn environments by name: built in, of another library, installed, or user code."""
+"""Construction of turn environments by name: built in, adapted from another library, installed, or user code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def turn_factory(config: TurnsSourceConfig) -> EnvironmentFactory:
 
 
 def build_turn_games(name: str, entry: TurnsSourceConfig, config: Config) -> TurnGames:
-    """Build the games of one config entry and check the loss against them."""
+    """Build the games of one config entry. Rejects loss settings that cannot train delayed turns."""
     loss = config.loss
     games = TurnGames(name, turn_factory(entry), entry, config.seed)
     if games.delayed and loss.correction.mode == "off" and loss.old_logprobs == "trainer":

@@ -38,7 +38,7 @@ class ReusableLoop:
             return self._loop
 
     def retire_if_blocked(self) -> None:
-        """Let later callers start a new loop if this one runs no callback within GRACE: their coroutines would hang."""
+        """Retire the loop if it runs no callback within GRACE, so that later calls start a new one and do not hang."""
         with self._lock:
             if self._loop is None:
                 return
@@ -52,7 +52,7 @@ class ReusableLoop:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     stopped = False
     while not stopped:
-        # asyncio re-raises these out of run_forever(), which would end all other tasks. The awaiting caller sees them.
+        # asyncio re-raises these from run_forever(), which would end all other tasks. The awaiting caller gets them.
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()
             stopped = True

@@ -1,4 +1,4 @@
-"""Isolation of third-party games in this process: no output, and random streams of their own."""
+"""Isolation of third-party games within this process: suppressed output and separate random state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 import numpy
 
 LOCK_TIMEOUT = 300.0
-"""Seconds to wait for another call. A hanging call cannot be ended; without a limit the run would hang with it."""
+"""Seconds to wait for another call. A hung call cannot be stopped; without a limit it would hang the run."""
 
 _process_state_lock = threading.Lock()
 """Standard output and the global random streams belong to the process, so only one call may replace them at a time."""

@@ -1,4 +1,4 @@
-"""Loading of user code and its objects by the names in the config. Every failure is one line."""
+"""Loading of user code by the names in the config. Every failure becomes a one-line error."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def import_optional(module: str, package: str, key: str) -> ModuleType:
 
 
 def _make_importable(folder: str) -> None:
-    """Append to sys.path: a user's file must not shadow an installed package."""
+    """Append the folder to sys.path. At the end, so that a user's file cannot shadow an installed package."""
     if folder not in sys.path:
         sys.path.append(folder)
 
 
 def construct(factory: Callable[..., Any], args: JsonObject, key: str) -> Any:
-    """Return factory(**args). Whatever it raises becomes EnvironmentSetupError."""
+    """Return factory(**args). Any exception becomes EnvironmentSetupError."""
     try:
         return factory(**args)
     except EnvironmentSetupError:
@@ -124,7 +124,7 @@ def _first_problem(error: ValidationError, factory: Callable[..., Any], args: Js
 
 
 def resolve_mode(args: JsonObject, name: str, modes: Mapping[str, Any], key: str) -> JsonObject:
-    """Return args in which args[name], if it is the name of a mode, is replaced by that mode."""
+    """Return args, with the name of a mode in args[name] replaced by that mode."""
     given = args.get(name)
     if not isinstance(given, str):
         return args
