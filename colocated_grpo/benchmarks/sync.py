@@ -91,7 +91,7 @@ def bare_seconds(size: int, world: World) -> dict[str, float]:
 
 
 def floor_seconds(moved: int, parameters: int, roofline: Roofline, ranks: int) -> float:
-    """Return the least seconds at the measured rates: cast own fp32 rows, receive the others, copy all to vLLM."""
+    """Return the lower bound at measured rates: cast the own shard, gather the others, copy all into vLLM."""
     cast = 4 * parameters / ranks + moved / ranks
     return (
         roofline.seconds_for_bytes(cast)

@@ -31,7 +31,7 @@ class TeachableEpisode(Episode, Protocol):
 
 
 class EpisodeTeacher:
-    """`Teacher` of an episode. It plays correct turns; slips (random errors) are only in the labels.
+    """`Teacher` that plays an episode correctly and puts slips (random errors) into the training labels only.
 
     Tools would respond to a wrong call, and the model would then learn from a derailed conversation.
     """

@@ -73,7 +73,7 @@ class ColocatedSync:
         self._device = device
         self._dtype = next(engine.model.parameters()).dtype
         self.plan: Plan | None = None
-        """Destination of each parameter. None before it is verified, and for models that it does not fit."""
+        """Destination of each parameter. None until the plan is verified, and for models without a valid plan."""
         self._buckets: list[Bucket] = []
         self._loaded_once = False
 

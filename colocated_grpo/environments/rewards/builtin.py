@@ -33,7 +33,10 @@ def math_verify(
     solution: Sequence[str] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """Return 1 if math-verify finds the result equal to column `answer` or `solution`; None if that is unparsable."""
+    """Return 1 if math-verify accepts the completion, else 0; None if the reference cannot be parsed.
+
+    The reference is column `answer`, or `solution` if there is no `answer`.
+    """
     gold = answer if answer is not None else solution
     if gold is None:
         raise ValueError(f"needs a column 'answer' or 'solution'; available: {', '.join(columns) or 'none'}")

@@ -35,7 +35,7 @@ class Rules:
     """Options of the game, `args.rules` of town."""
 
     discussion_rounds: int = 1
-    """Turns of each seat in the discussion of a day."""
+    """Turns per seat in each day's discussion."""
     max_days: int = 10
     """Last day. The game is a draw if it has no winner after the night that follows."""
     trials_per_day: int = 3

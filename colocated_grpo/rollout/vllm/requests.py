@@ -78,7 +78,7 @@ class CoreRequests:
         return finished
 
     def _append(self, chunk: Chunk) -> _Running | None:
-        """The chunk's request, tokens added. None if it was aborted while its last token was being computed."""
+        """Append the chunk's tokens to its request, and return it; None if it was aborted in the meantime."""
         request = self._running.get(chunk.request_id)
         if request is None:
             return None
