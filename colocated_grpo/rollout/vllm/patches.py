@@ -128,38 +128,19 @@ def _no_shapes(_patch: Patch, _original: Any) -> tuple[()]:
     return ()
 
 
-# Triton is there only beside CUDA, so the kernels are imported when their rows are applied.
+def kernel(module: str, factory: str) -> Make:
+    """A row's `make` for one of this folder's kernels: `factory(original, count_use)` in `module`.
 
+    The module is imported when the row is applied, because Triton is installed only beside CUDA.
+    """
 
-def _decode_attention(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    from colocated_grpo.rollout.vllm.decode_attention import make_attention
+    def make(patch: Patch, original: Any) -> Any:
+        def count_use() -> None:
+            patch.hits += 1
 
-    return make_attention(original, _counter(patch))
+        return getattr(importlib.import_module(f"{__package__}.{module}"), factory)(original, count_use)
 
-
-def _fused_qkv(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    from colocated_grpo.rollout.vllm.qkv_kernel import make_forward
-
-    return make_forward(original, _counter(patch))
-
-
-def _gumbel_sample(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    from colocated_grpo.rollout.vllm.sampling_kernels import make_gumbel_sample
-
-    return make_gumbel_sample(original, _counter(patch))
-
-
-def _topk_scores(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    from colocated_grpo.rollout.vllm.sampling_kernels import make_topk_scores
-
-    return make_topk_scores(original, _counter(patch))
-
-
-def _counter(patch: Patch) -> Callable[[], None]:
-    def hit() -> None:
-        patch.hits += 1
-
-    return hit
+    return make
 
 
 STEADY_SCHEDULE = Patch(
@@ -228,35 +209,35 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
-        make=_decode_attention,
+        make=kernel("decode_attention", "make_attention"),
         cures="FlashAttention 3 splits each sequence over the device, which is slow for large batches of one token",
         upstream="vllm/v1/attention/backends/flash_attn.py",
         devices=("cuda",),
     ),
     Patch(
         target="vllm.model_executor.models.qwen3:Qwen3Attention.forward",
-        make=_fused_qkv,
+        make=kernel("qkv_kernel", "make_forward"),
         cures="four kernel launches a layer between the projections and attention",
         upstream="vllm/model_executor/models/qwen3.py",
         devices=("cuda",),
     ),
     Patch(
         target="vllm.model_executor.models.qwen3_moe:Qwen3MoeAttention.forward",
-        make=_fused_qkv,
+        make=kernel("qkv_kernel", "make_forward"),
         cures="the same, for mixtures of experts",
         upstream="vllm/model_executor/models/qwen3_moe.py",
         devices=("cuda",),
     ),
     Patch(
         target="vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
-        make=_gumbel_sample,
+        make=kernel("sampling_kernels", "make_gumbel_sample"),
         cures="sampling reads each row of logits four times",
         upstream="vllm/v1/worker/gpu/sample/gumbel.py",
         devices=("cuda",),
     ),
     Patch(
         target="vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
-        make=_topk_scores,
+        make=kernel("sampling_kernels", "make_topk_scores"),
         cures="log-probabilities of the sampled tokens read all logits once more",
         upstream="vllm/v1/worker/gpu/sample/logprob.py",
         devices=("cuda",),
