@@ -124,6 +124,13 @@ class Checkpoints:
     def _check_loadable(self, folder: Path, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         saved = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        # A trained tensor without a place in this run would be lost: fewer layers with adapters, fewer trained blocks.
+        unused = sorted(name for name in saved if name.startswith("model.") and name not in tensors)
+        if unused:
+            raise RunError(
+                f"checkpoint {folder}: has {unused[0]!r} and {len(unused) - 1} more tensors that this run does not "
+                "train; resume with the policy.lora and policy.train_layers that the run began with"
+            )
         other = sorted(name for name, tensor in tensors.items() if saved.get(name) != tensor.shape)
         if other:
             first = other[0]

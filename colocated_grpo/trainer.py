@@ -18,9 +18,9 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.export import export
-from colocated_grpo.policy.masters import ShardedWeights
-from colocated_grpo.policy.policy import dtype_of, fill_missing, score
+from colocated_grpo.policy.export import Export
+from colocated_grpo.policy.masters import Weights
+from colocated_grpo.policy.policy import fill_missing, score
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.runtime.blocking_code import BlockingCodeReporter
@@ -106,7 +106,7 @@ def train(run: Run) -> str:
     # A run resumed with fewer training_steps than it has completed ends at once.
     steps = run.start if run.goal_reached else max(run.start, config.training_steps)
     goal_reached = run.goal_reached
-    if run.start and not run.world.from_main(export_folder(run, run.start).exists):
+    if run.start and not run.world.from_main(lambda: all_exported(run, run.start)):
         maybe_export(run, run.start)  # the run was killed after this step's checkpoint and before its export
     for step in range(run.start, steps):
         with run.clock.time("step"):
@@ -212,13 +212,13 @@ def with_logprobs(run: Run, batch: Batch) -> Batch:
         batch = run.policy.with_sampling_logprobs(batch)
     if several_updates(config) and config.loss.old_logprobs == "trainer":
         batch = run.policy.with_old_logprobs(batch)
-    reference = run.reference
-    if reference is not None:
-        batch = batch.map(lambda m: with_ref_logprobs(m, reference, run.world.device))
+    if run.reference is not None:
+        with run.reference.scoring() as reference:
+            batch = batch.map(lambda m: with_ref_logprobs(m, reference, run.world.device))
     return batch
 
 
-def with_ref_logprobs(micro_batch: MicroBatch, reference: ShardedWeights, device: torch.device) -> MicroBatch:
+def with_ref_logprobs(micro_batch: MicroBatch, reference: Weights, device: torch.device) -> MicroBatch:
     """Add log-probabilities from the environment where it gave them, else from the reference model. Collective."""
     inputs = micro_batch.loss_inputs
     ref_logprobs_N = fill_missing(inputs.ref_logprobs_N, score(reference, micro_batch, device))
@@ -261,17 +261,17 @@ def save(run: Run, step: int, *, goal_reached: bool = False) -> None:
 def maybe_export(run: Run, step: int) -> None:
     every = run.config.checkpoint.export_every
     if every and step % every == 0:
-        export_to(run, export_folder(run, step))
+        for export in run.exports:
+            export_to(run, export, export.name_at(step))
 
 
-def export_folder(run: Run, step: int) -> Path:
-    return run.folder / f"step_{step}"
+def all_exported(run: Run, step: int) -> bool:
+    return all((run.folder / export.name_at(step)).exists() for export in run.exports)
 
 
-def export_to(run: Run, target: Path) -> None:
-    dtype = dtype_of(run.config.checkpoint.export_dtype, auto=run.policy.dtype)
-    export(run.policy, run.model.hf_config, run.model.tokenizer, run.model.folder, target, dtype, run.world)
-    run.tracker.note(f"exported {target}")
+def export_to(run: Run, export: Export, name: str) -> None:
+    export.write(run.folder / name)
+    run.tracker.note(f"exported {run.folder / name}")
 
 
 def finish(run: Run, steps: int, goal_reached: bool) -> None:
@@ -282,5 +282,6 @@ def finish(run: Run, steps: int, goal_reached: bool) -> None:
             evaluate(run, steps)
     if run.config.checkpoint.final:
         save(run, steps, goal_reached=goal_reached)
-        export_to(run, run.folder / "final_model")
+        for export in run.exports:
+            export_to(run, export, export.final_name)
     run.checkpoints.wait()

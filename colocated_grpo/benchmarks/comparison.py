@@ -34,6 +34,8 @@ class PeerSummary(Summary):
     setup: SetupName
     arguments: JsonObject
     """All arguments of GRPOConfig and GRPOTrainer, keyed by these two names."""
+    trained_parameters: int
+    """Counted by TRL."""
     tries: list[JsonObject]
     """Configurations tried before and including the measured one; empty for the defaults."""
     notes: list[str]

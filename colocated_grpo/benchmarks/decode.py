@@ -23,6 +23,7 @@ from colocated_grpo.benchmarks.harness import (
 from colocated_grpo.benchmarks.kernels import KernelRow, busy_seconds, kernel_rows
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
 from colocated_grpo.benchmarks.throughput import ModelSize, model_size
+from colocated_grpo.config import Config
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
@@ -36,10 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = rank_parser(__doc__)
-    parser.add_argument(
-        "--sequences", type=int, nargs="+", default=[512, 256, 64], help="sequences that decode together"
-    )
+    return add_work(rank_parser(__doc__), sequences=[512, 256, 64])
+
+
+def add_work(parser: argparse.ArgumentParser, sequences: list[int]) -> argparse.ArgumentParser:
+    """Add the flags that `measure_all` reads. sequences: the default of --sequences."""
+    parser.add_argument("--sequences", type=int, nargs="+", default=sequences, help="sequences that decode together")
     parser.add_argument("--group-size", type=int, default=16, help="completions of one prompt")
     parser.add_argument("--prompt", type=int, default=82, help="prompt tokens")
     parser.add_argument("--sampled", type=int, default=384, help="tokens of each sequence before the measured steps")
@@ -49,35 +52,51 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
     from colocated_grpo.build.policy import build_engine
-    from colocated_grpo.trainer import settle_garbage_collector
 
     roofline = measure_roofline(world.device)
-    tokens = options.sampled + 2 * options.steps + 2
     with model_folder(options, world) as folder:
-        config = config_of(folder, options, **sections(options, tokens))
+        config = config_of(folder, options, **sections(options))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         size = model_size(folder, itemsize=policy.dtype.itemsize)
-        # Room for all sequences at full length. In a training run's smaller cache some would queue and not be measured.
-        full_length_bytes = max(options.sequences) * (options.prompt + tokens + BLOCK) * size.kv_bytes_per_token
-        cache_bytes = config.engine.kv_cache_memory_bytes or full_length_bytes
-        engine_settings = config.engine.model_copy(update={"kv_cache_memory_bytes": cache_bytes})
-        engine = build_engine(config.model_copy(update={"engine": engine_settings}), policy, folder, world)
-    wake_with_weights(engine, policy, world)
-    settle_garbage_collector()
-    decode(engine, options, max(options.sequences), tokens, world)  # warm-up: lazy initialization, compilation
-    measured = [decode(engine, options, sequences, tokens, world) for sequences in options.sequences]
-    results = list(zip(options.sequences, measured, strict=True))
-    rows = [row_of(options, sequences, one, size, roofline) for sequences, one in results]
-    kernels = [{"sequences": sequences, **kernel} for sequences, one in results for kernel in one.kernels]
+        engine = build_engine(with_full_cache(config, options, size), policy, folder, world)
+    wake_with_weights(config, engine, policy, world)
+    results = measure_all(engine, options, world)
+    rows = [row_of(options, sequences, one, size, roofline) for sequences, one in results.items()]
+    kernels = [{"sequences": sequences, **kernel} for sequences, one in results.items() for kernel in one.kernels]
     engine.close()
     return {"roofline": roofline.as_dict(), "rows": rows, "kernels": kernels}
 
 
-def sections(options: argparse.Namespace, tokens: int) -> JsonObject:
+def sections(options: argparse.Namespace) -> JsonObject:
     return {
-        "rollout": {"max_prompt_tokens": options.prompt, "max_completion_tokens": tokens},
+        "rollout": {"max_prompt_tokens": options.prompt, "max_completion_tokens": total_tokens(options)},
         "engine": {"max_num_seqs": max(options.sequences)},
     }
+
+
+def total_tokens(options: argparse.Namespace) -> int:
+    """Return the length of each completion."""
+    return options.sampled + 2 * options.steps + 2
+
+
+def with_full_cache(config: Config, options: argparse.Namespace, size: ModelSize) -> Config:
+    """Set a KV cache for all sequences at full length, unless the command line sets one.
+
+    In a training run's smaller cache some would queue and not be measured.
+    """
+    full_length = options.prompt + total_tokens(options) + BLOCK
+    cache_bytes = config.engine.kv_cache_memory_bytes or max(options.sequences) * full_length * size.kv_bytes_per_token
+    engine = config.engine.model_copy(update={"kv_cache_memory_bytes": cache_bytes})
+    return config.model_copy(update={"engine": engine})
+
+
+def measure_all(engine: RolloutEngine, options: argparse.Namespace, world: World) -> dict[int, DecodeTime]:
+    """Return the time of a decode step for each number of sequences."""
+    from colocated_grpo.trainer import settle_garbage_collector
+
+    settle_garbage_collector()
+    decode(engine, options, max(options.sequences), world)  # warm-up: lazy initialization, compilation
+    return {sequences: decode(engine, options, sequences, world) for sequences in options.sequences}
 
 
 class DecodeTime(NamedTuple):
@@ -88,9 +107,9 @@ class DecodeTime(NamedTuple):
     """Times and counts over `options.steps` decode steps."""
 
 
-def decode(engine: RolloutEngine, options: argparse.Namespace, sequences: int, tokens: int, world: World) -> DecodeTime:
+def decode(engine: RolloutEngine, options: argparse.Namespace, sequences: int, world: World) -> DecodeTime:
     """Decode `sequences` sequences together: time `options.steps` steps and profile as many more."""
-    engine.submit(requests(options, sequences, tokens))
+    engine.submit(requests(options, sequences, total_tokens(options)))
     finished = 0
 
     def steps(count: int) -> None:

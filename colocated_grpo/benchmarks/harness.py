@@ -158,11 +158,11 @@ def model_name(options: argparse.Namespace) -> str:
     return options.model.name if options.model else options.shape
 
 
-def wake_with_weights(engine: VLLMEngine, policy: Policy, world: World) -> None:
+def wake_with_weights(config: Config, engine: VLLMEngine, policy: Policy, world: World) -> None:
     """Wake a new or sleeping engine with the policy's weights. Collective."""
     from colocated_grpo.build.policy import build_sync  # imports vLLM, which --help does not need
 
     engine.wake("weights")
-    build_sync(policy, engine, world).sync()
+    build_sync(config, policy, engine, world).sync()
     engine.weights_changed(policy.version)
     engine.wake("kv_cache")

@@ -54,7 +54,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         engine = build_engine(config, policy, folder, world)
     config = train.settle_memory(policy, config, world)
     batch = train.pack_all(train.make_groups(options, hf_config.vocab_size), config, world)
-    wake_with_weights(engine, policy, world)
+    wake_with_weights(config, engine, policy, world)
     overlap = Overlap(policy, engine, batch, world.device)
     priorities: tuple[Preferred, ...] = ("neither", "decoding")
     rows = [overlap.row(tail, options.tokens, preferred) for tail in options.tails for preferred in priorities]

@@ -45,7 +45,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engine = build_engine(config, policy, folder, world)
         for _ in range(2):  # the second pass follows a sleep
-            wake_with_weights(engine, policy, world)
+            wake_with_weights(config, engine, policy, world)
             tokens = sample(engine, options)
             engine.sleep()
     engine.close()

@@ -62,6 +62,8 @@ class PeerSpec:
     seed: int
     gpus: int
     setup: PeerSetup
+    lora: JsonObject | None
+    """Arguments of PEFT's LoraConfig; None trains all weights."""
     extra_arguments: JsonObject
     """Further arguments of GRPOConfig; they take precedence over all others."""
 
@@ -91,6 +93,7 @@ class PeerRun:
     """From the launch to the end of the first step, without the probe step."""
     arguments: JsonObject
     """All arguments of GRPOConfig and GRPOTrainer, keyed by these two names."""
+    trained_parameters: int
 
 
 class PeerOutOfMemory(RunError):
@@ -114,6 +117,8 @@ def grpo_arguments(spec: PeerSpec) -> JsonObject:
         "gradient_checkpointing": setup.checkpointing,
         "use_liger_kernel": setup.liger,
         "vllm_gpu_memory_utilization": setup.engine_fraction,
+        # TRL loads weights in float32, frozen ones too.
+        "model_init_kwargs": {"dtype": "bfloat16"} if loads_frozen_weights_in_bf16(spec) else None,
     }
     return {
         "use_vllm": True,
@@ -134,6 +139,11 @@ def grpo_arguments(spec: PeerSpec) -> JsonObject:
         "disable_tqdm": True,
         **spec.extra_arguments,
     }
+
+
+def loads_frozen_weights_in_bf16(spec: PeerSpec) -> bool:
+    """Return True for the tuned setup with adapters on a GPU. PEFT keeps the adapters themselves in float32."""
+    return spec.lora is not None and spec.setup.name == "tuned" and spec.gpus > 0
 
 
 def default_micro_batch(completions: int) -> int:
@@ -157,7 +167,12 @@ def run_peer(spec: PeerSpec, scratch: Path) -> PeerRun:
     if len(content["steps"]) <= WARMUP:
         raise RunError("--peer=trl: TRL ended before its first measured step; its output is above")
     start = content["started"] - launched + content["steps"][0]["seconds/step"]
-    return PeerRun(steps=content["steps"], start_seconds=start, arguments=content["arguments"])
+    return PeerRun(
+        steps=content["steps"],
+        start_seconds=start,
+        arguments=content["arguments"],
+        trained_parameters=content["trained_parameters"],
+    )
 
 
 def failure_file(result: Path) -> Path:

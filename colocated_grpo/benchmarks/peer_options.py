@@ -12,7 +12,8 @@ import yaml
 from colocated_grpo.benchmarks.peer import WARMUP, PeerSetup, PeerSpec, SetupName, default_micro_batch
 from colocated_grpo.benchmarks.peer_tuning import engine_fraction, total_device_bytes
 from colocated_grpo.benchmarks.throughput import ModelSize
-from colocated_grpo.config.schema import Config
+from colocated_grpo.config.schema import Config, PolicyConfig
+from colocated_grpo.types import JsonObject
 
 SEED: int = Config.model_fields["seed"].default
 CHECKPOINTING = {"on": True, "off": False, None: None}
@@ -100,8 +101,11 @@ def setups(options: argparse.Namespace) -> list[SetupName]:
     return ["defaults"] if options.peer_defaults else ["tuned"]
 
 
-def problem(options: argparse.Namespace) -> str | None:
-    """Return one line that says why TRL cannot run this work here; None if it can."""
+def problem(options: argparse.Namespace, policy: PolicyConfig) -> str | None:
+    """Return one line that says why TRL cannot run this work here; None if it can.
+
+    policy: of our trainer, as TRL trains the same parameters.
+    """
     if options.peer is None:
         return None
     ranks = max(1, options.gpus)
@@ -111,6 +115,10 @@ def problem(options: argparse.Namespace) -> str | None:
         return f"--gpus={ranks}: {on_ranks} are not a multiple of it"
     if options.peer_micro_batch and completions % (ranks * options.peer_micro_batch):
         return f"--peer-micro-batch={options.peer_micro_batch}: {on_ranks} are not a multiple of it"
+    if policy.train_layers is not None:
+        return "policy.train_layers: TRL trains all weights or an adapter; leave it out with --peer trl"
+    if policy.lora is not None and policy.lora.layers is not None:
+        return "policy.lora.layers: adapters of TRL are in all blocks; leave it out with --peer trl"
     if find_spec("trl") is None:
         return "--peer=trl: the package trl is not installed; pip install trl"
     if "tuned" in setups(options) and options.gpus and find_spec("liger_kernel") is None:
@@ -118,10 +126,17 @@ def problem(options: argparse.Namespace) -> str | None:
     return None
 
 
-def spec(name: SetupName, options: argparse.Namespace, model: Path, size: ModelSize, began: float) -> PeerSpec:
+def spec(
+    name: SetupName,
+    options: argparse.Namespace,
+    model: Path,
+    size: ModelSize,
+    lora: JsonObject | None,
+    began: float,
+) -> PeerSpec:
     """Return the work with TRL's setup. The tuned setup starts its search with the whole batch as micro-batch.
 
-    began: Unix time from which --peer-until counts.
+    lora: arguments of PEFT's LoraConfig. began: Unix time from which --peer-until counts.
     """
     ranks = max(1, options.gpus)
     completions = options.prompts * options.group_size // ranks
@@ -137,6 +152,7 @@ def spec(name: SetupName, options: argparse.Namespace, model: Path, size: ModelS
             seed=SEED,
             gpus=options.gpus,
             setup=setup,
+            lora=lora,
             extra_arguments=options.peer_args,
         )
 
@@ -145,6 +161,8 @@ def spec(name: SetupName, options: argparse.Namespace, model: Path, size: ModelS
     fraction = options.peer_gpu_memory
     if fraction is None:
         device_bytes = total_device_bytes(options.gpus)
-        fraction = engine_fraction(size, completions, options.max_completion, options.gpus, device_bytes)
+        fraction = engine_fraction(
+            size, completions, options.max_completion, options.gpus, device_bytes, adapters=lora is not None
+        )
     liger = True if options.gpus else None  # Liger's kernels need a GPU
     return with_setup(PeerSetup(name=name, micro_batch=completions, liger=liger, engine_fraction=fraction))

@@ -48,6 +48,7 @@ LONGEST_RECORDED = 16
 def build_trainer(spec: PeerSpec, output: Path) -> tuple[GRPOTrainer, JsonObject]:
     """Return the trainer and a JSON record of its arguments and of GRPOConfig's."""
     from datasets import Dataset
+    from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(spec.model, padding_side="left", truncation_side="left")
@@ -66,6 +67,7 @@ def build_trainer(spec: PeerSpec, output: Path) -> tuple[GRPOTrainer, JsonObject
         args=GRPOConfig(**config),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
+        peft_config=None if spec.lora is None else LoraConfig(**spec.lora),
     )
     record = {
         "model": spec.model,
@@ -73,6 +75,7 @@ def build_trainer(spec: PeerSpec, output: Path) -> tuple[GRPOTrainer, JsonObject
         "args": "GRPOConfig",
         "train_dataset": f"{len(rows)} prompts of {RandomWork.__name__}",
         "processing_class": f"{type(tokenizer).__name__}(padding_side='left', truncation_side='left')",
+        "peft_config": None if spec.lora is None else {"LoraConfig": spec.lora},
     }
     return trainer, {"GRPOConfig": shortened(config), "GRPOTrainer": record}
 
@@ -300,6 +303,9 @@ def main(spec_file: Path, result: Path) -> None:
     recorder = None
     try:
         trainer, arguments = build_trainer(spec, result.with_suffix(""))
+        model = trainer.model
+        assert model is not None
+        trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         recorder = Recorder(trainer, spec)
         trainer.add_callback(recorder)
         trainer.train()
@@ -313,7 +319,12 @@ def main(spec_file: Path, result: Path) -> None:
     by_rank = gather_object([recorder.rows])
     if trainer.accelerator.is_main_process:
         rows = [merge(ranks) for ranks in zip(*by_rank, strict=True)]
-        content = {"started": recorder.started, "steps": rows, "arguments": arguments}
+        content = {
+            "started": recorder.started,
+            "steps": rows,
+            "arguments": arguments,
+            "trained_parameters": trained,
+        }
         result.write_text(json.dumps(content, default=str))
     trainer.accelerator.wait_for_everyone()
 

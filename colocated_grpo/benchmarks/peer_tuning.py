@@ -19,14 +19,15 @@ from transformers import PretrainedConfig
 from colocated_grpo.benchmarks.peer import PeerOutOfMemory, PeerRun, PeerSpec, run_peer
 from colocated_grpo.benchmarks.throughput import ModelSize
 from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS
+from colocated_grpo.config.lora import ALL_LINEAR
 from colocated_grpo.errors import RunError
 
 GIB = 1 << 30
 ENGINE_WORKING_BYTES = {"cuda": 4 * GIB, "cpu": 1 * GIB}
 """vLLM's memory besides weights and KV cache: activations of 4,096 batched tokens, logits of 512 sequences, CUDA
 graphs. On CPU, which has a fixed cache size, all of it."""
-TRAINER_BYTES_PER_PARAMETER = 12
-"""fp32 weights and Adam's two moments. They stay on the device while vLLM generates."""
+MOMENT_BYTES = 8
+"""Adam's two moments of a trained parameter, in fp32."""
 MARGIN = 0.05
 """Fraction of device memory that neither trainer nor engine may use."""
 
@@ -75,28 +76,40 @@ def micro_batch_sizes(completions: int) -> list[int]:
     return sizes
 
 
-def engine_fraction(size: ModelSize, completions: int, max_completion: int, gpus: int, device_bytes: int) -> float:
+def trainer_weight_bytes(size: ModelSize, *, adapters: bool) -> int:
+    """Return the bytes of TRL's weights over all ranks: fp32, but frozen ones beside adapters in the engine's type."""
+    return (size.weight_bytes if adapters else 0) + 4 * size.trained_parameters
+
+
+def engine_fraction(
+    size: ModelSize, completions: int, max_completion: int, gpus: int, device_bytes: int, *, adapters: bool
+) -> float:
     """Return vLLM's fraction of device memory: all sequences of a rank can decode together at full length.
 
-    The fraction is smaller if the trainer's state leaves less.
+    The fraction is smaller if the trainer's state leaves less: it stays on the device while vLLM generates.
     completions: of one step on one rank.
     """
     tokens = completions * (MAX_PROMPT_TOKENS + max_completion)
     working = ENGINE_WORKING_BYTES["cuda" if gpus else "cpu"]
     needed = size.weight_bytes + tokens * size.kv_bytes_per_token + working
-    # While the engine starts, each rank holds the whole model in fp32; it is sharded afterwards.
-    trainer = size.parameters * max(4, TRAINER_BYTES_PER_PARAMETER / max(1, gpus))
+    weights = trainer_weight_bytes(size, adapters=adapters)
+    # While the engine starts, each rank holds all weights; they are sharded afterwards.
+    trainer = max(weights, (weights + MOMENT_BYTES * size.trained_parameters) / max(1, gpus))
     available = (1 - MARGIN) * device_bytes - trainer
     return max(0.01, round(min(needed, available) / device_bytes, 2))
 
 
-def least_training_bytes(hf_config: PretrainedConfig, parameters: int, spec: PeerSpec, candidate: Candidate) -> float:
+def least_training_bytes(hf_config: PretrainedConfig, size: ModelSize, spec: PeerSpec, candidate: Candidate) -> float:
     """Return a lower bound of the device memory of the probe step, to skip candidates that cannot fit.
 
     Counts the trainer's state and, in bf16, the tensors that every implementation keeps for the backward pass: in each
     layer the inputs of all matrix products, attention's inputs and output, and both halves of the gated MLP; with
-    checkpointing only each layer's input.
+    checkpointing only each layer's input. Adapters on all linear layers need the same inputs; with adapters on some
+    only, which keep less, no tensors are counted.
     """
+    state = trainer_weight_bytes(size, adapters=spec.lora is not None) + MOMENT_BYTES * size.trained_parameters
+    if spec.lora is not None and (spec.lora["target_modules"] != ALL_LINEAR or spec.lora["exclude_modules"]):
+        return state / spec.ranks
     text = hf_config.get_text_config()
     heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -104,7 +117,7 @@ def least_training_bytes(hf_config: PretrainedConfig, parameters: int, spec: Pee
     layer = 4 * text.hidden_size + 2 * (heads + kv_heads) * head_size + 3 * getattr(text, "intermediate_size", 0)
     kept = text.hidden_size if candidate.checkpointing else layer
     tokens = candidate.micro_batch * (LONGEST_PROMPT + spec.max_completion)  # of the probe step
-    return 2 * tokens * text.num_hidden_layers * kept + TRAINER_BYTES_PER_PARAMETER * parameters / spec.ranks
+    return 2 * tokens * text.num_hidden_layers * kept + state / spec.ranks
 
 
 def total_device_bytes(gpus: int) -> int:

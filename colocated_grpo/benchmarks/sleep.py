@@ -102,7 +102,7 @@ def first_token(config: Config, policy: Policy, folder: Path, world: World) -> t
     begin = time.perf_counter()
     engine = build_engine(config, policy, folder, world)
     built = time.perf_counter() - begin
-    wake_with_weights(engine, policy, world)
+    wake_with_weights(config, engine, policy, world)
     sample_one_token(engine)
     first = time.perf_counter() - begin
     settle_garbage_collector()

@@ -5,6 +5,7 @@ writes medians as JSON, beside the device's limits. Settings may follow: --weigh
 
 --peer trl then runs the same work through tuned TRL: with Liger kernels, no gradient checkpointing where that fits, and
 the largest micro-batch that fits, found by trying. --peer-defaults keeps TRL's defaults; --peer-both measures both.
+With --policy.lora TRL trains the same adapter.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import yaml
 from transformers import AutoConfig
 
 from colocated_grpo.benchmarks import peer, peer_options
+from colocated_grpo.benchmarks.adapters import peft_arguments
 from colocated_grpo.benchmarks.comparison import PeerSummary, Summary, comparison
-from colocated_grpo.benchmarks.peer import PeerSpec, SetupName, run_peer
+from colocated_grpo.benchmarks.peer import PeerSpec, SetupName, loads_frozen_weights_in_bf16, run_peer
 from colocated_grpo.benchmarks.peer_tuning import (
     TunedRun,
     candidates,
@@ -48,6 +50,8 @@ from colocated_grpo.benchmarks.throughput import (
     with_rates,
 )
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK, add_stop_tokens
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.loading import load_config
 from colocated_grpo.errors import RunError
 from colocated_grpo.launch.cli import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.tools.shapes import SHAPES
@@ -72,23 +76,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     began = time.time()
     options, overrides = parse(arguments)
-    if problem := peer_options.problem(options):
-        print(f"error: {problem}", file=sys.stderr)
-        return USAGE_ERROR
     ranks = options.gpus or options.nproc
     code = 0
     with tempfile.TemporaryDirectory(prefix="benchmark-step-") as name:
         scratch = Path(name)
-        model = ready_model(options, scratch)
-        size = model_size(model, itemsize=2 if options.gpus else 4)
+        model = options.model or scratch / options.shape
+        config_file = scratch / "step.yaml"
+        config_file.write_text(yaml.safe_dump(settings(options, model, scratch / "runs")))
+        try:
+            policy = load_config(config_file, overrides).policy
+            lora = None if policy.lora is None else peft_arguments(policy.lora)
+        except ConfigError as error:
+            print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
+            return USAGE_ERROR
+        if problem := peer_options.problem(options, policy):
+            print(f"error: {problem}", file=sys.stderr)
+            return USAGE_ERROR
+        make_missing(model, options.shape)
+        size = model_size(model, 2 if options.gpus else 4, policy)
         rates = measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
-        run = run_ours(options, overrides, model, scratch)
+        run = run_ours(options, config_file, overrides, scratch / "runs")
         ours = summary(run.steps, run.start_seconds, size, rates, ranks, options.warmup)
         bounds = lower_bounds(run, size, rates, ranks, options.warmup)
         result = {
             **describe("step", arguments, ranks=ranks),
             "work": {name: value for name, value in vars(options).items() if name not in ("model", "json")},
             "parameters": size.parameters,
+            "trained_parameters": size.trained_parameters,
+            "lora": lora,
             "roofline": {**rates.as_dict(), **bounds},
         }
         peers: dict[SetupName, PeerSummary] = {}
@@ -96,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         publish({**result, **comparison(ours, peers, bounds)}, options.json)
         for setup in peer_options.setups(options):
             try:
-                peers[setup] = measure_peer(setup, options, model, size, rates, began, scratch)
+                spec = peer_options.spec(setup, options, model, size, lora, began)
+                peers[setup] = measure_peer(spec, options, size, rates, scratch)
             except RunError as error:
                 print(f"error: {error}", file=sys.stderr)
                 code = RUN_ERROR
@@ -129,46 +145,48 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def measure_peer(
-    name: SetupName,
-    options: argparse.Namespace,
-    model: Path,
-    size: ModelSize,
-    rates: Roofline,
-    began: float,
-    scratch: Path,
+    spec: PeerSpec, options: argparse.Namespace, size: ModelSize, rates: Roofline, scratch: Path
 ) -> PeerSummary:
     """Run TRL and print its arguments. Raises RunError."""
-    spec = peer_options.spec(name, options, model, size, began)
-    tuned = name == "tuned"
-    run, tries = tune(spec, options, model, size, scratch) if tuned else TunedRun(run_peer(spec, scratch), [])
+    name = spec.setup.name
+    run, tries = tune(spec, options, size, scratch) if name == "tuned" else TunedRun(run_peer(spec, scratch), [])
     for called, arguments in run.arguments.items():
         print(f"TRL {name}: {called}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
     return {
         **summary(run.steps, run.start_seconds, size, rates, spec.ranks, peer.WARMUP),
         "setup": name,
         "arguments": run.arguments,
+        "trained_parameters": run.trained_parameters,
         "tries": [asdict(one) for one in tries],
-        "notes": [] if options.gpus or not tuned else ["use_liger_kernel is left out: Liger's kernels need a GPU"],
+        "notes": notes(spec),
     }
 
 
-def tune(spec: PeerSpec, options: argparse.Namespace, model: Path, size: ModelSize, scratch: Path) -> TunedRun:
+def notes(spec: PeerSpec) -> list[str]:
+    """Return what a reader must know about this run of TRL besides its arguments."""
+    lines = []
+    if spec.setup.name == "tuned" and not spec.gpus:
+        lines.append("use_liger_kernel is left out: Liger's kernels need a GPU")
+    if loads_frozen_weights_in_bf16(spec):
+        lines.append("frozen weights are loaded in bfloat16, where TRL's default is float32")
+    return lines
+
+
+def tune(spec: PeerSpec, options: argparse.Namespace, size: ModelSize, scratch: Path) -> TunedRun:
     """Run TRL with the micro-batch and checkpointing that the flags set; search for the best of those not set."""
     tried = candidates(
         spec.completions, options.peer_micro_batch, peer_options.CHECKPOINTING[options.peer_checkpointing]
     )
-    least_bytes = partial(least_training_bytes, AutoConfig.from_pretrained(model), size.parameters, spec)
+    least_bytes = partial(least_training_bytes, AutoConfig.from_pretrained(spec.model), size, spec)
     return run_tuned(spec, tried, least_bytes, total_device_bytes(options.gpus), scratch)
 
 
-def ready_model(options: argparse.Namespace, scratch: Path) -> Path:
-    """Return the model folder. A missing one is created in another process, to keep no GPU memory in this one."""
-    model = options.model or scratch / options.shape
+def make_missing(model: Path, shape: str) -> None:
+    """Create the model folder if it is missing, in another process, to keep no GPU memory in this one."""
     if not model.exists():
-        make = ["-m", "colocated_grpo.tools.make_model", str(model), "--shape", options.shape, "--dtype", "bfloat16"]
+        make = ["-m", "colocated_grpo.tools.make_model", str(model), "--shape", shape, "--dtype", "bfloat16"]
         subprocess.run([sys.executable, *make], check=True)
         add_stop_tokens(model)
-    return model
 
 
 def settings(options: argparse.Namespace, model: Path, output: Path) -> JsonObject:
@@ -192,15 +210,16 @@ def settings(options: argparse.Namespace, model: Path, output: Path) -> JsonObje
     }
 
 
-def run_ours(options: argparse.Namespace, overrides: Sequence[str], model: Path, scratch: Path) -> OurRun:
-    """Run our trainer through the launcher. Copies its kernel profile beside --json if the settings ask for one."""
-    config = scratch / "step.yaml"
-    config.write_text(yaml.safe_dump(settings(options, model, scratch / "runs")))
+def run_ours(options: argparse.Namespace, config: Path, overrides: Sequence[str], runs: Path) -> OurRun:
+    """Run our trainer through the launcher. Copies its kernel profile beside --json if the settings ask for one.
+
+    config: file of `settings` with `runs` as their output folder.
+    """
     devices = ["--gpus", str(options.gpus)] if options.gpus else ["--gpus", "0", "--nproc", str(options.nproc)]
     launched = time.time()
     launcher = [sys.executable, "-m", "colocated_grpo.launch.launcher", *devices]
     subprocess.run([*launcher, "--config", str(config), *overrides], check=True)
-    (run,) = (scratch / "runs").iterdir()
+    (run,) = runs.iterdir()
     if options.json and (run / KERNELS).exists():
         options.json.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(run / KERNELS, options.json.with_suffix(".kernels.txt"))

@@ -1,6 +1,7 @@
 """Weight sync from policy to engine: `python -m colocated_grpo.benchmarks.sync --shape qwen3-1.7b --gpus 2`.
 
 Times the planned sync beside one all-gather and one copy of the same bytes, and beside the engine's own `load_weights`.
+With `--policy.lora.rank 32` also the merge of the adapter, as publish_seconds.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engine = build_engine(config, policy, folder, world)
     engine.wake("weights")
-    planned = copy_into(engine, policy.parameters(), world)
+    planned = copy_into(engine, policy.weights.published(), world)
     first = seconds_of(planned.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
     seconds = slowest_median(planned.sync, world, options.repeats)
-    loading = copy_into(engine, policy.parameters(), world, planned=False)
+    publish_seconds = slowest_median(policy.weights.publish, world, options.repeats)
+    loading = copy_into(engine, policy.weights.published(), world, planned=False)
     load_seconds = slowest_median(loading.sync, world, max(3, options.repeats // 3))
     dtype = next(engine.model.parameters()).dtype
     moved = policy.num_parameters() * dtype.itemsize
@@ -66,6 +68,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         "seconds": seconds,
         **bare,
         "ratio": seconds / sum(bare.values()),
+        "publish_seconds": publish_seconds,
         "load_weights_seconds": load_seconds,
         "first_seconds": first,
         "bytes": moved,

@@ -114,7 +114,7 @@ def step_cells(file: ResultFile) -> list[str]:
     peers = peer_medians(result)
     tuned, defaults = peers.get("tuned", {}), peers.get("defaults", {})
     return [
-        f"[{result['work']['shape']}, {result['ranks']} x {result['gpu'] or 'CPU'}]({file.path.as_posix()})",
+        f"[{trained_model(result)}, {result['ranks']} x {result['gpu'] or 'CPU'}]({file.path.as_posix()})",
         seconds(ours["seconds/step"]),
         with_ratio(tuned, ours),
         with_ratio(defaults, ours),
@@ -123,6 +123,12 @@ def step_cells(file: ResultFile) -> list[str]:
         peak_memory(ours),
         peak_memory(tuned),
     ]
+
+
+def trained_model(result: JsonObject) -> str:
+    """Return the model's shape, and the rank of the adapter if one was trained. Older results have no 'lora'."""
+    lora = result.get("lora")
+    return result["work"]["shape"] + (f", LoRA of rank {lora['r']}" if lora else "")
 
 
 def peer_medians(result: JsonObject) -> dict[str, Mapping[str, float]]:

@@ -1,15 +1,17 @@
 """Throughput, MFU and lower bounds of a step, from its seconds and tokens.
 
 Tokens are the prompt and completion tokens of real rollouts. Trained tokens count a prompt as often as it is computed,
-so a prompt whose forward pass is reused by its completions counts once. FLOP are 6 x parameters x trained tokens:
-recomputed activations and attention are not counted, so prefix reuse, checkpointing and longer sequences do not raise
-MFU.
+so a prompt whose forward pass is reused by its completions counts once. FLOP per trained token are 2 for each parameter
+in the forward pass, 2 for its input's gradient and 2 for its own, where they are computed: 6 per parameter in full
+training, 4 with adapters. Recomputed activations and attention are not counted, so prefix reuse, checkpointing and
+longer sequences do not raise MFU.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,9 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import AutoConfig
 
+from colocated_grpo.benchmarks.adapters import adapter_shapes, block_of
 from colocated_grpo.benchmarks.roofline import Roofline
+from colocated_grpo.config.schema import PolicyConfig
 from colocated_grpo.rollout.vllm.kv_budget import kv_bytes_per_token
 from colocated_grpo.types import JsonObject
 
@@ -32,32 +36,62 @@ class ModelSize:
     """Sizes of a model that bound a step's time and memory."""
 
     parameters: int
+    """Without adapters."""
     weight_bytes: int
     """Bytes of the engine's copy of the weights."""
     kv_bytes_per_token: int
+    trained_parameters: int
+    """Parameters that the optimizer updates; with adapters, those of the adapters alone."""
+    training_flops_per_token: int
 
 
-def model_size(folder: Path, itemsize: int) -> ModelSize:
-    """Return the sizes of the model in `folder` at `itemsize` bytes per parameter. A tied head counts once."""
-    parameters = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, safe_open is no mapping
-                parameters += math.prod(tensors.get_slice(name).get_shape())
+def model_size(folder: Path, itemsize: int, policy: PolicyConfig | None = None) -> ModelSize:
+    """Return the sizes of the model in `folder` at `itemsize` bytes per parameter. A tied head counts once.
+
+    policy: the settings that name the trained part; None: all parameters are trained.
+    """
+    by_block = parameters_by_block(folder)
+    parameters = by_block.total()
+    trained, flops = parameters, 6 * parameters
+    if policy is not None and policy.lora is not None:
+        trained = sum(math.prod(shape) for shape in adapter_shapes(folder, policy.lora).values())
+        # Four products with the factors, all in the backward pass: the forward pass uses merged weights.
+        flops = frozen_flops(by_block, policy.lora.layers) + 4 * trained
+    elif policy is not None and policy.train_layers is not None:
+        trained = sum(by_block[block] for block in policy.train_layers)
+        flops = frozen_flops(by_block, policy.train_layers) + 2 * trained
     return ModelSize(
         parameters=parameters,
         weight_bytes=parameters * itemsize,
         kv_bytes_per_token=kv_bytes_per_token(AutoConfig.from_pretrained(folder), itemsize),
+        trained_parameters=trained,
+        training_flops_per_token=flops,
     )
 
 
-def training_flops(size: ModelSize, tokens: float) -> float:
-    return 6 * size.parameters * tokens
+def parameters_by_block(folder: Path) -> Counter[int | None]:
+    """Return the number of parameters of each transformer block in the checkpoint; of all others under None."""
+    counts: Counter[int | None] = Counter()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, safe_open is no mapping
+                counts[block_of(name)] += math.prod(tensors.get_slice(name).get_shape())
+    return counts
+
+
+def frozen_flops(by_block: Counter[int | None], layers: Sequence[int] | None) -> int:
+    """Return the FLOP per token of the forward pass, and of the inputs' gradients down to the first of `layers`.
+
+    None: down to the first block.
+    """
+    first = min(layers) if layers else 0
+    without_gradient = sum(count for block, count in by_block.items() if block is not None and block < first)
+    return 2 * by_block.total() + 2 * (by_block.total() - without_gradient)
 
 
 def with_rates(row: StepRow, size: ModelSize, rates: Roofline, ranks: int) -> StepRow:
     """Return the row with 'tokens_per_second_per_gpu' of the step and 'mfu' of its training phase."""
-    flops_per_second = training_flops(size, row["trained_tokens"]) / (row["seconds/train"] * ranks)
+    flops_per_second = size.training_flops_per_token * row["trained_tokens"] / (row["seconds/train"] * ranks)
     return {
         **row,
         "tokens_per_second_per_gpu": row["tokens"] / (row["seconds/step"] * ranks),
@@ -97,4 +131,4 @@ def generation_bound(
 
 def training_bound(size: ModelSize, rates: Roofline, ranks: int, tokens: float) -> float:
     """Return the seconds of the training FLOP at the measured matmul rate."""
-    return rates.seconds_for_flops(training_flops(size, tokens) / ranks)
+    return rates.seconds_for_flops(size.training_flops_per_token * tokens / ranks)

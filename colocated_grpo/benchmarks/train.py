@@ -20,6 +20,7 @@ from colocated_grpo.batching import Batch, pack
 from colocated_grpo.benchmarks.harness import config_of, main_in_ranks, model_folder, model_name, rank_parser
 from colocated_grpo.benchmarks.kernels import busy_seconds, kernel_rows
 from colocated_grpo.benchmarks.roofline import Roofline, barrier, measure_roofline, seconds_of
+from colocated_grpo.benchmarks.throughput import model_size
 from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_PROBABILITY
 from colocated_grpo.config import Config
 from colocated_grpo.metrics import Metrics
@@ -65,6 +66,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         config = config_of(folder, options, **sections(options))
         hf_config = read_model_config(config.model, folder)
         policy = Policy(config, hf_config, folder, world)
+        size = model_size(folder, policy.dtype.itemsize, config.policy)
     config = settle_memory(policy, config, world)
     batch = pack_all(make_groups(options, hf_config.vocab_size), config, world)
     seconds = seconds_of(
@@ -79,14 +81,15 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     kernels = kernel_rows(lambda: train(policy, batch), world.device)
     row = {
         "shape": model_name(options),
-        **speed(batch, policy.num_parameters(), statistics.median(slowest), roofline, world.size),
+        **speed(batch, size.training_flops_per_token, statistics.median(slowest), roofline, world.size),
         **packing(batch, world),
         "checkpointed_blocks": num_checkpointed(policy.model),
         "idle_share": 1 - busy_seconds(kernels) / statistics.median(slowest),
         **peaks,
     }
     return {
-        "parameters": policy.num_parameters(),
+        "parameters": size.parameters,
+        "trained_parameters": size.trained_parameters,
         "seconds": slowest,
         "roofline": roofline.as_dict(),
         "rows": [row],
@@ -166,9 +169,9 @@ def train(policy: Policy, batch: Batch) -> None:
         policy.optimizer_step(metrics)
 
 
-def speed(batch: Batch, parameters: int, seconds: float, roofline: Roofline, ranks: int) -> dict[str, float]:
-    """Return seconds, throughput and MFU: 6 FLOP per parameter and computed token, recomputation not counted."""
-    flops = 6 * parameters * batch.computed_tokens / ranks
+def speed(batch: Batch, flops_per_token: int, seconds: float, roofline: Roofline, ranks: int) -> dict[str, float]:
+    """Return seconds, throughput and MFU. FLOP count computed tokens, and no recomputation."""
+    flops = flops_per_token * batch.computed_tokens / ranks
     return {
         "seconds": seconds,
         "tokens_per_second_per_gpu": batch.num_tokens / seconds / ranks,

@@ -9,10 +9,12 @@ from typing import cast
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from colocated_grpo.config.adapter_files import adapter_shape
 from colocated_grpo.config.inputs import is_inline, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.environments.prompts import longest_token
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.rollout.collect import Collector
@@ -24,6 +26,7 @@ from colocated_grpo.rollout.prompt_queue import build_dispatch
 from colocated_grpo.rollout.supply import Opponent, PromptSupply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.serving.limits import LENGTH_KEYS, Limits
 from colocated_grpo.tracking import NullTracker, Tracker
 from colocated_grpo.types import JsonObject, Prompt
 
@@ -38,7 +41,7 @@ class ModelFiles:
     stop_token_ids: tuple[int, ...]
     """Every token that ends a completion."""
     shape: JsonObject
-    """The entries of config.json that fix the shapes of the weights. A run is resumed with an equal shape."""
+    """Settings that determine the shapes of weights and adapter. A run resumes only with equal ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,19 @@ def read_model_files(config: Config, world: World) -> ModelFiles:
         hf_config=hf_config,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, folder),
-        shape=shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
+        shape=shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))) | adapter_shape(config),
+    )
+
+
+def limits_of(config: Config, model: ModelFiles, max_tokens_setting: str = LENGTH_KEYS) -> Limits:
+    """Limits for requests over HTTP. max_tokens_setting: name of what decides the longest sequence."""
+    return Limits(
+        max_tokens=config.max_sequence_tokens,
+        longest_token=longest_token(model.tokenizer),
+        vocab_size=model.hf_config.get_text_config().vocab_size,
+        stop_token_ids=model.stop_token_ids,
+        seed=config.seed,
+        max_tokens_setting=max_tokens_setting,
     )
 
 

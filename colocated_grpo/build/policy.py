@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +17,13 @@ from colocated_grpo.config.turns import OpponentConfig
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.checkpoint_files import fetch_model
-from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights
+from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
+from colocated_grpo.policy.loading import build_model, compute_dtype, dtype_of
+from colocated_grpo.policy.lora.weights import AdapterWeights
+from colocated_grpo.policy.masters import ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
-from colocated_grpo.policy.policy import Policy, build_model, compute_dtype, dtype_of
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.policy.reference import InitialAdapter, Reference, ReferenceModel
 from colocated_grpo.rollout.engine import RolloutEngine
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World
@@ -27,12 +32,17 @@ from colocated_grpo.weights.opponent import FrozenOpponent
 from colocated_grpo.weights.shared import share
 
 
-def build_reference(config: Config, model: ModelFiles, world: World) -> ShardedWeights | None:
-    """The frozen reference model of the KL penalty; None without a penalty against it."""
+def build_reference(config: Config, model: ModelFiles, policy: Policy, world: World) -> Reference | None:
+    """The frozen reference of the KL penalty; None without a penalty against it. Call before a checkpoint is restored.
+
+    An adapter needs no second model: the policy's own weights are merged with the initial adapter for each scoring.
+    """
     if config.loss.kl.coef == 0 or config.loss.kl.target != "reference":
         return None
-    offloaded = config.policy.cpu_offload
-    return ShardedWeights(build_model(config, model.hf_config, model.folder, world, offloaded=offloaded))
+    if isinstance(policy.weights, AdapterWeights):
+        return InitialAdapter(policy.weights)
+    second = build_model(config, model.hf_config, model.folder, world, offloaded=config.policy.cpu_offload)
+    return ReferenceModel(ShardedWeights(second))
 
 
 def read_opponent(config: Config, hf_config: PretrainedConfig, world: World) -> dict[str, DTensor]:
@@ -73,10 +83,10 @@ def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
     return dtype_of(config.engine.dtype, auto=policy.dtype)
 
 
-def build_sync(policy: Policy, engine: RolloutEngine, world: World) -> WeightSync:
+def build_sync(config: Config, policy: Policy, engine: RolloutEngine, world: World) -> WeightSync:
     """Return the sync from the policy into the engine. With `weights: shared` both use one copy from here on."""
-    copies = copy_into(engine, policy.parameters(), world)
-    return share(copies, policy.weights.adopt) if isinstance(policy.weights, UnshardedWeights) else copies
+    copies = copy_into(engine, policy.weights.published(), world)
+    return share(copies, partial(adopt, policy.model)) if config.weights == "shared" else copies
 
 
 def copy_into(
@@ -107,10 +117,27 @@ def build_opponent(
 
     into_engine = copy_into(engine, shards, world)
     return FrozenOpponent(
-        shards, policy.parameters(), into_engine, engine.weights_changed, restore_policy, config.refresh_every
+        shards, policy.weights.published(), into_engine, engine.weights_changed, restore_policy, config.refresh_every
     )
 
 
 def build_freshness(config: Config, policy: Policy, engine: RolloutEngine) -> FreshnessCheck:
     dtype, temperature = engine_dtype(config, policy), config.rollout.temperature
     return FreshnessCheck(policy, engine, dtype, config.freshness, temperature=temperature)
+
+
+def build_exports(config: Config, policy: Policy, model: ModelFiles, world: World) -> list[Export]:
+    """Exports of the run: its model; with an adapter, the adapter and, with export_merged, the merged model."""
+    lora = config.policy.lora
+    whole_model = ModelExport(
+        policy=policy,
+        hf_config=model.hf_config,
+        tokenizer=model.tokenizer,
+        source=model.folder,
+        dtype=dtype_of(config.checkpoint.export_dtype, auto=policy.dtype),
+        world=world,
+    )
+    if lora is None:
+        return [whole_model]
+    adapter = AdapterExport(policy=policy, lora=lora, base=config.model.name, tokenizer=model.tokenizer, world=world)
+    return [adapter, whole_model] if config.checkpoint.export_merged else [adapter]

@@ -16,10 +16,12 @@ from colocated_grpo.build.data import (
     build_data,
     build_prompt_supply,
     held_out_sampling,
+    limits_of,
     read_model_files,
 )
 from colocated_grpo.build.policy import (
     build_engine,
+    build_exports,
     build_freshness,
     build_opponent,
     build_reference,
@@ -29,13 +31,14 @@ from colocated_grpo.build.policy import (
 )
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
-from colocated_grpo.environments.prompts import longest_token
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
-from colocated_grpo.policy.masters import ShardedWeights
+from colocated_grpo.policy.export import Export
+from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.policy.reference import Reference
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import RolloutEngine, Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
@@ -65,7 +68,7 @@ class Run:
     folder: Path
     model: ModelFiles
     policy: Policy
-    reference: ShardedWeights | None
+    reference: Reference | None
     engine: RolloutEngine
     collector: Collector
     supply: Supply
@@ -75,6 +78,7 @@ class Run:
     held_out: list[Prompt]
     held_out_sampling: Sampling
     checkpoints: Checkpoints
+    exports: list[Export]
     tracker: Tracker | NullTracker
     start: int
     """Steps completed by earlier parts of the run."""
@@ -100,14 +104,14 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     serving = build_serving(config, folder, inbox, model, world, tracker.note)
 
     policy = Policy(config, model.hf_config, model.folder, world)
-    reference = build_reference(config, model, world)
+    reference = build_reference(config, model, policy, world)
     opponent_shards = read_opponent(config, model.hf_config, world)
     checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state(config.opponent, opponent_shards))
     start, state = checkpoints.restore(policy)
 
     clock = Clock(world.device)
     engine = build_engine(config, policy, model.folder, world)
-    sync = build_sync(policy, engine, world)
+    sync = build_sync(config, policy, engine, world)
     opponent = build_opponent(config.opponent, opponent_shards, policy, engine, sync, world)
     # The engine sleeps, so memory that is free now is free while the policy trains.
     config = choose_micro_batch_size(policy, config, world)
@@ -137,6 +141,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         held_out=data.held_out,
         held_out_sampling=held_out_sampling(config, model.stop_token_ids),
         checkpoints=checkpoints,
+        exports=build_exports(config, policy, model, world),
         tracker=tracker,
         start=start,
         goal_reached=state.get(GOAL_REACHED, False),
@@ -165,17 +170,20 @@ def build_serving(
         return None
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.build.serving import Serving
-    from colocated_grpo.serving.limits import Limits
 
-    limits = Limits(
-        max_tokens=config.max_sequence_tokens,
-        longest_token=longest_token(model.tokenizer),
-        vocab_size=model.hf_config.get_text_config().vocab_size,
-        stop_token_ids=model.stop_token_ids,
-        seed=config.seed,
-    )
     keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
-    return Serving(config, config.atropos, folder, inbox, model.tokenizer, limits, world, note, keep)
+    return Serving(config, config.atropos, folder, inbox, model.tokenizer, limits_of(config, model), world, note, keep)
+
+
+def _trained_facts(policy: Policy) -> dict[str, str]:
+    """Return banner facts on the trained parameters; none if all are trained."""
+    trained, total = policy.num_trained(), policy.num_parameters()
+    if trained == total:
+        return {}
+    facts = {"trained": f"{trained:,} ({trained / total:.2%})"}
+    if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
+        facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
+    return facts
 
 
 def describe(run: Run) -> dict[str, str]:
@@ -184,6 +192,7 @@ def describe(run: Run) -> dict[str, str]:
     device = torch.cuda.get_device_name(run.world.device) if on_gpu else "CPU"
     facts = {
         "parameters": f"{run.policy.num_parameters():,}",
+        **_trained_facts(run.policy),
         "ranks": f"{run.world.size} x {device}",
         "compute": str(run.policy.dtype).removeprefix("torch."),
     }

@@ -1,7 +1,8 @@
 """Translates the setting names of other trainers.
 
-The tables for ToSSim's co-located trainer (YAML) and Atropos' example trainer are here, TRL's is in `trl_names`. A name
-is accepted only if its meaning is exactly the same. Error lines for other names say what to write instead.
+The tables for ToSSim's co-located trainer (YAML) and Atropos' example trainer are here, TRL's is in `trl_names`, those
+of adapters are in `lora_names`. A name is accepted only if its meaning is exactly the same. Error lines for other names
+say what to write instead.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from colocated_grpo.config.errors import (
     parse_path,
     show,
 )
+from colocated_grpo.config.lora_names import LORA, add_rank
 from colocated_grpo.config.schema import EngineConfig, RolloutConfig
 from colocated_grpo.config.tree import assign, lookup, remove
 from colocated_grpo.config.trl_names import TRL
@@ -127,7 +129,6 @@ _ATROPOS: dict[str, Alias] = {
     "vllm_port": renamed("environments.0.server.port"),
     "max_model_len": renamed("engine.max_model_len"),
     "gpu_memory_utilization": renamed("engine.gpu_memory_utilization"),
-    "weight_bridge_mode": one_of(_ONE_PROCESS, {"none": None, "shared_vllm": None}, _ONE_PROCESS),
     "vllm_restart_interval": not_needed("the engine gets new weights at every sync; see sync_frequency"),
     "vllm_config_path": not_needed(_ONE_PROCESS),
     "num_inference_nodes": not_needed(_ONE_PROCESS),
@@ -140,7 +141,7 @@ _BATCH_SIZES = {
 }
 
 # Applied in this order. Batch sizes count completions, so the group size must be translated before them.
-ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **_ATROPOS, **_BATCH_SIZES}
+ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_ATROPOS, **_BATCH_SIZES}
 
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
 _VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
@@ -158,6 +159,7 @@ def translate_aliases(tree: SettingsTree, locations: dict[KeyPath, SettingLocati
     A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError
     for unsupported values, and for two names of one setting in the same place.
     """
+    add_rank(tree)
     for name in (*_RENAMED_SECTIONS, *_SECTIONS):
         if not tree.get(name, True):  # null, "" or []: an empty section in other trainers' files
             del tree[name]

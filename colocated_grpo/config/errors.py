@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, get_args, get_origin
@@ -89,29 +89,63 @@ _RULES = {
 """Maps pydantic's error types to rules."""
 
 
-def error_line(
+def error_lines(
+    errors: Sequence[ErrorDetails],
+    tree: Mapping[str, Any],
+    locations: Mapping[KeyPath, SettingLocation],
+    model: type[BaseModel],
+    aliases: Mapping[str, str],
+) -> list[str]:
+    """Return one line for each setting with pydantic errors. `aliases` maps old names to those that suggestions show.
+
+    A setting that may have one of several types has an error for each of them: its line joins their rules.
+    """
+    lines = []
+    for path, found in errors_by_path(errors, tree).items():
+        line = _error_line(path, found[0], tree, locations, model, aliases)
+        rules = [_rule(error).removeprefix("must be ") for error in found[1:]]
+        lines.append(" or ".join([line, *rules]) + location_suffix(path, locations))
+    return lines
+
+
+def errors_by_path(errors: Sequence[ErrorDetails], tree: Mapping[str, Any]) -> dict[KeyPath, list[ErrorDetails]]:
+    """Return the errors of each setting. If an entry of a list is wrong, those of the list itself are left out."""
+    found: dict[KeyPath, list[ErrorDetails]] = {}
+    for error in errors:
+        found.setdefault(setting_path(error, tree), []).append(error)
+    lists = {path[:length] for path in found for length in range(len(path))}
+    return {path: found[path] for path in found if path not in lists}
+
+
+def _error_line(
+    path: KeyPath,
     error: ErrorDetails,
     tree: Mapping[str, Any],
     locations: Mapping[KeyPath, SettingLocation],
     model: type[BaseModel],
     aliases: Mapping[str, str],
 ) -> str:
-    """Return the line for one pydantic error. `aliases` maps old names to the new names that suggestions show."""
-    path, kind, value = setting_path(error, tree), error["type"], error["input"]
-    location = location_suffix(path, locations)
+    kind, value = error["type"], error["input"]
     if kind == "extra_forbidden":
-        return f"{dotted(path)}: unknown key; {suggestion(path, tree, model, aliases)}{location}"
+        return f"{dotted(path)}: unknown key; {suggestion(path, tree, model, aliases)}"
     if kind == "missing":
-        return f"{dotted(path)}: {_RULES[kind]}{location}"
-    context = {name: _short(bound) for name, bound in error.get("ctx", {}).items()}
+        return f"{dotted(path)}: {_RULES[kind]}"
     if kind == "union_tag_invalid":
-        path, tags = (*path, "type"), context["expected_tags"].replace("'", "")
-        return f"{dotted(path)}={show(context['tag'])}: must be one of {tags}{location_suffix(path, locations)}"
-    rule = _RULES.get(kind, error["msg"].removeprefix("Value error, ")).format(**context)
-    if kind == "string_type" and not isinstance(value, dict | list):
-        rule += "; put quotes around it"
+        context = error.get("ctx", {})
+        tags = str(context["expected_tags"]).replace("'", "")
+        return f"{dotted(path)}={show(context['tag'])}: must be one of {tags}"
     shown = "" if kind == "value_error" and isinstance(value, Mapping) else f"={show(value)}"
-    return f"{dotted(path)}{shown}: {rule}{location}"
+    return f"{dotted(path)}{shown}: {_rule(error)}"
+
+
+def _rule(error: ErrorDetails) -> str:
+    """Return the rule that a value violates."""
+    kind = error["type"]
+    context = {name: _short(bound) for name, bound in error.get("ctx", {}).items()}
+    rule = _RULES.get(kind, error["msg"].removeprefix("Value error, ")).format(**context)
+    if kind == "string_type" and not isinstance(error["input"], dict | list):
+        rule += "; put quotes around it"
+    return rule
 
 
 def _short(bound: Any) -> Any:
@@ -119,18 +153,22 @@ def _short(bound: Any) -> Any:
 
 
 def setting_path(error: ErrorDetails, tree: Any) -> KeyPath:
-    """Return the path of a pydantic error, without the union tags that pydantic inserts into its location."""
+    """Return the path of the setting with a pydantic error, without the union tags that pydantic inserts into it."""
     path: list[str | int] = []
     node = tree
     for step in error["loc"]:
-        if isinstance(node, dict) and step not in node and node.get("type") == step:
+        if isinstance(node, dict):
+            is_tag = step not in node and (node.get("type") == step or error["type"] != "missing")
+        else:
+            is_tag = isinstance(step, str)  # of a union of plain types: list[str]
+        if is_tag:
             continue
         path.append(step)
         if isinstance(node, dict):
             node = node.get(step)
         elif isinstance(node, list) and isinstance(step, int) and step < len(node):
             node = node[step]
-    return tuple(path)
+    return (*path, "type") if error["type"] == "union_tag_invalid" else tuple(path)
 
 
 def suggestion(path: KeyPath, tree: Mapping[str, Any], model: type[BaseModel], aliases: Mapping[str, str]) -> str:
@@ -147,7 +185,10 @@ def suggestion(path: KeyPath, tree: Mapping[str, Any], model: type[BaseModel], a
         (_similarity(key, leaf) + SAME_SECTION_BONUS * same_section, name)
         for name, (leaf, same_section) in candidates.items()
     ]
-    old_names = [(max(_similarity(dotted(path), old), _similarity(key, old)), new) for old, new in aliases.items()]
+    old_names = [
+        (max(_similarity(dotted(path), old), _similarity(key, old), float(old.endswith(f".{key}"))), new)
+        for old, new in aliases.items()
+    ]
     score, best = max(scored + [(score, new) for score, new in old_names if score >= MIN_ALIAS_SIMILARITY])
     if score >= MIN_SIMILARITY:
         return f"did you mean {best}?"

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from colocated_grpo.config.adapter_files import CONFIG_FILE, WEIGHTS_FILE, with_adapter_settings
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.code_names import check_code_name
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.layers import layers_text, out_of_range
+from colocated_grpo.config.lora import DEFAULT_INIT
 from colocated_grpo.config.schema import Config, ModelConfig
 from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
@@ -41,9 +44,13 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     """
     missing = [line for index, source in enumerate(config.environments) for line in _check_source(index, source)]
     missing += _check_chat_template(config.model.chat_template)
+    missing += _check_adapter(config)
     if missing:
         raise ConfigError(*missing)
+    config = with_adapter_settings(config)
     model = read_config_json(config.model)
+    if outside := list(_check_layers(config, model)):
+        raise ConfigError(*outside)
     for index, source in enumerate(config.environments):
         if isinstance(source, TurnsSourceConfig) and source.opponent is not None:
             opponent = config.model_of(source.opponent)
@@ -59,6 +66,37 @@ def is_inline(chat_template: str) -> bool:
 def _check_chat_template(template: str | None) -> Iterator[str]:
     if template is not None and not is_inline(template) and not Path(template).is_file():
         yield f"model.chat_template={template!r}: no such file, and not Jinja text (no tag in it)"
+
+
+def _check_adapter(config: Config) -> Iterator[str]:
+    """Yield a line if policy.lora.init names no adapter in PEFT's format. Its contents are checked when it is read."""
+    if config.policy.lora is None or config.policy.lora.init == DEFAULT_INIT:
+        return
+    key, folder = f"policy.lora.init={config.policy.lora.init!r}", Path(config.policy.lora.init)
+    if not folder.is_dir():
+        yield f"{key}: no such folder; write default or the folder of a PEFT adapter (download one of the Hub first)"
+        return
+    if not (folder / CONFIG_FILE).is_file():
+        yield f"{key}: no {CONFIG_FILE} in this folder; expected an adapter saved by PEFT"
+    elif not (folder / WEIGHTS_FILE).is_file():
+        if (folder / "adapter_model.bin").is_file():
+            yield f"{key}: reading adapter_model.bin can run code; load it in PEFT and save it as {WEIGHTS_FILE}"
+        else:
+            yield f"{key}: no {WEIGHTS_FILE} in this folder; expected an adapter saved by PEFT"
+
+
+def _check_layers(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each setting that names a block that the model does not have."""
+    text = model.get("text_config") or model
+    blocks = text.get("num_hidden_layers") or text.get("n_layer")
+    lora = config.policy.lora
+    settings = (
+        ("policy.train_layers", config.policy.train_layers),
+        ("policy.lora.layers", None if lora is None else lora.layers),
+    )
+    for key, indices in settings:
+        if indices and blocks and (rule := out_of_range(indices, blocks)):
+            yield f"{key}={layers_text(indices)}: {rule} in {config.model.name}"
 
 
 def _check_opponent(section: str, opponent: ModelConfig, config: Config, policy: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from colocated_grpo.config.errors import (
     SettingLocation,
     SettingsTree,
     dotted,
-    error_line,
+    error_lines,
+    errors_by_path,
     location_suffix,
     parse_path,
-    setting_path,
     show,
 )
 from colocated_grpo.config.rules import check, remarks
@@ -30,6 +31,17 @@ from colocated_grpo.config.yaml_text import parse_document, parse_value
 DEFAULT_TASK = "arithmetic"
 """Task of a config file without environments. Its prompts are generated, so nothing is downloaded."""
 SHIPPED = Path("training_configs")
+LISTS = {
+    "policy.lora.target_modules",
+    "policy.lora.exclude_modules",
+    "lora_target_modules",
+    "report_to",
+    "reward_funcs",
+    "reward_weights",
+}
+"""Flags that accept several values on the command line, as those of TRL and Atropos do: `--report_to wandb none`."""
+SWITCHES = {"use_peft", "use_rslora", "use_wandb"}
+"""Flags that mean true without a value, as in TRL and Atropos."""
 MODEL_NAME = ("model", "name")
 """The setting that `model: NAME` and `--model NAME` set."""
 
@@ -80,14 +92,22 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
         name, has_value, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not all(name.split(".")):
             raise ConfigError(f"{argument!r}: expected --section.key VALUE")
-        if not has_value:
-            if not remaining or remaining[0].startswith("--"):
-                raise ConfigError(f"--{name}: needs a value, for example --{name} VALUE or --{name}=VALUE")
-            text = remaining.pop(0)
         # `--training-steps` is accepted as well. Only the first part is converted: keys of `args` may have hyphens.
         section, dot, rest = name.partition(".")
-        pairs.append((parse_path(section.replace("-", "_") + dot + rest), text))
+        key = section.replace("-", "_") + dot + rest
+        if not has_value:
+            values = [remaining.pop(0) for _ in range(_number_of_values(key, remaining))]
+            if not values and key not in SWITCHES:
+                raise ConfigError(f"--{name}: needs a value, for example --{name} VALUE or --{name}=VALUE")
+            text = values[0] if len(values) == 1 else json.dumps(values) if values else "true"
+        pairs.append((parse_path(key), text))
     return pairs
+
+
+def _number_of_values(key: str, arguments: Sequence[str]) -> int:
+    """Return how many of `arguments` are values of the flag before them."""
+    following = next((index for index, text in enumerate(arguments) if text.startswith("--")), len(arguments))
+    return following if key in LISTS else min(following, 1)
 
 
 def _read_text(path: Path) -> str:
@@ -153,7 +173,8 @@ def _validate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> 
         _reject_booleans_as_numbers(tree, config, locations)
         return config
     # `--run_name 2024` was parsed as a number. Where a field needs text, use the command line's text unparsed.
-    needs_text = {setting_path(error, tree) for error in errors if error["type"] == "string_type"}
+    by_path = errors_by_path(errors, tree)
+    needs_text = [path for path, found in by_path.items() if any(error["type"] == "string_type" for error in found)]
     texts = {path: locations[path].text for path in needs_text if path in locations}
     texts = {path: text for path, text in texts.items() if text is not None}
     if texts:
@@ -161,4 +182,4 @@ def _validate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> 
             assign(tree, path, text)
             locations[path] = replace(locations[path], text=None)
         return _validate(tree, locations)
-    raise ConfigError(*(error_line(error, tree, locations, Config, new_names()) for error in errors))
+    raise ConfigError(*error_lines(errors, tree, locations, Config, new_names()))

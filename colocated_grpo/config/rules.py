@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.layers import layers_text
 from colocated_grpo.config.schema import MIN_TEMPERATURE, Config, EngineConfig
 from colocated_grpo.config.sources import EpisodeSourceConfig
 from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
@@ -133,6 +134,30 @@ def _shared_weights_are_plain(config: Config) -> Lines:
         yield f"engine.args.quantization={quantization}: not supported with weights: shared, whose weights are trained"
 
 
+def _adapter_is_all_that_is_trained(config: Config) -> Lines:
+    policy = config.policy
+    if policy.lora is None:
+        return
+    if policy.train_layers is not None:
+        yield (
+            f"policy.train_layers={layers_text(policy.train_layers)}: must be null with policy.lora, which freezes all "
+            "weights of the model; set policy.lora.layers for the blocks that get an adapter"
+        )
+    if policy.cpu_offload:
+        yield (
+            "policy.cpu_offload=true: must be false with policy.lora, whose forward pass reads the merged weights on "
+            "the device; set policy.lora.base_on_host to keep the base weights in host memory"
+        )
+
+
+def _merged_export_needs_an_adapter(config: Config) -> Lines:
+    if config.checkpoint.export_merged and config.policy.lora is None:
+        yield (
+            "checkpoint.export_merged=true: must be false without policy.lora, as final_model/ and step_N/ are whole "
+            "models then"
+        )
+
+
 def _one_atropos_entry(config: Config) -> Lines:
     count = sum(source.type == "atropos" for source in config.environments)
     if count > 1:
@@ -206,6 +231,15 @@ def _one_opponent(config: Config) -> Lines:
                 f"environments.{index}.args.players: {FROZEN!r} needs a model; set "
                 f"environments.{index}.opponent: {{name: initial}}"
             )
+
+
+def _shared_frozen_weights_survive_the_opponent(config: Config) -> Lines:
+    partly_frozen = config.policy.lora is not None or config.policy.train_layers is not None
+    if config.weights == "shared" and partly_frozen and config.opponent_model not in (None, config.model):
+        yield (
+            "weights=shared: must be copied with an opponent of another model beside policy.lora or "
+            "policy.train_layers, because its frozen weights would stay in the engine"
+        )
 
 
 def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
@@ -284,6 +318,8 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _checkpoints_fall_on_syncs,
     _engine_fields_are_not_arguments,
     _shared_weights_are_plain,
+    _adapter_is_all_that_is_trained,
+    _merged_export_needs_an_adapter,
     _one_atropos_entry,
     _atropos_share_is_whole,
     _atropos_engines_are_independent,
@@ -291,6 +327,7 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _episodes_need_single_rank_engines,
     _structured_output_needs_trainer_logprobs,
     _one_opponent,
+    _shared_frozen_weights_survive_the_opponent,
 )
 WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
     _tensor_parallel_divides_world,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import FileName, Fraction, NonNegative, Positive, Section
+from colocated_grpo.config.layers import Layers
+from colocated_grpo.config.lora import LEARNING_RATE, LoRAConfig
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.config.sources import EnvironmentConfig
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
@@ -57,7 +59,7 @@ class OptimizerConfig(Section):
 class PolicyConfig(Section):
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate. The default suits pretrained models; models of a few million parameters need 1e-4 and
-    more."""
+    more. With `lora` the default is 1e-5: adapters need about ten times the learning rate of full training."""
     min_lr: float = Field(0.0, ge=0)
     """Final learning rate of a cosine or linear schedule. At most lr."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -87,6 +89,19 @@ class PolicyConfig(Section):
     logprob_chunk_tokens: Positive = 2048
     """Tokens per chunk when log-probabilities are computed. Only one chunk's float32 logits exist at a time: 1.2 GB for
     2,048 tokens and a vocabulary of 152,000."""
+    lora: LoRAConfig | None = None
+    """Train an adapter (LoRA) on frozen weights instead of all weights. null: off. {}: on, with the defaults below."""
+    train_layers: Layers | None = None
+    """Train only these transformer blocks, without adapters: 20-31, 0-3,28-31 or a list of numbers. All other weights
+    are frozen: 2 bytes per parameter in bfloat16, and no backward pass before the first trained block. null: train all
+    weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_lr_of_adapters(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("lora") is not None and "lr" not in values:
+            return {**values, "lr": LEARNING_RATE}
+        return values
 
 
 class EngineConfig(Section):
@@ -196,6 +211,9 @@ class CheckpointConfig(Section):
     """Steps between exports in Hugging Face format (step_N/ in the run folder). 0: only final_model/."""
     export_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of exported weights. auto: policy.compute_dtype."""
+    export_merged: bool = False
+    """With policy.lora: besides each exported adapter (final_adapter/, adapter_step_N/) also write the merged weights
+    as a model (final_model/, step_N/)."""
 
 
 class TrackingConfig(Section):

@@ -1,4 +1,7 @@
-"""Setting names of TRL 1.16: its `GRPOConfig` and the arguments of its GRPO script. See docs/guides/from_trl.md."""
+"""Setting names of TRL 1.16: its `GRPOConfig` and the arguments of its GRPO script. See docs/guides/from_trl.md.
+
+Those of adapters are in `lora_names`.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,6 @@ _GEOMETRY = (
 _NO_SERVER = "the engine runs in the trainer's process"
 _ROLLOUTS = "tracking.rollouts_per_step rollouts of every step go to rollouts.jsonl; tools.show_rollouts prints them"
 _DTYPE = "master weights are fp32; policy.compute_dtype sets the type of the forward pass"
-_NO_LORA = "all weights are trained; LoRA and quantized training are not supported"
 
 TRL: dict[str, Alias] = {
     "model_name_or_path": renamed("model.name"),
@@ -267,7 +269,7 @@ TRL: dict[str, Alias] = {
     "average_tokens_across_devices": one_of("the loss counts the tokens of all ranks", {True: None}),
     "lr_scheduler_kwargs": not_supported("policy.min_lr sets the final learning rate"),
     "optim_args": not_supported("see policy.optimizer"),
-    "optim_target_modules": not_supported("all weights are trained"),
+    "optim_target_modules": not_supported("see policy.lora.target_modules and policy.train_layers"),
     "neftune_noise_alpha": not_supported("noise is not added to embeddings"),
     "label_smoothing_factor": one_of("there are no labels", {0: None}),
     "accelerator_config": not_needed("torchrun starts the ranks"),
@@ -340,8 +342,4 @@ TRL: dict[str, Alias] = {
     "dtype": not_supported(_DTYPE),
     "torch_dtype": not_supported(_DTYPE),
     "attn_implementation": not_needed("packed sequences have their own attention"),
-    "use_peft": one_of(_NO_LORA, {False: None}),
-    **{f"lora_{name}": not_supported(_NO_LORA) for name in ("r", "rank", "alpha", "dropout", "target_modules")},
-    **{name: not_supported(_NO_LORA) for name in ("lora", "lora_config", "peft_config")},
-    **{f"load_in_{bits}bit": one_of(_NO_LORA, {False: None}) for bits in (4, 8)},
 }

@@ -123,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.log_level == "DEBUG":
         logging.getLogger().setLevel(logging.DEBUG)
     else:  # a user cannot act on the warnings that libraries log when they are imported
-        logging.getLogger("vllm").setLevel(logging.ERROR)
+        for library in ("vllm", "bitsandbytes"):  # PEFT imports bitsandbytes
+            logging.getLogger(library).setLevel(logging.ERROR)
         warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("colocated_grpo").setLevel(options.log_level)
     return _train(options, overrides)

@@ -36,6 +36,7 @@ from colocated_grpo.launch.cli import (
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
 
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 DEFAULT_MASTER_PORT = 29500
 PROBE_SECONDS = 10
 # Seconds that a stopped torchrun gives its ranks to save before it kills them; its default is 30.
@@ -72,7 +73,11 @@ class Launch:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch a run and return its exit code: 2 where it cannot be started."""
+    """Launch a run and return its exit code: 2 where it cannot be started. `serve ...` starts an engine server."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] == "serve":
+        environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
+        os.execve(sys.executable, [sys.executable, "-m", "colocated_grpo.serve", *arguments[1:]], environment)
     prepare_streams()
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
@@ -248,15 +253,18 @@ def torchrun_command(launch: Launch) -> list[str]:
 
 def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log_level: str) -> dict[str, str]:
     """Return `environment` with the variables that the ranks need. Library variables set by the user are kept."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    paths = [package_root, *filter(None, [environment.get("PYTHONPATH")])]
     child = library_environment(log_level) | dict(environment)
-    child |= {"PYTHONUNBUFFERED": "1", LOG_LEVEL_VARIABLE: log_level, "PYTHONPATH": os.pathsep.join(paths)}
+    child |= {"PYTHONUNBUFFERED": "1", LOG_LEVEL_VARIABLE: log_level, "PYTHONPATH": python_path(environment)}
     child.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     if gpus == 0:
         child["CUDA_VISIBLE_DEVICES"] = ""
         child.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     return child
+
+
+def python_path(environment: Mapping[str, str]) -> str:
+    """Return PYTHONPATH with this package first, so that a child finds it without an installation."""
+    return os.pathsep.join([PACKAGE_ROOT, *filter(None, [environment.get("PYTHONPATH")])])
 
 
 def banner(launch: Launch, command: Sequence[str]) -> str:

@@ -105,7 +105,7 @@ def fit_to_memory(policy: Policy, config: Config, world: World) -> int:
         raise RunError(
             f"batch.max_tokens_per_micro_batch={config.batch.max_tokens_per_micro_batch}: a trial step of "
             f"{trial_sizes(config)[1]} tokens does not fit beside weights, optimizer state and engine; "
-            "use policy.cpu_offload or more GPUs"
+            "use policy.cpu_offload (with an adapter: policy.lora.base_on_host) or more GPUs"
         ) from error
 
 

@@ -81,7 +81,8 @@ def packed_attention(
     else:
         key, value = (expand_keys(tensor, prefix_keys) for tensor in (key, value))
         runs = Runs(cu_seq_lens_q, max_length_q, prefix_keys.cu_seqlens, prefix_keys.max_seqlen)
-    attend = on_cuda if query.is_cuda else attend_padded
+    # FlashAttention has no float32 kernels.
+    attend = on_cuda if query.is_cuda and query.dtype.itemsize == 2 else attend_padded
     return attend(query, key, value, runs, scaling, sliding_window)[None], None
 
 

@@ -1,4 +1,4 @@
-"""Export of the policy as a Hugging Face folder that transformers and vLLM load."""
+"""Export of the policy as a Hugging Face model, or of its adapter, that transformers, PEFT and vLLM load."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from colocated_grpo.config.lora import LoRAConfig
 from colocated_grpo.errors import in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, whole
@@ -20,34 +23,101 @@ from colocated_grpo.runtime.distributed import World, whole
 FILE_BYTES = 4 << 30
 
 
-def export(
-    policy: Policy,
-    hf_config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    source: Path,
-    target: Path,
-    dtype: torch.dtype,
-    world: World,
-) -> None:
-    """Write weights in `dtype`, config, tokenizer and the `source` model's generation settings to `target`. Collective.
+class Export(Protocol):
+    """One kind of folder that a run exports."""
 
-    Tensors are gathered one at a time, and rank 0 buffers at most one file (FILE_BYTES) of them. The folder is renamed
-    to `target` once it is complete.
-    """
-    partial = target.with_name(target.name + ".partial")
-    writer = _Writer(partial) if world.is_main else None
-    for name, tensor in _full_tensors(policy, dtype):
-        if writer is not None:
-            with _write_errors_in_one_line(target.parent):
-                writer.add(name, tensor.cpu().contiguous())
-    if writer is not None:
+    @property
+    def final_name(self) -> str:
+        """Name of the folder of the last step."""
+        ...
+
+    def name_at(self, step: int) -> str:
+        """Return the name of the folder of a step."""
+        ...
+
+    def write(self, target: Path) -> None:
+        """Write the folder; it is renamed to `target` once it is complete. Collective."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelExport:
+    """All weights, merged if there is an adapter, with config, tokenizer and generation settings."""
+
+    policy: Policy
+    hf_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    source: Path
+    """Folder of the model that the run started from."""
+    dtype: torch.dtype
+    world: World
+    final_name: str = "final_model"
+
+    def name_at(self, step: int) -> str:
+        return f"step_{step}"
+
+    def write(self, target: Path) -> None:
+        """Tensors are gathered one at a time, and rank 0 buffers at most one file (FILE_BYTES) of them."""
+        with _renamed_when_complete(target, self.world) as partial:
+            writer = None if partial is None else _Writer(partial)
+            for name, tensor in self._full_tensors():
+                if writer is not None:
+                    with _write_errors_in_one_line(target.parent):
+                        writer.add(name, tensor.cpu().contiguous())
+            if partial is not None and writer is not None:
+                with _write_errors_in_one_line(target.parent):
+                    writer.close()
+                    self._write_settings(partial)
+
+    def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.policy.weights.published().items():
+            # Cast before the gather: half the bytes move.
+            yield name, whole(parameter.detach().to(self.dtype))
+
+    def _write_settings(self, folder: Path) -> None:
+        self.hf_config.dtype = self.dtype
+        self.hf_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        if (self.source / "generation_config.json").exists():
+            shutil.copy(self.source / "generation_config.json", folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterExport:
+    """The adapter in PEFT's format, float32, with the tokenizer."""
+
+    policy: Policy
+    lora: LoRAConfig
+    base: str
+    """Name of the base model, as PEFT records it."""
+    tokenizer: PreTrainedTokenizerBase
+    world: World
+    final_name: str = "final_adapter"
+
+    def name_at(self, step: int) -> str:
+        return f"adapter_step_{step}"
+
+    def write(self, target: Path) -> None:
+        from colocated_grpo.policy.lora.files import write_adapter  # imports PEFT
+
+        with _renamed_when_complete(target, self.world) as partial:
+            if partial is not None:
+                with _write_errors_in_one_line(target.parent):
+                    write_adapter(partial, self.lora, self.base, self.policy.model, self.policy.parameters())
+                    self.tokenizer.save_pretrained(partial)
+
+
+@contextmanager
+def _renamed_when_complete(target: Path, world: World) -> Iterator[Path | None]:
+    """Yield an empty folder on rank 0 and None on other ranks; rename it to `target` at the end. Collective."""
+    partial = target.with_name(target.name + ".partial") if world.is_main else None
+    if partial is not None:
         with _write_errors_in_one_line(target.parent):
-            writer.close()
-            hf_config.dtype = dtype
-            hf_config.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-            if (source / "generation_config.json").exists():
-                shutil.copy(source / "generation_config.json", partial)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    yield partial
+    if partial is not None:
+        with _write_errors_in_one_line(target.parent):
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     world.barrier()
@@ -62,18 +132,10 @@ def _write_errors_in_one_line(folder: Path) -> Iterator[None]:
         raise write_failed("export", folder, in_one_line(error)) from error
 
 
-def _full_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in policy.parameters().items():
-        # Cast before the gather: half the bytes move.
-        yield name, whole(parameter.detach().to(dtype))
-
-
 class _Writer:
     """Writes tensors to safetensors files of at most FILE_BYTES (or one tensor), and their index."""
 
     def __init__(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         self._folder = folder
         self._pending: dict[str, Tensor] = {}
         self._bytes = self._total = 0

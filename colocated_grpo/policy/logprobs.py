@@ -85,7 +85,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, temperature_N, logsumexp_N = ctx.saved_tensors
         chunk_tokens, softcap = ctx.settings
-        gradients = _Gradients(hidden_NH, weight_VH, softcap)
+        gradients = _Gradients(hidden_NH, weight_VH, softcap, of_weight=ctx.needs_input_grad[1])
         for chunk in _chunks(len(hidden_NH), chunk_tokens):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, softcap)
             gradients.add(chunk, logits_CV, targets_N[chunk], temperature_N[chunk], logsumexp_N[chunk], grad_N[chunk])
@@ -109,7 +109,7 @@ class _LinearLoss(torch.autograd.Function):
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         entropy_N = torch.empty_like(logprobs_N)
         loss = hidden_NH.new_zeros((), dtype=torch.float32)
-        gradients = _Gradients(hidden_NH, weight_VH, softcap)
+        gradients = _Gradients(hidden_NH, weight_VH, softcap, of_weight=ctx.needs_input_grad[1])
         for chunk in _chunks(len(hidden_NH), chunk_tokens):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, softcap)
             rows = targets_N[chunk], temperature_N[chunk]
@@ -127,7 +127,8 @@ class _LinearLoss(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
     def backward(ctx: Any, grad: Tensor, *_constants: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
-        return grad_hidden_NH * grad, grad_weight_VH * grad, None, None, None, None, None
+        of_weight = None if grad_weight_VH is None else grad_weight_VH * grad
+        return grad_hidden_NH * grad, of_weight, None, None, None, None, None
 
 
 def _value_and_gradient(
@@ -141,14 +142,17 @@ def _value_and_gradient(
 
 
 class _Gradients:
-    """Gradients of hidden states and weight, filled chunk by chunk. `add` overwrites the logits."""
+    """Gradients of hidden states and, unless it is frozen, of the weight, filled chunk by chunk.
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, softcap: float | None) -> None:
+    `add` overwrites the logits.
+    """
+
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, softcap: float | None, *, of_weight: bool) -> None:
         self._inputs = hidden_NH, weight_VH
         self._softcap = softcap
         self.hidden_NH = torch.empty_like(hidden_NH)
         # Chunks accumulate in float32: a 16-bit sum would lose digits that a single matmul keeps.
-        self._weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        self._weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if of_weight else None
         _, self._logit_gradient = _row_operations(hidden_NH.device)
 
     def add(
@@ -165,10 +169,11 @@ class _Gradients:
             logits_CV, targets_C, temperature_C, logsumexp_C, grad_C, hidden_NH.dtype, self._softcap
         )
         torch.mm(grad_CV, weight_VH, out=self.hidden_NH[chunk])
-        _add_product(self._weight_VH, grad_CV.t(), hidden_NH[chunk])
+        if self._weight_VH is not None:
+            _add_product(self._weight_VH, grad_CV.t(), hidden_NH[chunk])
 
-    def weight(self) -> Tensor:
-        return self._weight_VH.to(self._inputs[1].dtype)
+    def weight(self) -> Tensor | None:
+        return None if self._weight_VH is None else self._weight_VH.to(self._inputs[1].dtype)
 
 
 def _chunks(total: int, size: int) -> list[slice]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.policy.model import PackedLM, read_parameters, reshard
 
 
@@ -19,15 +20,23 @@ class Weights(Protocol):
     model: PackedLM
 
     def masters(self) -> dict[str, nn.Parameter]:
-        """Return the masters by checkpoint name, in the same order on every rank; their gradients are fp32 as well."""
+        """Return the trained parameters by name, in the same order on every rank; their gradients are fp32 as well."""
+        ...
+
+    def published(self) -> Mapping[str, Tensor]:
+        """Return all weights of the model by checkpoint name, frozen ones included, as syncs and exports read them."""
         ...
 
     def before_forward(self, *, last: bool) -> None:
         """Call before each micro-batch of a minibatch. last: an optimizer step follows this micro-batch."""
         ...
 
+    def reduce_gradients(self) -> None:
+        """Sum gradients over ranks where the backward pass has not done so. Call after a minibatch's micro-batches."""
+        ...
+
     def release(self) -> None:
-        """Free all weights except the masters. Call after a minibatch, or a forward pass without a backward pass."""
+        """Free all gathered weights. Call after a minibatch, or a forward pass without a backward pass."""
         ...
 
     def publish(self) -> None:
@@ -36,18 +45,27 @@ class Weights(Protocol):
 
 
 class ShardedWeights:
-    """FSDP2: the model's own parameters are the masters, sharded by rows over ranks and gathered for each use."""
+    """FSDP2: the model's own parameters are the masters, sharded by rows over ranks and gathered for each use.
+
+    Frozen parameters are sharded in the compute type.
+    """
 
     def __init__(self, model: PackedLM) -> None:
         self.model = model
 
     def masters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.model.hf_parameters().items() if parameter.requires_grad}
+
+    def published(self) -> dict[str, nn.Parameter]:
         return self.model.hf_parameters()
 
     def before_forward(self, *, last: bool) -> None:
         assert isinstance(self.model, FSDPModule)
         # Gradients accumulate unsharded and are reduced once: micro-batches add no communication.
         self.model.set_requires_gradient_sync(last)
+
+    def reduce_gradients(self) -> None:
+        """Do nothing: FSDP2 reduces them in the backward pass of the last micro-batch."""
 
     def release(self) -> None:
         reshard(self.model)
@@ -59,9 +77,9 @@ class ShardedWeights:
 class UnshardedWeights:
     """One rank without FSDP: fp32 masters beside a plain model with parameters in the compute type.
 
-    Device memory per parameter: 4 bytes for the master, 4 for its gradient during a minibatch, and one value of the
-    compute type. The model's parameters may be the engine's tensors (see `adopt`): `publish` is then the entire weight
-    sync.
+    Device memory per trained parameter: 4 bytes for the master, 4 for its gradient during a minibatch, and one value of
+    the compute type; per frozen parameter, that value alone. The model's parameters may be the engine's tensors (see
+    `adopt`): `publish` is then the entire weight sync.
     """
 
     def __init__(self, model: PackedLM, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -70,18 +88,29 @@ class UnshardedWeights:
         self._masters = {
             name: nn.Parameter(torch.empty(parameter.shape, device=device))
             for name, parameter in model.hf_parameters().items()
+            if parameter.requires_grad
         }
-        read_parameters(self._masters, model.lm.base_model_prefix, folder)
-        _allocate(model, device, dtype)
-        for name, parameter in model.hf_parameters().items():
+        prefix = model.lm.base_model_prefix
+        read_parameters(self._masters, prefix, folder)
+        allocate(model, device, dtype)
+        self._trained = {name: p for name, p in model.hf_parameters().items() if name in self._masters}
+        read_parameters({n: p for n, p in model.hf_parameters().items() if n not in self._trained}, prefix, folder)
+        for name, parameter in self._trained.items():
             parameter.register_post_accumulate_grad_hook(_accumulate_into(self._masters[name]))
         self.publish()
 
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters
 
+    def published(self) -> dict[str, nn.Parameter]:
+        """Return masters, which are exact, and the model's parameters where they are frozen."""
+        return {name: self._masters.get(name, p) for name, p in self.model.hf_parameters().items()}
+
     def before_forward(self, *, last: bool) -> None:
         """Do nothing: each micro-batch's gradient is added to the masters' during the backward pass."""
+
+    def reduce_gradients(self) -> None:
+        """Do nothing: there is one rank."""
 
     def release(self) -> None:
         """Do nothing: nothing was gathered."""
@@ -89,34 +118,42 @@ class UnshardedWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters into the model's parameters."""
-        targets = [parameter.data for parameter in self.model.hf_parameters().values()]
+        targets = [parameter.data for parameter in self._trained.values()]
         torch._foreach_copy_(targets, [master.data for master in self._masters.values()])
 
-    def adopt(self, views: Mapping[str, Tensor]) -> bool:
-        """Use these tensors, by checkpoint name, as the model's parameters and free the previous ones.
 
-        Return False and change nothing unless each has the shape, type and device of its parameter.
-        """
-        parameters = self.model.hf_parameters()
-        if any(_kind(views[name]) != _kind(parameter) for name, parameter in parameters.items()):
-            return False
-        for name, parameter in parameters.items():
-            parameter.data = views[name]  # the Parameter object stays, with its hook and its ties
-        self.publish()
-        return True
+@torch.no_grad()
+def adopt(model: PackedLM, views: Mapping[str, Tensor]) -> bool:
+    """Use these tensors, by checkpoint name, as the parameters of an unsharded model and free the previous ones.
+
+    Values are kept. Return False and change nothing unless each has the shape, type and device of its parameter.
+    """
+    parameters = model.hf_parameters()
+    if any(_kind(views[name]) != _kind(parameter) for name, parameter in parameters.items()):
+        return False
+    for name, parameter in parameters.items():
+        views[name].copy_(parameter)
+        parameter.data = views[name]  # the Parameter object stays, with its hook and its ties
+    return True
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _allocate(model: PackedLM, device: torch.device, dtype: torch.dtype) -> None:
-    """Replace meta parameters by allocated ones, keeping ties, and move buffers."""
+def allocate(model: PackedLM, device: torch.device, dtype: torch.dtype) -> None:
+    """Replace meta parameters, except the factors of adapters, by allocated ones in `dtype`; move buffers.
+
+    Ties are kept.
+    """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, meta in list(module.named_parameters(recurse=False)):
+            if is_factor(name):
+                continue
             if meta not in allocated:
-                allocated[meta] = nn.Parameter(torch.empty(meta.shape, device=device, dtype=dtype))
+                values = torch.empty(meta.shape, device=device, dtype=dtype)
+                allocated[meta] = nn.Parameter(values, requires_grad=meta.requires_grad)
             setattr(module, name, allocated[meta])
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)

@@ -7,7 +7,7 @@ Shapes: T packed tokens, N scored tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from colocated_grpo.policy.attention import PACKED
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.logprobs import linear_logprobs
+from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.runtime.distributed import local_part
 
 Head = Callable[..., tuple[Tensor, ...]]
@@ -76,8 +77,11 @@ class PackedLM(nn.Module):
         )
 
     def hf_parameters(self) -> dict[str, nn.Parameter]:
-        """Return parameters by their name in a Hugging Face checkpoint; a tied output layer appears once."""
-        return {checkpoint_name(name): parameter for name, parameter in self.named_parameters()}
+        """Return parameters by their name in a Hugging Face checkpoint; a tied output layer appears once.
+
+        The factors of adapters are left out: no checkpoint has them.
+        """
+        return {checkpoint_name(name): p for name, p in self.named_parameters() if not is_factor(name)}
 
 
 def checkpoint_name(name: str) -> str:
@@ -132,6 +136,20 @@ def transformer_blocks(lm: nn.Module) -> nn.ModuleList:
     return max(uniform, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
 
 
+def freeze(model: PackedLM, dtype: torch.dtype, trained: Collection[int] = ()) -> None:
+    """Freeze all parameters on the meta device, and store them in `dtype`, except those of the `trained` blocks."""
+    blocks = transformer_blocks(model.lm)
+    kept = {id(parameter) for index in trained for parameter in blocks[index].parameters()}
+    frozen: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, meta in list(module.named_parameters(recurse=False)):
+            if id(meta) in kept:
+                continue
+            if meta not in frozen:  # tied parameters stay tied
+                frozen[meta] = nn.Parameter(torch.empty(meta.shape, dtype=dtype, device="meta"), requires_grad=False)
+            setattr(module, name, frozen[meta])
+
+
 def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> None:
     """Wrap each transformer block for activation checkpointing and compilation, in place."""
     blocks = transformer_blocks(model.lm)
@@ -145,11 +163,12 @@ def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: b
     """Apply FSDP2 to each prepared block, then to the whole model, in place. offloaded: as in `load_shards`."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if offloaded else OffloadPolicy()
+    factors = {parameter for name, parameter in model.named_parameters() if is_factor(name)}  # every rank has all
     for block in blocks_of(model):
-        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=factors)
     # Do not cast the model's inputs: the sampling temperatures are among them, and 0.7 is not exact in bfloat16.
     precision = replace(precision, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=factors)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is a local sum divided by a global count: gradients are summed over ranks, not averaged.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import OptimizerConfig, PolicyConfig
@@ -28,12 +29,18 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: floa
 
 
 def _adafactor(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-    return Adafactor(parameters, lr=lr, weight_decay=config.weight_decay, all_reduce=_sum_over_shards)
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    all_reduce = _sum_over_shards if sharded else _no_reduction
+    return Adafactor(parameters, lr=lr, weight_decay=config.weight_decay, all_reduce=all_reduce)
 
 
 def _sum_over_shards(tensor: Tensor) -> None:
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor)
+
+
+def _no_reduction(_tensor: Tensor) -> None:
+    """Leave the tensor as it is: every rank has whole parameters."""
 
 
 def _adamw_8bit(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:

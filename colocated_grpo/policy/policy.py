@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,56 +16,13 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import LossInputs, make_denominator
 from colocated_grpo.metrics import Metrics, Stat
-from colocated_grpo.policy.attention import implementation_for
-from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, Weights
-from colocated_grpo.policy.model import PackedLM, build_empty, load_shards, prepare_blocks, shard
+from colocated_grpo.policy.loading import build_weights, compute_dtype
+from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.objective import make_objective
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 from colocated_grpo.runtime.distributed import World, whole
 
 Packed = TypeVar("Packed", MicroBatch, PackedTokens, LossInputs)
-
-
-def dtype_of(setting: Literal["auto", "bfloat16", "float16", "float32"], *, auto: torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a setting. auto: the dtype for 'auto'."""
-    return auto if setting == "auto" else getattr(torch, setting)
-
-
-def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the type of weights and activations in forward and backward passes."""
-    return dtype_of(config.policy.compute_dtype, auto=torch.bfloat16 if device.type == "cuda" else torch.float32)
-
-
-def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> Weights:
-    """Load the checkpoint in `folder` for training. Collective."""
-    if config.weights == "shared":
-        model = _build_empty(config, hf_config, world)
-        return UnshardedWeights(model, folder, world.device, compute_dtype(config, world.device))
-    return ShardedWeights(build_model(config, hf_config, folder, world, offloaded=config.policy.cpu_offload))
-
-
-def build_model(
-    config: Config, hf_config: PretrainedConfig, folder: Path, world: World, *, offloaded: bool
-) -> PackedLM:
-    """Load the checkpoint in `folder` with FSDP2. offloaded: keep it in host memory between uses. Collective."""
-    model = _build_empty(config, hf_config, world)
-    shard(model, world.mesh, compute_dtype(config, world.device), offloaded=offloaded)
-    load_shards(model, folder, world.device, offloaded=offloaded)
-    return model
-
-
-def _build_empty(config: Config, hf_config: PretrainedConfig, world: World) -> PackedLM:
-    """Build the model without storage, its blocks prepared for checkpointing and compilation as configured."""
-    dtype, longest = compute_dtype(config, world.device), config.max_sequence_tokens
-    model = build_empty(
-        hf_config,
-        config.policy.logprob_chunk_tokens,
-        trust_remote_code=config.model.trust_remote_code,
-        attention=implementation_for(hf_config, dtype, world.device, longest=longest),
-    )
-    compiled = world.device.type == "cuda" if config.policy.compile == "auto" else config.policy.compile
-    prepare_blocks(model, checkpointed=config.policy.gradient_checkpointing is True, compiled=compiled)
-    return model
 
 
 @torch.no_grad()
@@ -106,10 +63,14 @@ class Policy:
         self.offload = OptimizerOffload(self.optimizer) if config.policy.offload_optimizer else None
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the fp32 master weights by checkpoint name, in the same order on every rank."""
+        """Return the trained fp32 parameters by name, in the same order on every rank."""
         return self.weights.masters()
 
     def num_parameters(self) -> int:
+        """Parameters of the model, without an adapter's."""
+        return sum(parameter.numel() for parameter in self.model.hf_parameters().values())
+
+    def num_trained(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters().values())
 
     @property
@@ -156,6 +117,7 @@ class Policy:
             loss.backward()
             # All ranks have equally many micro-batches: these weights add up to 1 for each minibatch.
             metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})
+        self.weights.reduce_gradients()
         self.weights.release()
 
     def optimizer_step(self, metrics: Metrics) -> None:

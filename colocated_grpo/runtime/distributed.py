@@ -107,8 +107,11 @@ def _picklable(error: Exception) -> Exception:
     return error
 
 
-def init_world() -> World:
-    """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+def init_world(store: dist.Store | None = None) -> World:
+    """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+    store: key-value store of all ranks. Default: one over TCP, on which rank 0 or torchrun listens.
+    """
     on_gpu = torch.cuda.is_available()
     # Modulo, because some schedulers make one GPU visible to each process but still increment LOCAL_RANK.
     device = (
@@ -118,7 +121,9 @@ def init_world() -> World:
     )
     if on_gpu:
         torch.cuda.set_device(device)
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(minutes=10))))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if store is None:
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(minutes=10))))
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=dist.PrefixStore("default", store),

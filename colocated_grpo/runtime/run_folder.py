@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from colocated_grpo.config.adapter_files import adapter_shape
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import first_difference, read_config_json, shape_of
 from colocated_grpo.config.schema import Config
@@ -65,6 +66,12 @@ def check_resumed(config: Config, resume: str | None, name: str) -> None:
         raise ConfigError(
             f"model.name={config.model.name!r}: {key} is {shape[key]}, but {saved[key]} in the checkpoint "
             f"{checkpoints[-1]}; resume with a model of the same shape"
+        )
+    adapter = adapter_shape(config)
+    if (key := first_difference(adapter, saved)) is not None:
+        raise ConfigError(
+            f"{key}={adapter[key]}: the checkpoint {checkpoints[-1]} has {saved[key]}; resume with the adapter "
+            "settings that the run began with"
         )
 
 

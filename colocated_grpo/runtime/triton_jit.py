@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import triton
@@ -20,10 +20,12 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-def jit(function: Callable[..., Any]) -> Kernel:
+def jit(function: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) -> Kernel:
     """Compile `function` with Triton on its first launch.
+
+    do_not_specialize: integer arguments that stay arguments; Triton makes a constant of any other that is 1.
 
     Triton 3.9 types a launch with the kernel's own signature, whose constants are `tl.constexpr`. A launch passes plain
     integers for them, and options such as `num_warps` that the signature lacks: a type checker rejects both.
     """
-    return cast(Kernel, triton.jit(function))
+    return cast(Kernel, triton.jit(do_not_specialize=list(do_not_specialize))(function))

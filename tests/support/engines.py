@@ -40,7 +40,7 @@ class Pair:
         self.policy = Policy(self.config, hf_config, model, world)
         frozen = read_opponent(self.config, hf_config, world)
         self.engine: VLLMEngine = build_engine(self.config, self.policy, model, world)
-        self.sync = build_sync(self.policy, self.engine, world)
+        self.sync = build_sync(self.config, self.policy, self.engine, world)
         self.opponent = build_opponent(self.config.opponent, frozen, self.policy, self.engine, self.sync, world)
 
     def write(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -181,6 +181,17 @@ def with_old_logprobs(micro_batch: MicroBatch) -> MicroBatch:
 def with_ref_logprobs(micro_batch: MicroBatch) -> MicroBatch:
     inputs = micro_batch.loss_inputs
     return replace(micro_batch, loss_inputs=replace(inputs, ref_logprobs_N=inputs.sampling_logprobs_N))
+
+
+def logprobs_one_by_one(model: Callable[..., Any], micro_batch: MicroBatch) -> Tensor:
+    """Return what transformers' model gives the scored tokens, one sequence at a time, without packing."""
+    tokens, logprobs = micro_batch.tokens, []
+    for index, rows in enumerate(rows_of(micro_batch)):
+        own = micro_batch.loss_inputs.sequence_N == index
+        logits = model(tokens.input_ids_T[None, rows]).logits[0, positions_of(rows, tokens.source_N[own])]
+        log_probs = torch.log_softmax(logits.float() / tokens.temperature_N[own, None], dim=-1)
+        logprobs.append(log_probs.gather(1, tokens.targets_N[own, None])[:, 0])
+    return torch.cat(logprobs)
 
 
 def positions_of(rows: Tensor, chosen: Tensor) -> Tensor:

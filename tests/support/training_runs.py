@@ -22,7 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import psutil
+import torch
+import torch.distributed.checkpoint as dcp
 import yaml
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
@@ -275,3 +279,16 @@ def deterministic(**changes: Any) -> Settings:
 def weights_of(run: TrainingRun) -> dict[str, bytes]:
     """Return the contents of final_model's weight files by name."""
     return {path.name: path.read_bytes() for path in (run.folder / "final_model").glob("*.safetensors")}
+
+
+def checkpoint_tensors(run_folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a run's newest checkpoint by their names in it."""
+    folder = max((run_folder / "checkpoints").glob("step_*[0-9]"))
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors

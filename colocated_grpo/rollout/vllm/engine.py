@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from colocated_grpo.config.schema import Config
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
+from colocated_grpo.rollout.vllm.adapters import Adapters
 from colocated_grpo.rollout.vllm.kv_budget import kv_cache_arguments, with_max_num_seqs
 from colocated_grpo.rollout.vllm.process import discard, keep_trainer_state, name_shared_memory
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
@@ -47,6 +48,7 @@ class VLLMEngine:
         self.max_num_seqs: int = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization"))
         self._requests: Requests = (MixedRequests if needs_text(config) else CoreRequests)(self._engine)
+        self.adapters = Adapters(self._engine)
         self._keys: dict[str, Hashable] = {}
         self._buffers: dict[str, Tensor] = {}
         self._submitted = 0
@@ -65,7 +67,7 @@ class VLLMEngine:
         for request in requests:
             name = self._new_name()
             with _rejections_as_value_errors():
-                self._requests.add(name, request.token_ids, _sampling_params(request))
+                self._requests.add(name, request.token_ids, _sampling_params(request), self.adapters.active)
             self._keys[name] = request.key
 
     def _new_name(self) -> str:
@@ -85,12 +87,15 @@ class VLLMEngine:
             del self._keys[name]
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        entries = prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(0))
+        entries = self._prompt_logprobs(token_ids, 0)
         return [next(iter(entry.values())) for entry in entries]
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         with _rejections_as_value_errors():
-            return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k))
+            return self._prompt_logprobs(token_ids, k)
+
+    def _prompt_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k), self.adapters.active)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.transforms_weights:

@@ -9,6 +9,7 @@ import numpy as np
 from vllm import RequestOutput, SamplingParams, TokensPrompt
 from vllm.inputs.engine import TokensInput
 from vllm.logprobs import Logprob
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -25,7 +26,9 @@ Finished = list[tuple[str, Completion]]
 class Requests(Protocol):
     """Requests that run in one engine, by name."""
 
-    def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None: ...
+    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> None:
+        """adapter: None for the engine's own weights."""
+        ...
 
     def step(self, policy_version: int) -> Finished:
         """Run one decode step and return the completions that finished in it, stamped with `policy_version`."""
@@ -53,10 +56,12 @@ class CoreRequests:
         scheduler = engine.engine_core.engine_core.scheduler  # pyrefly: ignore[missing-attribute]  # in-process client
         self._steady = SteadyDecode(scheduler) if is_supported(scheduler) else None
 
-    def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
+    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> None:
         prompt = TokensInput(type="token", prompt_token_ids=token_ids)
         processor = self._engine.input_processor
-        request = processor.process_inputs(name, prompt, params, supported_tasks=self._engine.get_supported_tasks())
+        request = processor.process_inputs(
+            name, prompt, params, supported_tasks=self._engine.get_supported_tasks(), lora_request=adapter
+        )
         processor.assign_request_id(request)
         streams = params.output_kind is RequestOutputKind.DELTA
         self._running[request.request_id] = _Running(name, [], [], streams)
@@ -131,8 +136,8 @@ class TextRequests:
         """Name -> all tokens so far of a request that streams; None for the others."""
         self._deltas: list[tuple[str, TokenDelta]] = []
 
-    def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
-        self._engine.add_request(name, TokensPrompt(prompt_token_ids=token_ids), params)
+    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> None:
+        self._engine.add_request(name, TokensPrompt(prompt_token_ids=token_ids), params, lora_request=adapter)
         self._running[name] = TokenDelta([], []) if params.output_kind is RequestOutputKind.DELTA else None
 
     def receive(self, outputs: list[EngineCoreOutput], policy_version: int) -> Finished:
@@ -179,8 +184,8 @@ class MixedRequests:
         self._engine = engine
         self._core, self._text = CoreRequests(engine), TextRequests(engine)
 
-    def add(self, name: str, token_ids: list[int], params: SamplingParams) -> None:
-        (self._text if params.stop else self._core).add(name, token_ids, params)
+    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> None:
+        (self._text if params.stop else self._core).add(name, token_ids, params, adapter)
 
     def step(self, policy_version: int) -> Finished:
         outputs = self._engine.engine_core.get_output().outputs
@@ -211,10 +216,10 @@ def _completion(output: RequestOutput, tokens: TokenDelta, policy_version: int) 
 
 
 def prompt_logprobs(
-    engine: LLMEngine, name: str, token_ids: Sequence[int], params: SamplingParams
+    engine: LLMEngine, name: str, token_ids: Sequence[int], params: SamplingParams, adapter: LoRARequest | None
 ) -> list[dict[int, float]]:
     """Log-probabilities for each of token_ids[1:], the token's own first. The engine must have no running request."""
-    engine.add_request(name, TokensPrompt(prompt_token_ids=list(token_ids)), params)
+    engine.add_request(name, TokensPrompt(prompt_token_ids=list(token_ids)), params, lora_request=adapter)
     finished: list[RequestOutput] = []
     while not finished:
         finished = [output for output in engine.step() if isinstance(output, RequestOutput) and output.finished]

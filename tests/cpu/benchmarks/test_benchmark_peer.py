@@ -10,15 +10,18 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoConfig, TrainerControl, TrainerState, TrainingArguments
 
 from colocated_grpo.benchmarks import peer, peer_options, peer_tuning, step
+from colocated_grpo.benchmarks.adapters import peft_arguments
 from colocated_grpo.benchmarks.peer import (
     OutOfMemoryPhase,
     PeerOutOfMemory,
@@ -40,6 +43,8 @@ from colocated_grpo.benchmarks.peer_tuning import (
 )
 from colocated_grpo.benchmarks.throughput import ModelSize
 from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS, RandomWork, add_stop_tokens
+from colocated_grpo.config.lora import LoRAConfig
+from colocated_grpo.config.schema import PolicyConfig
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.errors import RunError
 from colocated_grpo.tools.make_model import make_model
@@ -58,9 +63,11 @@ SPEC = PeerSpec(
     seed=0,
     gpus=2,
     setup=TUNED,
+    lora=None,
     extra_arguments={},
 )
-RUN = PeerRun(steps=[], start_seconds=1.0, arguments={})
+LORA = peft_arguments(LoRAConfig(rank=4, alpha=8))
+RUN = PeerRun(steps=[], start_seconds=1.0, arguments={}, trained_parameters=0)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +95,32 @@ def test_only_tuned_trl_gets_arguments_for_speed():
         "use_liger_kernel": True,
         "vllm_gpu_memory_utilization": 0.5,
     }
+
+
+def test_only_tuned_trl_loads_the_frozen_weights_beside_adapters_in_bf16():
+    init = {
+        (setup.name, gpus, lora is not None): grpo_arguments(replace(SPEC, setup=setup, gpus=gpus, lora=lora)).get(
+            "model_init_kwargs"
+        )
+        for setup in (TUNED, DEFAULTS)
+        for gpus in (0, 2)
+        for lora in (None, LORA)
+    }
+
+    assert init.pop(("tuned", 2, True)) == {"dtype": "bfloat16"}
+    assert set(init.values()) == {None}
+    assert step.notes(replace(SPEC, lora=LORA)) == [
+        "frozen weights are loaded in bfloat16, where TRL's default is float32"
+    ]
+
+
+def test_trl_gets_the_adapter_of_our_settings():
+    lora = LoRAConfig(rank=4, alpha=8, rslora=True, target_modules=["q_proj"], exclude_modules=".*7.*")
+    ours = LoraConfig(**peft_arguments(lora))
+
+    assert (ours.r, ours.lora_alpha, ours.use_rslora, ours.lora_dropout, ours.bias) == (4, 8, True, 0, "none")
+    assert (ours.target_modules, ours.exclude_modules) == ({"q_proj"}, ".*7.*")
+    assert LORA["target_modules"] == "all-linear"
 
 
 def test_the_default_micro_batch_is_that_of_trl():
@@ -185,14 +218,36 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, phases: list[OutOfMemoryPhase | No
 
 
 def test_the_engine_gets_the_cache_of_all_sequences_beside_the_trainer():
-    size = ModelSize(parameters=10**9, weight_bytes=2 * 10**9, kv_bytes_per_token=10**5)
+    size = size_of(trained=10**9)
     working = peer_tuning.ENGINE_WORKING_BYTES["cuda"]
     needed = 2e9 + 100 * (MAX_PROMPT_TOKENS + 840) * 1e5 + working
+    fraction = partial(engine_fraction, max_completion=840, device_bytes=100 * 10**9)
 
-    assert engine_fraction(size, 100, 840, 1, 100 * 10**9) == pytest.approx(needed / 100e9, abs=0.006)
+    assert fraction(size, 100, gpus=1, adapters=False) == pytest.approx(needed / 100e9, abs=0.006)
     # 12 bytes a parameter stay with the trainer, and a twentieth with neither.
-    assert engine_fraction(size, 10_000, 840, 1, 100 * 10**9) == pytest.approx(0.95 - 0.12)
-    assert engine_fraction(size, 10_000, 840, 2, 100 * 10**9) == pytest.approx(0.95 - 0.06)
+    assert fraction(size, 10_000, gpus=1, adapters=False) == pytest.approx(0.95 - 0.12)
+    assert fraction(size, 10_000, gpus=2, adapters=False) == pytest.approx(0.95 - 0.06)
+    # While the engine starts, the weights are not sharded yet.
+    assert fraction(size, 10_000, gpus=8, adapters=False) == pytest.approx(0.95 - 0.04)
+
+
+def test_beside_frozen_weights_the_engine_gets_most_of_the_memory():
+    fraction = partial(engine_fraction, size_of(trained=10**8), 10_000, 840, device_bytes=100 * 10**9, adapters=True)
+
+    # 2 bytes a frozen parameter and 12 a trained one
+    assert fraction(gpus=1) == pytest.approx(0.95 - 0.02 - 0.012, abs=0.006)
+    # 2 and 4 before they are sharded
+    assert fraction(gpus=8) == pytest.approx(0.95 - 0.02 - 0.004, abs=0.006)
+
+
+def size_of(trained: int) -> ModelSize:
+    return ModelSize(
+        parameters=10**9,
+        weight_bytes=2 * 10**9,
+        kv_bytes_per_token=10**5,
+        trained_parameters=trained,
+        training_flops_per_token=6 * 10**9,
+    )
 
 
 def test_the_least_memory_of_a_step_counts_what_backward_keeps(model: Path):
@@ -202,8 +257,15 @@ def test_the_least_memory_of_a_step_counts_what_backward_keeps(model: Path):
     # 2 layers; hidden 64, 4 query heads and 2 key-value heads of 32, intermediate 128
     layer = 4 * 64 + 2 * (4 + 2) * 32 + 3 * 128
 
-    assert least_training_bytes(hf_config, 10, spec, Candidate(4, False)) == 2 * tokens * 2 * layer + 120
-    assert least_training_bytes(hf_config, 10, spec, Candidate(4, True)) == 2 * tokens * 2 * 64 + 120
+    least = partial(least_training_bytes, hf_config, size_of(trained=10))
+    assert least(spec, Candidate(4, False)) == 2 * tokens * 2 * layer + 120
+    assert least(spec, Candidate(4, True)) == 2 * tokens * 2 * 64 + 120
+
+    state = 2 * 10**9 + 120
+    assert least(replace(spec, lora=LORA), Candidate(4, False)) == 2 * tokens * 2 * layer + state
+    assert least(replace(spec, lora=LORA, gpus=2), Candidate(4, True)) == 2 * tokens * 2 * 64 + state / 2
+    some = replace(spec, lora={**LORA, "target_modules": ["q_proj"]})
+    assert least(some, Candidate(4, False)) == state
 
 
 @pytest.mark.parametrize(
@@ -287,7 +349,20 @@ def test_tuned_trl_without_liger_kernel_is_rejected_in_one_line(
         "error: --peer=trl: tuned TRL needs liger-kernel; pip install liger-kernel, or use --peer-defaults\n"
     )
     options, _ = step.parse(["--gpus", "1", "--peer", "trl", "--peer-defaults"])
-    assert peer_options.problem(options) is None
+    assert peer_options.problem(options, PolicyConfig()) is None
+
+
+def test_settings_that_trl_cannot_follow_are_rejected_in_one_line(capsys: pytest.CaptureFixture[str]):
+    assert error_of(capsys, "--policy.train_layers", "0") == (
+        "error: policy.train_layers: TRL trains all weights or an adapter; leave it out with --peer trl\n"
+    )
+    assert error_of(capsys, "--policy.lora.layers", "0") == (
+        "error: policy.lora.layers: adapters of TRL are in all blocks; leave it out with --peer trl\n"
+    )
+    assert "policy.lora.init='somewhere': benchmarks start from a new" in error_of(
+        capsys, "--policy.lora.init", "somewhere"
+    )
+    assert "policy.learning_speed" in error_of(capsys, "--policy.learning_speed", "1")
 
 
 @pytest.mark.parametrize(
@@ -415,18 +490,23 @@ def test_an_error_in_the_first_weight_sync_belongs_to_the_first_generation_and_l
     assert not recorder.in_first_generation
 
 
-def test_our_steps_and_those_of_tuned_trl_stand_side_by_side(model: Path, tmp_path: Path):
-    file = tmp_path / "step.json"
-
+def run_beside_trl(model: Path, file: Path, *settings: str) -> str:
+    """Run two of our steps and two of TRL's, with the result in `file`. Returns what was printed."""
     command = [
         sys.executable, "-m", "colocated_grpo.benchmarks.step", "--model", str(model), "--gpus", "0",
         "--prompts", "2", "--group-size", "4", "--max-completion", "8",
         "--steps", "2", "--warmup", "0", "--json", str(file), "--peer", "trl", "--peer-steps", "3",
-        "--peer-until", "0", "--policy.compile", "off",
+        "--peer-until", "0", "--policy.compile", "off", *settings,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_our_steps_and_those_of_tuned_trl_stand_side_by_side(model: Path, tmp_path: Path):
+    file = tmp_path / "step.json"
+    printed = run_beside_trl(model, file)
 
     result = json.loads(file.read_text())
     ours, theirs = result["ours"]["median"], result["peer"]["median"]
@@ -439,14 +519,30 @@ def test_our_steps_and_those_of_tuned_trl_stand_side_by_side(model: Path, tmp_pa
         assert side["mfu"] > 0
     assert result["speedup"]["seconds/step"] == pytest.approx(theirs["seconds/step"] / ours["seconds/step"])
     assert result["commit"]
-    assert "tokens_per_second_per_gpu" in done.stdout
+    assert "tokens_per_second_per_gpu" in printed
 
     assert result["peer"]["setup"] == "tuned"
+    assert result["peer"]["trained_parameters"] == result["trained_parameters"] == result["parameters"]
     assert result["peer"]["tries"] == [{"micro_batch": 8, "checkpointing": False, "outcome": "fits"}]
     assert "use_liger_kernel is left out" in result["peer"]["notes"][0]
     arguments = result["peer"]["arguments"]["GRPOConfig"]
     assert arguments["per_device_train_batch_size"] == 8
     assert arguments["gradient_checkpointing"] is False
     for name, value in arguments.items():
-        assert f"{name}={value!r}" in done.stdout
+        assert f"{name}={value!r}" in printed
     assert result["peer_defaults"] is None
+
+
+def test_both_trainers_train_the_adapter_of_our_settings(model: Path, tmp_path: Path):
+    file = tmp_path / "step.json"
+    run_beside_trl(model, file, "--policy.lora.rank", "4", "--policy.lora.alpha", "8", "--weights", "shared")
+
+    result = json.loads(file.read_text())
+    assert result["peer"]["trained_parameters"] == result["trained_parameters"] < result["parameters"] / 8
+    assert (
+        result["peer"]["arguments"]["GRPOTrainer"]["peft_config"]
+        == {"LoraConfig": result["lora"]}
+        == {"LoraConfig": LORA}
+    )
+    for side in ("ours", "peer"):
+        assert result[side]["median"]["mfu"] > 0

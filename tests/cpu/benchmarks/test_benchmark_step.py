@@ -21,6 +21,8 @@ from colocated_grpo.benchmarks.throughput import (
     with_rates,
 )
 from colocated_grpo.benchmarks.workload import add_stop_tokens
+from colocated_grpo.config.lora import LoRAConfig
+from colocated_grpo.config.schema import PolicyConfig
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from tests.support.ranks import TIMEOUT, start_module
@@ -31,7 +33,9 @@ RATES = Roofline(
     gather_bytes_per_second=10.0,
     datasheet_flops_per_second=2000.0,
 )
-SIZE = ModelSize(parameters=50, weight_bytes=100, kv_bytes_per_token=4)
+SIZE = ModelSize(
+    parameters=50, weight_bytes=100, kv_bytes_per_token=4, trained_parameters=50, training_flops_per_token=300
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +83,38 @@ def test_model_sizes_are_read_from_the_checkpoint(model: Path):
     # 2 layers, keys and values, 2 heads of 32 numbers
     assert size.kv_bytes_per_token == 2 * 2 * 2 * 32 * 2
     assert size.weight_bytes == 2 * size.parameters == 2 * num_parameters(model)
+    assert size.trained_parameters == size.parameters
+    assert size.training_flops_per_token == 6 * size.parameters
+
+
+def test_frozen_weights_have_no_gradient_and_adapters_no_forward_pass(model: Path):
+    size = model_size(model, itemsize=2, policy=PolicyConfig(lora=LoRAConfig(rank=8)))
+
+    # hidden 64, 4 query heads and 2 key-value heads of 32, intermediate 128; inputs plus outputs of the linear layers
+    adapter = 2 * 8 * ((64 + 128) + 2 * (64 + 64) + (128 + 64) + 2 * (64 + 128) + (128 + 64))
+    assert size.trained_parameters == adapter
+    assert size.training_flops_per_token == 4 * (size.parameters + adapter)
+    assert (size.parameters, size.weight_bytes) == (num_parameters(model), 2 * num_parameters(model))
+
+
+def test_the_backward_pass_ends_at_the_first_block_with_trained_weights(model: Path):
+    full = model_size(model, itemsize=2)
+    block = 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 128 + 2 * 64 + 2 * 32  # linear layers and norms
+    upper, lower, adapted, everywhere = (
+        model_size(model, itemsize=2, policy=policy)
+        for policy in (
+            PolicyConfig(train_layers=[1]),
+            PolicyConfig(train_layers=[0]),
+            PolicyConfig(lora=LoRAConfig(rank=8, layers=[1])),
+            PolicyConfig(lora=LoRAConfig(rank=8)),
+        )
+    )
+
+    assert upper.trained_parameters == lower.trained_parameters == block
+    assert upper.training_flops_per_token == 4 * full.parameters - 2 * block + 2 * block
+    assert lower.training_flops_per_token == 4 * full.parameters + 2 * block
+    assert 2 * adapted.trained_parameters == everywhere.trained_parameters
+    assert adapted.training_flops_per_token == 4 * full.parameters - 2 * block + 4 * adapted.trained_parameters
 
 
 def num_parameters(model: Path) -> int:
@@ -88,7 +124,15 @@ def num_parameters(model: Path) -> int:
 
 
 def peer_summary(medians: dict[str, float]) -> PeerSummary:
-    return {"median": medians, "steps": [], "setup": "tuned", "arguments": {}, "tries": [], "notes": []}
+    return {
+        "median": medians,
+        "steps": [],
+        "setup": "tuned",
+        "arguments": {},
+        "trained_parameters": 50,
+        "tries": [],
+        "notes": [],
+    }
 
 
 def test_less_time_and_more_throughput_both_count_as_faster():

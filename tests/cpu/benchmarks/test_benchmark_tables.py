@@ -53,7 +53,7 @@ def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
     defaults = {"setup": "defaults", "median": {"seconds/step": 42.0}}
     root = project(
         tmp_path,
-        step_a_large=result("qwen3-8b", 8, peer=tuned, peer_defaults=None),
+        step_a_large={**result("qwen3-8b", 8, peer=tuned, peer_defaults=None), "lora": {"r": 32}},
         step_small=result("qwen3-0.6b", 1, peer=tuned, peer_defaults=defaults),
         step_without_ours={"median": {}},
         growth_a_length=growth("length", [1024]),
@@ -73,7 +73,7 @@ def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_small.json) | 6.0 s | 30.0 s (5.0 x) | 42.0 s (7.0 x) "
         "| 4.0 s / 1.5 s / 6.6 ms | 14.0 s / 15.5 s / 0.2 s | 49 GiB | 116 GiB |",
-        "| [qwen3-8b, 1 x NVIDIA H200](docs/results/step_a_large.json) | 6.0 s | 30.0 s (5.0 x) | - "
+        "| [qwen3-8b, LoRA of rank 32, 1 x NVIDIA H200](docs/results/step_a_large.json) | 6.0 s | 30.0 s (5.0 x) | - "
         "| 4.0 s / 1.5 s / 6.6 ms | 14.0 s / 15.5 s / 0.2 s | 49 GiB | 116 GiB |",
         "",
         STEPS[1],

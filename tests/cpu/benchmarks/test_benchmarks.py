@@ -13,15 +13,19 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
-from colocated_grpo.benchmarks import attention, decode, logprob, overlap, patches, sleep, sync, train
+from colocated_grpo.benchmarks import attention, decode, decode_lora, logprob, overlap, patches, sleep, sync, train
+from colocated_grpo.benchmarks.adapters import write_random_adapter
 from colocated_grpo.benchmarks.harness import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
 from colocated_grpo.benchmarks.workload import STOP_PROBABILITY
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.lora import LoRAConfig
 from colocated_grpo.losses import Counts
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Group, JsonObject, Rollout
@@ -101,6 +105,12 @@ def test_both_ranks_of_train_share_the_work_of_one_batch(measured):
     assert sum(kernel["share"] for kernel in result["kernels"]) == pytest.approx(1)
 
 
+def test_the_sync_benchmark_times_the_merge_of_an_adapter(measured):
+    [row] = measured(sync, "--gpus", "0", "--shape", "tiny", "--policy.lora.rank", "8", forked=True)["rows"]
+    assert row["publish_seconds"] > 0
+    assert row["path"] == "views"
+
+
 def test_the_planned_sync_is_no_slower_than_the_loader_of_the_engine(measured):
     [row] = measured(sync, "--gpus", "0", "--shape", "tiny", forked=True)["rows"]
 
@@ -132,6 +142,48 @@ def test_decode_divides_the_time_of_a_step_among_kernels(measured):
         assert sum(kernel["ms"] for kernel in kernels) == pytest.approx(4 * row["device_ms"])
         assert {kernel["kernel"]: kernel["calls"] for kernel in kernels}["aten::mm"] == 4 * 9  # two layers and the head
         assert row["idle_share"] == pytest.approx(1 - row["device_ms"] / row["step_ms"])
+
+
+def test_merged_weights_and_the_adapter_of_vllm_decode_in_turn(measured):
+    work = ["--sequences", "4", "1", "--group-size", "2", "--prompt", "20", "--sampled", "8", "--steps", "4"]
+    result = measured(decode_lora, "--gpus", "0", "--shape", "tiny", "--rank", "8", *work, forked=True)
+
+    assert [(row["sequences"], row["weights"]) for row in result["rows"]] == [
+        (sequences, weights) for sequences in (4, 1) for weights in ("merged", "vLLM's adapter")
+    ]
+    for merged, adapter in zip(result["rows"][::2], result["rows"][1::2], strict=True):
+        assert merged["merged x"] == 1
+        assert adapter["merged x"] == adapter["step_ms"] / merged["step_ms"]
+        calls = {
+            row["weights"]: {
+                kernel["kernel"]: kernel["calls"]
+                for kernel in result["kernels"]
+                if (kernel["weights"], kernel["sequences"]) == (row["weights"], row["sequences"])
+            }
+            for row in (merged, adapter)
+        }
+        assert "aten::bmm" not in calls["merged"]
+        # two products with the factors in each of seven linear layers in two blocks, in each of four steps
+        assert calls["vLLM's adapter"]["aten::bmm"] >= 4 * 2 * 7 * 2
+
+
+def test_a_random_adapter_has_the_format_of_peft(tmp_path):
+    from peft import PeftModel
+
+    model = tiny_model()
+    write_random_adapter(tmp_path, model, LoRAConfig(rank=8, alpha=16), torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    token_ids = torch.tensor([[1, 2, 3]])
+    expected = base(token_ids).logits
+
+    adapted = PeftModel.from_pretrained(base, str(tmp_path))
+    with safe_open(tmp_path / "adapter_model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    assert len(names) == 2 * 7 * 2  # two factors for each of seven linear layers in two blocks
+    loaded = {name: weight for name, weight in adapted.named_parameters() if "lora_B" in name and weight.any()}
+    assert {name.replace(".default", "") for name in loaded} == {name for name in names if "lora_B" in name}
+    assert adapted.peft_config["default"].r == 8
+    assert not torch.allclose(adapted(token_ids).logits, expected)
 
 
 def test_patches_lists_every_replacement_inside_vllm_with_its_hits(measured):
@@ -267,9 +319,9 @@ def test_completions_have_the_long_tail_of_random_stops():
     assert min(lengths) >= 1
 
 
-def test_mfu_counts_six_flop_per_parameter_and_computed_token():
+def test_mfu_counts_the_flop_of_computed_tokens():
     batch = Batch(minibatches=[], num_tokens=60, computed_tokens=40, imbalance=0.0, padding=0.0)
-    row = train.speed(batch, parameters=10, seconds=2.0, roofline=RATES, ranks=2)
+    row = train.speed(batch, flops_per_token=60, seconds=2.0, roofline=RATES, ranks=2)
 
     assert row["mfu"] == pytest.approx(6 * 10 * 20 / 2.0 / 2000)
     assert row["mfu_of_measured_matmul"] == pytest.approx(6 * 10 * 20 / 2.0 / 1000)

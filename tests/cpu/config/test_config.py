@@ -13,6 +13,7 @@ import yaml
 
 from colocated_grpo.config.aliases import ALIASES
 from colocated_grpo.config.errors import setting_names
+from colocated_grpo.config.layers import layers_text, parse_layers
 from colocated_grpo.config.loading import load_config, parse_overrides, read_config
 from colocated_grpo.config.rules import check_world
 from colocated_grpo.config.schema import Config
@@ -64,6 +65,7 @@ def test_all_documented_files_are_shipped():
         "dr_grpo_config.yaml",
         "gsm8k_qwen3_0.6b_1gpu.yaml",
         "gsm8k_qwen3_8b_8gpu.yaml",
+        "gsm8k_qwen3_8b_lora_1gpu.yaml",
         "large_model_config.yaml",
         "reasoning_gym_1gpu.yaml",
     }
@@ -126,6 +128,26 @@ def test_every_spelling_of_true_and_false_is_accepted_beside_auto(text, value):
     assert load(f"policy: {{compile: {text}}}").policy.compile == value
 
 
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [("20-22", [20, 21, 22]), ('"0-1, 6-7"', [0, 1, 6, 7]), ("5", [5]), ("[7, 3, 3]", [3, 7]), ('"1-1"', [1])],
+)
+def test_blocks_load_however_they_are_written(text, blocks):
+    assert load(f"policy: {{train_layers: {text}}}").policy.train_layers == blocks
+    assert load(f"policy: {{lora: {{layers: {text}}}}}").policy.lora.layers == blocks
+
+
+@pytest.mark.parametrize("text", ["0", "20-31", "0-3,28-31", "1,3,5-6"])
+def test_blocks_are_shown_as_they_are_written(text):
+    assert layers_text(parse_layers(text)) == text
+
+
+def test_an_adapter_has_ten_times_the_default_learning_rate_of_full_training():
+    assert load("policy: {lora: {}}").policy.lr == pytest.approx(10 * load("").policy.lr)
+    assert load("policy: {lora: {}, lr: 2e-6}").policy.lr == 2e-6
+    assert load("policy: {lora: null}").policy == load("").policy
+
+
 @pytest.mark.parametrize(("text", "value"), [("yes", True), ("on", True), ("no", False), ("false", False)])
 def test_yes_and_no_are_booleans_in_boolean_settings(text, value):
     assert load(f"engine: {{sleep: {text}}}").engine.sleep is value
@@ -174,6 +196,10 @@ def test_an_override_can_add_the_next_entry_of_a_list():
 @pytest.mark.parametrize("text", ["2024", "true", "1e5", "{{ x }}", "[a"])
 def test_an_override_of_a_text_setting_is_not_parsed(text):
     assert load("", "--run_name", text).run_name == text
+
+
+def test_an_override_of_a_setting_that_is_a_list_or_text_is_not_parsed_as_a_number():
+    assert load("", "--policy.lora.target_modules", "5").policy.lora.target_modules == "5"
 
 
 def test_a_negative_number_is_a_value_and_not_a_flag():
@@ -330,7 +356,7 @@ def test_null_for_an_old_name_sets_nothing(name):
 def test_every_setting_of_trls_trainer_is_translated_or_rejected_with_advice():
     trl = pytest.importorskip("trl")
     script = pytest.importorskip("trl.scripts.utils").ScriptArguments
-    theirs = {field.name for kind in (trl.GRPOConfig, script) for field in fields(kind)}
+    theirs = {field.name for kind in (trl.GRPOConfig, trl.ModelConfig, script) for field in fields(kind)}
     sections = {"fsdp", "fsdp_config"}
     assert theirs - set(ALIASES) - set(Config.model_fields) - sections == set()
 

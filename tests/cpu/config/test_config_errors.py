@@ -112,6 +112,42 @@ from tests.support.config_text import config_error, load, notes
             "save_total_limit=null: TRL keeps every checkpoint then; set the number to keep (checkpoint.keep_last) "
             "(line 3 of x.yaml)",
         ),
+        (
+            "policy: {lora: {target_modules: 5}}",
+            "policy.lora.target_modules=5: must be a list or text; put quotes around it (line 3 of x.yaml)",
+        ),
+        (
+            "policy: {lora: {exclude_modules: {a: b}}}",
+            "policy.lora.exclude_modules={'a': 'b'}: must be a list or text (line 3 of x.yaml)",
+        ),
+        (
+            "policy: {lora: {target_modules: [q_proj, 1]}}",
+            "policy.lora.target_modules.1=1: must be text; put quotes around it (line 3 of x.yaml)",
+        ),
+        (
+            "batch: {max_tokens_per_micro_batch: x}",
+            "batch.max_tokens_per_micro_batch='x': must be one of 'auto' or a whole number (line 3 of x.yaml)",
+        ),
+        (
+            "environments:\n- name: sorting\n  type: x",
+            "x.yaml:3: environments: given twice",
+        ),
+        (
+            "loss:\n  clip_low: 0.1\n  type: x",
+            "loss.type='x': must be one of grpo, dr_grpo, dapo, bnpo, cispo, gspo (line 5 of x.yaml)",
+        ),
+        (
+            "policy: {train_layers: 31-20}",
+            "policy.train_layers='31-20': '31-20' is no range of blocks; write 20-31 or 0-3,28-31 (line 3 of x.yaml)",
+        ),
+        ("policy: {train_layers: [3, -1]}", "policy.train_layers.0=-1: must be at least 0 (line 3 of x.yaml)"),
+        ("policy: {lora: {layers: []}}", "policy.lora.layers=[]: needs at least 1 entry (line 3 of x.yaml)"),
+        (
+            "policy: {lora: {dropout: 0.05}}",
+            "policy.lora.dropout=0.05: must be 0: the engine samples without dropout, so training with it would not be "
+            "on-policy (line 3 of x.yaml)",
+        ),
+        ("policy: {lora: true}", "policy.lora=true: must be a mapping of settings (line 3 of x.yaml)"),
         ("vllm_config: 3", "vllm_config=3: must be a mapping of settings"),
         ("learning_rate: fast", "policy.lr='fast': must be a number (line 3 of x.yaml, as learning_rate)"),
     ],
@@ -272,6 +308,21 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
             "run begins with a weight sync",
         ),
         (
+            "policy: {lora: {}, train_layers: 20-23}",
+            "policy.train_layers=20-23: must be null with policy.lora, which freezes all weights of the model; set "
+            "policy.lora.layers for the blocks that get an adapter",
+        ),
+        (
+            "policy: {lora: {}, cpu_offload: true}",
+            "policy.cpu_offload=true: must be false with policy.lora, whose forward pass reads the merged weights on "
+            "the device; set policy.lora.base_on_host to keep the base weights in host memory",
+        ),
+        (
+            "checkpoint: {export_merged: true}",
+            "checkpoint.export_merged=true: must be false without policy.lora, as final_model/ and step_N/ are whole "
+            "models then",
+        ),
+        (
             "engine: {args: {max_num_seqs: 3}}",
             "engine.args.max_num_seqs: has a setting of its own; write engine.max_num_seqs",
         ),
@@ -296,6 +347,8 @@ def test_an_invalid_reward_is_reported_with_its_index():
         "batch: {max_tokens_per_micro_batch: 2048}",
         "engine: {max_model_len: 2048}",
         "seed: 0",
+        "policy: {lora: {layers: 20-23, base_on_host: true}}\ncheckpoint: {export_merged: true}",
+        "policy: {train_layers: 20-23, cpu_offload: true}",
     ],
 )
 def test_settings_at_the_edge_of_a_rule_are_allowed(text):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.config import adapter_files
+from colocated_grpo.config.adapter_files import WEIGHTS_FILE
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import DATA_SUFFIXES, check_inputs, longest_sequence
 from colocated_grpo.config.schema import Config
@@ -119,6 +121,63 @@ def test_the_tensor_parallel_size_must_divide_the_attention_heads(model):
     folder = model(num_attention_heads=6)
     line = input_error(load("engine: {tensor_parallel_size: 4}", "--model.name", str(folder)))
     assert line == f"engine.tensor_parallel_size=4: must divide the 6 attention heads of {folder}"
+
+
+@pytest.mark.parametrize("key", ["policy.train_layers", "policy.lora.layers"])
+@pytest.mark.parametrize(
+    "settings", [{"num_hidden_layers": 28}, {"n_layer": 28}, {"text_config": {"num_hidden_layers": 28}}]
+)
+def test_blocks_that_the_model_does_not_have_are_rejected_with_the_valid_range(model, key, settings):
+    folder = str(model(**settings))
+    line = input_error(load("", "--model.name", folder, f"--{key}", "20-31"))
+    assert line == f"{key}=20-31: the model's blocks are 0-27, so there is no block 28 in {folder}"
+    check_inputs(load("", "--model.name", folder, f"--{key}", "20-27"))
+
+
+def test_blocks_are_not_checked_in_a_model_that_does_not_state_their_number(model):
+    config, notes = check_inputs(load("policy: {train_layers: 20-31}", "--model.name", str(model())))
+    assert config.policy.train_layers == list(range(20, 32))
+    assert notes == []
+
+
+ADAPTER = {"adapter_config.json", WEIGHTS_FILE}
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (None, "no such folder; write default or the folder of a PEFT adapter (download one of the Hub first)"),
+        (set(), "no adapter_config.json in this folder; expected an adapter saved by PEFT"),
+        ({WEIGHTS_FILE}, "no adapter_config.json in this folder; expected an adapter saved by PEFT"),
+        ({"adapter_config.json"}, f"no {WEIGHTS_FILE} in this folder; expected an adapter saved by PEFT"),
+        (
+            {"adapter_config.json", "adapter_model.bin"},
+            f"reading adapter_model.bin can run code; load it in PEFT and save it as {WEIGHTS_FILE}",
+        ),
+    ],
+)
+def test_an_adapter_to_continue_from_must_be_a_folder_written_by_peft(model, tmp_path, names, problem):
+    folder = tmp_path / "adapter"
+    if names is not None:
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+    config = load("", "--model.name", str(model()), "--policy.lora.init", str(folder))
+    assert input_error(config) == f"policy.lora.init={str(folder)!r}: {problem}"
+
+
+def test_a_complete_adapter_and_a_new_one_are_accepted(model, tmp_path):
+    folder = str(model())
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}')
+    for name in (WEIGHTS_FILE, "adapter_model.bin"):
+        (tmp_path / name).touch()
+    for init, rank in ((str(tmp_path), 4), ("default", 32)):
+        config, _ = check_inputs(load("", "--model.name", folder, "--policy.lora.init", init))
+        assert config.policy.lora.rank == rank
+
+
+def test_the_adapter_files_checked_are_those_that_are_read():
+    assert {WEIGHTS_FILE, adapter_files.CONFIG_FILE} == ADAPTER
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from dataclasses import fields
 
 import pytest
 
+from colocated_grpo.config.errors import parse_path, setting_names
 from colocated_grpo.config.losses import GSPOConfig
+from colocated_grpo.config.schema import Config
 from tests.support.config_text import config_error, load
 from tests.support.paths import ROOT
 
@@ -15,7 +17,7 @@ GUIDE_FOLDER = ROOT / "docs/guides"
 GUIDE = (GUIDE_FOLDER / "from_trl.md").read_text()
 
 
-YAML, DATASETS, REWARDS = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
+YAML, ADAPTER, DATASETS, REWARDS = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
 
 
 def test_the_yaml_of_the_guide_means_the_same_as_the_script():
@@ -67,19 +69,41 @@ def test_the_compared_defaults_are_right():
     assert theirs["use_bias_correction_kl"] is True
     assert (theirs["max_completion_length"], ours.rollout.max_completion_tokens) == (512, 1024)
     assert (theirs["eval_strategy"], ours.evaluation.every) == ("no", 10)
+    assert (theirs["learning_rate"], ours.policy.lr, load(ADAPTER).policy.lr) == (1e-6, 1e-6, 1e-5)
     assert (theirs["save_total_limit"], ours.checkpoint.keep_last) == (None, 2)
     assert (theirs["seed"], ours.seed) == (42, 0)
 
 
 def test_settings_listed_as_not_supported_are_rejected():
-    for name in ("entropy_coef", "top_entropy_quantile", "sync_ref_model", "use_peft", "load_in_4bit"):
+    for name in ("entropy_coef", "top_entropy_quantile", "sync_ref_model", "load_in_4bit"):
         assert f"`{name}`" in GUIDE
         assert config_error(f"{name}: 0.1").startswith(name)
-    for name in ("lora", "peft_config"):
-        assert "LoRA" in config_error(f"{name}: {{r: 16}}")
     for loss in ("sapo", "vespo", "luspo"):
         assert f"`{loss}`" in GUIDE
         assert loss in config_error(f"loss_type: {loss}")
+
+
+def test_the_yaml_of_an_adapter_means_the_same():
+    lora = load(YAML + ADAPTER, alone=True).policy.lora
+    assert (lora.rank, lora.alpha, lora.target_modules) == (32, 64, "all-linear")
+    [mapping] = re.findall(r"`(peft_config: [^`]+)`", GUIDE)
+    lora = load(mapping).policy.lora
+    assert (lora.rank, lora.alpha, lora.target_modules) == (16, 32, ["q_proj", "v_proj"])
+
+
+def test_the_names_of_adapter_settings_are_translated_or_rejected_as_listed():
+    trl = pytest.importorskip("trl")
+    rows = re.findall(r"^\| (`.*) \| (.*) \|$", GUIDE.split("## Adapters")[1].split("## ")[0], re.MULTILINE)
+    listed = {name: meaning for names, meaning in rows for name in re.findall(r"`(\w+)`", names)}
+    theirs = {field.name for field in fields(trl.ModelConfig)}
+    assert {name for name in theirs if name.startswith(("lora_", "use_", "load_in_"))} - {*listed} == {
+        "use_bnb_nested_quant"
+    }
+    for name, meaning in listed.items():
+        if meaning.startswith("rejected"):
+            assert config_error(f"{name}: true").startswith(f"{name}=true: ")
+        for setting in re.findall(r"`(policy\.[\w.]+)`", meaning):
+            assert parse_path(setting) in {path for path, _ in setting_names(Config)}
 
 
 def test_the_metrics_named_in_the_guide_are_explained():

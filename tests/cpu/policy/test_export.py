@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy import export as export_module
-from colocated_grpo.policy.export import export
+from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks
@@ -41,7 +41,14 @@ def train_and_export(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     default, export_module.FILE_BYTES = export_module.FILE_BYTES, file_bytes
     try:
-        export(policy, read_model_config(config.model, folder), tokenizer, folder, target, dtype, world)
+        ModelExport(
+            policy=policy,
+            hf_config=read_model_config(config.model, folder),
+            tokenizer=tokenizer,
+            source=folder,
+            dtype=dtype,
+            world=world,
+        ).write(target)
     finally:
         export_module.FILE_BYTES = default
     micro_batch = batch.minibatches[0].micro_batches[0]

@@ -14,18 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
+from colocated_grpo.policy.loading import build_model
 from colocated_grpo.policy.model import build_empty, read_model_config, reshard
-from colocated_grpo.policy.policy import build_model
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,
     config_of,
+    logprobs_one_by_one,
     pack_for,
     policy_of,
-    positions_of,
     random_groups,
-    rows_of,
     weights_of,
     whole,
 )
@@ -66,13 +65,7 @@ def packed_forward(world: World, folder: Path, micro_batch: MicroBatch, **policy
 def one_by_one_forward(folder: Path, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict]:
     """Compute the same with transformers' eager model, without packing."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    tokens, logprobs = micro_batch.tokens, []
-    for index, rows in enumerate(rows_of(micro_batch)):
-        own = micro_batch.loss_inputs.sequence_N == index
-        logits = model(tokens.input_ids_T[None, rows]).logits[0, positions_of(rows, tokens.source_N[own])]
-        log_probs = torch.log_softmax(logits.float() / tokens.temperature_N[own, None], dim=-1)
-        logprobs.append(log_probs.gather(1, tokens.targets_N[own, None])[:, 0])
-    logprobs = torch.cat(logprobs)
+    logprobs = logprobs_one_by_one(model, micro_batch)
     (logprobs * upstream_of(micro_batch)).sum().backward()
     return logprobs.detach(), {name: p.grad for name, p in model.named_parameters()}
 

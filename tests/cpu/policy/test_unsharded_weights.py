@@ -15,7 +15,7 @@ from colocated_grpo.config.schema import CheckpointConfig, Config
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.activations import run_trial_step
 from colocated_grpo.policy.blocks import Block
-from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights
+from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, adopt
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks
@@ -148,7 +148,7 @@ def test_training_in_adopted_memory_equals_training_in_own_memory(world, model_f
     expected = weights_of(trained(world, config)[0])
     policy = policy_of(config, world)
     views = engine_like(policy)
-    assert policy.weights.adopt(views)
+    assert adopt(policy.model, views)
     train(policy, pack_for(world, random_groups(6, 4), config).map(with_old_logprobs), steps=2)
     assert_same(weights_of(policy), expected, rtol=0, atol=0)
     assert_same(views, expected, rtol=0, atol=0)
@@ -164,7 +164,7 @@ def test_compiled_blocks_compute_with_views_of_fused_layers(world, model_folder,
     for compiled in ("off", "on"):
         config = config_with(model_folder(), "shared", compile=compiled)
         policy = policy_of(config, world)
-        assert policy.weights.adopt(engine_like(policy))
+        assert adopt(policy.model, engine_like(policy))
         batch = pack_for(world, random_groups(6, 4), config)
         policy.forward_backward(batch.minibatches[0], Metrics(world.device))
         gradients[compiled] = gradients_of(policy)
@@ -177,7 +177,7 @@ def test_views_of_another_shape_type_or_device_are_rejected_and_change_nothing(w
     before = {name: parameter.data_ptr() for name, parameter in policy.model.hf_parameters().items()}
     views = engine_like(policy)
     last = list(views)[-1]
-    assert not policy.weights.adopt(views | {last: wrong(views[last])})
+    assert not adopt(policy.model, views | {last: wrong(views[last])})
     assert {name: parameter.data_ptr() for name, parameter in policy.model.hf_parameters().items()} == before
 
 

@@ -1,4 +1,4 @@
-"""A small model learns two tasks at once by GRPO, in seconds: legal moves in town, and multi-turn tool use."""
+"""A small model learns two tasks at once, in seconds: legal moves in town, and multi-turn tool use."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ TOOLS = {
     "max_turn_tokens": 24,
 }
 STEPS = 20
+TRAINED: dict[str, dict[str, Any]] = {
+    "all weights": {"lr": 2e-3},
+    "an adapter": {"lr": 1e-2, "lora": {"rank": 8, "alpha": 8}},
+}
+"""Settings of the policy."""
 
 pytestmark = pytest.mark.slow
 
@@ -71,9 +76,9 @@ def warm_started_model(folder: Path, seed: int) -> Path:
     return folder
 
 
-def learning_run(folder: Path, seed: int = 0) -> TrainingRun:
+def learning_run(folder: Path, model: Path, seed: int = 0, **policy: Any) -> TrainingRun:
     config = settings(
-        warm_started_model(folder / "model", seed),
+        model,
         environments=[
             {"type": "turns", "name": "town", "args": TOWN},
             {"type": "episode", "name": "tool_use", "args": TOOLS},
@@ -82,7 +87,7 @@ def learning_run(folder: Path, seed: int = 0) -> TrainingRun:
         deterministic=True,
         training_steps=STEPS,
         rollout={"prompts_per_step": 16, "group_size": 8, "max_prompt_tokens": 256, "max_completion_tokens": 64},
-        policy={"lr": 2e-3, "schedule": "linear"},
+        policy={"schedule": "linear", **policy},
         batch={"max_tokens_per_micro_batch": 8192},
         engine={"max_num_seqs": 128},
         evaluation={"every": 0},
@@ -92,8 +97,13 @@ def learning_run(folder: Path, seed: int = 0) -> TrainingRun:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return learning_run(tmp_path_factory.mktemp("learning"))
+def model(tmp_path_factory) -> Path:
+    return warm_started_model(tmp_path_factory.mktemp("warm start") / "model", seed=0)
+
+
+@pytest.fixture(scope="module", params=TRAINED)
+def run(request, tmp_path_factory, model) -> TrainingRun:
+    return learning_run(tmp_path_factory.mktemp("learning"), model, **TRAINED[request.param])
 
 
 def first_and_last(run: TrainingRun, name: str) -> tuple[float, float]:

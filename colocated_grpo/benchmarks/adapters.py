@@ -1,0 +1,86 @@
+"""Adapters in the benchmarks: the same one for our trainer, TRL and vLLM, derived from our own settings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from colocated_grpo.config.adapter_files import WEIGHTS_FILE
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.lora import DEFAULT_INIT, LoRAConfig
+from colocated_grpo.types import JsonObject
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+STD = 0.02
+"""Standard deviation of a random adapter's entries."""
+
+
+def peft_arguments(lora: LoRAConfig) -> JsonObject:
+    """Return the arguments of PEFT's LoraConfig for these settings, except `layers`.
+
+    PEFT accepts numbers of blocks only beside a list of module names. Raises ConfigError for an adapter from a folder,
+    whose rank and layers these settings do not say.
+    """
+    if lora.init != DEFAULT_INIT:
+        raise ConfigError(f"policy.lora.init={lora.init!r}: benchmarks start from a new adapter; leave it out")
+    return {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": lora.target_modules,
+        "exclude_modules": lora.exclude_modules,
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+
+
+def adapter_shapes(model_folder: Path, lora: LoRAConfig) -> dict[str, torch.Size]:
+    """Return the shape of each tensor of the adapter by its name in PEFT's files."""
+    return _shapes(_adapted(model_folder, lora), lora)
+
+
+def write_random_adapter(folder: Path, model_folder: Path, lora: LoRAConfig, dtype: torch.dtype) -> None:
+    """Write an adapter for the model in `model_folder` in PEFT's format, with random factors A and B."""
+    adapted = _adapted(model_folder, lora)
+    torch.manual_seed(0)
+    tensors = {name: (torch.randn(shape) * STD).to(dtype) for name, shape in _shapes(adapted, lora).items()}
+    adapted.peft_config["default"].save_pretrained(str(folder))
+    save_file(tensors, folder / WEIGHTS_FILE)
+
+
+def block_of(name: str) -> int | None:
+    """Return the index of the transformer block that a parameter belongs to; None for embeddings, head and last norm.
+
+    Example: block_of("model.layers.3.mlp.up_proj.weight") == 3
+    """
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def _adapted(model_folder: Path, lora: LoRAConfig) -> PeftModel:
+    """Return the model without storage, with adapters in all blocks."""
+    from peft import LoraConfig, PeftModel, get_peft_model  # takes seconds, and full training does not need it
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder))
+        assert isinstance(model, PreTrainedModel)
+        adapted = get_peft_model(model, LoraConfig(**peft_arguments(lora)))
+    assert isinstance(adapted, PeftModel)
+    return adapted
+
+
+def _shapes(adapted: PeftModel, lora: LoRAConfig) -> dict[str, torch.Size]:
+    from peft import get_peft_model_state_dict
+
+    tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    return {
+        name: tensor.shape for name, tensor in tensors.items() if lora.layers is None or block_of(name) in lora.layers
+    }

@@ -1,0 +1,110 @@
+"""Load a checkpoint onto this rank: for training all weights, some blocks or an adapter, or for scoring only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from colocated_grpo.config.lora import LoRAConfig
+from colocated_grpo.config.schema import Config
+from colocated_grpo.policy.attention import implementation_for
+from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, Weights, allocate
+from colocated_grpo.policy.model import (
+    PackedLM,
+    build_empty,
+    freeze,
+    load_shards,
+    prepare_blocks,
+    read_parameters,
+    shard,
+    transformer_blocks,
+)
+from colocated_grpo.runtime.distributed import World
+
+
+def dtype_of(setting: Literal["auto", "bfloat16", "float16", "float32"], *, auto: torch.dtype) -> torch.dtype:
+    """Return the torch dtype of a setting. auto: the dtype for 'auto'."""
+    return auto if setting == "auto" else getattr(torch, setting)
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the type of weights and activations in forward and backward passes."""
+    return dtype_of(config.policy.compute_dtype, auto=torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> Weights:
+    """Load the checkpoint in `folder` for training. Collective."""
+    if config.policy.lora is not None:
+        return _build_adapter(config, config.policy.lora, hf_config, folder, world)
+    model = _build_empty(config, hf_config, world)
+    if config.policy.train_layers is not None:
+        freeze(model, compute_dtype(config, world.device), config.policy.train_layers)
+    _prepare_blocks(config, model, world)
+    if _without_fsdp(config, world):
+        return UnshardedWeights(model, folder, world.device, compute_dtype(config, world.device))
+    _load_sharded(config, model, folder, world, offloaded=config.policy.cpu_offload)
+    return ShardedWeights(model)
+
+
+def build_model(
+    config: Config, hf_config: PretrainedConfig, folder: Path, world: World, *, offloaded: bool
+) -> PackedLM:
+    """Load the checkpoint in `folder` with FSDP2. offloaded: keep it in host memory between uses. Collective."""
+    model = _build_empty(config, hf_config, world)
+    _prepare_blocks(config, model, world)
+    _load_sharded(config, model, folder, world, offloaded=offloaded)
+    return model
+
+
+def _build_adapter(
+    config: Config, lora: LoRAConfig, hf_config: PretrainedConfig, folder: Path, world: World
+) -> Weights:
+    """Raises ConfigError where the adapter does not fit the model, before device memory is allocated."""
+    # Imported here: PEFT takes seconds to import, and only adapters need it.
+    from colocated_grpo.policy.lora.files import read_factors
+    from colocated_grpo.policy.lora.targets import insert_adapters
+    from colocated_grpo.policy.lora.weights import AdapterWeights
+
+    dtype = compute_dtype(config, world.device)
+    model = _build_empty(config, hf_config, world)
+    freeze(model, dtype)
+    insert_adapters(model.lm, transformer_blocks(model.lm), lora)
+    factors = read_factors(lora, model)
+    _prepare_blocks(config, model, world)
+    if _without_fsdp(config, world):
+        allocate(model, world.device, dtype)
+        read_parameters(model.hf_parameters(), model.lm.base_model_prefix, folder)
+    else:
+        _load_sharded(config, model, folder, world, offloaded=False)
+    return AdapterWeights(model, factors, world.device, config.seed, base_on_host=lora.base_on_host)
+
+
+def _without_fsdp(config: Config, world: World) -> bool:
+    """Return True for one rank without FSDP2, which would hold frozen weights twice: as a shard and gathered."""
+    partly_frozen = config.policy.lora is not None or config.policy.train_layers is not None
+    return config.weights == "shared" or (partly_frozen and world.size == 1 and not config.policy.cpu_offload)
+
+
+def _build_empty(config: Config, hf_config: PretrainedConfig, world: World) -> PackedLM:
+    """Build the model without storage."""
+    dtype, longest = compute_dtype(config, world.device), config.max_sequence_tokens
+    return build_empty(
+        hf_config,
+        config.policy.logprob_chunk_tokens,
+        trust_remote_code=config.model.trust_remote_code,
+        attention=implementation_for(hf_config, dtype, world.device, longest=longest),
+    )
+
+
+def _prepare_blocks(config: Config, model: PackedLM, world: World) -> None:
+    """Prepare the blocks for checkpointing and compilation as configured."""
+    compiled = world.device.type == "cuda" if config.policy.compile == "auto" else config.policy.compile
+    prepare_blocks(model, checkpointed=config.policy.gradient_checkpointing is True, compiled=compiled)
+
+
+def _load_sharded(config: Config, model: PackedLM, folder: Path, world: World, *, offloaded: bool) -> None:
+    shard(model, world.mesh, compute_dtype(config, world.device), offloaded=offloaded)
+    load_shards(model, folder, world.device, offloaded=offloaded)

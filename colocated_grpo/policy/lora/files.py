@@ -1,0 +1,76 @@
+"""Adapters as files in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from colocated_grpo.config.adapter_files import WEIGHTS_FILE
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.lora import DEFAULT_INIT, LoRAConfig
+from colocated_grpo.policy.lora.weights import adapted_layers, factors_of
+from colocated_grpo.policy.model import PackedLM, checkpoint_name
+
+
+def read_factors(config: LoRAConfig, model: PackedLM) -> dict[str, Tensor]:
+    """Return the tensors of the adapter that `config.init` names, by PEFT's names; empty for a new adapter.
+
+    model: with adapters inserted. Raises ConfigError where names or shapes differ from the model's.
+    """
+    if config.init == DEFAULT_INIT:
+        return {}
+    file = Path(config.init) / WEIGHTS_FILE
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"policy.lora.init={config.init!r}: cannot read {file.name} ({error})") from None
+    expected = {name: factor.shape for name, factor in factors_of(model).items()}
+    other = [*(expected.keys() - tensors.keys()), *(tensors.keys() - expected.keys())]
+    if other:
+        name = sorted(other)[0]
+        problem = f"lacks {name}" if name in expected else f"has {name}, which the model does not"
+        raise ConfigError(
+            f"policy.lora.init={config.init!r}: the adapter {problem}; it was trained on another base model"
+        )
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise ConfigError(
+                f"policy.lora.init={config.init!r}: {name} is {tuple(tensors[name].shape)} in the adapter, but must be "
+                f"{tuple(shape)}; it was trained on another base model"
+            )
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def write_adapter(folder: Path, config: LoRAConfig, base: str, model: PackedLM, factors: Mapping[str, Tensor]) -> None:
+    """Write an adapter that PEFT and vLLM load. base: name of the base model. factors: by PEFT's names."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in factors.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    peft_config(config, base, model).save_pretrained(str(folder))
+
+
+def peft_config(config: LoRAConfig, base: str, model: PackedLM) -> LoraConfig:
+    """Return PEFT's settings that select exactly the adapted layers: short names if these suffice, else full names."""
+    layers = list(adapted_layers(model))
+    alpha: Any = int(config.alpha) if config.alpha.is_integer() else config.alpha  # declared int, but fractions work
+    settings = partial(
+        LoraConfig,
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        r=config.rank,
+        lora_alpha=alpha,
+        use_rslora=config.rslora,
+    )
+    names = sorted({name.rpartition(".")[2] for name in layers})
+    brief = settings(target_modules=names, layers_to_transform=config.layers)
+    modules = [checkpoint_name(name) for name, _ in model.named_modules()]
+    selected = {name for name in modules if name and check_target_module_exists(brief, name)}
+    return brief if selected == set(layers) else settings(target_modules=layers)

@@ -1,0 +1,95 @@
+"""Linear layers with an adapter: the forward pass uses the merged weight, only the backward pass uses the factors.
+
+Shapes: T tokens, I input features, O output features, R rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+FACTORS = ("lora_A", "lora_B")
+"""Names of the factors' parameters, as in PEFT."""
+
+
+class AdaptedLinear(nn.Module):
+    """y = x W^T + bias with a frozen, merged W = W0 + scale * B A.
+
+    Gradients go to lora_A [R, I] and lora_B [O, R], which are float32 and replicated on every rank. `weight` and
+    `bias` are those of the replaced layer. The factors are allocated by `AdapterWeights`.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
+        """layer: of a type in ADAPTED, with parameters on the meta device."""
+        super().__init__()
+        self.weight = layer.get_parameter("weight")
+        self.bias = None if getattr(layer, "bias", None) is None else layer.get_parameter("bias")
+        self.scale = scale
+        outputs, inputs = self.matrix().shape
+        self.lora_A = nn.Parameter(torch.empty(rank, inputs, device="meta"))
+        self.lora_B = nn.Parameter(torch.empty(outputs, rank, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _merged_linear(x, self.matrix(), self.bias, self.lora_A, self.lora_B, self.scale)
+
+    def matrix(self) -> Tensor:
+        """Return the weight as [O, I]."""
+        return self.weight
+
+    @staticmethod
+    def product(a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (left, right) such that left @ right has the layout of `weight`."""
+        return b_OR, a_RI
+
+
+class AdaptedConv1D(AdaptedLinear):
+    """The same for transformers' Conv1D (GPT-2), which stores the weight as [I, O]."""
+
+    def matrix(self) -> Tensor:
+        return self.weight.t()
+
+    @staticmethod
+    def product(a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
+        return a_RI.t(), b_OR.t()
+
+
+ADAPTED: dict[type[nn.Module], type[AdaptedLinear]] = {nn.Linear: AdaptedLinear, Conv1D: AdaptedConv1D}
+"""Layers that can have an adapter, and their replacements."""
+
+
+def is_factor(name: str) -> bool:
+    """Return True for the name of a factor among a model's parameters."""
+    return name.rpartition(".")[2] in FACTORS
+
+
+class _MergedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight_OI, a_RI, b_OR)
+        ctx.scale = scale
+        return functional.linear(x, weight_OI, bias_O)
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_OI, a_RI, b_OR = ctx.saved_tensors
+        grad_x = grad @ weight_OI if ctx.needs_input_grad[0] else None
+        x_TI, grad_TO = x.flatten(0, -2), grad.flatten(0, -2)
+        # Both products with the rank in the middle: neither [O, I] nor [T, O] is formed for the adapter.
+        a_TR = x_TI @ a_RI.to(x.dtype).t()
+        b_TR = grad_TO @ b_OR.to(x.dtype)
+        grad_a_RI = (b_TR.t() @ x_TI).to(a_RI.dtype) * ctx.scale
+        grad_b_OR = (grad_TO.t() @ a_TR).to(b_OR.dtype) * ctx.scale
+        return grad_x, None, None, grad_a_RI, grad_b_OR, None
+
+
+_merged_linear: Any = _MergedLinear.apply

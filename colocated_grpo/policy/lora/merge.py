@@ -1,0 +1,49 @@
+"""Merged weights W = W0 + scale * left @ right, rounded to the type of W0 with a fixed dither.
+
+Rounding to nearest would lose the adapter wherever it changes a weight by less than half a step of bfloat16: early in
+training nearly everywhere. The dither rounds away from zero with the probability that makes the expected value exact.
+Its random numbers depend only on the weight's key and the element's index: W is exactly W0 while the adapter is zero,
+weights do not jitter from step to step, and a resumed run has the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MIX = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
+"""Multipliers of the hash; the last two are those of "lowbias32" (Ellis, prospecting for hash functions, 2018)."""
+_MASK = 0xFFFFFFFF
+
+
+def merge(out: Tensor, base: Tensor, left: Tensor, right: Tensor, scale: float, key: int, first: int = 0) -> None:
+    """Write base + scale * left @ right into `out`.
+
+    out, base: [rows, columns] of one type, bfloat16 or float32, with contiguous rows. left: [rows, rank] and right:
+    [rank, columns], float32. key: selects the dither. first: index of out[0, 0] in the whole weight, counted by rows.
+    """
+    if out.is_cuda:
+        from colocated_grpo.policy.lora.merge_kernel import merge as merge_on_gpu  # needs Triton
+
+        merge_on_gpu(out, base, left, right, scale, key, first)
+        return
+    exact = torch.addmm(base.float(), left, right, alpha=scale)
+    out.copy_(exact if out.dtype == torch.float32 else dithered(exact, key, first))
+
+
+def dithered(exact: Tensor, key: int, first: int = 0) -> Tensor:
+    """Round float32 values to bfloat16: away from zero with the probability that makes the expected value exact.
+
+    Values that bfloat16 represents stay as they are.
+    """
+    # A bfloat16 is the upper half of a float32: a random lower half carries into it with the right probability.
+    bits = exact.view(torch.int32) + random_16_bits(exact.numel(), key, first, exact.device).view(exact.shape)
+    return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def random_16_bits(count: int, key: int, first: int, device: torch.device) -> Tensor:
+    """Return uniform numbers below 2**16 for the elements first, first + 1, ...; [count] int32."""
+    x = torch.arange(first, first + count, dtype=torch.int64, device=device) * MIX[0] + key & _MASK
+    x = (x ^ (x >> 16)) * MIX[1] & _MASK
+    x = (x ^ (x >> 15)) * MIX[2] & _MASK
+    return ((x ^ (x >> 16)) >> 16).to(torch.int32)

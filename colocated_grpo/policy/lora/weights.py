@@ -1,0 +1,183 @@
+"""Masters of a model with adapters: the factors in float32, replicated on every rank, beside a frozen base.
+
+The model computes with merged weights, which the weight sync copies to the engine like any others: both sides use the
+same bytes. Device memory: 2 bytes per parameter for the model and 2 per adapted parameter for the base (bfloat16, over
+all ranks), and 16 bytes per parameter of the factors on each rank (AdamW).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from colocated_grpo.policy.lora.linear import FACTORS, AdaptedLinear
+from colocated_grpo.policy.lora.merge import merge
+from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard
+from colocated_grpo.runtime.distributed import derive_seed, local_part
+
+Factors = tuple[Tensor, Tensor]
+"""lora_A [R, I] and lora_B [O, R], float32."""
+EXPERT_DIMENSIONS = 3
+"""transformers stacks the weights of a block's experts in one tensor [experts, O, I]."""
+PREFIX = "base_model.model."
+"""PEFT's prefix of tensor names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """One layer with an adapter, and this rank's rows of its base weight."""
+
+    layer: AdaptedLinear
+    base: Tensor
+    key: int
+    """Selects the dither of this weight."""
+    row: int
+    """Index of the first of this rank's rows."""
+
+    @property
+    def factors(self) -> Factors:
+        return self.layer.lora_A.data, self.layer.lora_B.data
+
+
+class AdapterWeights:
+    """`Weights` of a model with adapters, sharded by FSDP2 or on one rank."""
+
+    def __init__(
+        self, model: PackedLM, factors: Mapping[str, Tensor], device: torch.device, seed: int, *, base_on_host: bool
+    ) -> None:
+        """model: with adapters inserted, its parameters loaded from the base's checkpoint, and the factors on meta.
+
+        factors: initial values by PEFT's names. If empty, values are as in PEFT: A uniform with variance 1 / (3 I), B
+        zero, from `seed` and the layer's name, so that all ranks agree. base_on_host: keep the base in host memory,
+        pinned if the device is a GPU.
+        """
+        self.model = model
+        self._device = device
+        self._layers: dict[str, Adapted] = {}
+        for name, layer in adapted_layers(model).items():
+            _initialize(layer, device, derive_seed(seed, "adapter", name))
+            self._layers[name] = Adapted(
+                layer=layer,
+                base=_copy(local_part(layer.weight), on_host=base_on_host),
+                key=derive_seed(seed, "dither", name),
+                row=_first_row(layer.weight),
+            )
+        self._masters = factors_of(model)
+        if factors:
+            with torch.no_grad():
+                for name, master in self._masters.items():
+                    master.copy_(factors[name])
+        self.publish()
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        """Return the factors under PEFT's names."""
+        return self._masters
+
+    def published(self) -> dict[str, nn.Parameter]:
+        return self.model.hf_parameters()
+
+    def before_forward(self, *, last: bool) -> None:
+        """Do nothing: the factors' gradients accumulate in float32 and are reduced once, in `reduce_gradients`."""
+
+    def reduce_gradients(self) -> None:
+        """Sum the factors' gradients over ranks in one all-reduce."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        gradients = []
+        for master in self._masters.values():
+            if master.grad is None:  # a layer that no token of this rank has reached; other ranks have its gradient
+                master.grad = torch.zeros_like(master)
+            gradients.append(master.grad)
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+    def release(self) -> None:
+        reshard(self.model)
+
+    def publish(self) -> None:
+        """Merge the current factors into the model's weights."""
+        self._merge({name: adapted.factors for name, adapted in self._layers.items()})
+
+    @contextmanager
+    def with_factors(self, factors: Mapping[str, Factors]) -> Iterator[None]:
+        """Compute with these factors, by layer, inside the context; layers without factors use the base."""
+        self._merge(factors)
+        try:
+            yield
+        finally:
+            self.publish()
+
+    def nonzero_factors(self) -> dict[str, Factors]:
+        """Return a copy of the factors of each layer whose adapter is not zero."""
+        return {
+            name: (adapted.factors[0].clone(), adapted.factors[1].clone())
+            for name, adapted in self._layers.items()
+            if adapted.layer.lora_B.any()
+        }
+
+    @torch.no_grad()
+    def _merge(self, factors: Mapping[str, Factors]) -> None:
+        for name, adapted in self._layers.items():
+            weight = local_part(adapted.layer.weight).data
+            base = adapted.base.to(self._device, non_blocking=True)
+            if name not in factors:
+                weight.copy_(base)
+                continue
+            left, right = adapted.layer.product(*factors[name])
+            rows = left[adapted.row : adapted.row + len(weight)]
+            merge(weight, base, rows, right, adapted.layer.scale, adapted.key, adapted.row * weight[:1].numel())
+
+
+def adapted_layers(model: PackedLM) -> dict[str, AdaptedLinear]:
+    """Return the layers with adapters by their names in the checkpoint, without '.weight'."""
+    return {
+        checkpoint_name(name): module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)
+    }
+
+
+def factors_of(model: PackedLM) -> dict[str, nn.Parameter]:
+    """Return the factors of all adapters under PEFT's names."""
+    return {
+        f"{PREFIX}{name}.{factor}.weight": layer.get_parameter(factor)
+        for name, layer in adapted_layers(model).items()
+        for factor in FACTORS
+    }
+
+
+def frozen_experts(model: PackedLM) -> int:
+    """Return the number of parameters of fused experts, which are not linear layers and get no adapter."""
+    parameters = model.hf_parameters().items()
+    return sum(p.numel() for name, p in parameters if p.dim() == EXPERT_DIMENSIONS and ".experts." in name)
+
+
+def _initialize(layer: AdaptedLinear, device: torch.device, seed: int) -> None:
+    a, b = layer.lora_A, layer.lora_B
+    values = torch.empty(a.shape)
+    nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
+    layer.lora_A = nn.Parameter(values.to(device))
+    layer.lora_B = nn.Parameter(torch.zeros(b.shape, device=device))
+
+
+def _copy(weight: Tensor, *, on_host: bool) -> Tensor:
+    weight = weight.detach()
+    if not on_host:
+        return weight.clone()
+    copy = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda)
+    return copy.copy_(weight)
+
+
+def _first_row(weight: Tensor) -> int:
+    if not isinstance(weight, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return offset[0]

@@ -1,0 +1,76 @@
+"""The adapter guide: its YAML loads, its tables are complete and right, and its commands are possible."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from colocated_grpo.config.errors import parse_path, setting_names
+from colocated_grpo.config.loading import load_config
+from colocated_grpo.config.lora import LoRAConfig
+from colocated_grpo.config.schema import Config
+from colocated_grpo.policy.export import AdapterExport, ModelExport
+from tests.support.config_text import load
+from tests.support.paths import ROOT
+
+GUIDE = (ROOT / "docs/guides/lora.md").read_text()
+SHIPPED = load_config(ROOT / "training_configs/gsm8k_qwen3_8b_lora_1gpu.yaml")
+BLOCKS_OF_QWEN3_8B = 36
+
+
+def section(heading: str) -> str:
+    return GUIDE.split(f"## {heading}\n")[1].split("\n## ")[0]
+
+
+def test_every_yaml_of_the_guide_loads():
+    texts = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
+    configs = [load(text) for text in texts]
+    assert [config.policy.lora is not None for config in configs] == [True, True, True, False]
+    assert configs[0].policy.lora == LoRAConfig()
+    assert configs[1].policy == configs[0].policy, "the settings shown are the defaults"
+    assert configs[3].policy.train_layers == list(range(27, BLOCKS_OF_QWEN3_8B))
+
+
+def test_the_table_of_settings_is_complete_and_its_defaults_are_right():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", section("Settings"), re.MULTILINE))
+    assert set(rows) == set(LoRAConfig.model_fields) - {"dropout"}
+    for name, text in rows.items():
+        shown = yaml.safe_load(text.replace("`", "").partition(":")[0])
+        assert shown == LoRAConfig.model_fields[name].default, name
+
+
+def test_settings_named_in_the_guide_exist():
+    settings = {path for path, _ in setting_names(Config)}
+    named = re.findall(r"`((?:policy|checkpoint|loss|engine)\.\w[\w.]*)`", GUIDE)
+    assert len(named) > 5
+    assert [name for name in named if parse_path(name) not in settings] == []
+
+
+def test_the_folders_named_in_the_guide_are_those_of_the_exports():
+    left = section("What a run leaves")
+    for export in (AdapterExport, ModelExport):
+        assert f"`{export.final_name}/`" in left
+        assert f"`{export.name_at(None, 'N')}/`" in left
+
+
+def test_the_rank_served_in_the_guide_is_that_of_the_shipped_file():
+    [rank] = re.findall(r"--max-lora-rank (\d+)", GUIDE)
+    assert int(rank) == SHIPPED.policy.lora.rank == LoRAConfig().rank
+    assert SHIPPED.weights == "shared"
+    assert f"vllm serve {SHIPPED.model.name} " in GUIDE
+
+
+def test_vllm_would_reject_that_rank_without_the_flag():
+    lora = pytest.importorskip("vllm.config.lora")
+    [default] = re.findall(r"default is (\d+)\.", section("Serving the result"))
+    assert lora.LoRAConfig().max_lora_rank == int(default) < SHIPPED.policy.lora.rank
+
+
+def test_the_names_imported_in_the_guide_exist():
+    [code] = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    imports = "\n".join(line for line in code.splitlines() if line.startswith("from "))
+    namespace: dict[str, object] = {}
+    exec(imports, namespace)
+    assert hasattr(namespace["PeftModel"], "from_pretrained")
