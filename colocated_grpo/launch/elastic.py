@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.run import parse_args, run
 
 from colocated_grpo.launch.cli import RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
+from colocated_grpo.runtime.signals import stop_signals
 
 AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 """Name of the logger that reports how each process ended."""
@@ -39,6 +41,10 @@ def main() -> None:
         address = f"--master-port={arguments.master_port} on --master-addr={arguments.master_addr}"
         print(f"error: {address}: {reason}", file=sys.stderr)
         sys.exit(USAGE_ERROR if in_use else RUN_ERROR)
+    finally:
+        # The ranks have exited. torch's handlers would raise SignalException while the interpreter shuts down.
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_IGN)
 
 
 def verdict_written() -> bool:

@@ -171,6 +171,21 @@ def test_ranks_that_outlive_torchrun_are_killed():
     assert not psutil.pid_exists(second)
 
 
+def test_a_signal_while_torchrun_exits_changes_nothing(tmp_path):
+    """The launcher forwards a signal that the ranks have received already, and torchrun may be about to exit."""
+    script = tmp_path / "rank.py"
+    script.write_text("")
+    late = (
+        "import atexit, os, signal, sys\n"
+        "from colocated_grpo.launch import elastic\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+        "elastic.main()\n"
+    )
+    process = start("-c", late, "--standalone", "--nproc-per-node", "1", str(script))
+    _, shown = process.communicate(timeout=TIMEOUT)
+    assert (shown, process.returncode) == ("", 0)
+
+
 def test_a_port_in_use_is_a_one_line_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
