@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -56,14 +56,25 @@ class ClientDisconnected(Exception):
 
 
 def create_app(
-    sampler: Sampler, model: str, max_tokens: int, *, api_key: str | None, max_body_bytes: int, max_requests: int
+    sampler: Sampler,
+    model: str,
+    max_tokens: int,
+    *,
+    api_key: str | None,
+    max_body_bytes: int,
+    max_requests: int,
+    add_routes: Callable[[FastAPI], None] = lambda app: None,
 ) -> ASGIApp:
-    """Return the application behind its guards. model, max_tokens: name and context length, as clients see them."""
+    """Return the application behind its guards. model, max_tokens: name and context length, as clients see them.
+
+    add_routes: adds further routes.
+    """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     _add_exception_handlers(app)
     _add_status_routes(app, model, max_tokens)
     _add_token_routes(app, sampler, model)
     _add_openai_routes(app, sampler, model)
+    add_routes(app)
     bounded = ConcurrencyLimit(BodyLimit(app, max_body_bytes, error_response), max_requests, PUBLIC_PATHS)
     return bounded if api_key is None else RequireApiKey(bounded, api_key, PUBLIC_PATHS)
 

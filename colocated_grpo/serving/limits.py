@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LENGTH_KEYS = "(rollout.max_prompt_tokens + rollout.max_completion_tokens)"
-"""The settings that decide `Limits.max_tokens`."""
+LENGTH_KEYS = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
+"""The settings that decide `Limits.max_tokens` in a run."""
 
 
 class InvalidRequest(Exception):
@@ -25,12 +25,15 @@ class Limits:
     stop_token_ids: tuple[int, ...]
     """The model's own end-of-sequence tokens."""
     seed: int
+    max_tokens_setting: str = LENGTH_KEYS
+    """Name of the setting that decides `max_tokens`, for error messages."""
 
     def check_text(self, text: str) -> None:
         """Reject a text that cannot fit, before tokenizing: megabytes would block the event loop for seconds."""
         if len(text) > self.max_tokens * self.longest_token:
             raise InvalidRequest(
-                f"a prompt of {len(text)} characters cannot fit into {self.max_tokens} tokens {LENGTH_KEYS}"
+                f"a prompt of {len(text)} characters cannot fit into {self.max_tokens} tokens "
+                f"({self.max_tokens_setting})"
             )
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
@@ -39,7 +42,7 @@ class Limits:
         if len(token_ids) >= self.max_tokens:
             raise InvalidRequest(
                 f"the prompt has {len(token_ids)} tokens; with at least one sampled token it must fit into "
-                f"{self.max_tokens} {LENGTH_KEYS}"
+                f"{self.max_tokens} ({self.max_tokens_setting})"
             )
         self.check_vocabulary(token_ids)
 

@@ -1,0 +1,69 @@
+"""Adapters that vLLM applies beside the base weights, for engine servers. Training merges its adapter instead."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from colocated_grpo.errors import in_one_line
+from colocated_grpo.types import JsonObject
+
+
+class Adapters:
+    """The adapter of all requests that an engine receives from now on; none at first."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._ids = itertools.count(1)
+        self._name: str | None = None
+        self.active: LoRARequest | None = None
+
+    def load(self, name: str, path: str) -> JsonObject:
+        """Use the PEFT adapter in folder `path`, and return the new status. No request may be running.
+
+        Raises ValueError where the engine cannot load it; the former adapter stays.
+        """
+        self._require_support()
+        number = next(self._ids)
+        # vLLM 0.26 looks up cached prefixes by the name alone: a second adapter of one name would find the first one's.
+        request = LoRARequest(f"{name}#{number}", number, path)
+        try:
+            loaded = self._engine.add_lora(request)
+        except Exception as error:  # of the files, of PEFT's settings, of vLLM's checks: of many types
+            raise ValueError(f"adapter {path!r}: {in_one_line(error)}") from error
+        if not loaded:
+            raise ValueError(f"adapter {path!r}: vLLM did not load it")
+        return self._replace(name, request)
+
+    def unload(self, name: str | None = None) -> JsonObject:
+        """Use the base weights, and return the new status. No request may be running.
+
+        Raises ValueError if `name` is given and is not the active adapter's.
+        """
+        self._require_support()
+        if name not in (None, self._name):
+            raise ValueError(f"lora_name={name!r}: this adapter is not loaded")
+        return self._replace(None, None)
+
+    def status(self) -> JsonObject:
+        """Return name and folder of the active adapter; None without one."""
+        active = self.active
+        return {
+            "enabled": self._engine.vllm_config.lora_config is not None,
+            "adapter_name": self._name,
+            "adapter_path": None if active is None else active.lora_path,
+        }
+
+    def _replace(self, name: str | None, request: LoRARequest | None) -> JsonObject:
+        former, self._name, self.active = self.active, name, request
+        if former is not None:
+            with suppress(ValueError):  # vLLM has evicted it already
+                self._engine.remove_lora(former.lora_int_id)
+        return self.status()
+
+    def _require_support(self) -> None:
+        if self._engine.vllm_config.lora_config is None:
+            raise ValueError("the server was started without --enable-lora")
