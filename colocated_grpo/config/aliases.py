@@ -21,6 +21,7 @@ from colocated_grpo.config.alias_kinds import (
     renamed,
     unless_null,
 )
+from colocated_grpo.config.engine import EngineConfig
 from colocated_grpo.config.errors import (
     ConfigError,
     KeyPath,
@@ -32,7 +33,7 @@ from colocated_grpo.config.errors import (
     show,
 )
 from colocated_grpo.config.lora_names import LORA, add_rank
-from colocated_grpo.config.schema import EngineConfig, RolloutConfig
+from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.config.tree import assign, lookup, remove
 from colocated_grpo.config.trl_names import TRL
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from colocated_grpo.config.engine import EngineConfig
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.layers import layers_text
-from colocated_grpo.config.schema import MIN_TEMPERATURE, Config, EngineConfig
+from colocated_grpo.config.schema import MIN_TEMPERATURE, Config
 from colocated_grpo.config.sources import EpisodeSourceConfig
 from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 
