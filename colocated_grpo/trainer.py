@@ -68,6 +68,8 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
             raise
         run.tracker.close(outcome)
         run.close()
+        if outcome == STOPPED and (reasons := [reason for reason in world.gather_objects(stop.reason) if reason]):
+            raise RunError(f"{reasons[0]}; the run has saved a checkpoint, from which --resume auto continues")
     except BaseException as error:
         if watchdog.report_failure():
             # A broken collective does not say why: name the ranks that died. Other errors of this rank are its own.

@@ -34,6 +34,7 @@ class ServeOptions:
     gpu_memory_utilization: float | None
     max_model_len: int
     max_num_seqs: int
+    tensor_parallel_size: int
     enforce_eager: bool
     enable_lora: bool
     max_lora_rank: int
@@ -78,6 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-num-seqs", type=_positive, default=256, metavar="N", help="sequences decoded together (default: 256)"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="GPUs that share the weights (default: 1)",
     )
     parser.add_argument("--enforce-eager", action="store_true", help="decode without CUDA graphs")
     parser.add_argument("--enable-lora", action="store_true", help="accept adapters at /lora/load")
@@ -145,6 +153,7 @@ def settings(options: ServeOptions) -> Config:
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "max_num_seqs": options.max_num_seqs,
             "enforce_eager": options.enforce_eager,
+            "tensor_parallel_size": options.tensor_parallel_size,
             "args": {"load_format": "auto", **adapters},
         },
         "sync_frequency": 2,  # above 1, weights outlive a sleep
