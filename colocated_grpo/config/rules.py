@@ -179,7 +179,7 @@ def _atropos_share_is_whole(config: Config) -> Lines:
 def _atropos_engines_are_independent(config: Config) -> Lines:
     if config.atropos is None:
         return
-    if config.engine.tensor_parallel_size > 1:
+    if config.engine.placement == "colocated" and config.engine.tensor_parallel_size > 1:
         yield (
             f"engine.tensor_parallel_size={config.engine.tensor_parallel_size}: must be 1 with an atropos "
             "environment, whose requests arrive at each engine at different times"
@@ -245,12 +245,12 @@ def _shared_frozen_weights_survive_the_opponent(config: Config) -> Lines:
 
 def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
     size = config.engine.tensor_parallel_size
-    if world_size % size:
+    if config.engine.placement == "colocated" and world_size % size:
         yield f"engine.tensor_parallel_size={size}: must divide the number of ranks, {world_size}"
 
 
 def _every_engine_has_prompts(config: Config, world_size: int) -> Lines:
-    if config.rollout.generation == "replicated":
+    if config.rollout.generation == "replicated" or config.engine.placement == "server":
         return
     prompts, engines = config.rollout.prompts_per_step, world_size // config.engine.tensor_parallel_size
     if prompts < engines:
