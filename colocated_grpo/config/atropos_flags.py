@@ -1,15 +1,26 @@
-"""The command line of Atropos' example trainer: one row for each flag, one for each environment variable.
+"""The command line of Atropos' example trainer: one row for each flag and environment variable.
 
 Names and defaults are those of its guides and of its version 0.4.0. docs/guides/from_atropos.md explains the meanings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from colocated_grpo.config import atropos_meanings as means
-from colocated_grpo.config.atropos_modes import BROADCAST, MODE, MODES, SHARED_VARIABLE, SINGLE_COPY, Command
+from colocated_grpo.config.atropos_modes import (
+    BRIDGE_CONFIG,
+    BRIDGE_VARIABLE,
+    BROADCAST,
+    MODE,
+    MODES,
+    SHARED_VARIABLE,
+    SINGLE_COPY,
+    UNIFIED,
+    Command,
+)
 
 Kind = Literal["text", "int", "float", "switch", "words"]
 
@@ -73,7 +84,7 @@ FLAGS: tuple[Flag, ...] = (
     _flag(MODE, "text", "none", means.bridge, "way of the weights to the server", *MODES),
     _flag(BROADCAST, "switch", None, means.copies, "with shared_vllm: broadcast weights to the server's own copy"),
     _flag(SINGLE_COPY, "switch", None, means.copies, "with shared_vllm: one copy of the weights (the default)"),
-    _flag("--vllm-config-path", "text", None, means.bridge_config, "the server's vllm_bridge_config.json"),
+    _flag(BRIDGE_CONFIG, "text", None, means.bridge_config, "the server's vllm_bridge_config.json"),
     _flag("--vllm-restart-interval", "int", 3, means.restart_interval, "steps between syncs of the weights"),
     _flag("--lora-r", "int", 16, means.adapter("policy.lora.rank"), "rank of the adapter"),
     _flag("--lora-alpha", "float", 32, means.adapter("policy.lora.alpha"), "its scale, times the rank"),
@@ -150,30 +161,39 @@ FLAGS: tuple[Flag, ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variable:
-    name: str
-    note: str
-    """Printed if the variable is set."""
+def _shared_variable(command: Command) -> str:
+    if command.mode is UNIFIED:
+        return f"1 without {MODE} means shared_vllm with a server that the launcher starts"
+    return f"not needed: {MODE} decides" if MODE in command.given else "not 1, so it has no effect"
 
 
-VARIABLES: tuple[Variable, ...] = (
-    Variable(name="NUM_INFERENCE_NODES", note="the same as --num-inference-nodes"),
-    Variable(name="MASTER_ADDR", note="not needed: the ranks of one machine find each other; see --master-addr"),
-    Variable(name="MASTER_PORT", note="not needed: the ranks of one machine find each other; see --master-port"),
-    Variable(name="VLLM_USE_V1", note="not needed: the engine is vLLM's V1"),
-    Variable(name="VLLM_WORKER_MULTIPROC_METHOD", note="not needed: an engine is one process"),
-)
+def _bridge_path(command: Command) -> str:
+    return f"read: the path of the bridge file, unless {BRIDGE_CONFIG} names it" if _is_shared(command) else _NOT_SHARED
+
+
+def _log_folder(command: Command) -> str:
+    return "read: the bridge file is looked for there first" if _is_shared(command) else _NOT_SHARED
+
+
+def _is_shared(command: Command) -> bool:
+    return command.mode.bridge == "shared"
+
+
+_NOT_SHARED = "not needed: only a shared copy of the weights has a bridge file"
+_RENDEZVOUS = "not needed: the ranks of one machine find each other; see --nodes and --master-addr"
+VARIABLES: dict[str, Callable[[Command], str]] = {
+    SHARED_VARIABLE: _shared_variable,
+    "NUM_INFERENCE_NODES": lambda _command: "read like --num-inference-nodes",
+    "MASTER_ADDR": lambda _command: _RENDEZVOUS,
+    "MASTER_PORT": lambda _command: _RENDEZVOUS,
+    "LOGDIR": _log_folder,
+    BRIDGE_VARIABLE: _bridge_path,
+    "VLLM_USE_V1": lambda _command: "not needed: engines are vLLM's V1",
+    "VLLM_WORKER_MULTIPROC_METHOD": lambda _command: "not needed: an engine has no worker processes",
+}
+"""What became of each environment variable. CUDA_VISIBLE_DEVICES has its usual meaning."""
 
 
 def variable_notes(command: Command) -> list[str]:
     """Return a note for each environment variable of Atropos' trainer that is set."""
-    found = [f"{row.name}: {row.note}" for row in VARIABLES if row.name in command.environment]
-    shared = command.mode.bridge == "shared"
-    if SHARED_VARIABLE in command.environment:
-        unified = MODE not in command.given and command.mode_name == "shared_vllm"
-        read = f"{SHARED_VARIABLE}=1 without {MODE}: shared_vllm, with a server that the launcher starts"
-        found.append(read if unified else f"{SHARED_VARIABLE}: not needed: {MODE} decides")
-    if "LOGDIR" in command.environment:
-        found.append(f"LOGDIR: {'its vllm_bridge_config.json is read' if shared else 'not needed without shared_vllm'}")
-    return found
+    return [f"{name}: {note(command)}" for name, note in VARIABLES.items() if name in command.environment]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.config.atropos_modes import BROADCAST, MODE, SINGLE_COPY, Command
+from colocated_grpo.config.atropos_modes import BRIDGE_VARIABLE, BROADCAST, MODE, SINGLE_COPY, Command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ def port(value: int, command: Command) -> Meaning:
 
 
 def bridge_config(value: str | None, command: Command) -> Meaning:
-    path = value or command.environment.get("VLLM_BRIDGE_CONFIG_PATH")
+    path = value or command.environment.get(BRIDGE_VARIABLE)
     if command.mode.bridge == "shared":
         return sets("engine.bridge_config")(path, command)
     return Meaning(note="no effect: only a shared copy of the weights has such a file")

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-SHARED_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
+SHARED_VARIABLE, BRIDGE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_BRIDGE_CONFIG_PATH"
 MODE, BROADCAST, SINGLE_COPY = "--weight-bridge-mode", "--use-shared-memory", "--single-copy"
+BRIDGE_CONFIG = "--vllm-config-path"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +29,10 @@ MODES = {
     "lora_only": Mode(bridge="adapter", server_runs=True, adapter=True),
     "lora_restart": Mode(bridge="restart", adapter=True),
 }
-UNIFIED = Mode(bridge="shared", at_interval=False)
-"""example_trainer.run: shared_vllm with a server of its own. It has no --weight-bridge-mode."""
 BROADCAST_MODE = Mode(bridge="broadcast", server_runs=True, at_interval=False)
+"""shared_vllm with --use-shared-memory."""
+UNIFIED = Mode(bridge="shared", at_interval=False)
+"""example_trainer.run, which starts its server and has no --weight-bridge-mode. Its guide sets the variable above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +65,14 @@ class Command:
 
     @property
     def mode_name(self) -> str:
-        unified = MODE not in self.given and self.environment.get(SHARED_VARIABLE) == "1"
-        return "shared_vllm" if unified else self.value(MODE)
+        return "shared_vllm" if self.mode is UNIFIED else self.value(MODE)
 
     @property
     def mode(self) -> Mode:
-        if MODE not in self.given and self.mode_name == "shared_vllm":
+        if MODE not in self.given and self.environment.get(SHARED_VARIABLE) == "1":
             return UNIFIED
-        if self.mode_name == "shared_vllm" and BROADCAST in self.given:
-            return BROADCAST_MODE
-        return MODES[self.mode_name]
+        name = self.value(MODE)
+        return BROADCAST_MODE if name == "shared_vllm" and BROADCAST in self.given else MODES[name]
 
     @property
     def server_url(self) -> str | None:
