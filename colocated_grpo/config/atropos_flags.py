@@ -164,7 +164,7 @@ FLAGS: tuple[Flag, ...] = (
 def _shared_variable(command: Command) -> str:
     if command.mode is UNIFIED:
         return f"1 without {MODE} means shared_vllm with a server that the launcher starts"
-    return f"not needed: {MODE} decides" if MODE in command.given else "not 1, so it has no effect"
+    return f"not needed: {MODE} decides" if MODE in command.given else "no effect"
 
 
 def _bridge_path(command: Command) -> str:

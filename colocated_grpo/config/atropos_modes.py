@@ -69,7 +69,7 @@ class Command:
 
     @property
     def mode(self) -> Mode:
-        if MODE not in self.given and self.environment.get(SHARED_VARIABLE) == "1":
+        if not {MODE, BROADCAST} & {*self.given} and self.environment.get(SHARED_VARIABLE) == "1":
             return UNIFIED
         name = self.value(MODE)
         return BROADCAST_MODE if name == "shared_vllm" and BROADCAST in self.given else MODES[name]

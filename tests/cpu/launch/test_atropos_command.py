@@ -321,7 +321,8 @@ def test_on_the_cpu_weights_are_float32_unless_a_type_is_given():
 VARIABLE_CASES = [
     ("VLLM_ENABLE_SHARED_WEIGHTS=1", SHARED, "not needed: --weight-bridge-mode decides"),
     ("VLLM_ENABLE_SHARED_WEIGHTS=1", "", "1 without --weight-bridge-mode means shared_vllm with a server that the"),
-    ("VLLM_ENABLE_SHARED_WEIGHTS=0", "", "not 1, so it has no effect"),
+    ("VLLM_ENABLE_SHARED_WEIGHTS=0", "", "no effect"),
+    ("VLLM_ENABLE_SHARED_WEIGHTS=1", "--use-shared-memory", "no effect"),
     ("NUM_INFERENCE_NODES=0", "", "read like --num-inference-nodes"),
     ("MASTER_ADDR=localhost", "", "not needed: the ranks of one machine find each other"),
     ("MASTER_PORT=29500", "", "not needed: the ranks of one machine find each other"),
