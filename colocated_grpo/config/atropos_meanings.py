@@ -24,6 +24,8 @@ class Meaning:
     """Printed if the flag was given."""
     remark: str = ""
     """Printed also for the flag's default."""
+    warning: str = ""
+    """The same, as a warning."""
 
 
 Translate = Callable[[Any, Command], Meaning]
@@ -124,11 +126,12 @@ def model_length(value: int, command: Command) -> Meaning:
 
 def optimizer(value: str, _command: Command) -> Meaning:
     """The weight decay is the one that Atropos' trainer leaves at the default of each library."""
-    warning = ""
-    if value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        value, warning = "adamw", "bitsandbytes is not installed; using adamw, whose state takes 4 times the memory"
     decay = 0.0 if value == "adafactor" else 0.01
-    return Meaning(settings={"policy.optimizer.type": value, "policy.optimizer.weight_decay": decay}, remark=warning)
+    missing = value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None
+    return Meaning(
+        settings={"policy.optimizer.type": "adamw" if missing else value, "policy.optimizer.weight_decay": decay},
+        warning="bitsandbytes is not installed; using adamw, whose state is four times as large" if missing else "",
+    )
 
 
 def trained_layers(value: str | None, command: Command) -> Meaning:
@@ -244,7 +247,10 @@ def rank(value: int, _command: Command) -> Meaning:
 def inference_nodes(value: int, command: Command) -> Meaning:
     """Without the flag the environment variable counts."""
     if "--num-inference-nodes" not in command.given:
-        value = int(command.environment.get("NUM_INFERENCE_NODES") or value)
+        text = command.environment.get("NUM_INFERENCE_NODES") or str(value)
+        if not text.lstrip("-").isdecimal():
+            raise ValueError(f"NUM_INFERENCE_NODES={text!r} must be a whole number")
+        value = int(text)
     if value > 0 and command.override("engine.urls") is None:
         raise ValueError("servers on other machines are named by address: add --engine.urls '[http://HOST:9001]'")
     return Meaning(note="" if value > 0 else "not needed: the server is on this machine")

@@ -52,7 +52,7 @@ def read_command(
     environment: Mapping[str, str],
     visible_gpus: Callable[[Mapping[str, str]], int],
 ) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return the launcher's flags, overrides of settings (the user's own last), and notes.
+    """Return the launcher's flags, overrides of settings (the user's own last), and lines to print.
 
     parser: the launcher's; Atropos' flags are added to it. Raises ConfigError with one line per problem.
     """
@@ -82,7 +82,7 @@ def read_command(
         if getattr(options, name) == parser.get_default(name):  # the user's own flag takes precedence
             setattr(options, name, value)
     overrides = [word for key, value in settings.items() for word in (f"--{key}", _text(value))]
-    return options, [*overrides, *rest], notes + variable_notes(command)
+    return options, [*overrides, *rest], notes + [f"note: {line}" for line in variable_notes(command)]
 
 
 def _meanings(command: Command) -> list[tuple[Flag, Meaning]]:
@@ -103,7 +103,8 @@ def _notes(flag: Flag, meaning: Meaning, command: Command) -> list[str]:
     name = flag.names[0]
     shown = name if flag.kind == "switch" else f"{name} {_text(command.value(name))}"
     given = meaning.note if name in command.given else ""
-    return [f"{shown}: {text}" for text in (given, meaning.remark) if text]
+    lines = (("note", given), ("note", meaning.remark), ("warning", meaning.warning))
+    return [f"{kind}: {shown}: {text}" for kind, text in lines if text]
 
 
 def _reject_unknown_flags(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return USAGE_ERROR
     command = torchrun_command(launch)
-    text = "\n".join([banner(launch, command), *(f"note: {remark}" for remark in remarks)])
+    text = "\n".join([banner(launch, command), *remarks])
     if options.dry_run:
         print(text, *(f"note: {note}" for note in notes), *(f"warning: {line}" for line in problems), sep="\n")
         print("Dry run mode - command not executed")
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _read_arguments(
     arguments: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return the launcher's flags, overrides of settings, and notes about Atropos' flags."""
+    """Return the launcher's flags, overrides of settings, and lines about Atropos' flags."""
     if list(arguments[:1]) != ["atropos"]:
         return *parser.parse_known_args(arguments), []
     from colocated_grpo.config.errors import ConfigError
@@ -124,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="run_colocated_grpo.py",
         allow_abbrev=False,
         description="Train with GRPO, one process per GPU, each with its own in-process vLLM engine.",
-        epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false",
+        epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false. "
+        "Further commands: run_colocated_grpo.py serve --help, run_colocated_grpo.py atropos --help",
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="GPUs of this node; 0 trains on the CPU (default: all visible)"

@@ -205,6 +205,16 @@ def test_every_console_script_points_to_a_function():
         assert callable(getattr(importlib.import_module(module), name))
 
 
+def test_an_installed_package_has_its_data_files():
+    package, data = ROOT / "colocated_grpo", PYPROJECT["tool"]["setuptools"]["package-data"]
+    included = {file for name, patterns in data.items() for p in patterns for file in files_of(name, p)}
+    assert included == {file for file in package.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+
+
+def files_of(package: str, pattern: str) -> list[Path]:
+    return list((ROOT / package.replace(".", "/")).glob(pattern))
+
+
 def test_only_the_platform_extras_install_an_engine_and_each_only_one():
     for name, lines in PROJECT["optional-dependencies"].items():
         engines = [line for line in lines if Requirement(line).name.startswith("vllm")]

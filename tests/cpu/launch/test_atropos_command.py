@@ -37,7 +37,8 @@ def words(text: str) -> list[str]:
 
 
 def resolve(text: str, environment: dict[str, str] | None = None, gpus: int = 1) -> Resolved:
-    options, overrides, notes = read_command(words(text), launcher._parser(), environment or {}, lambda _: gpus)
+    options, overrides, lines = read_command(words(text), launcher._parser(), environment or {}, lambda _: gpus)
+    notes = [line.removeprefix("note: ") for line in lines]
     return Resolved(options=options, config=read_config(options.config, overrides).config, notes=notes)
 
 
@@ -293,7 +294,7 @@ def test_without_bitsandbytes_adamw_is_used_with_one_warning(monkeypatch):
     resolved = resolve("--model-name m")
     assert resolved.value("policy.optimizer.type") == "adamw"
     assert [note for note in resolved.notes if "bitsandbytes" in note] == [
-        "--optimizer adamw_8bit: bitsandbytes is not installed; using adamw, whose state takes 4 times the memory"
+        "warning: --optimizer adamw_8bit: bitsandbytes is not installed; using adamw, whose state is four times as large"
     ]
 
 
@@ -353,6 +354,7 @@ def test_environment_variables_are_read():
     given = resolve(f"--model-name m {SHARED} --vllm-config-path a.json", {"VLLM_BRIDGE_CONFIG_PATH": "b.json"})
     assert given.value("engine.bridge_config") == "a.json"
     assert "named by address" in error("--model-name m", {"NUM_INFERENCE_NODES": "2"})
+    assert "'x' must be a whole number" in error("--model-name m", {"NUM_INFERENCE_NODES": "x"})
     two_nodes = {"NUM_INFERENCE_NODES": "2"}
     urls = resolve("--model-name m --engine.urls [http://a:9001,http://b:9001]", two_nodes).value("engine.urls")
     assert urls == ["http://a:9001", "http://b:9001"]
