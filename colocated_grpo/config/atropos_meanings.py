@@ -130,7 +130,7 @@ def optimizer(value: str, _command: Command) -> Meaning:
     missing = value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None
     return Meaning(
         settings={"policy.optimizer.type": "adamw" if missing else value, "policy.optimizer.weight_decay": decay},
-        warning="bitsandbytes is not installed; using adamw, whose state is four times as large" if missing else "",
+        warning="bitsandbytes is not installed; using adamw with four times the state" if missing else "",
     )
 
 

@@ -294,7 +294,7 @@ def test_without_bitsandbytes_adamw_is_used_with_one_warning(monkeypatch):
     resolved = resolve("--model-name m")
     assert resolved.value("policy.optimizer.type") == "adamw"
     assert [note for note in resolved.notes if "bitsandbytes" in note] == [
-        "warning: --optimizer adamw_8bit: bitsandbytes is not installed; using adamw, whose state is four times as large"
+        "warning: --optimizer adamw_8bit: bitsandbytes is not installed; using adamw with four times the state"
     ]
 
 
