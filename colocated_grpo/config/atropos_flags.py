@@ -99,7 +99,7 @@ FLAGS: tuple[Flag, ...] = (
     _flag("--lora-layer-indices", "text", None, means.adapter("policy.lora.layers"), _BLOCKS),
     # Server
     _flag("--vllm-port --port", "int", 9001, means.port, "port from which environments sample"),
-    _flag("--vllm-gpu", "int", None, means.server_gpu, "not read"),
+    _flag("--vllm-gpu", "int", None, means.server_gpu, "not read: the launcher assigns GPUs"),
     _flag(
         "--gpu-memory-utilization --vllm-gpu-memory-utilization",
         "float",

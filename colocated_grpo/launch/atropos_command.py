@@ -26,7 +26,9 @@ _TYPES: dict[str, Callable[[str], Any]] = {"text": str, "int": int, "float": flo
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add Atropos' flags to the launcher's. A flag that is not given leaves no attribute."""
-    group = parser.add_argument_group("flags of Atropos' example trainer", "docs/guides/from_atropos.md")
+    parser.prog += " atropos"
+    parser.description = "Run a command line of Atropos' example trainer: docs/guides/from_atropos.md."
+    group = parser.add_argument_group("flags of Atropos' example trainer")
     for flag in FLAGS:
         options: dict[str, Any] = {"dest": flag.names[0], "default": argparse.SUPPRESS, "help": _help(flag)}
         if flag.kind == "switch":
@@ -39,7 +41,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(flag: Flag) -> str:
-    return flag.help if flag.default in (None, False) else f"{flag.help} (default: {_text(flag.default)})"
+    return (
+        flag.help if flag.default is None or flag.default is False else f"{flag.help} (default: {_text(flag.default)})"
+    )
 
 
 def _metavar(flag: Flag) -> str:
