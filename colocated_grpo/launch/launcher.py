@@ -73,15 +73,18 @@ class Launch:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch a run and return its exit code: 2 where it cannot be started. `serve ...` starts an engine server."""
+    """Launch a run and return its exit code: 2 where it cannot be started.
+
+    `serve ...` starts an engine server; `atropos ...` reads the command line of Atropos' example trainer.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "serve":
         environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
         os.execve(sys.executable, [sys.executable, "-m", "colocated_grpo.serve", *arguments[1:]], environment)
     prepare_streams()
     parser = _parser()
-    options, overrides = parser.parse_known_args(arguments)
     try:
+        options, overrides, remarks = _read_arguments(arguments, parser)
         launch = read_launch(options, overrides, parser)
         config, notes = read_settings(launch)
         problems = machine_problems(launch, config)
@@ -92,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return USAGE_ERROR
     command = torchrun_command(launch)
-    text = banner(launch, command)
+    text = "\n".join([banner(launch, command), *remarks])
     if options.dry_run:
         print(text, *(f"note: {note}" for note in notes), *(f"warning: {line}" for line in problems), sep="\n")
         print("Dry run mode - command not executed")
@@ -101,12 +104,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(command, environment, text, options.redirect_output)
 
 
+def _read_arguments(
+    arguments: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the launcher's flags, overrides of settings, and lines about Atropos' flags."""
+    if list(arguments[:1]) != ["atropos"]:
+        return *parser.parse_known_args(arguments), []
+    from colocated_grpo.config.errors import ConfigError
+    from colocated_grpo.launch.atropos_command import read_command
+
+    try:
+        return read_command(arguments[1:], _parser(), os.environ, visible_gpus)
+    except ConfigError as error:
+        raise LaunchError(str(error)) from None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="run_colocated_grpo.py",
         allow_abbrev=False,
         description="Train with GRPO, one process per GPU, each with its own in-process vLLM engine.",
-        epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false",
+        epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false. "
+        "Further commands: run_colocated_grpo.py serve --help, run_colocated_grpo.py atropos --help",
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="GPUs of this node; 0 trains on the CPU (default: all visible)"

@@ -49,6 +49,6 @@ def _watch(peers: list[subprocess.Popen[bytes]]) -> None:
     while True:
         time.sleep(POLL_SECONDS)
         for rank, peer in enumerate(peers, start=1):
-            if (code := peer.poll()) is not None:
+            if code := peer.poll():  # 0 after rank 0 has ended them
                 print(f"error: rank {rank} of the engine ended with exit code {code}", file=sys.stderr, flush=True)
                 os._exit(RUN_ERROR)

@@ -28,7 +28,7 @@ from colocated_grpo.serving.adapter_routes import add_adapter_routes
 from colocated_grpo.serving.app import create_app
 from colocated_grpo.serving.control_routes import add_control_routes
 from colocated_grpo.serving.engine_control import EngineControl
-from colocated_grpo.serving.engine_routes import add_engine_routes
+from colocated_grpo.serving.engine_routes import Sessions, add_engine_routes
 from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.sampler import Sampler
@@ -84,11 +84,11 @@ def _lead(
     """Serve on rank 0. engine: this rank's."""
     stop, restart = StopRequest(world.store), Restart()
     whole, inbox = MirroredEngine(engine, ranks), Inbox()
-    control = EngineControl(whole, inbox, Driver(whole, inbox))
+    control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox)
 
     def add_routes(app: FastAPI) -> None:
         add_control_routes(app, control, describe(config, options, engine, world), parameters_of(engine))
-        add_engine_routes(app, control, inbox)
+        add_engine_routes(app, control, inbox, sessions)
         add_adapter_routes(app, control, EngineAdapters(engine, ranks))
         add_bridge_routes(app, control, partial(ranks.call, "join"), partial(ranks.call, "update"), restart)
 
@@ -100,6 +100,7 @@ def _lead(
         try:
             control.run(lambda: stop.requested() or restart.requested)
         finally:
+            sessions.close_all()
             server.close()
     finally:
         whole.close()

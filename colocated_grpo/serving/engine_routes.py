@@ -66,7 +66,7 @@ class Session:
     """Requests of one client and the messages for its stream. For the event loop's thread."""
 
     def __init__(self, client: str, inbox: Inbox) -> None:
-        self._client = client
+        self.client = client
         self._inbox = inbox
         self._loop = asyncio.get_running_loop()
         self._messages: asyncio.Queue[JsonObject | None] = asyncio.Queue()
@@ -76,7 +76,7 @@ class Session:
         """Put a request into the inbox. Raises InvalidRequest if its fields are not a request's."""
         try:
             number = message["id"]
-            request = read_request((self._client, number), message)
+            request = read_request((self.client, number), message)
         except (LookupError, TypeError, AttributeError) as error:
             raise InvalidRequest(f"requests: {type(error).__name__}: {error}") from None
         future = self._inbox.put(request, (lambda delta: self._on_delta(number, delta)) if request.stream else None)
@@ -105,7 +105,7 @@ class Session:
 
     async def lines(self) -> AsyncIterator[str]:
         """Yield a first line, a line for each message, and an empty one after each HEARTBEAT_SECONDS without."""
-        yield json.dumps({"client": self._client}) + "\n"
+        yield json.dumps({"client": self.client}) + "\n"
         while True:
             try:
                 message = await asyncio.wait_for(self._messages.get(), HEARTBEAT_SECONDS)
@@ -122,26 +122,58 @@ class Session:
         self._messages.put_nowait(None)
 
 
+class Sessions:
+    """Open sessions by client."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._open: dict[str, Session] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self, client: str) -> Session:
+        """Return a new session, in place of one whose connection the client has lost."""
+        self._loop = asyncio.get_running_loop()
+        if (former := self._open.pop(client, None)) is not None:
+            former.close()
+        self._open[client] = session = Session(client, self._inbox)
+        return session
+
+    def get(self, client: str) -> Session | None:
+        return self._open.get(client)
+
+    def close(self, session: Session) -> None:
+        session.close()
+        if self._open.get(session.client) is session:
+            del self._open[session.client]
+
+    def close_all(self) -> None:
+        """End all streams. For other threads, before the server closes: open responses would delay it."""
+
+        def close() -> None:
+            for session in list(self._open.values()):
+                self.close(session)
+
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(close)
+
+
 class SessionStream(StreamingResponse):
     """The response that carries a session's messages. The session ends with it."""
 
-    def __init__(self, session: Session, sessions: dict[str, Session], client: str) -> None:
+    def __init__(self, session: Session, sessions: Sessions) -> None:
         super().__init__(session.lines(), media_type="application/x-ndjson")
         self._session = session
         self._sessions = sessions
-        self._client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._session.close()
-            if self._sessions.get(self._client) is self._session:
-                del self._sessions[self._client]
+            self._sessions.close(self._session)
 
 
-def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox) -> None:
-    _add_request_routes(app, control, inbox)
+def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessions: Sessions) -> None:
+    _add_request_routes(app, control, sessions)
 
     @app.post("/engine/version")
     async def version(body: VersionBody) -> JSONResponse:
@@ -157,15 +189,10 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox) -> Non
         return JSONResponse(await result_or_400(call))
 
 
-def _add_request_routes(app: FastAPI, control: EngineControl, inbox: Inbox) -> None:
-    sessions: dict[str, Session] = {}
-
+def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions) -> None:
     @app.get("/engine/stream")
     async def stream(client: ClientName) -> SessionStream:
-        if (former := sessions.pop(client, None)) is not None:
-            former.close()  # the client has lost its connection and opens a new one
-        sessions[client] = Session(client, inbox)
-        return SessionStream(sessions[client], sessions, client)
+        return SessionStream(sessions.open(client), sessions)
 
     @app.post("/engine/requests")
     async def requests(body: RequestsBody) -> JSONResponse:

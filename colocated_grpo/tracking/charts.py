@@ -54,8 +54,8 @@ SECTIONS = {
         Chart("Sampler-trainer KL", {"mismatch/kl": "k3"}),
         Chart(
             "Mean log-probability difference",
-            {"mismatch/abs": "all", "mismatch/on_policy": "on-policy"},
-            "|sampler - trainer|",
+            {"mismatch/mean": "signed", "mismatch/abs": "absolute", "mismatch/on_policy": "absolute, on-policy"},
+            "trainer - sampler",
         ),
         Chart("Largest log-probability difference", {"mismatch/max": "all"}, "|sampler - trainer|"),
         Chart("Effective sample size", {"mismatch/ess": "importance weights"}, "fraction of tokens"),
@@ -63,6 +63,9 @@ SECTIONS = {
         Chart("KL to the reference", {"kl": "k3"}),
         Chart("Gradient norm", {"grad_norm": "before clipping"}),
         Chart("Loss", {"loss": "loss"}),
+        Chart(
+            "Log-probability by sign of the advantage", {"logprob/positive": "positive", "logprob/negative": "negative"}
+        ),
         Chart("Learning rate", {"lr": "lr"}),
         Chart("Staleness", {"staleness": "mean"}, "optimizer steps"),
     ),

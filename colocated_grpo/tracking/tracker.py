@@ -13,6 +13,7 @@ from colocated_grpo.tracking.environment import describe_start
 from colocated_grpo.tracking.games import GameWriter
 from colocated_grpo.tracking.report import write_report
 from colocated_grpo.tracking.sinks import Sinks
+from colocated_grpo.tracking.stability import StabilityWatch
 from colocated_grpo.tracking.text import number
 from colocated_grpo.types import Group, JsonObject
 
@@ -36,6 +37,7 @@ class Tracker:
         self._run_dir = run_dir
         self._display = make_display(config.tracking.console, console, config.training_steps)
         self._sinks = Sinks(self.note)
+        self._stability = StabilityWatch()
         self._writer: files.RunWriter | None = None
         self._games: GameWriter | None = None
         self._held_out: dict[str, float] = {}
@@ -62,6 +64,8 @@ class Tracker:
         self._started().train(step, row, groups)
         self._sinks.log(step, row)
         self._display.step(step, {**self._held_out, **row})
+        if warning := self._stability.check(row):
+            self.note(warning)
 
     def games(self, step: int, games: list[JsonObject]) -> None:
         """Record the games that ended in a training step."""

@@ -50,6 +50,26 @@ def test_the_banner_shows_model_ranks_loss_batch_and_folder(tmp_path: Path) -> N
         assert expected in printed
 
 
+@pytest.mark.parametrize(
+    ("rows", "warnings"),
+    [
+        ([{"loss": -10.5}] * 2, 0),
+        ([{"loss": -10.5}] * 2 + [{"loss": -9.9}] + [{"loss": -10.5}] * 2, 0),
+        ([{"loss": -10.5}, {"ratio": 2.1}, {"loss": -10.5}], 1),
+        ([{"ratio": 2.1}] * 7, 1),
+        ([{"ratio": 2.1}] * 3 + [{"ratio": 1.0}] + [{"ratio": 2.1}] * 3, 2),
+        ([{"ratio": 2.0, "loss": -10.0}] * 3, 0),
+    ],
+)
+def test_three_steps_in_a_row_with_too_large_updates_are_warned_about_once(
+    tmp_path: Path, rows: list[dict[str, float]], warnings: int
+) -> None:
+    run = TrackedRun(tmp_path).train(last_step=0)
+    for step, row in enumerate(rows):
+        run.tracker.flush(step, row, groups_of(step))
+    assert run.printed.count("the loss was below -10 or the ratio above 2") == warnings
+
+
 def test_nan_and_infinity_are_written_as_null_so_that_the_file_is_strict_json(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path).train(last_step=0)
     run.tracker.flush(0, {"reward": math.nan, "grad_norm": math.inf, "loss": 1.0}, groups_of(0))
