@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 DEFAULT_MASTER_PORT = 29500
+COMMANDS = {
+    "doctor": "colocated_grpo.tools.doctor",
+    "serve": "colocated_grpo.serve",
+}
+"""First argument -> the module that runs instead of a training run."""
 PROBE_SECONDS = 10
 # Seconds that a stopped torchrun gives its ranks to save before it kills them; its default is 30.
 SHUTDOWN_SECONDS = 600
@@ -73,13 +78,13 @@ class Launch:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch a run and return its exit code: 2 where it cannot be started. `serve ...` starts an engine server."""
+    """Launch a run, or another program of COMMANDS, and return its exit code: 2 where it cannot be started."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] == "serve":
+    if arguments and arguments[0] in COMMANDS:
         environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
-        os.execve(sys.executable, [sys.executable, "-m", "colocated_grpo.serve", *arguments[1:]], environment)
+        os.execve(sys.executable, [sys.executable, "-m", COMMANDS[arguments[0]], *arguments[1:]], environment)
     prepare_streams()
-    parser = _parser()
+    parser = run_parser()
     options, overrides = parser.parse_known_args(arguments)
     try:
         launch = read_launch(options, overrides, parser)
@@ -101,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(command, environment, text, options.redirect_output)
 
 
-def _parser() -> argparse.ArgumentParser:
+def run_parser() -> argparse.ArgumentParser:
+    """Return the parser of the launcher's flags. All unknown flags are setting overrides."""
     parser = OneLineParser(
         prog="run_colocated_grpo.py",
         allow_abbrev=False,
