@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from colocated_grpo.atropos.client import AtroposClient, trainer_of
@@ -16,7 +16,9 @@ from colocated_grpo.serving.origins import Origins
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
 SECONDS = 5.0
-ANY_TOKEN = 1 << 31
+UNLIMITED = 1 << 31
+DUMMY = "dummy_server"
+"""Reason for which placeholder sequences of OpenAI endpoints are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +63,22 @@ def _read_group(
     group: object, config: Config, atropos: AtroposSourceConfig, vocab_size: int | None
 ) -> tuple[Counter[str], str]:
     """Read a group as a run does. Returns the dropped sequences by reason, and the error that would stop the run."""
-    reader = GroupReader(
+    # Placeholder tokens have a fixed length, which may exceed the run's limits: look for them without limits.
+    unlimited = replace(_reader(config, atropos), max_tokens=UNLIMITED)
+    limited = replace(_reader(config, atropos), vocab_size=vocab_size or UNLIMITED)
+    try:
+        dropped = unlimited.read([group], 0, 0).dropped
+        return dropped if dropped[DUMMY] else limited.read([group], 0, 0).dropped, ""
+    except RunError as error:
+        return Counter(), str(error)
+
+
+def _reader(config: Config, atropos: AtroposSourceConfig) -> GroupReader:
+    return GroupReader(
         source=atropos.name,
-        vocab_size=vocab_size or ANY_TOKEN,
+        vocab_size=UNLIMITED,
         max_tokens=config.max_sequence_tokens,
         recompute_logprobs=atropos.missing_logprobs == "recompute",
         origins=Origins(1),
         decode=lambda tokens: "",
     )
-    try:
-        return reader.read([group], 0, 0).dropped, ""
-    except RunError as error:
-        return Counter(), str(error)

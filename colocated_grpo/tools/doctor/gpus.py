@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 SECONDS = 10
 FIELDS = ("index", "name", "memory.total", "memory.used", "driver_version")
@@ -75,9 +76,12 @@ def _bytes(text: str) -> int | None:
 
 
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by number; all of them if it names none or uses ids."""
-    chosen = [device.strip() for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    if not all(device.isdigit() for device in chosen):
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by number; as many as it names if it uses ids."""
+    setting, by_number = environment.get("CUDA_VISIBLE_DEVICES"), {str(gpu.index): gpu for gpu in gpus}
+    if setting is None:
         return tuple(gpus)
-    by_index = {gpu.index: gpu for gpu in gpus}
-    return tuple(by_index[int(device)] for device in chosen if int(device) in by_index)
+    chosen = [device.strip() for device in setting.split(",") if device.strip()]
+    if any(device.startswith(("GPU-", "MIG-")) for device in chosen):
+        return tuple(gpus[: len(chosen)])
+    # CUDA ignores an invalid number and everything after it.
+    return tuple(by_number[device] for device in takewhile(by_number.__contains__, chosen))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ class Imports:
     """GPUs that torch can use."""
     transformers: str | None = None
     error: str = ""
-    """Last line of the first import that failed."""
+    """Root cause of the first import that failed."""
 
 
 def import_libraries(environment: Mapping[str, str]) -> Imports:
@@ -44,8 +45,14 @@ def import_libraries(environment: Mapping[str, str]) -> Imports:
         output = expired.stdout or b""
         text = output.decode(errors="replace") if isinstance(output, bytes) else output
         return _read(text, f"not finished after {SECONDS} s")
-    lines = done.stderr.strip().splitlines()
-    return _read(done.stdout, lines[-1] if lines else f"the process ended with code {done.returncode}")
+    return _read(done.stdout, root_cause(done.stderr) or f"the process ended with code {done.returncode}")
+
+
+def root_cause(log: str) -> str:
+    """Return the first exception of a traceback, which later ones were raised from; else the last line."""
+    lines = log.strip().splitlines()
+    exceptions = (line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line))
+    return next(exceptions, lines[-1] if lines else "")
 
 
 def _read(output: str, error: str) -> Imports:

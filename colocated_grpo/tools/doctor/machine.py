@@ -118,11 +118,9 @@ SLOWING = {
     "VLLM_USE_V1": ("0", "has no effect: this vLLM has no V0 engine"),
 }
 BREAKING = {
-    "PYTORCH_ALLOC_CONF": (".*expandable_segments:true.*", "the engine cannot sleep with expandable segments"),
-    "PYTORCH_CUDA_ALLOC_CONF": (".*expandable_segments:true.*", "the engine cannot sleep with expandable segments"),
     "VLLM_ENABLE_V1_MULTIPROCESSING": ("(?!0$).*", "the engine would not run inside its rank"),
 }
-"""Variable -> pattern of its harmful values, in lower case, and what they cause."""
+"""Variable -> pattern of its harmful values, and what they cause."""
 
 
 def check_variables(subject: Subject) -> Finding:
@@ -145,7 +143,7 @@ def _harmful(environment: Mapping[str, str], table: Mapping[str, tuple[str, str]
     return {
         name: reason
         for name, (pattern, reason) in table.items()
-        if re.fullmatch(pattern, environment.get(name, "").lower()) and environment.get(name)
+        if environment.get(name) and re.fullmatch(pattern, environment[name])
     }
 
 

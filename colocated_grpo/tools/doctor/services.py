@@ -9,13 +9,15 @@ from pathlib import Path
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.sources import EpisodeSourceConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
-from colocated_grpo.tools.doctor.atropos_state import SECONDS, AtroposState
+from colocated_grpo.tools.doctor.atropos_state import DUMMY, SECONDS, AtroposState
 from colocated_grpo.tools.doctor.results import Finding, failed, failed_line, ok, skipped, warning
 from colocated_grpo.tools.doctor.subject import Subject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
 NO_ENTRY = "no atropos entry"
 NO_GROUP = "no group to look at"
+LOGPROBS = "inference_logprobs"
+"""Column of a group, and the reason for which its sequences are dropped if it is invalid."""
 BRIDGE_FILE = "vllm_bridge_config.json"
 PROBE = {"prompt": "1", "max_tokens": 1, "logprobs": 0}
 
@@ -59,7 +61,7 @@ def check_atropos_environments(subject: Subject, config: Config) -> Finding:
             f"groups of {size} sequences: must be a power of two that divides the batch of {batch}",
             f"--env.group_size {config.rollout.group_size}, or another rollout.prompts_per_step * rollout.group_size",
         )
-    if other := {why: n for why, n in state.dropped.items() if why not in ("dummy_server", "inference_logprobs")}:
+    if other := {why: n for why, n in state.dropped.items() if why not in (DUMMY, LOGPROBS)}:
         shown = ", ".join(f"{count} for {why}" for why, count in other.items())
         return warning(
             f"{shown} of {size} sequences of the latest group would be dropped",
@@ -72,7 +74,7 @@ def check_server_type(subject: Subject, config: Config) -> Finding:
     state = _usable(subject)
     if isinstance(state, str) or not state.group_size:
         return skipped(state if isinstance(state, str) else NO_GROUP)
-    if state.dropped["dummy_server"]:
+    if state.dropped[DUMMY]:
         return failed(
             "the latest group has placeholder tokens, as server_type: openai sends them",
             "start the environment with --openai.server_type vllm",
@@ -89,9 +91,9 @@ def check_atropos_logprobs(subject: Subject, config: Config) -> Finding:
             "the latest group has no inference_logprobs",
             "sample through managed_server with server_type vllm, or set missing_logprobs: recompute",
         )
-    if state.dropped["inference_logprobs"]:
+    if state.dropped[LOGPROBS]:
         return failed(
-            f"inference_logprobs of {state.dropped['inference_logprobs']} sequences: positive, or not one per token",
+            f"inference_logprobs of {state.dropped[LOGPROBS]} sequences: positive, or not one per token",
             "one log-probability (0 or less) for each trained token; masked tokens may have any number",
         )
     return ok("the latest group has inference_logprobs")
