@@ -106,6 +106,8 @@ def check_collective(subject: Subject) -> Finding:
         return skipped("one rank on this node")
     if subject.imports.torch is None:
         return skipped("torch cannot be imported")
+    if launch.gpus and subject.imports.devices < 2:
+        return skipped("torch cannot use two GPUs (check torch)")
     backend = "nccl" if launch.gpus else "gloo"
     start = time.monotonic()
     error = all_reduce(backend, {**subject.environment, "PYTHONPATH": python_path(subject.environment)})

@@ -56,9 +56,9 @@ def check_atropos_environments(subject: Subject, config: Config) -> Finding:
         )
     batch = round(config.atropos_share) * config.rollout.group_size
     size = state.group_size
-    if size & (size - 1) or batch % size:
+    if batch % size:
         return failed(
-            f"groups of {size} sequences: must be a power of two that divides the batch of {batch}",
+            f"groups of {size} sequences: their size must divide the batch of {batch}",
             f"--env.group_size {config.rollout.group_size}, or another rollout.prompts_per_step * rollout.group_size",
         )
     if other := {why: n for why, n in state.dropped.items() if why not in (DUMMY, LOGPROBS)}:

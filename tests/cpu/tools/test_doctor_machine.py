@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.tools.doctor.gpus import Gpu, list_gpus, parse_listing, visible
+from colocated_grpo.tools.doctor.gpus import Gpu, GpuListing, list_gpus, parse_listing, visible
 from colocated_grpo.tools.doctor.machine import (
     check_driver,
     check_gpu_memory,
@@ -57,6 +57,11 @@ def test_the_message_of_an_nvidia_smi_that_fails_is_shown(smi, output, code):
     found = check_gpus(subject_of())
     assert found.status == "failed"
     assert " ".join(output.split()) in found.detail
+
+
+def test_an_nvidia_smi_that_says_nothing_is_reported_with_its_exit_code():
+    assert parse_listing(15, "").error == "nvidia-smi exited with code 15"
+    assert parse_listing(0, "") == GpuListing()
 
 
 def test_without_nvidia_smi_the_run_uses_the_cpu(tmp_path, monkeypatch):
@@ -184,6 +189,7 @@ def test_two_processes_sum_a_tensor():
     found = check_collective(subject_of(ranks=2))
     assert found.status == "ok", found.detail
     assert found.detail.startswith("all-reduce of 2 processes over gloo")
+    assert [check_collective(subject_of(**place)).status for place in ({"ranks": 1}, {"gpus": 2})] == ["skipped"] * 2
 
 
 def test_processes_that_cannot_reach_each_other_fail():

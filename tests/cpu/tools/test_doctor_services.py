@@ -132,7 +132,7 @@ def test_the_placeholders_of_openai_endpoints_are_found(url):
 def test_group_sizes_that_never_make_a_batch_are_found(url, size):
     post_group(url, mark=5, size=size)
     found = finding("environments", url)
-    assert found.detail == f"groups of {size} sequences: must be a power of two that divides the batch of 8"
+    assert found.detail == f"groups of {size} sequences: their size must divide the batch of 8"
 
 
 def test_sequences_that_a_run_would_drop_are_a_warning(url):
