@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 DEFAULT_MASTER_PORT = 29500
+COMMANDS = {
+    "doctor": "colocated_grpo.tools.doctor",
+    "serve": "colocated_grpo.serve",
+}
+"""First argument -> the module that runs instead of a training run."""
 PROBE_SECONDS = 10
 # Seconds that a stopped torchrun gives its ranks to save before it kills them; its default is 30.
 SHUTDOWN_SECONDS = 600
@@ -73,16 +78,16 @@ class Launch:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch a run and return its exit code: 2 where it cannot be started.
+    """Launch a run, or another program of COMMANDS, and return its exit code: 2 where it cannot be started.
 
-    `serve ...` starts an engine server; `atropos ...` reads the command line of Atropos' example trainer.
+    `atropos ...` reads the command line of Atropos' example trainer.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] == "serve":
+    if arguments and arguments[0] in COMMANDS:
         environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
-        os.execve(sys.executable, [sys.executable, "-m", "colocated_grpo.serve", *arguments[1:]], environment)
+        os.execve(sys.executable, [sys.executable, "-m", COMMANDS[arguments[0]], *arguments[1:]], environment)
     prepare_streams()
-    parser = _parser()
+    parser = run_parser()
     try:
         options, overrides, remarks = _read_arguments(arguments, parser)
         launch = read_launch(options, overrides, parser)
@@ -114,12 +119,13 @@ def _read_arguments(
     from colocated_grpo.launch.atropos_command import read_command
 
     try:
-        return read_command(arguments[1:], _parser(), os.environ, visible_gpus)
+        return read_command(arguments[1:], run_parser(), os.environ, visible_gpus)
     except ConfigError as error:
         raise LaunchError(str(error)) from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def run_parser() -> argparse.ArgumentParser:
+    """Return the parser of the launcher's flags. All unknown flags are setting overrides."""
     parser = OneLineParser(
         prog="run_colocated_grpo.py",
         allow_abbrev=False,

@@ -30,9 +30,8 @@ class EngineServer:
         """timeout: seconds that the server may take to start, and for calls that wait for the engine."""
         self.url = url.rstrip("/")
         self.timeout = timeout
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._quick = JsonClient(self.url, timeout=CALL_SECONDS, headers=headers)
-        self._patient = JsonClient(self.url, timeout=timeout, headers=headers)
+        self._quick = JsonClient(self.url, timeout=CALL_SECONDS, api_key=api_key)
+        self._patient = JsonClient(self.url, timeout=timeout, api_key=api_key)
 
     @property
     def host(self) -> str:

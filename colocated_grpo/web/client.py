@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from urllib.error import HTTPError
@@ -38,11 +38,11 @@ class RequestRejected(Exception):
 class JsonClient:
     """GET and POST of JSON. Every call raises Unavailable or RequestRejected on failure."""
 
-    def __init__(self, url: str, *, timeout: float, headers: Mapping[str, str] | None = None) -> None:
-        """timeout: seconds for a whole response, and for each socket operation. headers: sent with every request."""
+    def __init__(self, url: str, *, timeout: float, api_key: str | None = None) -> None:
+        """timeout: seconds for a whole response, and for each socket operation."""
         self._url = url.rstrip("/")
         self._timeout = timeout
-        self._headers = {**HEADERS, **(headers or {})}
+        self._headers = HEADERS if api_key is None else {**HEADERS, "Authorization": f"Bearer {api_key}"}
 
     def get(self, path: str) -> object:
         return self._call(Request(self._url + path, headers=self._headers))
