@@ -104,7 +104,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     data = build_data(config, model, world, tracker)
     inbox = Inbox()
     serving = build_serving(config, folder, inbox, model, world, tracker.note)
-    servers = connect(config, world)
+    servers = connect(config, world, stop)
 
     policy = Policy(config, model.hf_config, model.folder, world)
     reference = build_reference(config, model, policy, world)

@@ -12,6 +12,7 @@ from colocated_grpo.build.data import ModelFiles
 from colocated_grpo.build.engines import Engines
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import Config
+from colocated_grpo.config.variables import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.policy.policy import Policy
@@ -28,19 +29,23 @@ WEIGHTS_FOLDER = "engine_weights"
 """In the run folder: weights that servers load from files."""
 
 
-def connect(config: Config, world: World) -> list[EngineServer]:
+def connect(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
     """Wait for the servers and check that they can serve this run. Collective. Raises ConfigError or RunError.
 
     Returns none if the engines are in the ranks.
     """
-    if config.engine.placement == "server" and not config.engine.urls:
+    if config.engine.placement == "colocated":
+        return []
+    urls, variable = config.engine.urls, config.engine.api_key_variable
+    if not urls:
+        urls, variable = os.environ.get(URLS_VARIABLE, "").split(), KEY_VARIABLE
+    if not urls:
         raise ConfigError(
             "engine.urls: empty; start servers with colocated-grpo serve and give their addresses, or start the run "
             "with run_colocated_grpo.py, which starts them"
         )
-    variable = config.engine.api_key_variable
     key = None if variable is None else os.environ[variable]
-    servers = [EngineServer(url, key, config.engine.server_timeout) for url in config.engine.urls]
+    servers = [EngineServer(url, key, config.engine.server_timeout, stop.requested) for url in urls]
     world.from_main(lambda: [_check(config, server, server.wait_until_ready()) for server in servers] and None)
     return servers
 

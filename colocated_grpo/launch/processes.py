@@ -52,7 +52,7 @@ def run_command(
     The first stop signal is forwarded as SIGTERM as `stop_action` says. A second SIGINT or SIGTERM kills all processes.
     When this function returns, no process started by the command is alive.
     """
-    others = {child.pid for child in psutil.Process().children(recursive=True)}
+    others = {child.pid for child in psutil.Process().children()}
     _adopt_orphans()
     with _output(redirect) as output, _StopSignals(others, stop_action) as stop:
         try:
@@ -111,13 +111,20 @@ class _StopSignals:
 
 
 def kill_descendants(spare: set[int]) -> None:
-    """Send SIGKILL to every descendant of this process except `spare`, and reap them."""
-    while victims := [child for child in psutil.Process().children(recursive=True) if child.pid not in spare]:
+    """Send SIGKILL to every descendant of this process, except `spare` and their descendants, and reap them."""
+    while victims := _descendants(psutil.Process(), spare):
         for victim in victims:
             _signal(victim, signal.SIGKILL)
         _, alive = psutil.wait_procs(victims, timeout=REAP_SECONDS)
         if alive:
             return  # blocked inside the kernel, where no signal is delivered
+
+
+def _descendants(process: psutil.Process, spare: set[int]) -> list[psutil.Process]:
+    children: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        children = [child for child in process.children() if child.pid not in spare]
+    return [*children, *(below for child in children for below in _descendants(child, spare))]
 
 
 def _request_stop(process: subprocess.Popen[bytes], action: StopAction) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -26,8 +26,11 @@ Messages = SimpleQueue[JsonObject | None]
 class EngineServer:
     """The routes of one server that a trainer uses. Every method but `stream` waits for the response."""
 
-    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, timeout: float, stop_requested: Callable[[], bool] = lambda: False
+    ) -> None:
         """timeout: seconds that the server may take to start, and for calls that wait for the engine."""
+        self._stop_requested = stop_requested
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._quick = JsonClient(self.url, timeout=CALL_SECONDS, api_key=api_key)
@@ -60,6 +63,8 @@ class EngineServer:
                     return info
             except (Unavailable, RequestRejected) as error:
                 reason = str(error)
+            if self._stop_requested():
+                raise RunError(f"engine.urls={self.url}: stopped while waiting for the server ({reason})")
             time.sleep(RETRY_SECONDS)
         raise RunError(
             f"engine.urls={self.url}: no answer within engine.server_timeout={self.timeout:g} s ({reason}); start it "

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.config.schema import Config
-from colocated_grpo.launch.launcher import Launch
+from colocated_grpo.launch.arguments import Launch
 from colocated_grpo.tools.doctor.subject import Subject
 from tests.support.paths import ROOT
 
@@ -25,6 +25,7 @@ TWO_H200 = "0, NVIDIA H200, 143771, 0, 580.159.03\n1, NVIDIA H200, 143771, 0, 58
 def launch_of(**changes: Any) -> Launch:
     values = {
         "gpus": 0,
+        "engine_gpus": 0,
         "ranks": max(changes.get("gpus", 0), 1),
         "nodes": 1,
         "node_rank": 0,
@@ -33,6 +34,7 @@ def launch_of(**changes: Any) -> Launch:
         "config": "x.yaml",
         "resume": None,
         "log_level": "INFO",
+        "log_dir": None,
         "overrides": (),
     }
     return Launch(**(values | changes))

@@ -16,7 +16,7 @@ from colocated_grpo.config.adapter_files import with_adapter_settings
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import read_config_json
 from colocated_grpo.config.schema import Config
-from colocated_grpo.launch.launcher import Launch
+from colocated_grpo.launch.arguments import Launch
 from colocated_grpo.tools.doctor.atropos_state import AtroposState, read_state
 from colocated_grpo.tools.doctor.gpus import Gpu, GpuListing, list_gpus, visible
 from colocated_grpo.tools.doctor.imports import Imports, import_libraries

@@ -37,7 +37,7 @@ def words(text: str) -> list[str]:
 
 
 def resolve(text: str, environment: dict[str, str] | None = None, gpus: int = 1) -> Resolved:
-    options, overrides, lines = read_command(words(text), launcher._parser(), environment or {}, lambda _: gpus)
+    options, overrides, lines = read_command(words(text), launcher.run_parser(), environment or {}, lambda _: gpus)
     notes = [line.removeprefix("note: ") for line in lines]
     return Resolved(options=options, config=read_config(options.config, overrides).config, notes=notes)
 

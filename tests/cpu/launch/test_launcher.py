@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.config.loading import load_config
+from colocated_grpo.launch.arguments import Launch, visible_gpus
 from colocated_grpo.launch.cli import VERDICT_VARIABLE, _run
-from colocated_grpo.launch.launcher import Launch, child_environment, main, torchrun_command, visible_gpus
+from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
 from tests.support.paths import ROOT
 
 ELASTIC = "colocated_grpo.launch.elastic"
@@ -351,7 +352,20 @@ def test_a_machine_without_nvidia_smi_has_no_gpus(tmp_path, monkeypatch):
 
 def launch(**changes: object) -> Launch:
     place = {"gpus": 2, "ranks": 2, "nodes": 1, "node_rank": 0, "master_addr": "localhost", "master_port": None}
-    return Launch(**(place | {"config": "x.yaml", "resume": None, "log_level": "INFO", "overrides": ()} | changes))
+    return Launch(
+        **(
+            place
+            | {
+                "engine_gpus": 0,
+                "config": "x.yaml",
+                "resume": None,
+                "log_level": "INFO",
+                "log_dir": None,
+                "overrides": (),
+            }
+            | changes
+        )
+    )
 
 
 @pytest.mark.parametrize(("level", "nccl", "distributed"), [("DEBUG", "INFO", "INFO"), ("INFO", "WARN", "OFF")])
