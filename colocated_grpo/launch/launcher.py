@@ -11,7 +11,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -268,7 +267,9 @@ def python_path(environment: Mapping[str, str]) -> str:
 
 
 def banner(launch: Launch, command: Sequence[str]) -> str:
-    """Return the summary of the run that is printed before it starts."""
+    """Return the summary of the run that is printed before it starts. Secrets are masked: it may be logged."""
+    from colocated_grpo.config.secret_values import masked_arguments
+
     free_port = launch.master_port is None
     master = "this machine, any free port" if free_port else f"{launch.master_addr}:{launch.master_port}"
     facts = {
@@ -278,10 +279,10 @@ def banner(launch: Launch, command: Sequence[str]) -> str:
         "Node rank": launch.node_rank,
         "Master": master,
         "Config": launch.config,
-        "Overrides": shlex.join(launch.overrides) or "none",
+        "Overrides": shlex.join(masked_arguments(launch.overrides)) or "none",
         "Resume": launch.resume or "no",
         "Log level": launch.log_level,
-        "Command": shlex.join(command),
+        "Command": shlex.join(masked_arguments(command)),
     }
     rows = [f"  {name:<14} {value}" for name, value in facts.items()]
     return "\n".join(["Co-located GRPO", *rows])
@@ -289,18 +290,19 @@ def banner(launch: Launch, command: Sequence[str]) -> str:
 
 def _run(command: Sequence[str], environment: Mapping[str, str], text: str, redirect: Path | None) -> int:
     from colocated_grpo.launch.processes import run_command
+    from colocated_grpo.launch.scratch import scratch_folder
 
     try:
         _show(text, redirect, sys.stdout)
     except OSError as error:
         print(f"error: --redirect-output={str(redirect)!r}: cannot write ({error.strerror})", file=sys.stderr)
         return USAGE_ERROR
-    with tempfile.TemporaryDirectory(prefix="colocated-grpo-") as folder:
-        verdict = Path(folder) / "verdict"
+    with scratch_folder() as folder:
+        verdict = folder / "verdict"
         # torchrun's log folder and the sockets of tensor-parallel engines would otherwise stay behind in /tmp.
-        inside = {"PET_LOG_DIR": folder, **environment, VERDICT_VARIABLE: str(verdict)}
-        if len(folder) <= MAX_SOCKET_FOLDER:
-            inside.setdefault("VLLM_RPC_BASE_PATH", folder)
+        inside = {"PET_LOG_DIR": str(folder), **environment, VERDICT_VARIABLE: str(verdict)}
+        if len(str(folder)) <= MAX_SOCKET_FOLDER:
+            inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
         code = run_command(command, inside, redirect)
         if code == 0 and verdict.parent.is_dir() and not verdict.with_suffix(FINISHED_SUFFIX).exists():
             known, lines = str(RUN_ERROR), f"error: {UNFINISHED}"
