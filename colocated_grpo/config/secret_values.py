@@ -18,20 +18,19 @@ _LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def is_secret(name: str) -> bool:
-    """Return True if a setting of this dotted name is a secret: environments.0.args.api_key, hf_token, password."""
-    last = name.rpartition(".")[2]
-    return _SECRET.search(last) is not None and _OF_TOKENIZERS.search(last) is None
+    """Return True if a setting of this dotted name is a secret: args.api_key, hf_token, credentials.user."""
+    return any(_SECRET.search(part) and not _OF_TOKENIZERS.search(part) for part in name.split("."))
 
 
 def masked(value: Any, name: str = "") -> Any:
     """Return a setting with all secrets in it masked. name: of the setting, or of the list that it is an item of."""
+    if is_secret(name) and value and isinstance(value, str | dict | list):
+        return MASK
     if isinstance(value, dict):
         return {key: masked(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [masked(item, name) for item in value]
-    if not isinstance(value, str):
-        return value
-    return MASK if value and is_secret(name) else _LOGIN_IN_URL.sub(MASK, value)
+    return _LOGIN_IN_URL.sub(MASK, value) if isinstance(value, str) else value
 
 
 def masked_arguments(arguments: Sequence[str]) -> list[str]:

@@ -87,8 +87,8 @@ class Attack:
 
 
 def attack_bytes(marker: Path) -> bytes:
-    """Return a pickle that creates `marker` when it is read, in the way it is planted into files."""
-    return pickle.dumps(Attack(marker))
+    """Return a pickle that creates `marker` when it is read, as one complete line."""
+    return pickle.dumps(Attack(marker)) + b"\n"
 
 
 def plant_in_tensors(checkpoint: Path, marker: Path) -> None:
