@@ -55,7 +55,7 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint |
             continue
         if damaged:
             names = ", ".join(path.name for path in damaged)
-            note(f"resuming from {checkpoint.name}: damaged and renamed to *{SET_ASIDE}: {names} ({_first(damaged)})")
+            note(f"resuming from {checkpoint.name}: damaged and renamed to *.damaged: {names} ({_first(damaged)})")
             _set_aside(damaged)
         if not found.verified:
             note(f"{checkpoint.name} was written by an earlier version, without checksums; damage may go unnoticed")
