@@ -83,10 +83,10 @@ def read_whole(folder: Path) -> SavedCheckpoint:
         metadata_of(layout, folder)
         return SavedCheckpoint(
             folder=folder,
-            step=record["step"],
-            policy_version=record["policy_version"],
-            world_size=record["world_size"],
-            state=record["state"],
+            step=int(record["step"]),
+            policy_version=int(record["policy_version"]),
+            world_size=int(record["world_size"]),
+            state=dict(record["state"]),
             layout=layout,
             verified=verified,
         )

@@ -23,7 +23,7 @@ from tests.support.saved_runs import (
     save_two,
     seal_again,
 )
-from tests.support.training_runs import ForkedRun, deterministic, train, uninterrupted
+from tests.support.training_runs import ForkedRun, deterministic, train, uninterrupted, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -112,20 +112,20 @@ def plant(folder: Path, marker: Path) -> list[str]:
     return [file.relative_to(folder).as_posix() for file in files]
 
 
-def test_a_real_run_resumes_among_planted_logs_and_exports_and_ends_with_one_line_for_planted_checkpoints(tmp_path):
-    """The real run, with the settings of its user: config.yaml of the run folder names code and has to be trusted."""
-    run = tmp_path / "run"
-    shutil.copytree(uninterrupted(1).folder, run)
-    whole = shutil.copytree(run / CHECKPOINTS, tmp_path / "whole")
+def test_a_real_run_resumes_from_the_one_whole_checkpoint_among_planted_files_and_ends_bit_for_bit(tmp_path):
+    """With the settings of its user: config.yaml of a run folder names code and has to be trusted."""
+    run, finished = tmp_path / "run", uninterrupted(1)
+    shutil.copytree(finished.folder, run)
     planted = plant(run, tmp_path / "attacked")
     assert {"metrics.jsonl", "environment.json", "final_model/model.safetensors"} <= set(planted)
     with ForkedRun(tmp_path, deterministic(), "--resume", str(run), name="attacked") as attacked:
         assert attacked.wait() == 1
     [line] = attacked.stderr.splitlines()
     assert line.startswith(f"error: checkpoints {run / CHECKPOINTS}: none of 2 is whole (")
-    shutil.rmtree(run / CHECKPOINTS)
-    whole.rename(run / CHECKPOINTS)
+    older, newest = sorted(path.name for path in (run / CHECKPOINTS).iterdir())
+    shutil.copytree(finished.folder / CHECKPOINTS / older, run / CHECKPOINTS / older, dirs_exist_ok=True)
     resumed = train(tmp_path, deterministic(), "--resume", str(run))
-    assert "nothing left to train" in resumed.stdout
+    assert f"resuming from {older}: damaged and renamed to *.damaged: {newest} (" in resumed.stdout
     assert resumed.stdout.count("environment.json.damaged") == resumed.stdout.count("metrics.jsonl.damaged") == 1
+    assert weights_of(resumed) == weights_of(finished)
     assert not (tmp_path / "attacked").exists()
