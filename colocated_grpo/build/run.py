@@ -109,7 +109,8 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     policy = Policy(config, model.hf_config, model.folder, world)
     reference = build_reference(config, model, policy, world)
     opponent_shards = read_opponent(config, model.hf_config, world)
-    checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state(config.opponent, opponent_shards))
+    others = opponent_state(config.opponent, opponent_shards)
+    checkpoints = Checkpoints(folder, config.checkpoint, world, others, tracker.note)
     start, state = checkpoints.restore(policy)
 
     clock = Clock(world.device)

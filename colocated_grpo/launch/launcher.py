@@ -10,7 +10,6 @@ import importlib.util
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -29,6 +28,7 @@ from colocated_grpo.launch.cli import (
 )
 from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan, plan_servers
 from colocated_grpo.launch.processes import run_command
+from colocated_grpo.launch.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
@@ -183,7 +183,9 @@ def python_path(environment: Mapping[str, str]) -> str:
 
 
 def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None) -> str:
-    """Return the summary of the run that is printed before it starts."""
+    """Return the summary of the run that is printed before it starts. Secrets are masked: it may be logged."""
+    from colocated_grpo.config.secret_values import masked_arguments
+
     free_port = launch.master_port is None
     master = "this machine, any free port" if free_port else f"{launch.master_addr}:{launch.master_port}"
     facts = {
@@ -193,10 +195,10 @@ def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None) -
         "Node rank": launch.node_rank,
         "Master": master,
         "Config": launch.config,
-        "Overrides": shlex.join(launch.overrides) or "none",
+        "Overrides": shlex.join(masked_arguments(launch.overrides)) or "none",
         "Resume": launch.resume or "no",
         "Log level": launch.log_level,
-        "Command": shlex.join(command),
+        "Command": shlex.join(masked_arguments(command)),
     }
     if servers is not None:
         facts["Engine servers"] = ", ".join(servers.urls)
@@ -208,12 +210,12 @@ def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None) -
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path | None) -> int:
-    with tempfile.TemporaryDirectory(prefix="colocated-grpo-") as folder:
-        verdict = Path(folder) / "verdict"
+    with scratch_folder() as folder:
+        verdict = folder / "verdict"
         # torchrun's log folder and the sockets of tensor-parallel engines would otherwise stay behind in /tmp.
-        inside = {"PET_LOG_DIR": folder, **environment, VERDICT_VARIABLE: str(verdict)}
-        if len(folder) <= MAX_SOCKET_FOLDER:
-            inside.setdefault("VLLM_RPC_BASE_PATH", folder)
+        inside = {"PET_LOG_DIR": str(folder), **environment, VERDICT_VARIABLE: str(verdict)}
+        if len(str(folder)) <= MAX_SOCKET_FOLDER:
+            inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
         code = run_command(command, inside, redirect)
         if code == 0 and verdict.parent.is_dir() and not verdict.with_suffix(FINISHED_SUFFIX).exists():
             known, lines = str(RUN_ERROR), f"error: {UNFINISHED}"

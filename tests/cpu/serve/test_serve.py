@@ -22,7 +22,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from colocated_grpo.runtime.checksums import write_checksums
 from tests.support.paths import ROOT
+from tests.support.saved_runs import invert
 from tests.support.servers import free_port, until
 from tests.support.training_runs import tiny_model
 
@@ -172,10 +174,13 @@ def test_adapters_are_exchanged_while_the_server_runs(tmp_path):
             == status
             == {"enabled": True, "adapter_name": "16", "adapter_path": str(first)}
         )
-        large = save_adapter(tmp_path / "large", 64)
+        large, damaged = save_adapter(tmp_path / "large", 64), save_adapter(tmp_path / "damaged", 8)
+        write_checksums(damaged)
+        invert(damaged / "adapter_model.safetensors")
         for path, body, line in [
             ("/lora/load", {"adapter_path": "nowhere"}, "adapter 'nowhere': no adapter_config.json in this folder"),
             ("/lora/load", {"adapter_path": str(large)}, "LoRA rank 64 is greater than max_lora_rank 16"),
+            ("/lora/load", {"adapter_path": str(damaged)}, "adapter_model.safetensors differs from its checksum"),
             ("/v1/unload_lora_adapter", {"lora_name": "8"}, "lora_name='8': this adapter is not loaded"),
         ]:
             status, response = server.call("POST", path, body)
