@@ -142,7 +142,8 @@ def train(run: Run) -> str:
 
 def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     """Generate the groups of this step, after an evaluation if one is due. Raises Stopped on every rank."""
-    order = run.supply.order(step)
+    with run.clock.time("wait"):
+        order = run.supply.order(step)
     with run.choreography.rollout_phase(step, probe=order.probe):
         if evaluation_due(run, step):
             evaluate(run, step)

@@ -99,7 +99,7 @@ FLAGS: tuple[Flag, ...] = (
     _flag("--lora-layer-indices", "text", None, means.adapter("policy.lora.layers"), _BLOCKS),
     # Server
     _flag("--vllm-port --port", "int", 9001, means.port, "port from which environments sample"),
-    _flag("--vllm-gpu", "int", None, means.server_gpu, "not read: the launcher assigns GPUs"),
+    _flag("--vllm-gpu", "int", None, means.server_gpu, "above 0: the server has GPUs of its own, the last ones"),
     _flag(
         "--gpu-memory-utilization --vllm-gpu-memory-utilization",
         "float",
@@ -150,13 +150,6 @@ FLAGS: tuple[Flag, ...] = (
         None,
         means.nothing("not needed: every step's times and memory are in metrics.jsonl (seconds/*, memory/*)"),
         "not needed",
-    ),
-    _flag(
-        "--log-dir",
-        "text",
-        None,
-        means.nothing("not read: metrics and rollouts are in the run folder; --redirect-output FILE saves the output"),
-        "not read",
     ),
 )
 

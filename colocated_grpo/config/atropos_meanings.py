@@ -210,8 +210,17 @@ def dropout(value: float, command: Command) -> Meaning:
 # Processes
 
 
-def server_gpu(_value: int | None, _command: Command) -> Meaning:
-    return Meaning(note="not read; the launcher assigns GPUs to servers")
+def server_gpu(value: int | None, command: Command) -> Meaning:
+    """The trainer's first GPU is 0, so a server on any other has GPUs of its own."""
+    if command.gpus == 0 or command.server_url is not None or command.mode.bridge == "shared":
+        return Meaning(note="not read: the server has its GPU already, or shares the trainer's")
+    return Meaning(launcher={"engine_gpus": _server_gpus(command)} if value else {})
+
+
+def _server_gpus(command: Command) -> int:
+    """Return how many GPUs the launcher gives to a server alone."""
+    shares = command.gpus == 0 or command.server_url is not None or command.mode.bridge == "shared"
+    return 0 if shares or not command.value("--vllm-gpu") else command.value("--tensor-parallel-size")
 
 
 def device(value: str | None, _command: Command) -> Meaning:
@@ -229,10 +238,11 @@ def world_size(value: int | None, command: Command) -> Meaning:
     if value is not None and value < 1:
         raise ValueError("must be at least 1")
     if value is not None and value > 1:
-        return Meaning(launcher={"gpus": value} if command.gpus else {"nproc": value})
+        return Meaning(launcher={"gpus": value + _server_gpus(command)} if command.gpus else {"nproc": value})
     if command.gpus_chosen or command.gpus < 2 or "CUDA_VISIBLE_DEVICES" in command.environment:
         return Meaning()
-    return Meaning(launcher={"gpus": 1}, remark="one GPU, as in Atropos' trainer; for more add --gpus N")
+    gpus = 1 + _server_gpus(command)
+    return Meaning(launcher={"gpus": gpus}, remark="one GPU, as in Atropos' trainer; for more add --gpus N")
 
 
 def rank(value: int, _command: Command) -> Meaning:

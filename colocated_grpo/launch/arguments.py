@@ -63,7 +63,7 @@ def run_parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="with engine.placement: server, how many of the GPUs serve engines (default: 0)",
+        help="with engine.placement: server, how many of the GPUs serve engines only (default: 0, the ranks' own)",
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="processes of a CPU run, with --gpus 0 (default: 1)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")

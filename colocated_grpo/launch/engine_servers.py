@@ -73,14 +73,10 @@ def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str])
 def _divide_gpus(launch: Launch, config: Config, environment: Mapping[str, str]) -> tuple[list[str | None], str | None]:
     """Return the visible devices of each server and of the ranks."""
     size = config.engine.tensor_parallel_size
-    if launch.gpus == 0:
-        return [None], None
-    if config.engine.bridge == "shared":
-        return [None], None  # on the ranks' own GPUs
     if launch.engine_gpus == 0:
-        raise LaunchError(
-            "--engine-gpus: required with engine.placement: server on GPUs: how many of --gpus serve engines"
-        )
+        return [None], None  # on the CPU, or on the ranks' own GPUs
+    if config.engine.bridge == "shared":
+        raise LaunchError(f"--engine-gpus={launch.engine_gpus}: must be absent with engine.bridge: shared, one copy")
     if launch.engine_gpus % size:
         raise LaunchError(
             f"--engine-gpus={launch.engine_gpus}: must be a multiple of engine.tensor_parallel_size={size}, the GPUs "

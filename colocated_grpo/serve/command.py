@@ -9,13 +9,13 @@ import errno
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from colocated_grpo.launch.cli import USAGE_ERROR, prepare_streams
 from colocated_grpo.launch.launcher import python_path
 from colocated_grpo.launch.processes import StopAction, run_command
+from colocated_grpo.launch.scratch import scratch_folder
 from colocated_grpo.runtime.signals import stop_signals
 from colocated_grpo.serve.options import ServeOptions, parse
 from colocated_grpo.serve.restarts import RESTART, STATE_VARIABLE
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem is not None:
         print(f"error: {problem}", file=sys.stderr)
         return USAGE_ERROR
-    with tempfile.TemporaryDirectory(prefix="colocated-grpo-serve-") as folder:
-        return _run([sys.executable, "-m", "colocated_grpo.serve.rank", *arguments], Path(folder) / "state.json")
+    with scratch_folder() as folder:
+        return _run([sys.executable, "-m", "colocated_grpo.serve.rank", *arguments], folder / "state.json")
 
 
 def _run(command: Sequence[str], state: Path) -> int:

@@ -12,7 +12,7 @@ from colocated_grpo.tracking.text import as_html, number
 
 NUM_COLORS = 9
 """Number of page colours for named series; the next colour is for "other"."""
-PHASES = ("generate", "train", "sync", "wake", "sleep", "freshness", "pack", "checkpoint", "evaluate")
+PHASES = ("generate", "train", "sync", "wait", "wake", "sleep", "freshness", "pack", "checkpoint", "evaluate")
 NOT_A_METRIC = ("kind", "step")
 HUGE = 1e100
 """Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""
