@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,8 +14,10 @@ from colocated_grpo.build.engines import Engines
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.variables import KEY_VARIABLE, URLS_VARIABLE
+from colocated_grpo.errors import RunError
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
+from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine_group import EngineGroup
 from colocated_grpo.rollout.engine_server import EngineServer
@@ -23,7 +26,9 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.broadcast import BroadcastSync
+from colocated_grpo.weights.exported import CONFIG_NAME, attach, export_folder
 from colocated_grpo.weights.saved import AdapterSync, RestartSync
+from colocated_grpo.weights.shared import share_exported
 
 WEIGHTS_FOLDER = "engine_weights"
 """In the run folder: weights that servers load from files."""
@@ -113,8 +118,22 @@ def _restart(
     return sync, sync.restore
 
 
+def _shared(
+    config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
+) -> tuple[WeightSync, Restore]:
+    file = Path(config.engine.bridge_config or export_folder() / CONFIG_NAME)
+    facts, views = attach(file)
+    if facts.get("instance") != servers[0].info()["instance"]:
+        raise RunError(
+            f"engine.bridge_config={file}: written by another start of a server than the one at {servers[0].url}"
+        )
+    sync = share_exported(views, policy.model.lm.base_model_prefix, partial(adopt, policy.model))
+    return sync, lambda server: False
+
+
 _BRIDGES: dict[str, Callable[..., tuple[WeightSync, Restore]]] = {
     "broadcast": _broadcast,
     "adapter": _adapter,
     "restart": _restart,
+    "shared": _shared,
 }

@@ -116,24 +116,27 @@ def _engine_fields_are_not_arguments(config: Config) -> Lines:
 
 
 def _shared_weights_are_plain(config: Config) -> Lines:
-    if config.weights != "shared":
+    setting = config.shares_weights
+    if setting is None:
         return
     policy, engine = config.policy, config.engine
     if config.sync_frequency > 1:
         yield (
-            f"sync_frequency={config.sync_frequency}: must be 1 with weights: shared, where the engine has every "
+            f"sync_frequency={config.sync_frequency}: must be 1 with {setting}: shared, where the engine has every "
             "update immediately"
         )
     if policy.cpu_offload:
-        yield "policy.cpu_offload=true: must be false with weights: shared, whose weights stay on the device"
+        yield f"policy.cpu_offload=true: must be false with {setting}: shared, whose weights stay on the device"
     if engine.dtype not in ("auto", policy.compute_dtype):
         yield (
-            f"engine.dtype={engine.dtype}: must be auto with weights: shared, as engine and policy "
+            f"engine.dtype={engine.dtype}: must be auto with {setting}: shared, as engine and policy "
             f"(policy.compute_dtype={policy.compute_dtype}) use the same tensors"
         )
     quantization = engine.args.get("quantization")
     if quantization is not None:
-        yield f"engine.args.quantization={quantization}: not supported with weights: shared, whose weights are trained"
+        yield (
+            f"engine.args.quantization={quantization}: not supported with {setting}: shared, whose weights are trained"
+        )
 
 
 def _adapter_is_all_that_is_trained(config: Config) -> Lines:
@@ -264,8 +267,9 @@ def _every_engine_has_prompts(config: Config, world_size: int) -> Lines:
 
 
 def _shared_weights_need_one_rank(config: Config, world_size: int) -> Lines:
-    if config.weights == "shared" and world_size > 1:
-        yield f"weights=shared: needs a single rank, not {world_size}; an engine cannot compute with sharded weights"
+    setting = config.shares_weights
+    if setting is not None and world_size > 1:
+        yield f"{setting}=shared: needs a single rank, not {world_size}; an engine cannot compute with sharded weights"
 
 
 def _renormalised_sampling(config: Config) -> Lines:

@@ -305,6 +305,13 @@ class Config(Section):
         return self.engine.tensor_parallel_size if self.engine.placement == "colocated" else 1
 
     @property
+    def shares_weights(self) -> str | None:
+        """The setting because of which policy and engine compute with the same tensors; None if they do not."""
+        if self.engine.placement == "server":
+            return "engine.bridge" if self.engine.bridge == "shared" else None
+        return "weights" if self.weights == "shared" else None
+
+    @property
     def structured(self) -> bool:
         """True if a grammar constrains some of the completions."""
         return any(isinstance(source, TurnsSourceConfig) and source.structured for source in self.environments)

@@ -51,6 +51,19 @@ def _opponents_live_in_the_ranks(config: Config) -> Lines:
         )
 
 
+def _one_copy_has_one_server(config: Config) -> Lines:
+    engine = config.engine
+    if engine.placement != "server" or engine.bridge != "shared":
+        return
+    if len(engine.urls) > 1 or engine.tensor_parallel_size > 1:
+        yield (
+            f"engine.bridge=shared: needs one server of one GPU, not {max(len(engine.urls), 1)} of "
+            f"{engine.tensor_parallel_size}: FSDP2 shards every layer by rows, tensor parallelism some by columns"
+        )
+    if config.rollout.max_staleness:
+        yield "rollout.max_staleness=1: must be 0 with engine.bridge: shared, where an update changes both sides at once"
+
+
 def _stale_batches_are_not_repeatable(config: Config) -> Lines:
     if not config.rollout.max_staleness:
         return
@@ -74,5 +87,6 @@ SERVER_RULES: tuple[Callable[[Config], Lines], ...] = (
     _weights_travel_by_the_bridge,
     _adapters_travel_as_files,
     _opponents_live_in_the_ranks,
+    _one_copy_has_one_server,
     _stale_batches_are_not_repeatable,
 )

@@ -25,6 +25,8 @@ from colocated_grpo.launch.processes import signal_at_parents_death
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
 
+LOG_VARIABLE = "LOGDIR"
+"""Folder of vllm_bridge_config.json, for servers and ranks."""
 END_SECONDS = 20.0
 LOG_LINES = 5
 
@@ -122,7 +124,11 @@ class EngineServers:
     def __init__(self, plan: ServerPlan, environment: Mapping[str, str]) -> None:
         """environment: of the servers, but for their devices."""
         self._plan = plan
-        self._environment = {**environment, KEY_VARIABLE: secrets.token_urlsafe(32)}
+        self._environment = {
+            **environment,
+            KEY_VARIABLE: secrets.token_urlsafe(32),
+            LOG_VARIABLE: str(plan.logs[0].parent.absolute()),
+        }
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = False
         self.failure: str | None = None
@@ -130,8 +136,9 @@ class EngineServers:
 
     def rank_environment(self) -> dict[str, str]:
         """Return the variables with which ranks find the servers."""
-        key, devices = self._environment[KEY_VARIABLE], self._plan.trainer_devices
-        found = {URLS_VARIABLE: " ".join(self._plan.urls), KEY_VARIABLE: key}
+        devices = self._plan.trainer_devices
+        found = {name: self._environment[name] for name in (KEY_VARIABLE, LOG_VARIABLE)}
+        found |= {URLS_VARIABLE: " ".join(self._plan.urls)}
         return found if devices is None else {**found, "CUDA_VISIBLE_DEVICES": devices}
 
     def __enter__(self) -> EngineServers:

@@ -61,6 +61,8 @@ class CheckpointReader:
 
     def __init__(self, folder: Path) -> None:
         self._readers: dict[str, Callable[[slice], Tensor]] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        """By name."""
         files = sorted(folder.glob("*.safetensors"))
         for file in files:
             self._add_safetensors(file)
@@ -74,10 +76,12 @@ class CheckpointReader:
         handle = safe_open(file, framework="pt")
         for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
             self._readers[name] = lambda rows, name=name: _rows(handle.get_slice(name), rows)
+            self.shapes[name] = torch.Size(handle.get_slice(name).get_shape())
 
     def _add_torch(self, file: Path) -> None:
         for name, tensor in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
             self._readers[name] = lambda rows, tensor=tensor: tensor[rows]
+            self.shapes[name] = tensor.shape
 
     def names(self) -> set[str]:
         return set(self._readers)

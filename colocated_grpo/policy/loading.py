@@ -85,7 +85,7 @@ def _build_adapter(
 def _without_fsdp(config: Config, world: World) -> bool:
     """Return True for one rank without FSDP2, which would hold frozen weights twice: as a shard and gathered."""
     partly_frozen = config.policy.lora is not None or config.policy.train_layers is not None
-    return config.weights == "shared" or (partly_frozen and world.size == 1 and not config.policy.cpu_offload)
+    return config.shares_weights is not None or (partly_frozen and world.size == 1 and not config.policy.cpu_offload)
 
 
 def _build_empty(config: Config, hf_config: PretrainedConfig, world: World) -> PackedLM:

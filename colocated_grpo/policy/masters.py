@@ -126,10 +126,11 @@ class UnshardedWeights:
 def adopt(model: PackedLM, views: Mapping[str, Tensor]) -> bool:
     """Use these tensors, by checkpoint name, as the parameters of an unsharded model and free the previous ones.
 
-    Values are kept. Return False and change nothing unless each has the shape, type and device of its parameter.
+    Values are kept. Return False and change nothing unless there is one for each parameter, with its shape, type and
+    device.
     """
     parameters = model.hf_parameters()
-    if any(_kind(views[name]) != _kind(parameter) for name, parameter in parameters.items()):
+    if any(name not in views or _kind(views[name]) != _kind(p) for name, p in parameters.items()):
         return False
     for name, parameter in parameters.items():
         views[name].copy_(parameter)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from colocated_grpo.launch.cli import LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
@@ -20,6 +21,8 @@ PROMPT_TOKENS = 1
 """A run's config splits the longest sequence into prompt and completion. A server needs no split, so the prompt's part
 is the smallest."""
 MIN_LENGTH = 2
+SHARE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
+"""Environment variable that stands for --share-weights at 1, as in Atropos' example server."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's max_lora_rank."""
 
@@ -48,7 +51,13 @@ class ServeOptions:
 
 def parse(arguments: Sequence[str] | None) -> ServeOptions:
     """Exits with code 2 and one line where an argument is invalid."""
-    return ServeOptions(**vars(_parser().parse_args(arguments)))
+    parser = _parser()
+    options = ServeOptions(**vars(parser.parse_args(arguments)))
+    if os.environ.get(SHARE_VARIABLE) == "1":
+        options = replace(options, share_weights=True)
+    if options.share_weights and options.tensor_parallel_size > 1:
+        parser.error(f"--share-weights: needs --tensor-parallel-size 1, not {options.tensor_parallel_size}")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -184,6 +193,7 @@ def settings(options: ServeOptions) -> Config:
             "max_num_seqs": options.max_num_seqs,
             "enforce_eager": options.enforce_eager,
             "tensor_parallel_size": options.tensor_parallel_size,
+            "sleep": not options.share_weights,  # memory of vLLM's sleep mode cannot be shared
             "args": {"load_format": "auto", **adapters, **options.engine_args},
         },
         "sync_frequency": 2,  # above 1, weights outlive a sleep

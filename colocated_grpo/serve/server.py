@@ -34,12 +34,16 @@ from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.sampler import Sampler
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.server import ServerThread
+from colocated_grpo.weights.exported import export, export_folder, move_to_shared_memory
 from colocated_grpo.weights.receiver import WeightReceiver
+from colocated_grpo.weights.verified_plan import checkpoint_shapes, verified_plan
 
 MAX_BODY_BYTES = 32 << 20
 MAX_REQUESTS = 4096
 REMEMBERED_COMPLETIONS = 1
 """Only a trainer reads recorded completions, so this is the minimum."""
+BASE_PREFIX = "model"
+"""Of the base model in checkpoint names."""
 IDLE_LIMIT = timedelta(days=3650)
 """The other ranks of an engine wait for rank 0's next call without limit."""
 
@@ -54,6 +58,9 @@ def serve(config: Config, options: ServeOptions) -> int:
     model = read_model_files(config, world)
     dtype = dtype_of(config.engine.dtype, auto=compute_dtype(config, world.device))
     engine = VLLMEngine(config, model.folder, dtype, world)
+    facts = describe(config, options, engine, world)
+    if options.share_weights:
+        _share_weights(engine, model, facts)
     receiver = WeightReceiver(engine, model.folder, world.device, lambda ok: all(world.gather_objects(ok)))
     commands = {
         **engine_commands(engine),
@@ -64,9 +71,27 @@ def serve(config: Config, options: ServeOptions) -> int:
     }
     ranks = EveryRank(commands, _idle_group(world))
     if world.is_main:
-        return _lead(config, options, model, engine, ranks, world)
+        return _lead(config, options, model, engine, ranks, StopRequest(world.store), facts)
     ranks.follow()
     return 0
+
+
+def _share_weights(engine: VLLMEngine, model: ModelFiles, facts: JsonObject) -> None:
+    """Export the engine's parameters for a trainer of this machine. Raises RunError for a model without a plan."""
+    if facts["device"] == "cpu":
+        move_to_shared_memory(engine.model)
+    tied = bool(model.hf_config.get_text_config().tie_word_embeddings)
+    plan = verified_plan(engine, checkpoint_shapes(model.folder, tied=tied), BASE_PREFIX, model.folder)
+    if plan is None:
+        raise RunError(
+            f"--share-weights: the engine stores the weights of {facts['model']} in another layout than the "
+            "checkpoint; start without it, and train with engine.bridge: broadcast"
+        )
+    for rows in plan.padding:
+        rows.zero_()
+    views = {name: target.view for name, target in plan.targets.items()}
+    file = export(views, facts, export_folder())
+    print(f"weights are shared through {file.absolute()}", flush=True)
 
 
 def _idle_group(world: World) -> dist.ProcessGroup | None:
@@ -79,15 +104,20 @@ def _idle_group(world: World) -> dist.ProcessGroup | None:
 
 
 def _lead(
-    config: Config, options: ServeOptions, model: ModelFiles, engine: VLLMEngine, ranks: EveryRank, world: World
+    config: Config,
+    options: ServeOptions,
+    model: ModelFiles,
+    engine: VLLMEngine,
+    ranks: EveryRank,
+    stop: StopRequest,
+    facts: JsonObject,
 ) -> int:
     """Serve on rank 0. engine: this rank's."""
-    stop, restart = StopRequest(world.store), Restart()
-    whole, inbox = MirroredEngine(engine, ranks), Inbox()
+    whole, inbox, restart = MirroredEngine(engine, ranks), Inbox(), Restart()
     control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox)
 
     def add_routes(app: FastAPI) -> None:
-        add_control_routes(app, control, describe(config, options, engine, world), parameters_of(engine))
+        add_control_routes(app, control, facts, parameters_of(engine))
         add_engine_routes(app, control, inbox, sessions)
         add_adapter_routes(app, control, EngineAdapters(engine, ranks))
         add_bridge_routes(app, control, partial(ranks.call, "join"), partial(ranks.call, "update"), restart)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.errors import in_one_line
-from colocated_grpo.policy.model import read_parameters
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.stores import connect_store
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices
 from colocated_grpo.weights.colocated import SideStreamCopy
 from colocated_grpo.weights.joined_group import JoinedGroup
-from colocated_grpo.weights.plan import Plan, build_plan
+from colocated_grpo.weights.plan import Plan
+from colocated_grpo.weights.verified_plan import verified_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,9 @@ class WeightReceiver:
         """Join a trainer's group; a former one is left. Raises ValueError where that fails."""
         shapes = {name: torch.Size(shape) for name, shape in offer.shapes.items()}
         if shapes != self._planned_shapes:
-            self._plan, self._planned_shapes = self._verified_plan(shapes, offer.prefix), shapes
+            plan = verified_plan(self._engine, shapes, offer.prefix, self._folder)
+            self._plan = plan if self._agree(plan is not None) else None
+            self._planned_shapes = shapes
         self._buckets = make_buckets(shapes, offer.trainer_ranks, self._dtype)
         self._leave()
         try:
@@ -106,17 +108,3 @@ class WeightReceiver:
     def path(self) -> str:
         """'views' (planned copies) or 'load_weights' (the engine's loader)."""
         return "views" if self._plan is not None else "load_weights"
-
-    def _verified_plan(self, shapes: Mapping[str, torch.Size], prefix: str) -> Plan | None:
-        """Return a plan whose views hold, bit for bit, the checkpoint's values on all ranks of the engine."""
-        plan = None
-        if not self._engine.transforms_weights:
-            plan = build_plan(self._engine.model, shapes, self._engine.tensor_parallel_rank)
-        right = plan is not None and all(self._is_loaded(name, shape, plan, prefix) for name, shape in shapes.items())
-        return plan if self._agree(right) else None
-
-    def _is_loaded(self, name: str, shape: torch.Size, plan: Plan, prefix: str) -> bool:
-        whole, target = torch.nn.Parameter(torch.empty(shape), requires_grad=False), plan.targets[name]
-        read_parameters({name: whole}, prefix, self._folder)
-        part = whole.data.narrow(target.dim, target.start, target.view.shape[target.dim])
-        return torch.equal(target.view, part.to(self._device, self._dtype))

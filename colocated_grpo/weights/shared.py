@@ -17,11 +17,15 @@ class SharedSync:
         """Do nothing. `RolloutEngine.weights_changed`, which the caller runs next, drops cached prefixes."""
 
 
-def share(copies: ColocatedSync, adopt: Callable[[Mapping[str, Tensor]], bool]) -> SharedSync:
+Adopt = Callable[[Mapping[str, Tensor]], bool]
+"""Makes the policy compute with these tensors, by checkpoint name; False if it cannot."""
+
+
+def share(copies: ColocatedSync, adopt: Adopt) -> SharedSync:
     """Replace the policy's compute weights by views of the engine's parameters.
 
-    The engine's weights must be mapped; its KV cache need not be. adopt: takes the views by checkpoint name; False if
-    the policy cannot compute with them. Raises RunError in that case, and for models without a verified plan.
+    The engine's weights must be mapped; its KV cache need not be. Raises RunError for models without a verified plan,
+    and where the policy cannot compute with the engine's tensors.
     """
     copies.sync()  # builds and verifies the plan
     plan = copies.plan
@@ -32,4 +36,19 @@ def share(copies: ColocatedSync, adopt: Callable[[Mapping[str, Tensor]], bool]) 
         )
     for rows in plan.padding:
         rows.zero_()  # once is enough: no sync writes to them later
+    return SharedSync()
+
+
+def share_exported(views: Mapping[str, Tensor], prefix: str, adopt: Adopt) -> SharedSync:
+    """Replace the policy's compute weights by a server's parameters. Raises RunError where they do not fit.
+
+    prefix: the base model's, such as "model"; names of the views may have or lack it.
+    """
+    start = f"{prefix}."
+    named = {alias: view for name, view in views.items() for alias in (name, name.removeprefix(start), start + name)}
+    if not adopt(named):
+        raise RunError(
+            "engine.bridge=shared: the server's weights have other names, shapes, types or devices than the policy's; "
+            "start it with the run's model and --dtype, on the same device"
+        )
     return SharedSync()

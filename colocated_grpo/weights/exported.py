@@ -1,0 +1,123 @@
+"""One copy of the weights for two processes: the engine's parameters, exported by a server and used by a trainer.
+
+On CUDA the handles are CUDA IPC's. On the CPU the parameters are moved into memory without a name, which a process of
+the same user opens through the server's descriptor and which is gone when both processes have ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.types import JsonObject
+
+CONFIG_NAME = "vllm_bridge_config.json"
+MAPPINGS = "param_mappings"
+ALIGNMENT = 64
+"""Bytes; vector instructions of the CPU read whole lines."""
+
+
+def export_folder() -> Path:
+    """Folder of the file: $LOGDIR, else the working directory, as in Atropos' example server."""
+    return Path(os.environ.get("LOGDIR") or ".")
+
+
+def move_to_shared_memory(model: nn.Module) -> None:
+    """Move the parameters of a model on the CPU into memory that other processes can map. Values and ties are kept."""
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    offsets, total = {}, 0
+    for pointer, storage in storages.items():
+        offsets[pointer] = total
+        total += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    descriptor = os.memfd_create("colocated_grpo weights")
+    os.ftruncate(descriptor, total)
+    shared = _map(_path_of(descriptor), total)
+    for parameter in model.parameters():
+        start = offsets[parameter.untyped_storage().data_ptr()] // parameter.element_size()
+        view = _view(shared, parameter.dtype, start + parameter.storage_offset(), parameter.shape, parameter.stride())
+        view.copy_(parameter.data)
+        parameter.data = view
+
+
+def _path_of(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def export(views: Mapping[str, Tensor], facts: JsonObject, folder: Path) -> Path:
+    """Write the file from which a trainer finds the weights. views: by checkpoint name, of the engine's parameters.
+
+    facts: further entries, such as the model. Parameters on the CPU must be in shared memory.
+    """
+    handles: dict[int, JsonObject] = {}
+    mappings = {}
+    for name, view in views.items():
+        storage = view.untyped_storage()
+        if storage.data_ptr() not in handles:
+            handles[storage.data_ptr()] = _handle(storage)
+        mappings[name] = {
+            "handle": handles[storage.data_ptr()],
+            "dtype": str(view.dtype).removeprefix("torch."),
+            "shape": list(view.shape),
+            "stride": list(view.stride()),
+            "offset": view.storage_offset(),
+        }
+    file = folder / CONFIG_NAME
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps({**facts, MAPPINGS: mappings}), encoding="utf-8")
+    partial.chmod(0o600)
+    partial.replace(file)
+    return file
+
+
+def _handle(storage: torch.UntypedStorage) -> JsonObject:
+    if storage.device.type == "cuda":
+        return {"cuda": [part.hex() if isinstance(part, bytes) else part for part in storage._share_cuda_()]}
+    return {"file": storage.filename, "bytes": storage.nbytes()}
+
+
+def attach(file: Path) -> tuple[JsonObject, dict[str, Tensor]]:
+    """Return the file's facts and the server's parameters by checkpoint name. Raises RunError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        mappings = content.pop(MAPPINGS)
+        storages: dict[str, torch.UntypedStorage] = {}
+        views = {name: _attached(entry, storages) for name, entry in mappings.items()}
+    except FileNotFoundError as error:
+        raise RunError(
+            f"engine.bridge_config={file}: {error.filename or file} does not exist; start the server on this machine "
+            f"with --share-weights, and name its {CONFIG_NAME}"
+        ) from None
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise RunError(f"engine.bridge_config={file}: not usable ({error}); start the server again") from None
+    return content, views
+
+
+def _attached(entry: JsonObject, storages: dict[str, torch.UntypedStorage]) -> Tensor:
+    handle = entry["handle"]
+    key = json.dumps(handle)
+    if key not in storages:
+        storages[key] = _open(handle)
+    return _view(storages[key], getattr(torch, entry["dtype"]), entry["offset"], entry["shape"], entry["stride"])
+
+
+def _open(handle: JsonObject) -> torch.UntypedStorage:
+    if "cuda" in handle:
+        parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle["cuda"]]
+        return torch.UntypedStorage._new_shared_cuda(*parts)
+    os.stat(handle["file"])  # torch would create a file that does not exist
+    return _map(handle["file"], handle["bytes"])
+
+
+def _map(path: str, size: int) -> torch.UntypedStorage:
+    return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(path, True, size))
+
+
+def _view(storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Any, stride: Any) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, torch.Size(shape), tuple(stride))

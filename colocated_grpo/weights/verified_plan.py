@@ -1,0 +1,41 @@
+"""A plan for an engine that has loaded a checkpoint, verified against the checkpoint's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
+from colocated_grpo.policy.model import read_parameters
+from colocated_grpo.rollout.engine import LocalEngine
+from colocated_grpo.weights.plan import Plan, build_plan
+
+OUTPUT_LAYER = "lm_head.weight"
+
+
+def verified_plan(engine: LocalEngine, shapes: Mapping[str, torch.Size], prefix: str, folder: Path) -> Plan | None:
+    """Return a plan whose views hold, bit for bit, the values of the checkpoint in `folder`; None if there is none.
+
+    shapes: by checkpoint name. prefix: the base model's, such as "model". The engine must have the folder's weights.
+    """
+    if engine.transforms_weights:
+        return None
+    plan = build_plan(engine.model, shapes, engine.tensor_parallel_rank)
+    if plan is None or not all(_is_loaded(plan, name, shape, prefix, folder) for name, shape in shapes.items()):
+        return None
+    return plan
+
+
+def _is_loaded(plan: Plan, name: str, shape: torch.Size, prefix: str, folder: Path) -> bool:
+    whole, target = torch.nn.Parameter(torch.empty(shape), requires_grad=False), plan.targets[name]
+    read_parameters({name: whole}, prefix, folder)
+    part = whole.data.narrow(target.dim, target.start, target.view.shape[target.dim])
+    return torch.equal(target.view, part.to(target.view.device, target.view.dtype))
+
+
+def checkpoint_shapes(folder: Path, *, tied: bool) -> dict[str, torch.Size]:
+    """Return the shapes of a checkpoint's tensors. tied: the output layer, if stored, repeats the embedding."""
+    shapes = CheckpointReader(folder).shapes
+    return {name: shape for name, shape in shapes.items() if not (tied and name == OUTPUT_LAYER)}
