@@ -61,7 +61,7 @@ def _one_copy_has_one_server(config: Config) -> Lines:
             f"{engine.tensor_parallel_size}: FSDP2 shards every layer by rows, tensor parallelism some by columns"
         )
     if config.rollout.max_staleness:
-        yield "rollout.max_staleness=1: must be 0 with engine.bridge: shared, where an update changes both sides at once"
+        yield "rollout.max_staleness=1: must be 0 with engine.bridge: shared, where an update changes both at once"
 
 
 def _stale_batches_are_not_repeatable(config: Config) -> Lines:
