@@ -113,8 +113,9 @@ def _lead(
     facts: JsonObject,
 ) -> int:
     """Serve on rank 0. engine: this rank's."""
+    note = partial(print, "note:", flush=True)
     whole, inbox, restart = MirroredEngine(engine, ranks), Inbox(), Restart()
-    control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox)
+    control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox, note)
 
     def add_routes(app: FastAPI) -> None:
         add_control_routes(app, control, facts, parameters_of(engine))

@@ -17,7 +17,7 @@ from colocated_grpo.web.guards import error_response
 T = TypeVar("T")
 
 ABSENT = {
-    "POST /bridge/notify_update": "this server receives no weights from a trainer; see POST /lora/load",
+    "POST /bridge/notify_update": "POST /bridge/update receives a trainer's weights and waits for them",
     "POST /bridge/disable": "there is no bridge to disable",
     "GET /bridge/debug": "see GET /bridge/info and GET /bridge/state_dict_info",
     "GET /bridge/list_endpoints": "docs/guides/engines.md lists the routes",

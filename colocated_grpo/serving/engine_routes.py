@@ -125,8 +125,10 @@ class Session:
 class Sessions:
     """Open sessions by client."""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, note: Callable[[str], None]) -> None:
+        """note: logs one line."""
         self._inbox = inbox
+        self._note = note
         self._open: dict[str, Session] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -135,6 +137,8 @@ class Sessions:
         self._loop = asyncio.get_running_loop()
         if (former := self._open.pop(client, None)) is not None:
             former.close()
+        else:
+            self._note(f"trainer {client[:8]} has connected")
         self._open[client] = session = Session(client, self._inbox)
         return session
 
@@ -145,6 +149,7 @@ class Sessions:
         session.close()
         if self._open.get(session.client) is session:
             del self._open[session.client]
+            self._note(f"trainer {session.client[:8]} has disconnected; another may connect")
 
     def close_all(self) -> None:
         """End all streams. For other threads, before the server closes: open responses would delay it."""
