@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 LOG_VARIABLE = "LOGDIR"
 """Folder of vllm_bridge_config.json, for servers and ranks."""
 END_SECONDS = 20.0
+POLL_SECONDS = 0.05
 LOG_LINES = 5
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's max_lora_rank."""
@@ -72,6 +74,16 @@ def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str])
         trainer_devices=trainer_devices,
         logs=[folder / name for name in names],
     )
+
+
+def create_logs(plan: ServerPlan) -> None:
+    """Raises LaunchError for a folder that cannot be written."""
+    for log in plan.logs:
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
+        except OSError as error:
+            raise LaunchError(f"server log {str(log)!r}: cannot write ({error.strerror}); set --log-dir") from None
 
 
 def _divide_gpus(launch: Launch, config: Config, environment: Mapping[str, str]) -> tuple[list[str | None], str | None]:
@@ -162,7 +174,6 @@ class EngineServers:
     def __enter__(self) -> EngineServers:
         for command, devices, log in zip(self._plan.commands, self._plan.devices, self._plan.logs, strict=True):
             chosen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-            log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as file:
                 process = subprocess.Popen(
                     command,
@@ -182,7 +193,11 @@ class EngineServers:
             return
         end = log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
         self.failure = "\n".join([f"error: an engine server ended with exit code {code}; the end of {log}:", *end])
-        os.kill(os.getpid(), signal.SIGTERM)  # as if the user stopped the run: its ranks save a checkpoint
+        while not self._closing:
+            if callable(signal.getsignal(signal.SIGTERM)):  # `run_command` has begun, and has not returned
+                os.kill(os.getpid(), signal.SIGTERM)  # as if the user stopped the run: its ranks save a checkpoint
+                return
+            time.sleep(POLL_SECONDS)
 
     def __exit__(self, *_exception: object) -> None:
         self._closing = True

@@ -26,7 +26,7 @@ from colocated_grpo.launch.cli import (
     library_environment,
     prepare_streams,
 )
-from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan, plan_servers
+from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan, create_logs, plan_servers
 from colocated_grpo.launch.processes import run_command
 from colocated_grpo.launch.scratch import scratch_folder
 
@@ -88,8 +88,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     if servers is None:
         return _run(command, environment, redirect)
+    return _run_with_servers(servers, command, environment, redirect)
+
+
+def _run_with_servers(
+    servers: ServerPlan, command: Sequence[str], environment: Mapping[str, str], redirect: Path | None
+) -> int:
+    try:
+        create_logs(servers)
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
     with EngineServers(servers, environment) as running:
-        code = _run(command, environment | running.rank_environment(), redirect)
+        code = _run(command, {**environment, **running.rank_environment()}, redirect)
     if running.failure is None:
         return code
     with suppress(OSError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
 import subprocess
@@ -25,68 +23,24 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from colocated_grpo.runtime.checksums import write_checksums
 from tests.support.paths import ROOT
 from tests.support.saved_runs import invert
+from tests.support.serve_process import MAX_TOKENS, START_SECONDS, ServeProcess
 from tests.support.servers import free_port, until
 from tests.support.training_runs import tiny_model
 
 PROMPT = [5, 40, 17, 62, 8, 33] * 4
 """Longer than a block of the KV cache, so that cached prefixes are used."""
-START_SECONDS = 120.0
-MAX_TOKENS = 64
 
 
-class ServeProcess:
-    """`python -m colocated_grpo.serve` on a free port, killed on exit from the context."""
-
-    def __init__(self, model: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [sys.executable, "-m", "colocated_grpo.serve", str(model), "--port", "0"]
-        self.process = subprocess.Popen(
-            [*command, "--max-model-len", str(MAX_TOKENS), *flags],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> ServeProcess:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def wait_until_ready(self) -> None:
-        timer = threading.Timer(START_SECONDS, self.process.kill)
-        timer.start()
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if found := re.search(r" at http://127\.0\.0\.1:(\d+)$", line.rstrip()):
-                self.port = int(found[1])
-                timer.cancel()
-                return
-        raise AssertionError(f"the server has not started:\n{self.process.communicate()[1]}")
-
-    def call(self, method: str, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        response = connection.getresponse()
-        text = response.read()
-        connection.close()
-        return response.status, json.loads(text) if text else None
-
-    def done(self, path: str, body: Any = None) -> Any:
-        status, response = self.call("POST", path, body)
-        assert status == 200, response
-        return response
+class Generating(ServeProcess):
+    """A server that completes PROMPT."""
 
     def generate(self, **parameters: Any) -> dict[str, Any]:
         return self.done("/generate", {"prompt": {"prompt_token_ids": PROMPT}, "seed": 3, **parameters})
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServeProcess]:
-    with ServeProcess(tiny_model()) as server:
+def server() -> Iterator[Generating]:
+    with Generating(tiny_model()) as server:
         server.wait_until_ready()
         yield server
 
@@ -132,7 +86,7 @@ def test_facts_and_parameters_are_those_of_the_engine(server):
     assert {entry["dtype"] for entry in parameters.values()} == {info["dtype"]}
 
 
-def in_background(server: ServeProcess, answers: list[Any], **parameters: Any) -> threading.Thread:
+def in_background(server: Generating, answers: list[Any], **parameters: Any) -> threading.Thread:
     thread = threading.Thread(target=lambda: answers.append(server.generate(**parameters)))
     thread.start()
     return thread
@@ -149,14 +103,14 @@ def save_adapter(folder: Path, rank: int) -> Path:
     return folder
 
 
-def sampled(server: ServeProcess) -> tuple[list[int], list[float]]:
+def sampled(server: Generating) -> tuple[list[int], list[float]]:
     reply = server.generate(max_tokens=12, ignore_eos=True)
     return reply["token_ids"][0], [next(iter(entry.values())) for (entry,) in reply["logprobs"][0]]
 
 
 def test_adapters_are_exchanged_while_the_server_runs(tmp_path):
     first, second = (save_adapter(tmp_path / str(rank), rank) for rank in (8, 16))
-    with ServeProcess(tiny_model(), "--enable-lora", "--max-lora-rank", "16") as server:
+    with Generating(tiny_model(), "--enable-lora", "--max-lora-rank", "16") as server:
         server.wait_until_ready()
         process, plain = server.call("GET", "/bridge/info")[1]["pid"], sampled(server)
         for path, body in [
@@ -227,7 +181,10 @@ def test_a_completion_paused_halfway_has_the_same_tokens(server):
 @pytest.mark.parametrize(
     ("method", "path", "body", "line"),
     [
-        ("POST", "/bridge/init", {}, "POST /bridge/init is not available: this server receives no weights over NCCL"),
+        ("POST", "/bridge/disable", {}, "POST /bridge/disable is not available: there is no bridge to disable"),
+        ("POST", "/bridge/init", {}, "address: Field required|prefix: Field required"),
+        ("POST", "/bridge/update", {}, "no trainer has joined since this server started; POST /bridge/init first"),
+        ("POST", "/bridge/restart", {"model": "nowhere"}, "model='nowhere': no config.json in this folder"),
         ("POST", "/generate", {"prompt": "1" * 200}, "200 tokens; with at least one .* 64 [(]--max-model-len[)]"),
         ("POST", "/generate", {"prompt": "1", "temprature": 1}, "temprature"),
     ],
@@ -239,12 +196,12 @@ def test_requests_that_cannot_be_served_get_one_sentence(server, method, path, b
 
 
 def test_a_signal_ends_the_server_and_frees_its_port():
-    with ServeProcess(tiny_model(), "--api-key-variable", "KEY", environment={"KEY": "secret"}) as server:
+    with Generating(tiny_model(), "--api-key-variable", "KEY", environment={"KEY": "secret"}) as server:
         server.wait_until_ready()
         assert server.call("GET", "/health")[0] == 200
         assert server.call("GET", "/bridge/info")[0] == 401
         assert server.call("GET", "/bridge/info", key="secret")[0] == 200
-        taken = ServeProcess(tiny_model(), "--port", str(server.port))
+        taken = Generating(tiny_model(), "--port", str(server.port))
         with taken:
             _, errors = taken.process.communicate(timeout=START_SECONDS)
             assert taken.process.returncode == 2
@@ -278,7 +235,7 @@ def is_open(port: int) -> bool:
     ],
 )
 def test_wrong_arguments_end_in_one_line(flags, line):
-    with ServeProcess(tiny_model(), *flags) as server:
+    with Generating(tiny_model(), *flags) as server:
         _, errors = server.process.communicate(timeout=START_SECONDS)
     assert server.process.returncode == 2
     assert errors.startswith(line)
@@ -286,7 +243,7 @@ def test_wrong_arguments_end_in_one_line(flags, line):
 
 
 def test_a_model_that_does_not_exist_is_named(tmp_path):
-    with ServeProcess(tmp_path / "nothing", "--port", str(free_port())) as server:
+    with Generating(tmp_path / "nothing", "--port", str(free_port())) as server:
         _, errors = server.process.communicate(timeout=START_SECONDS)
     assert server.process.returncode == 2
     assert errors == f"error: model.name='{tmp_path / 'nothing'}': no such folder\n"

@@ -1,0 +1,260 @@
+"""Engine servers that the launcher starts: commands, devices, errors, and their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from colocated_grpo.config.variables import KEY_VARIABLE, URLS_VARIABLE
+from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan
+from colocated_grpo.launch.launcher import main
+from colocated_grpo.serve.options import parse
+from tests.support.servers import until
+
+SERVER = ["--engine.placement", "server"]
+LONG = [sys.executable, "-c", "import time; time.sleep(600)"]
+"""Of a server that runs until it is ended."""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "model/model.safetensors").touch()
+    (tmp_path / "x.yaml").write_text("model: {name: ./model}\nenvironments: [{type: task, name: sorting}]\n")
+    return "x.yaml"
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus(tmp_path, monkeypatch) -> None:
+    """An nvidia-smi that lists eight GPUs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    lines = "".join(f"GPU {number}: NVIDIA (UUID: GPU-{number})\\n" for number in range(8))
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def planned(config, monkeypatch):
+    """Return the plan of a launch, and the environment of its ranks, without starting either."""
+
+    def planned(*flags: str) -> tuple[ServerPlan, dict[str, str]]:
+        plans: list[ServerPlan] = []
+        ranks: list[dict[str, str]] = []
+
+        class Planned(EngineServers):
+            def __enter__(self) -> EngineServers:
+                plans.append(self._plan)
+                return self
+
+        monkeypatch.setattr("colocated_grpo.launch.launcher.EngineServers", Planned)
+        monkeypatch.setattr(
+            "colocated_grpo.launch.launcher.run_command",
+            lambda _command, environment, _redirect: ranks.append(environment) or 3,
+        )
+        assert main(["--config", config, *SERVER, *flags]) == 3
+        return plans[0], ranks[0]
+
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("flags", "visible", "servers", "trainers"),
+    [
+        (["--gpus", "4", "--engine-gpus", "2"], None, ["2", "3"], "0,1"),
+        (["--engine-gpus", "4", "--engine.tensor_parallel_size", "2"], None, ["4,5", "6,7"], "0,1,2,3"),
+        (["--gpus", "2", "--engine-gpus", "1"], "5,3,1", ["3"], "5"),
+        (["--engine-gpus", "1"], "GPU-a,GPU-b,GPU-c", ["GPU-c"], "GPU-a,GPU-b"),
+    ],
+)
+def test_servers_get_the_last_gpus_and_ranks_the_first(planned, monkeypatch, flags, visible, servers, trainers):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    plan, environment = planned(*flags)
+    assert plan.devices == servers
+    assert environment["CUDA_VISIBLE_DEVICES"] == trainers
+    assert environment[URLS_VARIABLE].split() == plan.urls
+    assert len(set(plan.urls)) == len(servers)
+    assert len(environment[KEY_VARIABLE]) > 30
+    names = ["server.log"] if len(servers) == 1 else ["server_0.log", "server_1.log"]
+    assert [log.name for log in plan.logs] == names
+    assert all(log.is_file() for log in plan.logs)
+
+
+def test_on_the_cpu_one_server_serves_all_ranks(planned):
+    plan, environment = planned("--gpus", "0", "--nproc", "2")
+    assert plan.devices == [None]
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_settings_of_the_run_are_the_servers_flags(planned):
+    flags = {
+        "engine.bridge": "adapter",
+        "policy.lora": "{rank: 12}",
+        "policy.compute_dtype": "float32",
+        "engine.max_num_seqs": "7",
+        "engine.kv_cache_memory_bytes": "1000",
+        "engine.enforce_eager": "true",
+        "engine.args": '{"block_size": 32}',
+        "model.revision": "main",
+        "rollout.max_prompt_tokens": "100",
+        "rollout.max_completion_tokens": "28",
+    }
+    plan, _ = planned("--gpus", "2", "--engine-gpus", "1", *[f"--{key}={value}" for key, value in flags.items()])
+    [command] = plan.commands
+    assert command[:4] == [sys.executable, "-m", "colocated_grpo.serve", "./model"]
+    given = dict(zip(command[4:], [*command[5:], ""], strict=True))
+    for flag, value in {
+        "--dtype": "float32",
+        "--max-model-len": "128",
+        "--max-lora-rank": "16",  # vLLM has no 12
+        "--max-num-seqs": "7",
+        "--kv-cache-memory-bytes": "1000",
+        "--engine-args": '{"block_size": 32}',
+        "--revision": "main",
+        "--port": plan.urls[0].rpartition(":")[2],
+        "--api-key-variable": KEY_VARIABLE,
+    }.items():
+        assert given[flag] == value, flag
+    assert {"--enable-lora", "--enforce-eager"} <= given.keys()
+    assert not {"--share-weights", "--gpu-memory-utilization", "--trust-remote-code"} & given.keys()
+    assert parse(command[3:]).max_lora_rank == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--engine-gpus 8", "--engine-gpus=8: must be less than --gpus=8, of which the rest trains"),
+        ("--engine-gpus -1", "--engine-gpus=-1: must be less than --gpus=8, of which the rest trains"),
+        (
+            "--engine-gpus 3 --engine.tensor_parallel_size 2",
+            "--engine-gpus=3: must be a multiple of engine.tensor_parallel_size=2, the GPUs of one server",
+        ),
+        (
+            "--engine-gpus 2 --engine.urls [http://a:1]",
+            "--engine-gpus=2: must be absent, as engine.urls names running servers",
+        ),
+        (
+            "--engine-gpus 2 --engine.placement colocated",
+            "--engine-gpus=2: must be absent, as engine.placement is colocated",
+        ),
+        (
+            "--engine-gpus 2 --nodes 2",
+            "--engine-gpus=2: valid on one node; with --nodes 2 start servers with colocated-grpo serve and set "
+            "engine.urls",
+        ),
+        (
+            "--nodes 2",
+            "engine.urls: empty; with several nodes start servers with colocated-grpo serve and name them",
+        ),
+        (
+            "--engine-gpus 1 --engine.bridge shared --gpus 2",
+            "--engine-gpus=1: must be absent with engine.bridge: shared, one copy",
+        ),
+        (
+            "--gpus 2",
+            "--engine-gpus=0: must be at least 1 with engine.bridge: broadcast, as NCCL does not connect two processes "
+            "on one GPU; on one GPU use engine.placement: colocated, or engine.bridge: shared",
+        ),
+        (
+            "--engine-gpus 1 --engine.bridge adapter --policy.lora.rank 600",
+            "policy.lora.rank=600: engine servers load adapters up to rank 512; use engine.bridge: broadcast, which "
+            "sends merged weights",
+        ),
+        (
+            "--engine-gpus 1 --log-dir x.yaml/a",
+            "server log 'x.yaml/a/server.log': cannot write (Not a directory); set --log-dir",
+        ),
+        (
+            "--engine.urls [http://a:1] --engine.api_key_variable NO_SUCH_KEY",
+            "engine.api_key_variable='NO_SUCH_KEY': this environment variable is not set; export it",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit_are_one_line(config, monkeypatch, capsys, flags, line):
+    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("colocated_grpo.launch.launcher._show", lambda *_: None)
+    assert main(["--config", config, *SERVER, *flags.split()]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_running_servers_are_left_to_their_owner(config, monkeypatch):
+    monkeypatch.setattr("colocated_grpo.launch.launcher.EngineServers", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda *_: 3)
+    assert main(["--config", config, *SERVER, "--engine.urls", "[http://a:1]"]) == 3
+
+
+def test_a_dry_run_shows_the_servers(config, capsys):
+    assert main(["--config", config, *SERVER, "--gpus", "4", "--engine-gpus", "2", "--dry-run"]) == 0
+    banner = dict(
+        line.strip().split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines() if "Engine" in line
+    )
+    assert banner["GPUs"] == "2 3"
+    assert banner["servers"].count("http://127.0.0.1:") == 2
+    assert not Path("outputs").exists()
+
+
+def plan_of(folder: Path, *commands: list[str]) -> ServerPlan:
+    return ServerPlan(
+        commands=list(commands),
+        devices=["7"] * len(commands),
+        urls=["http://127.0.0.1:1"] * len(commands),
+        trainer_devices="0",
+        logs=[folder / f"{number}.log" for number in range(len(commands))],
+    )
+
+
+def test_servers_and_their_children_end_with_the_context(tmp_path):
+    family = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).wait()"
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+    plan = plan_of(tmp_path, [sys.executable, "-c", family], [sys.executable, "-c", stubborn], LONG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("colocated_grpo.launch.engine_servers.END_SECONDS", 0.5)
+        with EngineServers(plan, os.environ) as running:
+            roots = [psutil.Process(process.pid) for process in running._processes]
+            until(lambda: roots[0].children() and "ready" in plan.logs[1].read_text())
+            everyone = [*roots, *roots[0].children()]
+            assert all(process.environ()["CUDA_VISIBLE_DEVICES"] == "7" for process in roots)
+    assert running.failure is None
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in everyone)
+
+
+def test_the_end_of_a_server_stops_the_run_with_the_end_of_its_log(tmp_path):
+    broken = [sys.executable, "-c", "print('one\\ntwo\\nthree\\nfour\\nfive\\nsix'); raise SystemExit(4)"]
+    received: list[Any] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        with EngineServers(plan_of(tmp_path, broken, LONG), os.environ) as running:
+            until(lambda: received)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]
+    log = tmp_path / "0.log"
+    assert running.failure is not None
+    assert running.failure.splitlines() == [
+        f"error: an engine server ended with exit code 4; the end of {log}:",
+        *["two", "three", "four", "five", "six"],
+    ]
+
+
+def test_a_server_that_ends_before_the_run_has_begun_does_not_kill_the_launcher(tmp_path):
+    """Without a handler of SIGTERM, which the run sets, a signal would end this process."""
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with EngineServers(plan_of(tmp_path, [sys.executable, "-c", "raise SystemExit(4)"]), os.environ) as running:
+        until(lambda: running.failure)
+        received: list[Any] = []
+        signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+        try:
+            until(lambda: received)
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
