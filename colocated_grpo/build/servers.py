@@ -12,6 +12,7 @@ import torch
 from colocated_grpo.build.data import ModelFiles
 from colocated_grpo.build.engines import Engines
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.inputs import first_difference, read_config_json, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.variables import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.errors import RunError
@@ -56,6 +57,12 @@ def connect(config: Config, world: World, stop: StopRequest) -> list[EngineServe
 
 
 def _check(config: Config, server: EngineServer, info: JsonObject) -> None:
+    shape, served = shape_of(read_config_json(config.model)), info["shape"]
+    if (key := first_difference(shape, served)) is not None:
+        raise ConfigError(
+            f"engine.urls={server.url}: serves {info['model']}, whose {key} is {served[key]}, but {shape[key]} in "
+            f"model.name={config.model.name!r}; start it with the run's model"
+        )
     if info["max_model_len"] < config.max_sequence_tokens:
         raise ConfigError(
             f"engine.urls={server.url}: reads {info['max_model_len']} tokens; start it with --max-model-len "
@@ -82,7 +89,7 @@ def build_remote(
         engine=EngineGroup(replicas),
         replicas=replicas,
         sync=sync,
-        dtype=getattr(torch, servers[0].info()["dtype"]),
+        dtype=getattr(torch, servers[0].wait_until_ready()["dtype"]),
     )
 
 
@@ -90,7 +97,8 @@ def _broadcast(
     config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
 ) -> tuple[WeightSync, Restore]:
     prefix = policy.model.lm.base_model_prefix
-    return BroadcastSync(policy.weights.published(), prefix, servers, world), lambda server: False
+    sync = BroadcastSync(policy.weights.published(), prefix, servers, world)
+    return sync, sync.restore
 
 
 def _adapter(

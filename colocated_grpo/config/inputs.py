@@ -45,6 +45,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     missing = [line for index, source in enumerate(config.environments) for line in _check_source(index, source)]
     missing += _check_chat_template(config.model.chat_template)
     missing += _check_adapter(config)
+    missing += _check_key("engine.api_key_variable", config.engine.api_key_variable)
     if missing:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)
@@ -240,12 +241,15 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 
+def _check_key(setting: str, variable: str | None) -> Iterator[str]:
+    if variable is not None and not os.environ.get(variable):
+        yield f"{setting}={variable!r}: this environment variable is not set; export it"
+
+
 def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     key = f"environments.{index}"
     if isinstance(source, AtroposSourceConfig):
-        variable = source.server.api_key_variable
-        if variable is not None and not os.environ.get(variable):
-            yield f"{key}.server.api_key_variable={variable!r}: this environment variable is not set; export it"
+        yield from _check_key(f"{key}.server.api_key_variable", source.server.api_key_variable)
         return
     if not isinstance(source, DatasetSourceConfig):
         yield from check_code_name(f"{key}.name", source.name)

@@ -29,6 +29,8 @@ LOG_VARIABLE = "LOGDIR"
 """Folder of vllm_bridge_config.json, for servers and ranks."""
 END_SECONDS = 20.0
 LOG_LINES = 5
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's max_lora_rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,11 @@ def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str])
 def _divide_gpus(launch: Launch, config: Config, environment: Mapping[str, str]) -> tuple[list[str | None], str | None]:
     """Return the visible devices of each server and of the ranks."""
     size = config.engine.tensor_parallel_size
+    if launch.engine_gpus == 0 and launch.gpus and config.engine.bridge == "broadcast":
+        raise LaunchError(
+            f"--engine-gpus=0: must be at least {size} with engine.bridge: broadcast, as NCCL does not connect two "
+            "processes on one GPU; on one GPU use engine.placement: colocated, or engine.bridge: shared"
+        )
     if launch.engine_gpus == 0:
         return [None], None  # on the CPU, or on the ranks' own GPUs
     if config.engine.bridge == "shared":
@@ -106,8 +113,19 @@ def _serve_command(config: Config, port: int) -> list[str]:
     command += [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
     command += ["--trust-remote-code"] * model.trust_remote_code + ["--enforce-eager"] * engine.enforce_eager
     if engine.bridge == "adapter" and config.policy.lora is not None:
-        command += ["--enable-lora", "--max-lora-rank", str(config.policy.lora.rank)]
+        command += ["--enable-lora", "--max-lora-rank", str(_allowed_rank(config.policy.lora.rank))]
     return command + ["--share-weights"] * (engine.bridge == "shared")
+
+
+def _allowed_rank(rank: int) -> int:
+    """Return the smallest of vLLM's ranks that an adapter of this rank fits into."""
+    fitting = [allowed for allowed in LORA_RANKS if allowed >= rank]
+    if not fitting:
+        raise LaunchError(
+            f"policy.lora.rank={rank}: engine servers load adapters up to rank {LORA_RANKS[-1]}; use engine.bridge: "
+            "broadcast, which sends merged weights"
+        )
+    return fitting[0]
 
 
 def _free_ports(count: int) -> list[int]:

@@ -10,6 +10,7 @@ from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.rollout.collect import Gather, Stopped
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.supply import Order, PromptSupply
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Group
 
 
@@ -20,9 +21,10 @@ class AheadSupply:
     The first step of a run, also of a resumed one, is sampled with its own weights.
     """
 
-    def __init__(self, supply: PromptSupply, num_steps: int) -> None:
+    def __init__(self, supply: PromptSupply, num_steps: int, world: World) -> None:
         """num_steps: of the whole run; nothing is sampled for a step after the last."""
         self._supply = supply
+        self._world = world
         self._num_steps = num_steps
         self._step = 0
         self._stopped = False
@@ -37,7 +39,10 @@ class AheadSupply:
             return self._supply.order(step)
         job, sampled = self._ahead
         self._ahead = None
-        return Order(probe=job.prompts[0].token_ids, collect=sampled.result())
+        collect = sampled.result()
+        # Servers that receive weights serve no requests, so the sync must not begin while another rank samples.
+        self._world.barrier()
+        return Order(probe=job.prompts[0].token_ids, collect=collect)
 
     def settle(self, groups: list[Group]) -> BatchResult:
         settled = self._supply.settle(groups)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from colocated_grpo.errors import RunError
@@ -19,7 +19,9 @@ CALL_SECONDS = 30.0
 SILENT_SECONDS = 30.0
 """A stream without a message for this long is closed. The server sends an empty line every 5 seconds."""
 RETRY_SECONDS = 0.25
+UNAUTHORIZED, NOT_FOUND = 401, 404
 
+T = TypeVar("T")
 Messages = SimpleQueue[JsonObject | None]
 
 
@@ -52,24 +54,36 @@ class EngineServer:
         return cast(JsonObject, self._quick.get("/lora/status"))
 
     def wait_until_ready(self, former: str | None = None) -> JsonObject:
-        """Return `info` once the server answers, at most `timeout` seconds from now. Raises RunError.
+        """Return `info` once the server answers. Raises RunError.
 
         former: instance that has been told to restart, and whose answers do not count.
         """
-        deadline, reason = time.monotonic() + self.timeout, f"still the instance {former}"
-        while time.monotonic() < deadline:
+
+        def ready() -> JsonObject:
+            if (info := self.info())["instance"] == former:
+                raise Unavailable(f"still the instance {former}")
+            return info
+
+        return self.until_answered(ready)
+
+    def until_answered(self, call: Callable[[], T]) -> T:
+        """Repeat the call until it raises no Unavailable, at most `timeout` seconds. Raises RunError."""
+        deadline = time.monotonic() + self.timeout
+        while True:
             try:
-                if (info := self.info())["instance"] != former:
-                    return info
-            except (Unavailable, RequestRejected) as error:
+                return call()
+            except RequestRejected as error:
+                raise RunError(f"engine.urls={self.url}: {error}{_advice(error)}") from None
+            except Unavailable as error:
                 reason = str(error)
             if self._stop_requested():
                 raise RunError(f"engine.urls={self.url}: stopped while waiting for the server ({reason})")
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"engine.urls={self.url}: no answer within engine.server_timeout={self.timeout:g} s ({reason}); "
+                    "start it with colocated-grpo serve, or look into its log"
+                )
             time.sleep(RETRY_SECONDS)
-        raise RunError(
-            f"engine.urls={self.url}: no answer within engine.server_timeout={self.timeout:g} s ({reason}); start it "
-            "with colocated-grpo serve, or look into its log"
-        )
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Post for work of the engine. Raises Unavailable or RequestRejected."""
@@ -104,3 +118,11 @@ class EngineServer:
         threading.Thread(target=read, name="engine server", daemon=True).start()
         opened.wait(CALL_SECONDS)
         return messages
+
+
+def _advice(error: RequestRejected) -> str:
+    if error.status == UNAUTHORIZED:
+        return "; name the variable with the server's key in engine.api_key_variable"
+    if error.status == NOT_FOUND:
+        return "; this is not an engine server, or an older one: start it with colocated-grpo serve"
+    return ""

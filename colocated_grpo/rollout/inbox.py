@@ -28,7 +28,8 @@ class Inbox:
     """Thread-safe queue of requests. Requests stay queued while the engine sleeps."""
 
     def __init__(self) -> None:
-        self._requests: deque[tuple[Request, Future[Completion], OnDelta | None]] = deque()
+        self._requests: deque[list[tuple[Request, Future[Completion], OnDelta | None]]] = deque()
+        """As queued: each list at once."""
         self._cancelled: deque[tuple[Hashable, Future[Completion]]] = deque()
         self._calls: deque[tuple[Call, Future[Any]]] = deque()
         self._wakeup = threading.Event()
@@ -42,10 +43,18 @@ class Inbox:
         on_delta: for requests with `stream`; called on the driving thread with new tokens, except those of the last
         step. It must return quickly.
         """
-        future: Future[Completion] = Future()
-        future.add_done_callback(lambda done: self._record_cancelled(request.key, done) if done.cancelled() else None)
-        self._requests.append((request, future, on_delta))
+        return self.put_all([(request, on_delta)])[0]
+
+    def put_all(self, entries: Sequence[tuple[Request, OnDelta | None]]) -> list[Future[Completion]]:
+        """Queue several requests; see `put`. The driver takes all or none of them in a step."""
+        queued = [(request, self._future_of(request.key), on_delta) for request, on_delta in entries]
+        self._requests.append(queued)
         self._wakeup.set()
+        return [future for _, future, _ in queued]
+
+    def _future_of(self, key: Hashable) -> Future[Completion]:
+        future: Future[Completion] = Future()
+        future.add_done_callback(lambda done: self._record_cancelled(key, done) if done.cancelled() else None)
         return future
 
     def call(self, call: Call) -> Future[Any]:
@@ -81,7 +90,7 @@ class Inbox:
 
     def take(self) -> Iterator[tuple[Request, Future[Completion], OnDelta | None]]:
         while self._requests:
-            yield self._requests.popleft()
+            yield from self._requests.popleft()
 
     def take_calls(self) -> Iterator[tuple[Call, Future[Any]]]:
         while self._calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated
 
@@ -49,13 +50,15 @@ def add_bridge_routes(
     join: Callable[[Offer], None],
     update: Callable[[], None],
     restart: Restart,
+    note: Callable[[str], None],
 ) -> None:
-    """join, update: `WeightReceiver`'s, called on the driving thread."""
+    """join, update: `WeightReceiver`'s, called on the driving thread. note: logs one line."""
 
     @app.post("/bridge/init")
     async def init(body: OfferBody) -> JSONResponse:
         # Not awaited: the trainer enters its group when all servers have accepted.
-        control.submit_idle(lambda: join(Offer(**body.model_dump())))
+        joined = control.submit_idle(lambda: join(Offer(**body.model_dump())))
+        joined.add_done_callback(lambda done: _note_failure(done, note))
         return JSONResponse({"accepted": True})
 
     @app.post("/bridge/update")
@@ -67,3 +70,8 @@ def add_bridge_routes(
         if not (Path(body.model) / "config.json").is_file():
             raise InvalidRequest(f"model={body.model[:200]!r}: no config.json in this folder of the server's machine")
         return JSONResponse(await result_or_400(control.submit_idle(lambda: restart.request(body.model))))
+
+
+def _note_failure(joined: Future[None], note: Callable[[str], None]) -> None:
+    if not joined.cancelled() and (error := joined.exception()) is not None:
+        note(str(error))

@@ -9,6 +9,7 @@ import errno
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from colocated_grpo.serve.restarts import RESTART, STATE_VARIABLE
 
 MAX_CRASHES = 3
 """Crashes in a row after which the server ends."""
+STEADY_SECONDS = 60.0
+"""A crash after this time is the first in a row."""
 STOP_ENGINE = StopAction(message=b"\nstopping: running requests are aborted\n", targets=lambda command: [command])
 
 
@@ -43,13 +46,14 @@ def _run(command: Sequence[str], state: Path) -> int:
     stopped = {128 + number for number in stop_signals()}
     crashes = 0
     while True:
+        started = time.monotonic()
         code = run_command(command, environment, stop_action=STOP_ENGINE)
         if code in stopped:
             return 0
         if code == RESTART:
             crashes = 0
             continue
-        crashes += 1
+        crashes = 1 if time.monotonic() - started > STEADY_SECONDS else crashes + 1
         if code == 0 or not state.exists() or crashes > MAX_CRASHES:
             return code
         print(f"note: the engine ended with exit code {code}; it is started again ({crashes} of {MAX_CRASHES})")

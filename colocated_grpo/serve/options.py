@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from colocated_grpo.launch.cli import LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
+from colocated_grpo.launch.engine_servers import LORA_RANKS
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
@@ -23,8 +24,6 @@ is the smallest."""
 MIN_LENGTH = 2
 SHARE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 """Environment variable that stands for --share-weights at 1, as in Atropos' example server."""
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's max_lora_rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fastapi import FastAPI
 
 from colocated_grpo.build.data import ModelFiles, limits_of, read_model_files
+from colocated_grpo.config.inputs import read_config_json, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.loading import compute_dtype, dtype_of
@@ -29,6 +30,7 @@ from colocated_grpo.serving.app import create_app
 from colocated_grpo.serving.control_routes import add_control_routes
 from colocated_grpo.serving.engine_control import EngineControl
 from colocated_grpo.serving.engine_routes import Sessions, add_engine_routes
+from colocated_grpo.serving.limits import Limits
 from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.sampler import Sampler
@@ -117,14 +119,16 @@ def _lead(
     whole, inbox, restart = MirroredEngine(engine, ranks), Inbox(), Restart()
     control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox, note)
 
+    limits = limits_of(config, model, max_tokens_setting="--max-model-len")
+
     def add_routes(app: FastAPI) -> None:
         add_control_routes(app, control, facts, parameters_of(engine))
-        add_engine_routes(app, control, inbox, sessions)
+        add_engine_routes(app, control, inbox, sessions, limits)
         add_adapter_routes(app, control, EngineAdapters(engine, ranks))
-        add_bridge_routes(app, control, partial(ranks.call, "join"), partial(ranks.call, "update"), restart)
+        add_bridge_routes(app, control, partial(ranks.call, "join"), partial(ranks.call, "update"), restart, note)
 
     try:
-        server = listen(config, options, model, inbox, add_routes)
+        server = listen(options, model, limits, inbox, add_routes)
         restart.ready(options.model, server.ports[0])
         host = f"[{options.host}]" if ":" in options.host else options.host
         print(f"serving {options.model} at http://{host}:{server.ports[0]}", flush=True)
@@ -161,6 +165,7 @@ def describe(config: Config, options: ServeOptions, engine: VLLMEngine, world: W
     parameters = list(engine.model.parameters())
     return {
         "model": config.model.name,
+        "shape": shape_of(read_config_json(config.model)),
         "instance": secrets.token_hex(8),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "device": world.device.type,
@@ -181,13 +186,12 @@ def parameters_of(engine: VLLMEngine) -> JsonObject:
 
 
 def listen(
-    config: Config,
     options: ServeOptions,
     model: ModelFiles,
+    limits: Limits,
     inbox: Inbox,
     add_routes: Callable[[FastAPI], None],
 ) -> ServerThread:
-    limits = limits_of(config, model, max_tokens_setting="--max-model-len")
     sampler = Sampler(
         LoadBalancer([inbox.put]),
         lambda token_ids, k: inbox.call(lambda engine: engine.top_logprobs(token_ids, k)),
@@ -198,7 +202,7 @@ def listen(
     )
     app = create_app(
         sampler,
-        config.model.name,
+        options.model,
         limits.max_tokens,
         api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
         max_body_bytes=MAX_BODY_BYTES,

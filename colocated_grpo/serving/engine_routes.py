@@ -4,62 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from colocated_grpo.rollout.engine import TokenDelta
-from colocated_grpo.rollout.inbox import Inbox
-from colocated_grpo.rollout.wire import completion_message, read_request
+from colocated_grpo.rollout.inbox import Inbox, OnDelta
+from colocated_grpo.rollout.wire import completion_message
 from colocated_grpo.serving.control_routes import result_or_400
+from colocated_grpo.serving.engine_bodies import (
+    AbortBody,
+    ClientName,
+    RequestBody,
+    RequestsBody,
+    ScoreBody,
+    TopLogprobsBody,
+    VersionBody,
+)
 from colocated_grpo.serving.engine_control import EngineControl
-from colocated_grpo.serving.limits import InvalidRequest
+from colocated_grpo.serving.limits import Limits
 from colocated_grpo.types import Completion, JsonObject
 
 HEARTBEAT_SECONDS = 5.0
-MAX_REQUESTS_PER_POST = 1024
 CONFLICT = 409
-
-TokenIds = Annotated[list[int], Field(min_length=2)]
-ClientName = Annotated[str, Field(min_length=16, max_length=64)]
-
-
-class RequestsBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    client: ClientName
-    policy_version: int
-    """Version of the weights that must sample the requests."""
-    requests: list[JsonObject] = Field(max_length=MAX_REQUESTS_PER_POST)
-    """As `rollout.wire.request_message` makes them, each with an `id`."""
-
-
-class AbortBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    client: ClientName
-    ids: list[int]
-
-
-class VersionBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    policy_version: int
-
-
-class ScoreBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    token_ids: TokenIds
-
-
-class TopLogprobsBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    token_ids: TokenIds
-    k: int = Field(ge=0)
 
 
 class Session:
@@ -72,16 +46,15 @@ class Session:
         self._messages: asyncio.Queue[JsonObject | None] = asyncio.Queue()
         self._futures: dict[int, Future[Completion]] = {}
 
-    def submit(self, message: JsonObject) -> None:
-        """Put a request into the inbox. Raises InvalidRequest if its fields are not a request's."""
-        try:
-            number = message["id"]
-            request = read_request((self.client, number), message)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise InvalidRequest(f"requests: {type(error).__name__}: {error}") from None
-        future = self._inbox.put(request, (lambda delta: self._on_delta(number, delta)) if request.stream else None)
-        self._futures[number] = future
-        future.add_done_callback(lambda done: self._on_loop(self._finish, number, done))
+    def submit(self, bodies: Sequence[RequestBody]) -> None:
+        """Put the requests into the inbox at once, so that the engine admits them in the same step."""
+        entries = [(body.request((self.client, body.id)), self._listener(body)) for body in bodies]
+        for body, future in zip(bodies, self._inbox.put_all(entries), strict=True):
+            self._futures[body.id] = future
+            future.add_done_callback(partial(self._on_loop, self._finish, body.id))
+
+    def _listener(self, body: RequestBody) -> OnDelta | None:
+        return partial(self._on_delta, body.id) if body.stream else None
 
     def _on_delta(self, number: int, delta: TokenDelta) -> None:
         self._on_loop(self._messages.put_nowait, {"id": number, "delta": delta})
@@ -177,8 +150,8 @@ class SessionStream(StreamingResponse):
             self._sessions.close(self._session)
 
 
-def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessions: Sessions) -> None:
-    _add_request_routes(app, control, sessions)
+def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessions: Sessions, limits: Limits) -> None:
+    _add_request_routes(app, control, sessions, limits)
 
     @app.post("/engine/version")
     async def version(body: VersionBody) -> JSONResponse:
@@ -186,15 +159,17 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessio
 
     @app.post("/engine/score")
     async def score(body: ScoreBody) -> JSONResponse:
+        limits.check_prompt(body.token_ids)
         return JSONResponse(await result_or_400(inbox.call(lambda engine: engine.score(body.token_ids))))
 
     @app.post("/engine/top_logprobs")
     async def top_logprobs(body: TopLogprobsBody) -> JSONResponse:
+        limits.check_prompt(body.token_ids)
         call = inbox.call(lambda engine: engine.top_logprobs(body.token_ids, body.k))
         return JSONResponse(await result_or_400(call))
 
 
-def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions) -> None:
+def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions, limits: Limits) -> None:
     @app.get("/engine/stream")
     async def stream(client: ClientName) -> SessionStream:
         return SessionStream(sessions.open(client), sessions)
@@ -208,8 +183,9 @@ def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions
             raise HTTPException(
                 CONFLICT, f"the weights have version {control.policy_version}, not {body.policy_version}"
             )
-        for message in body.requests:
-            session.submit(message)
+        for request in body.requests:
+            limits.check_prompt(request.token_ids)
+        session.submit(body.requests)
         return JSONResponse(None)
 
     @app.post("/engine/abort")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,8 @@ from colocated_grpo.runtime.stores import serve_store
 from colocated_grpo.weights.buckets import gather, make_buckets
 from colocated_grpo.weights.joined_group import JoinedGroup
 
+POLL_SECONDS = 0.0002
+
 
 class BroadcastSync:
     """Every method is collective over the trainer's ranks."""
@@ -31,33 +34,44 @@ class BroadcastSync:
         self._servers = servers
         self._world = world
         self._posts = ThreadPoolExecutor(len(servers), thread_name_prefix="weight sync")
-        self._joined = False
+        self._joined: list[str] = []
+        """Instances of the servers that the last sync has reached."""
         self._group: JoinedGroup | None = None
         """On rank 0."""
-        self._dtype: torch.dtype = getattr(torch, servers[0].info()["dtype"])
+        self._dtype: torch.dtype = getattr(torch, servers[0].wait_until_ready()["dtype"])
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._buckets = make_buckets(shapes, world.size, self._dtype)
 
     @torch.no_grad()
     def sync(self) -> None:
         """Return when all servers have written the weights. Raises RunError on every rank."""
-        if not self._joined:
-            self._world.from_main(self._join)
-            self._joined = True
+        self._joined = self._world.from_main(self._join)
         updates = [self._post(server, "/bridge/update") for server in self._servers] if self._world.is_main else []
         last: tuple[Tensor, dist.Work] | None = None
         for bucket in self._buckets:
             gathered = gather(bucket, self._parameters, self._dtype, self._world.device)
             if self._group is not None:
-                self._wait(last)  # two buckets are in memory at a time
+                self._wait(last, updates)  # two buckets are in memory at a time
                 last = gathered, self._group.broadcast(gathered)
-        self._wait(last)
+        self._wait(last, updates)
         self._world.from_main(lambda: [update.result() for update in updates] and None)
 
-    def _wait(self, sent: tuple[Tensor, dist.Work] | None) -> None:
+    def restore(self, server: EngineServer) -> bool:
+        """Return True if the server's process is one that the last sync has reached. Not collective."""
+        return server.info()["instance"] in self._joined
+
+    def _wait(self, sent: tuple[Tensor, dist.Work] | None, updates: Sequence[Future[Any]]) -> None:
+        """Wait for a broadcast. A server that fails ends the wait: NCCL itself would wait until its timeout."""
+        if sent is None:
+            return
+        work = sent[1]
+        while not work.is_completed():
+            for update in updates:
+                if update.done():
+                    update.result()
+            time.sleep(POLL_SECONDS)
         try:
-            if sent is not None:
-                sent[1].wait()
+            work.wait()
         except RuntimeError as error:
             urls = ", ".join(server.url for server in self._servers)
             raise RunError(f"engine.urls={urls}: lost during a weight sync ({in_one_line(error)})") from None
@@ -65,10 +79,19 @@ class BroadcastSync:
     def _post(self, server: EngineServer, path: str, body: Mapping[str, Any] | None = None) -> Future[Any]:
         return self._posts.submit(server.post_or_end, path, body)
 
-    def _join(self) -> None:
-        """Build a group of this rank and all ranks of all servers. Rank 0 only."""
-        infos = [server.info() for server in self._servers]
+    def _join(self) -> list[str]:
+        """Build a group of this rank and all ranks of all servers, if one has restarted. Rank 0 only.
+
+        Returns the servers' instances.
+        """
+        infos = [server.wait_until_ready() for server in self._servers]
+        instances = [info["instance"] for info in infos]
+        if instances == self._joined:
+            return instances
         self._check(infos)
+        if self._group is not None:
+            self._group.close()
+            self._group = None
         size = 1 + sum(info["tensor_parallel_size"] for info in infos)
         timeout = self._servers[0].timeout
         host = own_address(self._servers[0].host)
@@ -89,7 +112,12 @@ class BroadcastSync:
             first_rank += info["tensor_parallel_size"]
         for offer in offers:
             offer.result()  # accepted: the server joins from now on
-        self._group = JoinedGroup(store, 0, size, self._world.device, timeout)
+        try:
+            self._group = JoinedGroup(store, 0, size, self._world.device, timeout)
+        except RuntimeError as error:
+            urls = ", ".join(server.url for server in self._servers)
+            raise RunError(f"engine.urls={urls}: did not join the weight sync ({in_one_line(error)})") from None
+        return instances
 
     def _check(self, infos: Sequence[Mapping[str, Any]]) -> None:
         for server, info in zip(self._servers, infos, strict=True):

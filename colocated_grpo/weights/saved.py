@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from colocated_grpo.errors import RunError
 from colocated_grpo.policy.export import Export
 from colocated_grpo.rollout.engine_server import EngineServer
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.web.client import RequestRejected, Unavailable
+from colocated_grpo.web.client import Unavailable
 
 ADAPTER_NAME = "policy"
 
@@ -32,14 +32,11 @@ class AdapterSync:
 
     def _load_everywhere(self) -> None:
         for server in self._servers:
-            server.post_or_end("/lora/load", self._body())
+            server.until_answered(partial(self.restore, server))
 
     def restore(self, server: EngineServer) -> bool:
-        """Load the adapter of the last sync into a server that was started again."""
-        try:
-            server.post("/lora/load", self._body())
-        except (Unavailable, RequestRejected):
-            return False
+        """Load the adapter of the last sync. Raises Unavailable or RequestRejected."""
+        server.post("/lora/load", self._body())
         return True
 
     def _body(self) -> dict[str, str]:
@@ -86,10 +83,20 @@ class RestartSync:
     def _restart(self, server: EngineServer) -> None:
         model = str(self._targets[0].absolute())
         former = server.wait_until_ready()["instance"]
-        server.post_or_end("/bridge/restart", {"model": model})
-        loaded = server.wait_until_ready(former)["model"]
-        if loaded != model:
-            raise RunError(f"engine.urls={server.url}: was to restart with {model}, but serves {loaded}")
+        told: set[str] = set()
+        """Instances that have accepted the request to restart. One that crashes first is followed by another."""
+
+        def restarted() -> None:
+            info = server.info()
+            instance = info["instance"]
+            if instance != former and info["model"] == model:
+                return
+            if instance not in told:
+                server.post("/bridge/restart", {"model": model})
+                told.add(instance)
+            raise Unavailable(f"it has not restarted with {model} yet")
+
+        server.until_answered(restarted)
 
     def restore(self, server: EngineServer) -> bool:
         """Do nothing: a server that crashes is started again with its last model."""

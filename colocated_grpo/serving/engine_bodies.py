@@ -1,0 +1,67 @@
+"""Bodies of the routes /engine/*, with which a trainer uses the engine as its own."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.serving.request_bodies import TokenIds
+
+MAX_REQUESTS_PER_POST = 4096
+SEED_LIMIT = 1 << 63
+
+ClientName = Annotated[str, Field(min_length=16, max_length=64)]
+Number = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
+
+
+class RequestBody(BaseModel):
+    """A request as `rollout.wire.request_message` writes it, under the number that its client gives it."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    id: Number
+    token_ids: TokenIds
+    seed: int = Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    sampling: Sampling
+    pattern: str | None
+    stream: bool
+
+    def request(self, key: Hashable) -> Request:
+        return Request(
+            key=key,
+            token_ids=self.token_ids,
+            seed=self.seed,
+            sampling=self.sampling,
+            pattern=self.pattern,
+            stream=self.stream,
+        )
+
+
+class RequestsBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    client: ClientName
+    policy_version: int
+    """Version of the weights that must sample the requests."""
+    requests: list[RequestBody] = Field(max_length=MAX_REQUESTS_PER_POST)
+
+
+class AbortBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    client: ClientName
+    ids: list[Number]
+
+
+class VersionBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    policy_version: int
+
+
+class ScoreBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    token_ids: Annotated[TokenIds, Field(min_length=2)]
+
+
+class TopLogprobsBody(ScoreBody):
+    k: int = Field(ge=0)
