@@ -31,6 +31,7 @@ from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.rank_links import link_ranks
 from colocated_grpo.serving.sampler import Sampler
+from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.server import ServerThread
 
 REMEMBERED_COMPLETIONS = 1 << 17
@@ -158,6 +159,7 @@ def listen(sampler: Sampler, config: Config, settings: ServerConfig, limits: Lim
         sampler,
         config.model.name,
         limits.max_tokens,
+        hosts=Hosts(settings.host, settings.allowed_hosts),
         api_key=os.environ[settings.api_key_variable] if settings.api_key_variable else None,
         max_body_bytes=settings.max_body_bytes,
         max_requests=settings.max_requests,

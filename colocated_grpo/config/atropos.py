@@ -23,8 +23,13 @@ class ServerConfig(Section):
     api_key_variable: str | None = None
     """Environment variable with the key that requests must send. The key itself is never logged or saved. null: no key
     is required."""
-    max_body_bytes: Positive = 32 << 20
-    """Maximum size of a request body in bytes; larger ones are rejected with 413."""
+    allowed_hosts: list[str] = []
+    """Further names of this machine that clients use, such as a service name of a container network. Requests under
+    other names are rejected with 403, because a web page can make its name resolve to this machine. Not needed with an
+    API key."""
+    max_body_bytes: Positive = 8 << 20
+    """Maximum size of a request body in bytes; larger ones are rejected with 413. The default holds a million tokens of
+    prompts."""
     max_requests: Positive = 4096
     """Maximum number of running and waiting requests; more are rejected with 503."""
 

@@ -26,9 +26,10 @@ from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.sampler import Sampler
 from colocated_grpo.types import JsonObject
+from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.server import ServerThread
 
-MAX_BODY_BYTES = 32 << 20
+MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
 REMEMBERED_COMPLETIONS = 1
 """Only a trainer reads recorded completions, so this is the minimum."""
@@ -100,6 +101,7 @@ def listen(
         sampler,
         config.model.name,
         limits.max_tokens,
+        hosts=Hosts(options.host, options.allow_host),
         api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
         max_body_bytes=MAX_BODY_BYTES,
         max_requests=MAX_REQUESTS,
