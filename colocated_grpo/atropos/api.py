@@ -23,10 +23,11 @@ from starlette.types import ASGIApp
 from colocated_grpo.atropos.exchange import Exchange, NotRegistered, QueueFull, UnknownEnvironment, Volume
 from colocated_grpo.atropos.posted import InvalidGroup, no_group, read_group, read_groups
 from colocated_grpo.atropos.wire import EnvIdentifier, EnvRegistration, Registration
+from colocated_grpo.config.addresses import is_loopback
 from colocated_grpo.runtime.descriptors import raise_descriptor_limit
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, off_the_loop
-from colocated_grpo.web.browsers import Hosts, OwnRequests, is_from_browser, is_loopback
+from colocated_grpo.web.browsers import Hosts, OwnRequests, is_from_browser
 from colocated_grpo.web.guards import RequireApiKey
 from colocated_grpo.web.json_bodies import InvalidBody, read_json
 from colocated_grpo.web.server import Connection

@@ -19,6 +19,8 @@ from colocated_grpo.web.shape import Shape
 MAX_SEQUENCES = 1 << 16
 MAX_ROW_NUMBERS = 1 << 20
 """Numbers of one sequence. Bounds the memory for the objects of one row."""
+MAX_SPACES = 1 << 10
+"""Between two sequences."""
 MAX_SETTINGS_BYTES = 1 << 20
 """Length of `overrides`, `group_overrides` and `generation_params`."""
 TEXTS = Shape(values=1 << 18, strings=1 << 17, depth=32)
@@ -123,29 +125,30 @@ def _if_present(columns: Columns, name: str, check: Callable[[Raw], object]) -> 
 
 def _check_rows(name: str, column: Raw, decode: Callable[[memoryview], object]) -> int:
     """Return the number of rows of a list of lists of numbers, which `decode` checks row by row."""
-    num_rows = 0
-    for row in _rows(name, bytes(column)):
+    num_rows, text = 0, bytes(column)
+    view = memoryview(text)
+    for start, end in _rows(name, text):
         num_rows += 1
         if num_rows > MAX_SEQUENCES:
             raise InvalidGroup(f"{name}: more than {MAX_SEQUENCES} sequences")
-        if len(row) > 2 * MAX_ROW_NUMBERS and bytes(row).count(b",") >= MAX_ROW_NUMBERS:
+        if end - start > 2 * MAX_ROW_NUMBERS and text.count(b",", start, end) >= MAX_ROW_NUMBERS:
             raise InvalidGroup(f"{name}: a sequence has more than {MAX_ROW_NUMBERS} numbers")
         try:
-            decode(row)
+            decode(view[start:end])
         except msgspec.MsgspecError as error:
             raise InvalidGroup(f"{name}: sequence {num_rows - 1}: {error}") from None
     return num_rows
 
 
-def _rows(name: str, text: bytes) -> Iterator[memoryview]:
-    """Yield the text of each inner list. The column is known to be valid JSON, so commas and brackets match."""
-    view, end, between = memoryview(text), 0, b""
+def _rows(name: str, text: bytes) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each inner list. The column is known to be valid JSON, so commas and brackets match."""
+    end, between = 0, b""
     if text.startswith(b"["):
         end = 1
-        while (start := text.find(b"[", end)) > 0 and text[end:start].strip() == between:
+        while (start := text.find(b"[", end)) > 0 and text[end : min(start, end + MAX_SPACES)].strip() == between:
             end, between = text.index(b"]", start) + 1, b","
-            yield view[start:end]
-    if text[end:].strip() != b"]":
+            yield start, end
+    if text[end : end + MAX_SPACES].strip() != b"]":
         raise InvalidGroup(f"{name}: must be a list of lists of numbers")
 
 

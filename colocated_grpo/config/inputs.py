@@ -243,9 +243,11 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
 def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     key = f"environments.{index}"
     if isinstance(source, AtroposSourceConfig):
-        variable = source.server.api_key_variable
-        if variable is not None and not os.environ.get(variable):
-            yield f"{key}.server.api_key_variable={variable!r}: this environment variable is not set; export it"
+        variables = {"api_key_variable": source.api_key_variable}
+        variables["server.api_key_variable"] = source.server.api_key_variable
+        for name, variable in variables.items():
+            if variable is not None and not os.environ.get(variable):
+                yield f"{key}.{name}={variable!r}: this environment variable is not set; export it"
         return
     if not isinstance(source, DatasetSourceConfig):
         yield from check_code_name(f"{key}.name", source.name)

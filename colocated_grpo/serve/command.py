@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("colocated_grpo").setLevel(options.log_level)
+    from colocated_grpo.config.addresses import is_loopback
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.errors import RunError
 
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if problem is not None:
             raise ConfigError(problem)
         config = settings(options)
+        if options.api_key_variable is None and not is_loopback(options.host):
+            warning = f"--host={options.host}: every machine that reaches port {options.port} can control the engine"
+            print(f"warning: {warning}; set --api-key-variable", file=sys.stderr)
         from colocated_grpo.serve.server import serve
 
         serve(config, options)

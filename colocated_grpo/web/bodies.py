@@ -33,10 +33,11 @@ OTHER_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 20
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """The JSON escape of a UTF-16 surrogate, paired or not."""
-PAIRED = re.compile(
-    rb"(?:[^\\]++|\\(?:[^u]|u(?![dD][89a-fA-F])|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]|\Z)){1,65536}+", re.DOTALL
+LONE = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
 )
-"""Text, and escapes whose surrogates are paired. A bounded number, so that other threads run between matches."""
+"""The same without its pair, in text without escaped backslashes."""
+PAIR_BYTES = 12
 
 _worker = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 """One thread for all servers of the process, so that the memory for checking and parsing is that of one body."""
@@ -192,12 +193,14 @@ def _check_text(body: bytes) -> None:
 
 
 def _has_lone_surrogate(body: bytes) -> bool:
-    position = 0
-    while position < len(body):
-        matched = PAIRED.match(body, position)
-        if matched is None:
+    text = body.replace(rb"\\", b"  ")
+    start = 0
+    while start < len(text):  # in parts, so that other threads run between them
+        end = min(start + CHUNK_BYTES, len(text))
+        found = LONE.search(text, start, end)
+        if found is not None and (end == len(text) or found.start() <= end - PAIR_BYTES):
             return True
-        position = matched.end()
+        start = end if end == len(text) else end - PAIR_BYTES
     return False
 
 

@@ -7,7 +7,6 @@ the requests of other sites with `Origin` or `Sec-Fetch-Site`. A site that makes
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Callable, Collection, Iterable
 from urllib.parse import urlsplit
@@ -15,6 +14,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from colocated_grpo.config.addresses import is_address, is_wildcard
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OTHER_SITES = frozenset({"cross-site", "same-site"})
@@ -37,20 +38,10 @@ class Hosts:
     def accept(self, host: str) -> bool:
         """host: the value of the header, with or without a port."""
         name = _name(host)
-        return name in self._names or (self._any_address and _is_address(name))
+        return name in self._names or (self._any_address and is_address(name))
 
     def __str__(self) -> str:
         return ", ".join(sorted(self._names)) + (" and this machine's addresses" if self._any_address else "")
-
-
-def is_wildcard(bound: str) -> bool:
-    """True if a server bound to this address listens on all addresses of the machine."""
-    return bound in ("", "0.0.0.0") or (_is_address(bound) and ipaddress.ip_address(bound).is_unspecified)
-
-
-def is_loopback(bound: str) -> bool:
-    """True if only processes of this machine reach a server bound to this address."""
-    return bound == "localhost" or (_is_address(bound) and ipaddress.ip_address(bound).is_loopback)
 
 
 class OwnRequests:
@@ -104,11 +95,3 @@ def _netloc(origin: str) -> str | None:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return None
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

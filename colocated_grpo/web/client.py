@@ -31,16 +31,17 @@ class RequestRejected(Exception):
 class JsonClient:
     """GET and POST of JSON. Every call raises Unavailable or RequestRejected on failure."""
 
-    def __init__(self, url: str, *, timeout: float) -> None:
+    def __init__(self, url: str, *, timeout: float, api_key: str | None = None) -> None:
         """timeout: seconds for a whole response, and for each socket operation."""
         self._url = url.rstrip("/")
+        self._headers = HEADERS if api_key is None else {**HEADERS, "Authorization": f"Bearer {api_key}"}
         self._timeout = timeout
 
     def get(self, path: str) -> object:
-        return self._call(Request(self._url + path, headers=HEADERS))
+        return self._call(Request(self._url + path, headers=self._headers))
 
     def post(self, path: str, body: object) -> object:
-        return self._call(Request(self._url + path, json.dumps(body).encode(), HEADERS))
+        return self._call(Request(self._url + path, json.dumps(body).encode(), self._headers))
 
     def _call(self, request: Request) -> object:
         """Return the parsed JSON, or a string when the content type is not JSON."""
