@@ -188,7 +188,7 @@ _REGISTRATION = msgspec.json.Decoder(Registration)
 _ENV_REGISTRATION, _ENV_IDENTIFIER = msgspec.json.Decoder(EnvRegistration), msgspec.json.Decoder(EnvIdentifier)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="colocated_grpo.atropos.api", description="Atropos' API server. Its state is lost when it exits."
     )
@@ -220,10 +220,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="URL",
         help="origin of web pages that may send requests, such as http://localhost:3000; repeat for several",
     )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = _parser()
     options = parser.parse_args(arguments)
     api_key = os.environ.get(options.api_key_variable) if options.api_key_variable else None
     if options.api_key_variable and not api_key:
-        parser.error(f"--api-key-variable={options.api_key_variable}: this environment variable is not set; export it")
+        parser.exit(2, f"error: --api-key-variable={options.api_key_variable}: this environment variable is not set\n")
     if api_key is None and not is_loopback(options.host):
         warning = f"--host={options.host}: every machine that reaches it can post groups and reset the server"
         print(f"warning: {warning}; set --api-key-variable", file=sys.stderr)
