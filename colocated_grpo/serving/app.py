@@ -55,7 +55,7 @@ PUBLIC_PATHS = frozenset({"/health"})
 GENERATE, TOKENS = "/generate", "/inference/v1/generate"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAMPLING_PATHS = frozenset({GENERATE, TOKENS, COMPLETIONS, CHAT})
-MAX_VALUES, MAX_STRINGS, MAX_DEPTH = 1 << 20, 1 << 16, 64
+MAX_VALUES, MAX_CONTAINERS, MAX_STRINGS, MAX_DEPTH = 1 << 20, 1 << 16, 1 << 16, 64
 """Of one request body: tokens of 256 prompts of 4,096, texts and keys, levels of tool descriptions."""
 CLIENT_CLOSED_REQUEST = 499
 
@@ -85,7 +85,7 @@ def create_app(
     _add_token_routes(app, sampler, model)
     _add_openai_routes(app, sampler, model)
     add_routes(app)
-    shape = Shape(values=MAX_VALUES + max_tokens, strings=MAX_STRINGS, depth=MAX_DEPTH)
+    shape = Shape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
     limited = BodyLimit(app, max_body_bytes, error_response, shape, SAMPLING_PATHS)
     bounded = ConcurrencyLimit(limited, max_requests, PUBLIC_PATHS)
     if api_key is None:

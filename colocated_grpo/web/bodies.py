@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 BODY_SECONDS = 60.0
 """Time limit from the end of the headers to the end of the body. An unfinished body counts as a concurrent request."""
+GRACE_SECONDS = 5.0
+"""A body that takes longer makes room for new ones when the memory for large bodies is used up."""
 SMALL_BYTES = 1 << 16
 """Bodies up to this size are always accepted: a client that sends large ones cannot keep out all others."""
 INLINE_BYTES = 1 << 18
@@ -81,6 +83,8 @@ class BodyLimit:
         self._large_paths = large_paths
         self._room = BUFFERED_BODIES * max_bytes
         """Bytes of large bodies that may still arrive."""
+        self._arriving: dict[Reservation, None] = {}
+        """Of bodies that are not complete, the oldest first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -90,10 +94,12 @@ class BodyLimit:
         reservation = Reservation(self)
         try:
             try:
-                async with asyncio.timeout(BODY_SECONDS):
+                async with asyncio.timeout(BODY_SECONDS) as timeout:
+                    reservation.expire = lambda: timeout.reschedule(0)
                     body = await self._read(Headers(scope=scope), receive, reservation, most)
             except TimeoutError:
-                message = f"the request body did not arrive within {BODY_SECONDS:g} s"
+                limit = f"{BODY_SECONDS:g} s, or {GRACE_SECONDS:g} s while others wait"
+                message = f"the request body did not arrive within {limit}"
                 await self._error_response(408, message)(scope, receive, send)
                 return
             except BodyRejected as error:
@@ -111,17 +117,11 @@ class BodyLimit:
     async def _read(self, headers: Headers, receive: Receive, reservation: Reservation, most: int) -> bytes:
         if int(headers.get("content-length", "0")) > most:
             raise _too_large(most)
-        received = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            received += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(received) > most:
-                raise _too_large(most)
-            reservation.grow_to(len(received))
-        body = bytes(received)
-        del received
+        self._arriving[reservation] = None
+        try:
+            body = await _receive_all(receive, reservation, most)
+        finally:
+            del self._arriving[reservation]
         if body and "gzip" in headers.get("content-encoding", "").lower():
             body = await off_the_loop(partial(_decompress, body, most))
             reservation.grow_to(len(body))
@@ -140,6 +140,12 @@ class BodyLimit:
 
     def reserve(self, num_bytes: int) -> None:
         """Take from the memory for large bodies; a negative number gives back. Raises BodyRejected."""
+        now = asyncio.get_running_loop().time()
+        for other in list(self._arriving):
+            if num_bytes <= self._room or now - other.begun < GRACE_SECONDS:
+                break
+            other.expire()
+            other.release()
         if num_bytes > self._room:
             raise BodyRejected(503, "other large request bodies are being read; try again later")
         self._room -= num_bytes
@@ -151,6 +157,9 @@ class Reservation:
     def __init__(self, limit: BodyLimit) -> None:
         self._limit = limit
         self._num_bytes = 0
+        self.begun = asyncio.get_running_loop().time()
+        self.expire: Callable[[], None] = lambda: None
+        """Reject the body at once, for the benefit of others."""
 
     def grow_to(self, num_bytes: int) -> None:
         if num_bytes > max(self._num_bytes, SMALL_BYTES):
@@ -160,6 +169,19 @@ class Reservation:
     def release(self) -> None:
         self._limit.reserve(-self._num_bytes)
         self._num_bytes = 0
+
+
+async def _receive_all(receive: Receive, reservation: Reservation, most: int) -> bytes:
+    received = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        received += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(received) > most:
+            raise _too_large(most)
+        reservation.grow_to(len(received))
+    return bytes(received)
 
 
 def _decompress(compressed: bytes, most: int) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 """Text checked at once. Short, so that the memory needed and the time without the interpreter lock are small."""
 NO_BACKSLASH = re.compile(rb"[^\\]")
 NEITHER_BRACKETS_NOR_COMMAS = bytes(byte for byte in range(256) if byte not in b"[]{},")
@@ -31,6 +31,8 @@ class Shape:
 
     values: int
     """Entries of all lists and objects, and the lists and objects themselves."""
+    containers: int
+    """Lists and objects."""
     strings: int
     """Keys included."""
     depth: int
@@ -39,22 +41,28 @@ class Shape:
         """Raise TooComplex above a bound, in time linear in the length. The text need not be valid JSON."""
         # Counts over the whole text are upper bounds, and suffice for most texts.
         opened = text.count(b"[") + text.count(b"{")
-        if opened <= self.depth and text.count(b'"') // 2 <= self.strings and text.count(b",") + opened <= self.values:
+        if (
+            opened <= min(self.depth, self.containers)
+            and text.count(b'"') // 2 <= self.strings
+            and text.count(b",") + opened <= self.values
+        ):
             return
-        quotes = values = depth = 0
+        quotes = values = containers = depth = 0
         for chunk in _without_escapes(text):
             structure = _outside_strings(chunk, inside=quotes % 2 == 1)
             quotes += chunk.count(b'"')
             steps = STEPS[np.frombuffer(structure, dtype=np.uint8)]
             depths = np.cumsum(steps, dtype=np.int64)
             values += len(structure) - int(np.count_nonzero(steps < 0))
+            containers += int(np.count_nonzero(steps > 0))
             deepest = depth + int(depths.max(initial=0))
             depth += int(depths[-1]) if len(depths) else 0
-            self._check(values, quotes // 2, deepest)
+            self._check(values, containers, quotes // 2, deepest)
 
-    def _check(self, values: int, strings: int, depth: int) -> None:
+    def _check(self, values: int, containers: int, strings: int, depth: int) -> None:
         counts = {
             f"{self.values} values": values > self.values,
+            f"{self.containers} lists and objects": containers > self.containers,
             f"{self.strings} strings": strings > self.strings,
             f"{self.depth} levels of nesting": depth > self.depth,
         }

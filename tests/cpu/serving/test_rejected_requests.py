@@ -22,6 +22,7 @@ from colocated_grpo.serving.request_bodies import (
     SamplingParameters,
     TokensBody,
 )
+from colocated_grpo.web.bodies import BUFFERED_BODIES
 from tests.support.engine_server import GENERATE, JSON_TYPE, MAX_BODY_BYTES, MAX_TOKENS, MODEL, EngineServer
 from tests.support.fakes import VOCABULARY
 from tests.support.servers import until
@@ -97,6 +98,26 @@ def test_an_unfinished_body_stops_counting_as_a_concurrent_request(monkeypatch):
     assert connection.getresponse().status == 408
     assert server.call("GET", "/v1/models")[0] == 200
     connection.close()
+    server.close()
+
+
+def test_large_bodies_that_stall_make_room_for_others(monkeypatch):
+    monkeypatch.setattr("colocated_grpo.web.bodies.GRACE_SECONDS", 0.0)
+    size = 1 << 20
+    server = EngineServer(max_body_bytes=size)
+    stalled = []
+    for _ in range(BUFFERED_BODIES):
+        connection = HTTPConnection("127.0.0.1", server.server.ports[0], timeout=10)
+        connection.putrequest("POST", "/generate")
+        connection.putheader("Content-Length", str(size))
+        connection.endheaders(b" " * (size - 1))
+        stalled.append(connection)
+    for _ in range(3):
+        body = json.dumps(GENERATE).encode()
+        assert server.call("POST", "/generate", b" " * (size - len(body)) + body)[0] == 200
+    assert stalled[0].getresponse().status == 408
+    for connection in stalled:
+        connection.close()
     server.close()
 
 

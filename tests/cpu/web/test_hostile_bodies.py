@@ -59,6 +59,29 @@ def test_no_body_of_the_largest_size_stalls_the_engine_server(engine, path):
         assert within_bounds(cost), (name, cost)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": [' + b"[]," * 65_000 + b"[]]}",
+        b'{"prompt": [' + b"-1," * 1_000_000 + b"-1]}",
+        b'{"prompt": ["a"' + b",1" * 1_000_000 + b"]}",
+        b'{"prompt": "a", "stop_token_ids": [' + b"-1," * 1_000_000 + b"-1]}",
+        b'{"prompt": "a", "stop": [' + b"1," * 1_000_000 + b"1]}",
+        b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d": 1' % number for number in range(60_000)) + b"}}",
+        b'{"prompt": "a", ' + b",".join(b'"%d": 1' % number for number in range(60_000)) + b"}",
+    ],
+    ids=["lists", "numbers", "mixed", "stop tokens", "stop strings", "biases", "keys"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_the_first_of_many_errors_ends_the_check(engine, path, body):
+    cost = cost_of(*engine, path, "/health", body)
+    assert cost.status == 400 or (path == "/v1/completions" and b'"59999": 1}' in body), (
+        "unknown keys are ignored there"
+    )
+    assert cost.cpu_seconds <= CPU_SECONDS / 2, cost
+    assert cost.health_seconds <= HEALTH_SECONDS, cost
+
+
 @pytest.mark.parametrize("path", [*ENGINE_ROUTES, "/bridge/anything"])
 def test_a_body_of_32_mb_is_rejected_by_the_engine_server_at_once(engine, path):
     cost = cost_of(*engine, path, "/health", gzip.compress(b" " * SIZE, 1))

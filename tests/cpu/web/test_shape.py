@@ -20,32 +20,31 @@ JSON = st.recursive(
 )
 
 
-def measures(value: Any) -> tuple[int, int, int]:
-    """Return the numbers of values and strings, and the depth, as `Shape` counts them."""
+def measures(value: Any) -> tuple[int, int, int, int]:
+    """Return the numbers of values, containers and strings, and the depth, as `Shape` counts them."""
     if isinstance(value, str):
-        return 0, 1, 0
+        return 0, 0, 1, 0
     if not isinstance(value, list | dict):
-        return 0, 0, 0
+        return 0, 0, 0, 0
     inner = [measures(child) for child in (value.values() if isinstance(value, dict) else value)]
     keys = len(value) if isinstance(value, dict) else 0
     commas = max(0, len(value) - 1)
-    values, strings, depths = zip(*inner, strict=True) if inner else ((0,), (0,), (0,))
-    return 1 + commas + sum(values), keys + sum(strings), 1 + max(depths)
+    values, containers, strings, depths = zip(*inner, strict=True) if inner else ((0,),) * 4
+    return 1 + commas + sum(values), 1 + sum(containers), keys + sum(strings), 1 + max(depths)
 
 
 @given(value=JSON, chunk=st.integers(1, 40))
 @settings(max_examples=500)
 def test_the_structure_is_counted_exactly_and_strings_do_not_count(value, chunk):
     text = json.dumps(value).encode()
-    values, strings, depth = measures(value)
+    exact = dict(zip(("values", "containers", "strings", "depth"), measures(value), strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shape, "CHUNK_BYTES", chunk)
-        Shape(values=values, strings=strings, depth=depth).check(text)
-        for name, count in (("values", values), ("strings", strings), ("depth", depth)):
+        Shape(**exact).check(text)
+        for name, count in exact.items():
             if count > 0:
-                bounds = {"values": values, "strings": strings, "depth": depth, name: count - 1}
                 with pytest.raises(TooComplex, match=f"more than {count - 1} "):
-                    Shape(**bounds).check(text)
+                    Shape(**{**exact, name: count - 1}).check(text)
 
 
 SURROGATES = st.lists(st.sampled_from(["\\ud83d", "\\ude00", "\\ud83d\\ude00", "\\\\", "\\n", "a", "\\u0041"]))
