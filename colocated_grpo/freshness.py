@@ -28,15 +28,18 @@ class FreshnessCheck:
     def __init__(
         self,
         policy: Policy,
-        engine: RolloutEngine,
+        engines: Sequence[RolloutEngine],
         engine_dtype: torch.dtype,
         config: FreshnessConfig,
         *,
         temperature: float = 1.0,
     ) -> None:
-        """temperature: of training samples. Differences of log-probabilities grow with its inverse."""
+        """engines: all that hold weights of their own.
+
+        temperature: of training samples. Differences of log-probabilities grow with its inverse.
+        """
         self._policy = policy
-        self._engine = engine
+        self._engines = engines
         self._config = config
         self._tolerance = config.max_mean_diff or max(TOLERANCE[policy.dtype], TOLERANCE[engine_dtype])
         self._sample_tolerance = self._tolerance / min(1.0, temperature)
@@ -54,19 +57,21 @@ class FreshnessCheck:
     def after_sync(self) -> float | None:
         """Return the mean |engine - policy| of the probe's log-probabilities, or None if no check is due.
 
-        Raises RunError above the tolerance.
+        Of several engines, the largest mean. Raises RunError above the tolerance.
         """
-        if self._expected is None:
-            return None
-        actual = self._engine.score(self._probe)
-        differences = [abs(a - b) for a, b in zip(actual, self._expected, strict=True)]
+        expected = self._expected
+        return None if expected is None else max(self._check(engine, expected) for engine in self._engines)
+
+    def _check(self, engine: RolloutEngine, expected: Sequence[float]) -> float:
+        actual = engine.score(self._probe)
+        differences = [abs(a - b) for a, b in zip(actual, expected, strict=True)]
         mean = sum(differences) / len(differences)
         if not mean <= self._tolerance:  # NaN fails too
             worst = max(range(len(differences)), key=differences.__getitem__)
             raise RunError(
                 f"freshness: after the weight sync engine and policy disagree by {mean:.4g} on average "
                 f"(limit freshness.max_mean_diff={self._tolerance:g}; worst token: engine {actual[worst]:.4f}, "
-                f"policy {self._expected[worst]:.4f}): the engine does not have the policy's weights; look for engine "
+                f"policy {expected[worst]:.4f}): the engine does not have the policy's weights; look for engine "
                 "arguments that transform weights (quantization)"
             )
         return mean

@@ -68,6 +68,8 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
             raise
         run.tracker.close(outcome)
         run.close()
+        if outcome == STOPPED and (reasons := [reason for reason in world.gather_objects(stop.reason) if reason]):
+            raise RunError(f"{reasons[0]}; the run has saved a checkpoint, from which --resume auto continues")
     except BaseException as error:
         if watchdog.report_failure():
             # A broken collective does not say why: name the ranks that died. Other errors of this rank are its own.
@@ -141,8 +143,12 @@ def train(run: Run) -> str:
 
 
 def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
-    """Generate the groups of this step, after an evaluation if one is due. Raises Stopped on every rank."""
-    order = run.supply.order(step)
+    """Generate the groups of this step, after an evaluation if one is due.
+
+    Raises Stopped or NothingUsable on every rank.
+    """
+    with run.clock.time("wait"):
+        order = run.supply.order(step)
     with run.choreography.rollout_phase(step, probe=order.probe):
         if evaluation_due(run, step):
             evaluate(run, step)

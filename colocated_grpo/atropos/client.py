@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
@@ -40,6 +42,20 @@ class TrainerSettings:
     def expected_info(self) -> dict[str, int]:
         """The response of GET /info once these settings are registered."""
         return {"batch_size": self.batch_size, "max_token_len": self.max_token_len}
+
+
+def trainer_of(config: Config, folder: Path) -> TrainerSettings:
+    """Return the registration of a run at the API server."""
+    return TrainerSettings(
+        batch_size=round(config.atropos_share) * config.rollout.group_size,
+        # Environments drop sequences of this length or longer.
+        max_token_len=config.max_sequence_tokens + 1,
+        checkpoint_dir=str(folder),
+        save_checkpoint_interval=config.checkpoint.every or config.training_steps,
+        num_steps=config.training_steps,
+        wandb_group=config.tracking.wandb_group or "",
+        wandb_project=config.tracking.wandb_project,
+    )
 
 
 class AtroposClient:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from colocated_grpo.build.data import ModelFiles
+from colocated_grpo.build.engines import Engines
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.turns import OpponentConfig
 from colocated_grpo.freshness import FreshnessCheck
@@ -24,7 +25,7 @@ from colocated_grpo.policy.masters import ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter, Reference, ReferenceModel
-from colocated_grpo.rollout.engine import RolloutEngine
+from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.weights.colocated import ColocatedSync
@@ -65,6 +66,13 @@ def opponent_state(config: OpponentConfig | None, shards: Mapping[str, DTensor])
     return {f"opponent.{name}": weight for name, weight in shards.items()}
 
 
+def build_colocated(config: Config, policy: Policy, model_folder: Path, world: World) -> Engines:
+    """Engines in the processes of the ranks. Collective."""
+    engine = build_engine(config, policy, model_folder, world)
+    sync = build_sync(config, policy, engine, world)
+    return Engines(local=engine, engine=engine, replicas=[engine], sync=sync, dtype=engine_dtype(config, policy))
+
+
 def build_engine(config: Config, policy: Policy, model_folder: Path, world: World) -> VLLMEngine:
     """An engine beside the trainer's resident state, asleep. Collective."""
     if world.device.type == "cuda":
@@ -83,14 +91,14 @@ def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
     return dtype_of(config.engine.dtype, auto=policy.dtype)
 
 
-def build_sync(config: Config, policy: Policy, engine: RolloutEngine, world: World) -> WeightSync:
+def build_sync(config: Config, policy: Policy, engine: LocalEngine, world: World) -> WeightSync:
     """Return the sync from the policy into the engine. With `weights: shared` both use one copy from here on."""
     copies = copy_into(engine, policy.weights.published(), world)
     return share(copies, partial(adopt, policy.model)) if config.weights == "shared" else copies
 
 
 def copy_into(
-    engine: RolloutEngine, parameters: Mapping[str, Tensor], world: World, *, planned: bool = True
+    engine: LocalEngine, parameters: Mapping[str, Tensor], world: World, *, planned: bool = True
 ) -> ColocatedSync:
     """Return a sync of these sharded parameters into the engine. planned: False always uses the engine's own loader."""
     return ColocatedSync(
@@ -102,13 +110,14 @@ def build_opponent(
     config: OpponentConfig | None,
     shards: Mapping[str, DTensor],
     policy: Policy,
-    engine: RolloutEngine,
-    sync: WeightSync,
+    engines: Engines,
     world: World,
 ) -> FrozenOpponent | None:
     """shards: from `read_opponent`; a checkpoint may be restored into them later."""
     if config is None:
         return None
+    engine, sync = engines.local, engines.sync
+    assert engine is not None  # a rule of the config
 
     def restore_policy() -> None:
         policy.weights.publish()  # writes the engine's parameters under `weights: shared`
@@ -121,9 +130,9 @@ def build_opponent(
     )
 
 
-def build_freshness(config: Config, policy: Policy, engine: RolloutEngine) -> FreshnessCheck:
-    dtype, temperature = engine_dtype(config, policy), config.rollout.temperature
-    return FreshnessCheck(policy, engine, dtype, config.freshness, temperature=temperature)
+def build_freshness(config: Config, policy: Policy, engines: Engines) -> FreshnessCheck:
+    temperature = config.rollout.temperature
+    return FreshnessCheck(policy, engines.replicas, engines.dtype, config.freshness, temperature=temperature)
 
 
 def build_exports(config: Config, policy: Policy, model: ModelFiles, world: World) -> list[Export]:

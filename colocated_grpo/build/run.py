@@ -19,16 +19,17 @@ from colocated_grpo.build.data import (
     limits_of,
     read_model_files,
 )
+from colocated_grpo.build.engines import Engines
 from colocated_grpo.build.policy import (
-    build_engine,
+    build_colocated,
     build_exports,
     build_freshness,
     build_opponent,
     build_reference,
-    build_sync,
     opponent_state,
     read_opponent,
 )
+from colocated_grpo.build.servers import build_remote, connect
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
 from colocated_grpo.freshness import FreshnessCheck
@@ -39,8 +40,10 @@ from colocated_grpo.policy.export import Export
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import Reference
+from colocated_grpo.rollout.ahead import AheadSupply
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import RolloutEngine, Sampling
+from colocated_grpo.rollout.engine_server import EngineServer
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.mixed import MixedSupply
 from colocated_grpo.rollout.supply import PromptSupply, Supply
@@ -102,17 +105,19 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     data = build_data(config, model, world, tracker)
     inbox = Inbox()
     serving = build_serving(config, folder, inbox, model, world, tracker.note)
+    servers = connect(config, world, stop)
 
     policy = Policy(config, model.hf_config, model.folder, world)
     reference = build_reference(config, model, policy, world)
     opponent_shards = read_opponent(config, model.hf_config, world)
-    checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state(config.opponent, opponent_shards))
+    others = opponent_state(config.opponent, opponent_shards)
+    checkpoints = Checkpoints(folder, config.checkpoint, world, others, tracker.note)
     start, state = checkpoints.restore(policy)
 
     clock = Clock(world.device)
-    engine = build_engine(config, policy, model.folder, world)
-    sync = build_sync(config, policy, engine, world)
-    opponent = build_opponent(config.opponent, opponent_shards, policy, engine, sync, world)
+    engines = build_engines(config, servers, policy, model, folder, world, stop)
+    engine = engines.engine
+    opponent = build_opponent(config.opponent, opponent_shards, policy, engines, world)
     # The engine sleeps, so memory that is free now is free while the policy trains.
     config = choose_micro_batch_size(policy, config, world)
 
@@ -120,10 +125,10 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     collector = build_collector(config, driver, inbox, data, model, world, stop)
     sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
-    supply = join_supplies(sampled, served)
+    supply = join_supplies(config, sampled, served)
     if state:
         supply.load_state_dict(state["source"])
-    freshness = build_freshness(config, policy, engine)
+    freshness = build_freshness(config, policy, engines)
     return Run(
         config=config,
         world=world,
@@ -135,7 +140,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
         engine=engine,
         collector=collector,
         supply=supply,
-        choreography=Choreography(policy, engine, sync, freshness, clock, config.sync_frequency),
+        choreography=Choreography(policy, engine, engines.sync, freshness, clock, config.sync_frequency),
         freshness=freshness,
         clock=clock,
         held_out=data.held_out,
@@ -148,10 +153,26 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     )
 
 
-def join_supplies(sampled: PromptSupply | None, served: Supply | None) -> Supply:
+def build_engines(
+    config: Config,
+    servers: list[EngineServer],
+    policy: Policy,
+    model: ModelFiles,
+    folder: Path,
+    world: World,
+    stop: StopRequest,
+) -> Engines:
+    if config.engine.placement == "colocated":
+        return build_colocated(config, policy, model.folder, world)
+    return build_remote(config, servers, policy, model, folder, world, stop)
+
+
+def join_supplies(config: Config, sampled: PromptSupply | None, served: Supply | None) -> Supply:
     """One supply of the run's own prompts and of groups that other processes bring. At least one is given."""
     if sampled is not None and served is not None:
         return MixedSupply(sampled, served)
+    if sampled is not None and config.rollout.max_staleness:
+        return AheadSupply(sampled, config.training_steps)
     only = sampled or served
     assert only is not None  # the config has at least one environment
     return only

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from colocated_grpo.atropos.client import AtroposClient, TrainerSettings
+from colocated_grpo.atropos.client import AtroposClient, trainer_of
 from colocated_grpo.atropos.rows import GroupReader
 from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.atropos.supply import AtroposSupply, MainRank, Note, ServingRank, WorkerRank
@@ -129,20 +129,6 @@ class Serving:
         self._world.from_main(lambda: None if source is None else source.begin(step))
         probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]
         return AtroposSupply(rank, self._world, stop_requested, probe)
-
-
-def trainer_of(config: Config, folder: Path) -> TrainerSettings:
-    """The registration of this run at the API server."""
-    return TrainerSettings(
-        batch_size=round(config.atropos_share) * config.rollout.group_size,
-        # Environments drop sequences of this length or longer.
-        max_token_len=config.max_sequence_tokens + 1,
-        checkpoint_dir=str(folder),
-        save_checkpoint_interval=config.checkpoint.every or config.training_steps,
-        num_steps=config.training_steps,
-        wandb_group=config.tracking.wandb_group or "",
-        wandb_project=config.tracking.wandb_project,
-    )
 
 
 def _key(variable: str | None) -> str | None:

@@ -8,6 +8,7 @@ from colocated_grpo.config.engine import EngineConfig
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.layers import layers_text
 from colocated_grpo.config.schema import MIN_TEMPERATURE, Config
+from colocated_grpo.config.server_rules import SERVER_RULES
 from colocated_grpo.config.sources import EpisodeSourceConfig
 from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 
@@ -179,9 +180,9 @@ def _atropos_share_is_whole(config: Config) -> Lines:
 def _atropos_engines_are_independent(config: Config) -> Lines:
     if config.atropos is None:
         return
-    if config.engine.tensor_parallel_size > 1:
+    if config.ranks_per_engine > 1:
         yield (
-            f"engine.tensor_parallel_size={config.engine.tensor_parallel_size}: must be 1 with an atropos "
+            f"engine.tensor_parallel_size={config.ranks_per_engine}: must be 1 with an atropos "
             "environment, whose requests arrive at each engine at different times"
         )
     if config.rollout.generation == "replicated":
@@ -199,7 +200,7 @@ def _served_ports_differ(config: Config) -> Lines:
 
 
 def _episodes_need_single_rank_engines(config: Config) -> Lines:
-    size = config.engine.tensor_parallel_size
+    size = config.ranks_per_engine
     for index, source in enumerate(config.environments):
         if size > 1 and isinstance(source, EpisodeSourceConfig):
             yield (
@@ -244,7 +245,7 @@ def _shared_frozen_weights_survive_the_opponent(config: Config) -> Lines:
 
 
 def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
-    size = config.engine.tensor_parallel_size
+    size = config.ranks_per_engine
     if world_size % size:
         yield f"engine.tensor_parallel_size={size}: must divide the number of ranks, {world_size}"
 
@@ -252,7 +253,7 @@ def _tensor_parallel_divides_world(config: Config, world_size: int) -> Lines:
 def _every_engine_has_prompts(config: Config, world_size: int) -> Lines:
     if config.rollout.generation == "replicated":
         return
-    prompts, engines = config.rollout.prompts_per_step, world_size // config.engine.tensor_parallel_size
+    prompts, engines = config.rollout.prompts_per_step, world_size // config.ranks_per_engine
     if prompts < engines:
         yield f"rollout.prompts_per_step={prompts}: must be at least the number of engines, {engines}"
     elif config.deterministic and prompts % engines:
@@ -329,6 +330,7 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _structured_output_needs_trainer_logprobs,
     _one_opponent,
     _shared_frozen_weights_survive_the_opponent,
+    *SERVER_RULES,
 )
 WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
     _tensor_parallel_divides_world,

@@ -300,6 +300,11 @@ class Config(Section):
         return self.training_steps * self.batch.minibatches * self.batch.epochs
 
     @property
+    def ranks_per_engine(self) -> int:
+        """Ranks of the run that form one engine; 1 with engine servers, whose ranks are not the run's."""
+        return self.engine.tensor_parallel_size if self.engine.placement == "colocated" else 1
+
+    @property
     def structured(self) -> bool:
         """True if a grammar constrains some of the completions."""
         return any(isinstance(source, TurnsSourceConfig) and source.structured for source in self.environments)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,22 +24,37 @@ DUPLICATE_SECONDS = 1.0
 # Linux <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-STOPPING = (
+SAVING = (
     b"\nstopping: the run saves a checkpoint at the next safe point and ends; "
     b"Ctrl-C again, or SIGTERM, kills it at once\n"
 )
 
 
-def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path | None = None) -> int:
+@dataclass(frozen=True, kw_only=True)
+class StopAction:
+    """What the first stop signal does."""
+
+    message: bytes
+    targets: Callable[[psutil.Process], Sequence[psutil.Process]]
+    """From the command's process to those that receive SIGTERM."""
+
+
+STOP_RANKS = StopAction(message=SAVING, targets=lambda command: command.children() or [command])
+"""The children of torchrun are the ranks, which may take as long as they need to save; torchrun itself would kill them
+after 30 seconds."""
+
+
+def run_command(
+    command: Sequence[str], env: Mapping[str, str], redirect: Path | None = None, stop_action: StopAction = STOP_RANKS
+) -> int:
     """Run `command` and return its exit code, or 128 + n where signal n ended it. Call from the main thread.
 
-    The first stop signal is forwarded as SIGTERM to the children of the command. Under torchrun these are the ranks,
-    which may then take as long as they need to save; torchrun itself would kill them after 30 seconds. A second SIGINT
-    or SIGTERM kills all processes. When this function returns, no process started by the command is alive.
+    The first stop signal is forwarded as SIGTERM as `stop_action` says. A second SIGINT or SIGTERM kills all processes.
+    When this function returns, no process started by the command is alive.
     """
-    others = {child.pid for child in psutil.Process().children(recursive=True)}
+    others = {child.pid for child in psutil.Process().children()}
     _adopt_orphans()
-    with _output(redirect) as output, _StopSignals(others) as stop:
+    with _output(redirect) as output, _StopSignals(others, stop_action) as stop:
         try:
             process = subprocess.Popen(
                 command,
@@ -46,7 +62,7 @@ def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path |
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # so that Ctrl-C in a terminal reaches only the launcher
-                preexec_fn=_end_with_parent(),
+                preexec_fn=signal_at_parents_death(signal.SIGTERM),
             )
             stop.watch(process)
             code = process.wait()
@@ -60,8 +76,9 @@ def run_command(command: Sequence[str], env: Mapping[str, str], redirect: Path |
 class _StopSignals:
     """Context with signal handlers: the first request stops the process gracefully, the second kills it."""
 
-    def __init__(self, spare: set[int]) -> None:
+    def __init__(self, spare: set[int], action: StopAction) -> None:
         self.received: list[int] = []
+        self._action = action
         self._spare = spare
         self._process: subprocess.Popen[bytes] | None = None
         self._last: dict[int, float] = {}
@@ -78,7 +95,7 @@ class _StopSignals:
     def watch(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         if self.received:  # a signal arrived while the process was being started
-            _request_stop(process)
+            _request_stop(process, self._action)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.received.append(number)
@@ -90,12 +107,12 @@ class _StopSignals:
         if self._kill_requests > 1:
             kill_descendants(spare=self._spare)
         elif len(self.received) == 1 and self._process is not None:
-            _request_stop(self._process)
+            _request_stop(self._process, self._action)
 
 
 def kill_descendants(spare: set[int]) -> None:
-    """Send SIGKILL to every descendant of this process except `spare`, and reap them."""
-    while victims := [child for child in psutil.Process().children(recursive=True) if child.pid not in spare]:
+    """Send SIGKILL to every descendant of this process, except `spare` and their descendants, and reap them."""
+    while victims := _descendants(psutil.Process(), spare):
         for victim in victims:
             _signal(victim, signal.SIGKILL)
         _, alive = psutil.wait_procs(victims, timeout=REAP_SECONDS)
@@ -103,12 +120,18 @@ def kill_descendants(spare: set[int]) -> None:
             return  # blocked inside the kernel, where no signal is delivered
 
 
-def _request_stop(process: subprocess.Popen[bytes]) -> None:
-    with suppress(OSError):  # the terminal may be closed
-        os.write(2, STOPPING)  # not print, which is not reentrant: this runs inside a signal handler
+def _descendants(process: psutil.Process, spare: set[int]) -> list[psutil.Process]:
+    children: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
-        command = psutil.Process(process.pid)
-        for target in command.children() or [command]:
+        children = [child for child in process.children() if child.pid not in spare]
+    return [*children, *(below for child in children for below in _descendants(child, spare))]
+
+
+def _request_stop(process: subprocess.Popen[bytes], action: StopAction) -> None:
+    with suppress(OSError):  # the terminal may be closed
+        os.write(2, action.message)  # not print, which is not reentrant: this runs inside a signal handler
+    with suppress(psutil.NoSuchProcess):
+        for target in action.targets(psutil.Process(process.pid)):
             _signal(target, signal.SIGTERM)
 
 
@@ -132,15 +155,15 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _end_with_parent() -> Callable[[], None] | None:
-    """Return a preexec function: the kernel will send SIGTERM to the child when the launcher dies, even by SIGKILL."""
+def signal_at_parents_death(number: signal.Signals) -> Callable[[], None] | None:
+    """Return a preexec function: the kernel sends the signal to the child when this process dies, even by SIGKILL."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # before the fork: few calls are safe after it
 
     def prepare() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
         if os.getppid() != parent:
-            os._exit(1)  # the launcher died before the call of prctl
+            os._exit(1)  # the parent died before the call of prctl
 
     return prepare

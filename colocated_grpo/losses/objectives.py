@@ -41,6 +41,7 @@ def make_loss(config: LossConfig) -> LossFn:
             "correction/weight": parts.weighted_mean(terms.correction_N, inputs.loss_mask_N),
             **{name: parts.weighted_mean(where_N, inputs.loss_mask_N) for name, where_N in terms.clipped.items()},
             **terms.penalty_metrics,
+            **parts.logprobs_by_advantage(logprobs_N, inputs),
             **parts.mismatch(inputs),
         }
         return LossOutput(loss_sum=_weighted_sum(terms, weights_N, logprobs_N), metrics=metrics)

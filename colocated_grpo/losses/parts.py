@@ -118,7 +118,8 @@ def _log_mismatch_of_sequence(inputs: LossInputs) -> Tensor:
 def mismatch(inputs: LossInputs) -> dict[str, Stat]:
     """Statistics of the sampler-trainer mismatch over trained tokens, before any truncation.
 
-    kl: k3 estimate of KL(sampler || trainer). abs, max: |log difference|. outside: fraction of ratios outside [0.5, 2].
+    kl: k3 estimate of KL(sampler || trainer). mean: log(trainer / sampler), signed. abs, max: its absolute value.
+    outside: fraction of ratios outside [0.5, 2].
     on_policy: abs over on-policy tokens only, which differ by rounding. ess: (sum w)^2 / (n * sum w^2) of the ratios w;
     1 - ess is the fraction of samples that correction would waste.
     """
@@ -126,6 +127,7 @@ def mismatch(inputs: LossInputs) -> dict[str, Stat]:
     distance_N, weight_N = log_ratio_N.abs(), log_ratio_N.exp() * mask_N
     metrics = {
         "mismatch/kl": weighted_mean(_k3(log_ratio_N), mask_N),
+        "mismatch/mean": weighted_mean(log_ratio_N, mask_N),
         "mismatch/abs": weighted_mean(distance_N, mask_N),
         "mismatch/max": Stat.max(distance_N.amax()),
         "mismatch/outside": weighted_mean(distance_N > math.log(2), mask_N),
@@ -136,6 +138,14 @@ def mismatch(inputs: LossInputs) -> dict[str, Stat]:
             torch.where(inputs.on_policy_N, distance_N, 0.0), mask_N * inputs.on_policy_N
         )
     return metrics
+
+
+def logprobs_by_advantage(logprobs_N: Tensor, inputs: LossInputs) -> dict[str, Stat]:
+    """Mean log-probabilities of the tokens to reinforce (advantage > 0) and of those to suppress (advantage < 0)."""
+    return {
+        f"logprob/{name}": weighted_mean(logprobs_N, inputs.loss_mask_N * chosen_N)
+        for name, chosen_N in (("positive", inputs.advantages_N > 0), ("negative", inputs.advantages_N < 0))
+    }
 
 
 def make_kl_penalty(config: PolicyLoss) -> Penalty:

@@ -16,15 +16,21 @@ from torch import Tensor
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.errors import RunError
+from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, exported_damage
 from colocated_grpo.runtime.distributed import World
 
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
 
 
 def fetch_model(config: ModelConfig, world: World) -> Path:
-    """Return the model's folder. A Hub name is downloaded once per node, into the Hub cache. Collective."""
+    """Return the model's folder. A Hub name is downloaded once per node, into the Hub cache. Collective.
+
+    Raises ConfigError where a folder that a run has exported is damaged.
+    """
     if Path(config.name).is_dir():
-        return Path(config.name).absolute()  # a reward function may change the working directory of the process
+        folder = Path(config.name).absolute()  # a reward function may change the working directory of the process
+        world.from_main(lambda: check_export(f"model.name={config.name!r}", folder))
+        return folder
 
     def download() -> Path:
         folder = Path(snapshot_download(config.name, revision=config.revision, allow_patterns=WANTED_FILES))
@@ -39,6 +45,15 @@ def fetch_model(config: ModelConfig, world: World) -> Path:
         return download()
     except (OSError, HfHubHTTPError) as error:
         raise RunError(f"model.name={config.name!r}: cannot be downloaded: {' '.join(str(error).split())}") from error
+
+
+def check_export(setting: str, folder: Path) -> None:
+    """Raise ConfigError where a folder with checksums, as a run exports it, is damaged. Other folders pass."""
+    problem = exported_damage(folder)
+    if problem is not None:
+        raise ConfigError(
+            f"{setting}: {problem}; export it again, or delete {CHECKSUMS_FILE} there if you made the change"
+        )
 
 
 class CheckpointReader:

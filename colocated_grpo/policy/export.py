@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from colocated_grpo.config.lora import LoRAConfig
 from colocated_grpo.errors import in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime.checksums import write_checksums
 from colocated_grpo.runtime.distributed import World, whole
 
 FILE_BYTES = 4 << 30
@@ -118,6 +119,7 @@ def _renamed_when_complete(target: Path, world: World) -> Iterator[Path | None]:
     yield partial
     if partial is not None:
         with _write_errors_in_one_line(target.parent):
+            write_checksums(partial)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     world.barrier()

@@ -55,25 +55,22 @@ class TokenDelta(NamedTuple):
     sampling_logprobs: list[float]
 
 
+Finished = list[tuple[Hashable, Completion]]
+
+
 class RolloutEngine(Protocol):
-    """An engine in this process. Under tensor parallelism all its ranks make the same calls in the same order."""
+    """An engine. Under tensor parallelism all its ranks make the same calls in the same order."""
 
     max_num_seqs: int
     """Completions that decode together."""
-    transforms_weights: bool
-    """True if weights change shape or type after loading (quantisation); only `load_weights` can then write them."""
+    admission_cost: int
+    """Decode steps that each running request loses when new requests are admitted."""
 
-    @property
-    def model(self) -> nn.Module:
-        """The module that holds the engine's weights on this rank."""
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Raises ValueError for a request that the engine cannot serve."""
         ...
 
-    @property
-    def tensor_parallel_rank(self) -> int: ...
-
-    def submit(self, requests: Iterable[Request]) -> None: ...
-
-    def step(self) -> list[tuple[Hashable, Completion]]:
+    def step(self) -> Finished:
         """Decode one token for every running request. Returns the finished ones."""
         ...
 
@@ -96,10 +93,6 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Replace every weight from full tensors under checkpoint names. Slow, and correct for every model."""
-        ...
-
     def weights_changed(self, policy_version: int) -> None:
         """Drop cached prefixes of the old weights and stamp later completions with `policy_version`."""
         ...
@@ -113,3 +106,22 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class LocalEngine(RolloutEngine, Protocol):
+    """An engine in this process, whose weights this process writes."""
+
+    transforms_weights: bool
+    """True if weights change shape or type after loading (quantisation); only `load_weights` can then write them."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that holds the engine's weights on this rank."""
+        ...
+
+    @property
+    def tensor_parallel_rank(self) -> int: ...
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replace every weight from full tensors under checkpoint names. Slow, and correct for every model."""
+        ...

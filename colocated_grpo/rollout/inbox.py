@@ -12,24 +12,16 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from colocated_grpo.rollout.engine import Request, RolloutEngine, TokenDelta
+from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine, TokenDelta
 from colocated_grpo.types import Completion
 
 IDLE_SECONDS = 0.5
 """Longest wait of a step without work, so that the caller can check for a stop request."""
-ADMISSION_COST = 3
-"""Decode steps that each running request loses when new requests are admitted: a step with prompts has no CUDA graph.
-
-Requests admitted one by one, as slots become free or tools return, would keep the engine from decoding at full speed
-(docs/results/entry_of_requests_1xh200.json). So they are admitted in batches: as soon as the steps that free slots have
-lost reach the cost of an admission. That costs at most twice the best schedule (the ski-rental rule).
-"""
 MAX_STEPS_QUEUED = 64
 """A request for which a slot is free is admitted after this many steps at the latest."""
 
 Call = Callable[[RolloutEngine], Any]
 OnDelta = Callable[[TokenDelta], None]
-Finished = list[tuple[Hashable, Completion]]
 
 
 class Inbox:
@@ -161,14 +153,19 @@ class Driver:
             future.set_exception(error)
 
     def _admit_queued(self) -> None:
-        """Admit queued requests once waiting has cost as much as their admission, or after MAX_STEPS_QUEUED steps."""
+        """Admit queued requests once waiting has cost as much as their admission, or after MAX_STEPS_QUEUED steps.
+
+        Requests admitted one by one, as slots become free or tools return, would keep the engine from decoding at full
+        speed (docs/results/entry_of_requests_1xh200.json). Admitted as soon as the steps that free slots have lost
+        reach the cost of an admission, they cost at most twice the best schedule (the ski-rental rule).
+        """
         in_engine = self.running - len(self._queue)
         admissible = min(len(self._queue), self.max_num_seqs - in_engine)
         if not admissible:
             return
         self._steps_queued += 1
         self._slot_steps_lost += admissible
-        if self._slot_steps_lost >= ADMISSION_COST * in_engine or self._steps_queued > MAX_STEPS_QUEUED:
+        if self._slot_steps_lost >= self._engine.admission_cost * in_engine or self._steps_queued > MAX_STEPS_QUEUED:
             self._steps_queued = self._slot_steps_lost = 0
             for _ in range(admissible):
                 self._admit(self._queue.popleft())

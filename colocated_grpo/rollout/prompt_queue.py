@@ -115,7 +115,7 @@ class TensorParallelDispatch:
 
 def build_dispatch(config: Config, world: World) -> Dispatch:
     """Collective: creates a process group for each tensor-parallel engine."""
-    size = config.engine.tensor_parallel_size
+    size = config.ranks_per_engine
     engine, num_engines = world.rank // size, world.size // size
     if config.rollout.generation == "replicated":
         dispatch: Dispatch = ReplicatedDispatch(counts=engine == 0)

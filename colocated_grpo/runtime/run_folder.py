@@ -19,12 +19,17 @@ from colocated_grpo.config.adapter_files import adapter_shape
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import first_difference, read_config_json, shape_of
 from colocated_grpo.config.schema import Config
+from colocated_grpo.runtime.checksums import seal_is_broken
 
 AUTO = "auto"
 LOCK_FILE = ".lock"
 CHECKPOINTS = "checkpoints"
 STATE_FILE = "trainer.json"
-"""JSON file of a checkpoint, beside its tensor files: step, policy version and the trainer's state."""
+"""JSON file of a checkpoint, beside its tensor files: step, policy version, the trainer's state, and the checksums of
+the other files. Its last entry is the checksum of itself, so that state and checksums are replaced together."""
+FILES = "files"
+"""Key in it: checksums by file name. Checkpoints of earlier versions have neither these nor the last entry."""
+SEAL = "checksum"
 MODEL_SHAPE = "model_shape"
 """Key in the trainer's state: the entries of the model's config.json that determine the shapes of its weights."""
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
@@ -42,9 +47,9 @@ def choose_run_folder(config: Config, resume: str | None, name: str) -> Path:
     if resume == AUTO:
         newest = _newest_run(output, config.run_name, name)
         if newest is not None:
-            return newest
+            return _without_links(newest)
     elif resume is not None:
-        return _existing_run(Path(resume))
+        return _without_links(_existing_run(Path(resume)))
     folder = output / (config.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if complete_checkpoints(folder / CHECKPOINTS) and resume is None:
         raise ConfigError(
@@ -115,25 +120,51 @@ def removed_if_unused(folder: Path) -> Iterator[None]:
         raise
 
 
+def saved_checkpoints(folder: Path) -> list[Path]:
+    """Return the folders with the name of a checkpoint, oldest first, whether or not files are missing in them."""
+    saved = [path for path in folder.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(saved, key=lambda path: int(path.name.removeprefix("step_")))
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in `folder`, oldest first."""
-    complete = [path for path in folder.glob("step_*") if is_complete(path)]
-    return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
+    """Return the complete checkpoints in `folder`, oldest first. Their contents are not checked."""
+    return [path for path in saved_checkpoints(folder) if (path / STATE_FILE).exists()]
 
 
-def is_complete(checkpoint: Path) -> bool:
-    return CHECKPOINT_NAME.fullmatch(checkpoint.name) is not None and (checkpoint / STATE_FILE).exists()
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """Return the contents of a checkpoint's STATE_FILE. Raises OSError or ValueError where it is damaged."""
+    text = (checkpoint / STATE_FILE).read_text(encoding="utf-8")
+    try:
+        record = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{STATE_FILE} is nested too deeply") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{STATE_FILE} is not an object")
+    if (FILES in record or SEAL in record) and seal_is_broken(text):
+        raise ValueError(f"{STATE_FILE} differs from its checksum")
+    return record
 
 
 def saved_shape(checkpoint: Path) -> dict[str, Any]:
     """Return the model shape recorded in a checkpoint; empty where it is missing or unreadable.
 
-    Damage is reported by `Checkpoints.restore`, which reads the whole checkpoint.
+    Damage is reported by `Checkpoints.restore`, which reads every checkpoint until it finds a whole one.
     """
     try:
-        return dict(json.loads((checkpoint / STATE_FILE).read_text())["state"][MODEL_SHAPE])
+        return dict(read_record(checkpoint)["state"][MODEL_SHAPE])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def _without_links(folder: Path) -> Path:
+    """Return `folder`. Raises ConfigError for a symbolic link in it: a resumed run rewrites and deletes its files."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_symlink():
+            raise ConfigError(
+                f"--resume: {path} is a symbolic link, through which the run would write elsewhere; replace it by the "
+                "file or folder that it leads to"
+            )
+    return folder
 
 
 def _newest_run(output: Path, run_name: str | None, name: str) -> Path | None:

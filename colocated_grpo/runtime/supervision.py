@@ -37,11 +37,18 @@ class StopRequest:
     def __init__(self, store: dist.Store) -> None:
         self._store = _own_connection(store)
         self._requested = threading.Event()
+        self.reason: str | None = None
+        """The error because of which this rank stops; None after a signal."""
         for number in stop_signals():
             signal.signal(number, self._on_signal)
         reset_in_forked_children(stop_signals())
 
     def _on_signal(self, number: int, _frame: object) -> None:
+        self._requested.set()
+
+    def request(self, reason: str) -> None:
+        """Stop all ranks because of an error, after which the run's state is still whole."""
+        self.reason = self.reason or reason
         self._requested.set()
 
     def exchange(self) -> None:

@@ -1,63 +1,71 @@
-"""The command `python -m colocated_grpo.serve`. Checks the arguments before slow imports, then serves."""
+"""The command `python -m colocated_grpo.serve`: checks the arguments, then runs the engine's processes.
+
+They are started again after a crash, and when a trainer asks for another model.
+"""
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import socket
 import sys
-import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
-from colocated_grpo.launch.cli import (
-    RUN_ERROR,
-    USAGE_ERROR,
-    environment_problem,
-    library_environment,
-    prepare_streams,
-    rank_environment,
-)
-from colocated_grpo.serve.options import ServeOptions, parse, settings
+from colocated_grpo.config.addresses import is_loopback
+from colocated_grpo.launch.cli import USAGE_ERROR, prepare_streams
+from colocated_grpo.launch.launcher import python_path
+from colocated_grpo.launch.processes import StopAction, run_command
+from colocated_grpo.launch.scratch import scratch_folder
+from colocated_grpo.runtime.signals import stop_signals
+from colocated_grpo.serve.options import ServeOptions, parse
+from colocated_grpo.serve.restarts import RESTART, STATE_VARIABLE
+
+MAX_CRASHES = 3
+"""Crashes in a row after which the server ends."""
+STOP_ENGINE = StopAction(message=b"\nstopping: running requests are aborted\n", targets=lambda command: [command])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 2 for invalid arguments, 1 if serving fails."""
     prepare_streams()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
-    for name, value in {**rank_environment(os.environ), **library_environment(options.log_level)}.items():
-        os.environ.setdefault(name, value)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    if options.log_level != "DEBUG":  # a user cannot act on the warnings that libraries log when they are imported
-        logging.getLogger("vllm").setLevel(logging.ERROR)
-        warnings.simplefilter("ignore", FutureWarning)
-    logging.getLogger("colocated_grpo").setLevel(options.log_level)
-    from colocated_grpo.config.addresses import is_loopback
-    from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.errors import RunError
+    problem = _problem(options)
+    if problem is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        return USAGE_ERROR
+    if options.api_key_variable is None and not is_loopback(options.host):
+        warning = f"--host={options.host}: every machine that reaches port {options.port} can control the engine"
+        print(f"warning: {warning}; set --api-key-variable", file=sys.stderr)
+    with scratch_folder() as folder:
+        return _run([sys.executable, "-m", "colocated_grpo.serve.rank", *arguments], folder / "state.json")
 
-    try:
-        problem = environment_problem(os.environ) or _problem(options)
-        if problem is not None:
-            raise ConfigError(problem)
-        config = settings(options)
-        if options.api_key_variable is None and not is_loopback(options.host):
-            warning = f"--host={options.host}: every machine that reaches port {options.port} can control the engine"
-            print(f"warning: {warning}; set --api-key-variable", file=sys.stderr)
-        from colocated_grpo.serve.server import serve
 
-        serve(config, options)
-    except (ConfigError, RunError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
-    return 0
+def _run(command: Sequence[str], state: Path) -> int:
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ), STATE_VARIABLE: str(state)}
+    stopped = {128 + number for number in stop_signals()}
+    crashes = 0
+    while True:
+        code = run_command(command, environment, stop_action=STOP_ENGINE)
+        if code in stopped:
+            return 0
+        if code == RESTART:
+            crashes = 0
+            continue
+        crashes += 1
+        if code == 0 or not state.exists() or crashes > MAX_CRASHES:
+            return code
+        print(f"note: the engine ended with exit code {code}; it is started again ({crashes} of {MAX_CRASHES})")
+        sys.stdout.flush()
 
 
 def _problem(options: ServeOptions) -> str | None:
     """Return one line for what can be checked without importing a slow library; None if all is well."""
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        return f"WORLD_SIZE={os.environ['WORLD_SIZE']}: a server is one process; start it without torchrun"
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return (
+            "RANK, WORLD_SIZE: set; start a server without torchrun, and with --tensor-parallel-size for several GPUs"
+        )
     variable = options.api_key_variable
     if variable is not None and not os.environ.get(variable):
         return f"--api-key-variable={variable}: this environment variable is not set; export it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,9 +33,13 @@ class ServeOptions:
     port: int
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
     gpu_memory_utilization: float | None
+    kv_cache_memory_bytes: int | None
     max_model_len: int
     max_num_seqs: int
+    tensor_parallel_size: int
     enforce_eager: bool
+    engine_args: dict[str, Any]
+    share_weights: bool
     enable_lora: bool
     max_lora_rank: int
     api_key_variable: str | None
@@ -71,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         help="part of the GPU's memory for weights and KV cache (default: as much as the sequences can use)",
     )
     parser.add_argument(
+        "--kv-cache-memory-bytes", type=_positive, metavar="N", help="exact size of the KV cache (default: see above)"
+    )
+    parser.add_argument(
         "--max-model-len",
         type=_length,
         default=DEFAULT_LENGTH,
@@ -80,7 +88,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-num-seqs", type=_positive, default=256, metavar="N", help="sequences decoded together (default: 256)"
     )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="GPUs that share the weights (default: 1)",
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="decode without CUDA graphs")
+    parser.add_argument(
+        "--engine-args",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help='further vLLM engine arguments, such as {"quantization": "fp8"}',
+    )
+    parser.add_argument(
+        "--share-weights",
+        action="store_true",
+        help="let a trainer of this machine compute with the engine's weights (vllm_bridge_config.json)",
+    )
     parser.add_argument("--enable-lora", action="store_true", help="accept adapters at /lora/load")
     parser.add_argument(
         "--max-lora-rank",
@@ -124,6 +151,16 @@ def _positive(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r}: must be a positive whole number")
 
 
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if isinstance(value, dict):
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a JSON object")
+
+
 def _length(text: str) -> int:
     if _positive(text) < MIN_LENGTH:
         raise argparse.ArgumentTypeError(f"{text!r}: must be at least {MIN_LENGTH}, a token of prompt and one sampled")
@@ -151,9 +188,11 @@ def settings(options: ServeOptions) -> Config:
         "engine": {
             "dtype": options.dtype,
             "gpu_memory_utilization": options.gpu_memory_utilization,
+            "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
             "max_num_seqs": options.max_num_seqs,
             "enforce_eager": options.enforce_eager,
-            "args": {"load_format": "auto", **adapters},
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "args": {"load_format": "auto", **adapters, **options.engine_args},
         },
         "sync_frequency": 2,  # above 1, weights outlive a sleep
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
@@ -14,57 +16,114 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.loading import compute_dtype, dtype_of
 from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.mirrored import EveryRank, MirroredEngine, engine_commands
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.serve.bridge_routes import add_bridge_routes
 from colocated_grpo.serve.options import ServeOptions
+from colocated_grpo.serve.ranks import join_ranks
+from colocated_grpo.serve.restarts import RESTART, Restart
 from colocated_grpo.serving.adapter_routes import add_adapter_routes
 from colocated_grpo.serving.app import create_app
 from colocated_grpo.serving.control_routes import add_control_routes
 from colocated_grpo.serving.engine_control import EngineControl
+from colocated_grpo.serving.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.sampler import Sampler
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.server import ServerThread
+from colocated_grpo.weights.receiver import WeightReceiver
 
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
 REMEMBERED_COMPLETIONS = 1
 """Only a trainer reads recorded completions, so this is the minimum."""
+IDLE_LIMIT = timedelta(days=3650)
+"""The other ranks of an engine wait for rank 0's next call without limit."""
 
 
-def serve(config: Config, options: ServeOptions) -> None:
-    """Load the model, listen, and answer requests until SIGTERM or SIGINT.
+def serve(config: Config, options: ServeOptions) -> int:
+    """Load the model, listen, and answer requests until SIGTERM, SIGINT or a restart. Returns the exit code.
 
     Raises ConfigError or RunError with one line. The port is opened once the engine is ready, so a client that waits
     for /health waits for the engine.
     """
-    world = init_world(dist.HashStore())  # one process needs no store that listens on a port
-    stop = StopRequest(world.store)
+    world = init_world(join_ranks(options.tensor_parallel_size))
     model = read_model_files(config, world)
     dtype = dtype_of(config.engine.dtype, auto=compute_dtype(config, world.device))
     engine = VLLMEngine(config, model.folder, dtype, world)
-    inbox = Inbox()
-    driver = Driver(engine, inbox)
-    control = EngineControl(engine, inbox, driver)
-    facts = describe(config, options, engine, world)
+    receiver = WeightReceiver(engine, model.folder, world.device, lambda ok: all(world.gather_objects(ok)))
+    commands = {
+        **engine_commands(engine),
+        "load_adapter": engine.adapters.load,
+        "unload_adapter": engine.adapters.unload,
+        "join": receiver.join,
+        "update": receiver.update,
+    }
+    ranks = EveryRank(commands, _idle_group(world))
+    if world.is_main:
+        return _lead(config, options, model, engine, ranks, world)
+    ranks.follow()
+    return 0
+
+
+def _idle_group(world: World) -> dist.ProcessGroup | None:
+    """Return a group of all ranks; None for one rank. Collective."""
+    if world.size == 1:
+        return None
+    group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
+    assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+    return group
+
+
+def _lead(
+    config: Config, options: ServeOptions, model: ModelFiles, engine: VLLMEngine, ranks: EveryRank, world: World
+) -> int:
+    """Serve on rank 0. engine: this rank's."""
+    stop, restart = StopRequest(world.store), Restart()
+    whole, inbox = MirroredEngine(engine, ranks), Inbox()
+    control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox)
 
     def add_routes(app: FastAPI) -> None:
-        add_control_routes(app, control, facts)
-        add_adapter_routes(app, control, engine.adapters)
+        add_control_routes(app, control, describe(config, options, engine, world), parameters_of(engine))
+        add_engine_routes(app, control, inbox, sessions)
+        add_adapter_routes(app, control, EngineAdapters(engine, ranks))
+        add_bridge_routes(app, control, partial(ranks.call, "join"), partial(ranks.call, "update"), restart)
 
     try:
         server = listen(config, options, model, inbox, add_routes)
+        restart.ready(options.model, server.ports[0])
         host = f"[{options.host}]" if ":" in options.host else options.host
-        print(f"serving {config.model.name} at http://{host}:{server.ports[0]}", flush=True)
+        print(f"serving {options.model} at http://{host}:{server.ports[0]}", flush=True)
         try:
-            control.run(stop.requested)
+            control.run(lambda: stop.requested() or restart.requested)
         finally:
+            sessions.close_all()
             server.close()
     finally:
-        engine.close()
+        whole.close()
+    return RESTART if restart.requested else 0
+
+
+class EngineAdapters:
+    """Adapters on all ranks of an engine."""
+
+    def __init__(self, engine: VLLMEngine, ranks: EveryRank) -> None:
+        """engine: rank 0's."""
+        self._engine = engine
+        self._ranks = ranks
+
+    def load(self, name: str, path: str) -> JsonObject:
+        return self._ranks.call("load_adapter", name, path)
+
+    def unload(self, name: str | None = None) -> JsonObject:
+        return self._ranks.call("unload_adapter", name)
+
+    def status(self) -> JsonObject:
+        return self._engine.adapters.status()
 
 
 def describe(config: Config, options: ServeOptions, engine: VLLMEngine, world: World) -> JsonObject:
@@ -72,12 +131,22 @@ def describe(config: Config, options: ServeOptions, engine: VLLMEngine, world: W
     parameters = list(engine.model.parameters())
     return {
         "model": config.model.name,
+        "instance": secrets.token_hex(8),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "device": world.device.type,
+        "tensor_parallel_size": world.size,
         "max_model_len": config.max_sequence_tokens,
         "max_num_seqs": options.max_num_seqs,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "pid": os.getpid(),
+    }
+
+
+def parameters_of(engine: VLLMEngine) -> JsonObject:
+    """Shape and type of each parameter on this rank, by vLLM's names."""
+    return {
+        name: {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
+        for name, parameter in engine.model.named_parameters()
     }
 
 
@@ -106,6 +175,7 @@ def listen(
         max_body_bytes=MAX_BODY_BYTES,
         max_requests=MAX_REQUESTS,
         add_routes=add_routes,
+        large_paths=LARGE_PATHS,
     )
     try:
         return ServerThread(app, options.host, [options.port])

@@ -61,7 +61,7 @@ def add_adapter_routes(app: FastAPI, control: EngineControl, adapters: Adapters)
 
     async def load(name: str, path: str) -> JSONResponse:
         _require_adapter(path)
-        return JSONResponse(await result_or_400(control.submit_idle(partial(adapters.load, name, path))))
+        return JSONResponse(await result_or_400(control.change_weights(partial(adapters.load, name, path))))
 
     @app.post("/lora/load")
     async def load_adapter(request: Request) -> JSONResponse:
@@ -75,12 +75,12 @@ def add_adapter_routes(app: FastAPI, control: EngineControl, adapters: Adapters)
 
     @app.post("/lora/unload")
     async def unload_adapter() -> JSONResponse:
-        return JSONResponse(await result_or_400(control.submit_idle(adapters.unload)))
+        return JSONResponse(await result_or_400(control.change_weights(adapters.unload)))
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_named(request: Request) -> JSONResponse:
         body = await read_json(request, NamedUnloadBody.from_json)
-        return JSONResponse(await result_or_400(control.submit_idle(partial(adapters.unload, body.lora_name))))
+        return JSONResponse(await result_or_400(control.change_weights(partial(adapters.unload, body.lora_name))))
 
     @app.get("/lora/status")
     async def status() -> JSONResponse:

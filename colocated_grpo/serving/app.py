@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -74,10 +74,12 @@ def create_app(
     max_body_bytes: int,
     max_requests: int,
     add_routes: Callable[[FastAPI], None] = lambda app: None,
+    large_paths: Collection[str] = (),
 ) -> ASGIApp:
     """Return the application behind its guards. model, max_tokens: name and context length, as clients see them.
 
-    hosts: not checked if there is an API key. add_routes: adds further routes.
+    hosts: not checked if there is an API key. add_routes: adds further routes, of which those in large_paths accept
+    bodies of up to max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     _add_exception_handlers(app)
@@ -86,7 +88,7 @@ def create_app(
     _add_openai_routes(app, sampler, model)
     add_routes(app)
     shape = Shape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
-    limited = BodyLimit(app, max_body_bytes, error_response, shape, SAMPLING_PATHS)
+    limited = BodyLimit(app, max_body_bytes, error_response, shape, SAMPLING_PATHS.union(large_paths))
     bounded = ConcurrencyLimit(limited, max_requests, PUBLIC_PATHS)
     if api_key is None:
         return OwnRequests(bounded, hosts, error_response)

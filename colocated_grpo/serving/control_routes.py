@@ -17,7 +17,6 @@ from colocated_grpo.web.guards import error_response
 T = TypeVar("T")
 
 ABSENT = {
-    "POST /bridge/init": "this server receives no weights over NCCL; see POST /lora/load",
     "POST /bridge/notify_update": "this server receives no weights from a trainer; see POST /lora/load",
     "POST /bridge/disable": "there is no bridge to disable",
     "GET /bridge/debug": "see GET /bridge/info and GET /bridge/state_dict_info",
@@ -26,22 +25,27 @@ ABSENT = {
 """Routes of Atropos' example server that this one does not have -> why, or what to use."""
 
 
-def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject) -> None:
-    """facts: further entries of /bridge/info, such as the model's name."""
-    _add_queries(app, control, facts)
+def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, parameters: JsonObject) -> None:
+    """facts: further entries of /bridge/info. parameters: shape and type of each of the engine's, by vLLM's names."""
+    _add_queries(app, control, facts, parameters)
     _add_commands(app, control)
     for route, reason in ABSENT.items():
         _add_absent(app, route, reason)
 
 
-def _add_queries(app: FastAPI, control: EngineControl, facts: JsonObject) -> None:
+def _add_queries(app: FastAPI, control: EngineControl, facts: JsonObject, parameters: JsonObject) -> None:
     @app.get("/bridge/info")
     async def info() -> JSONResponse:
-        return JSONResponse({**facts, "is_paused": control.is_paused, "is_sleeping": control.is_sleeping})
+        state = {
+            "policy_version": control.policy_version,
+            "is_paused": control.is_paused,
+            "is_sleeping": control.is_sleeping,
+        }
+        return JSONResponse(facts | state)
 
     @app.get("/bridge/state_dict_info")
     async def state_dict_info() -> JSONResponse:
-        return JSONResponse(await result_or_400(control.state_dict_info()))
+        return JSONResponse(parameters)
 
     @app.get("/bridge/is_paused")
     async def is_paused() -> JSONResponse:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from colocated_grpo.rollout.engine import RolloutEngine
 from colocated_grpo.rollout.inbox import IDLE_SECONDS, Driver, Inbox
-from colocated_grpo.types import JsonObject
+
+T = TypeVar("T")
 
 
 class EngineControl:
@@ -26,6 +27,8 @@ class EngineControl:
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.is_paused = False
         self.is_sleeping = False
+        self.policy_version: int | None = None
+        """Version of the weights, as a trainer has set it; None before."""
 
     def run(self, stop_requested: Callable[[], bool]) -> None:
         """Serve requests and commands on this thread until a stop is requested."""
@@ -55,14 +58,21 @@ class EngineControl:
     def wake_up(self) -> Future[None]:
         return self.submit(self._wake_up)
 
-    def state_dict_info(self) -> Future[JsonObject]:
-        """Return shape and type of each of the engine's parameters, by vLLM's names."""
-        return self.submit(
-            lambda: {
-                name: {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
-                for name, parameter in self._engine.model.named_parameters()
-            }
-        )
+    def set_version(self, policy_version: int) -> Future[None]:
+        """Finish running requests, drop cached prefixes and stamp later completions with `policy_version`.
+
+        A repetition has no effect: each rank of a trainer calls it after a sync.
+        """
+        return self.submit_idle(lambda: self._set_version(policy_version))
+
+    def change_weights(self, change: Callable[[], T]) -> Future[T]:
+        """Finish running requests, then run `change`. Until `set_version`, requests of trainers are rejected."""
+
+        def changed() -> T:
+            self.policy_version = None
+            return change()
+
+        return self.submit_idle(changed)
 
     def submit_idle(self, command: Callable[[], Any]) -> Future[Any]:
         """Finish running requests, then run `command` on the driving thread. Returns the future of its result."""
@@ -107,6 +117,11 @@ class EngineControl:
         if self.is_paused and self._driver.running:
             raise ValueError("the engine is paused with running requests; POST /bridge/resume first")
         self._driver.drain()
+
+    def _set_version(self, policy_version: int) -> None:
+        if policy_version != self.policy_version:
+            self._engine.weights_changed(policy_version)
+            self.policy_version = policy_version
 
     def _wake_up(self) -> None:
         if self.is_sleeping:

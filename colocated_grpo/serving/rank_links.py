@@ -14,10 +14,11 @@ import socket
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
 
-from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
+from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta
+from colocated_grpo.rollout.wire import completion_message, read_completion, read_request, request_message
+from colocated_grpo.runtime.addresses import own_address
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Completion, JsonObject
 
@@ -83,13 +84,7 @@ class RankLink:
             self._futures[number] = future
             if on_delta is not None:
                 self._on_delta[number] = on_delta
-        message = {
-            "id": number,
-            "token_ids": request.token_ids,
-            "seed": request.seed,
-            "sampling": asdict(request.sampling),
-            "stream": request.stream,
-        }
+        message = {"id": number, **request_message(request)}
         future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         self._lines.send(message)
         return future
@@ -134,7 +129,7 @@ def _resolve(future: Future[Completion], message: JsonObject) -> None:
     if "error" in message:
         future.set_exception(ValueError(message["error"]))
     else:
-        future.set_result(Completion(**message["completion"]))
+        future.set_result(read_completion(message["completion"]))
 
 
 class RemoteInbox:
@@ -202,17 +197,7 @@ class RemoteInbox:
 
     def _put(self, message: JsonObject) -> None:
         number = message["id"]
-        # JSON has no tuples.
-        sampling: JsonObject = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in message["sampling"].items()
-        }
-        request = Request(
-            key=("link", number),
-            token_ids=message["token_ids"],
-            seed=message["seed"],
-            sampling=Sampling(**sampling),
-            stream=message["stream"],
-        )
+        request = read_request(("link", number), message)
         future = self._inbox.put(request, (lambda delta: self._send_delta(number, delta)) if request.stream else None)
         self._futures[number] = future
         future.add_done_callback(lambda done: self._send_result(number, done))
@@ -224,7 +209,7 @@ class RemoteInbox:
         message: JsonObject = {"id": number}
         if not done.cancelled():
             error = done.exception()
-            message |= {"completion": asdict(done.result())} if error is None else {"error": str(error)}
+            message |= {"completion": completion_message(done.result())} if error is None else {"error": str(error)}
         self._send(message)
 
     def _send_delta(self, number: int, delta: TokenDelta) -> None:
@@ -239,17 +224,6 @@ class RemoteInbox:
         self._listener.close()
         if self._lines is not None:
             self._lines.close()
-
-
-def own_address(peer: str) -> str:
-    """Return this machine's address on the route to `peer`.
-
-    The address of the machine's own hostname is often 127.0.1.1, which other machines cannot reach.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # UDP: selects the route and sends nothing
-        return probe.getsockname()[0]
 
 
 def link_ranks(inbox: Inbox, world: World) -> tuple[list[RankLink], RemoteInbox | None]:

@@ -12,7 +12,7 @@ from colocated_grpo.tracking.text import as_html, number
 
 NUM_COLORS = 9
 """Number of page colours for named series; the next colour is for "other"."""
-PHASES = ("generate", "train", "sync", "wake", "sleep", "freshness", "pack", "checkpoint", "evaluate")
+PHASES = ("generate", "train", "sync", "wait", "wake", "sleep", "freshness", "pack", "checkpoint", "evaluate")
 NOT_A_METRIC = ("kind", "step")
 HUGE = 1e100
 """Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""
@@ -54,8 +54,8 @@ SECTIONS = {
         Chart("Sampler-trainer KL", {"mismatch/kl": "k3"}),
         Chart(
             "Mean log-probability difference",
-            {"mismatch/abs": "all", "mismatch/on_policy": "on-policy"},
-            "|sampler - trainer|",
+            {"mismatch/mean": "signed", "mismatch/abs": "absolute", "mismatch/on_policy": "absolute, on-policy"},
+            "trainer - sampler",
         ),
         Chart("Largest log-probability difference", {"mismatch/max": "all"}, "|sampler - trainer|"),
         Chart("Effective sample size", {"mismatch/ess": "importance weights"}, "fraction of tokens"),
@@ -63,6 +63,9 @@ SECTIONS = {
         Chart("KL to the reference", {"kl": "k3"}),
         Chart("Gradient norm", {"grad_norm": "before clipping"}),
         Chart("Loss", {"loss": "loss"}),
+        Chart(
+            "Log-probability by sign of the advantage", {"logprob/positive": "positive", "logprob/negative": "negative"}
+        ),
         Chart("Learning rate", {"lr": "lr"}),
         Chart("Staleness", {"staleness": "mean"}, "optimizer steps"),
     ),

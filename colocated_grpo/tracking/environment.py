@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from colocated_grpo.config.secret_values import masked_arguments
 from colocated_grpo.types import JsonObject
 
 PACKAGES = (
@@ -25,7 +26,7 @@ def describe_start(first_step: int) -> JsonObject:
     return {
         "first_step": first_step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "command": shlex.join([Path(sys.executable).name, *masked_arguments(sys.orig_argv[1:])]),
         "git": git_revision(Path(__file__).parent),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",

@@ -2,24 +2,31 @@
 
 Files: config.yaml, environment.json, metrics.jsonl, rollouts.jsonl, summary.json, report.html and, on request,
 atropos_batch.json. games.py writes the files of ended games.
-
-A .jsonl file has one JSON object per line and is flushed every step. A killed run loses at most the line being written,
-so readers skip an incomplete last line and reject any other damage.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import UnionType
 from typing import Any, TextIO, TypeVar
 
 import yaml
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.tracking.rows import (
+    NUMBER,
+    SET_ASIDE,
+    Row,
+    RowSchema,
+    RunFolderError,
+    json_line,
+    keep_before,
+    object_of,
+    read_rows,
+    write_atomically,
+)
 from colocated_grpo.types import Group, JsonObject, Rollout
 
 CONFIG_FILE = "config.yaml"
@@ -39,30 +46,27 @@ RENAMED_METRICS = {"shared": "prefix_reuse"}
 HELD_OUT_ROLLOUTS = 16
 """Held-out prompts with a stored rollout: the same prompts at every evaluation, so that evaluations can be compared."""
 
-Row = JsonObject
-RowSchema = Mapping[str, type | UnionType]
-"""Required keys of a row and the types of their values. Other keys are allowed."""
-NUMBER = int | float | None
-STEP_ROW: RowSchema = {"step": int}
-METRICS_ROW: RowSchema = {"step": int, "kind": str}
-ROLLOUT_ROW: RowSchema = {
-    "kind": str,
-    "step": int,
-    "prompt_index": int,
-    "source": str,
-    "prompt": str,
-    "completion": str,
-    "reward": NUMBER,
-    "parts": dict,
-    "error": str | None,
-    "finish_reason": str,
-    "completion_tokens": int,
-}
+METRICS_ROW = RowSchema(
+    {"step": int, "kind": str},
+    numbers=lambda row: {key: value for key, value in row.items() if key not in ("step", "kind")},
+)
+ROLLOUT_ROW = RowSchema(
+    {
+        "kind": str,
+        "step": int,
+        "prompt_index": int,
+        "source": str,
+        "prompt": str,
+        "completion": str,
+        "reward": NUMBER,
+        "parts": dict,
+        "error": str | None,
+        "finish_reason": str,
+        "completion_tokens": int,
+    },
+    numbers=lambda row: row["parts"],
+)
 Item = TypeVar("Item")
-
-
-class RunFolderError(RunError):
-    """A run folder cannot be read. The message is one line for the user."""
 
 
 class RunWriter:
@@ -71,11 +75,13 @@ class RunWriter:
     Rows of steps >= `first_step` are dropped on opening: they were written after the checkpoint that is resumed.
     """
 
-    def __init__(self, run_dir: Path, first_step: int, rollouts_per_step: int) -> None:
+    def __init__(self, run_dir: Path, first_step: int, rollouts_per_step: int, note: Callable[[str], None]) -> None:
         self.rollouts_per_step = rollouts_per_step
         self._run_dir = run_dir
-        self._metrics = _reopen(run_dir / METRICS_FILE, first_step)
-        self._rollouts = _reopen(run_dir / ROLLOUTS_FILE, first_step)
+        keep_before(run_dir / METRICS_FILE, first_step, METRICS_ROW, note)
+        keep_before(run_dir / ROLLOUTS_FILE, first_step, ROLLOUT_ROW, note)
+        self._metrics = _open_to_append(run_dir / METRICS_FILE)
+        self._rollouts = _open_to_append(run_dir / ROLLOUTS_FILE)
 
     def train(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a training step, and rollouts evenly spaced from the worst to the best reward."""
@@ -110,9 +116,18 @@ def write_config(run_dir: Path, config: JsonObject) -> None:
     write_atomically(run_dir / CONFIG_FILE, text)
 
 
-def append_environment(run_dir: Path, start: JsonObject) -> None:
-    """Add one start of the run to environment.json, which lists the first start and every resume."""
-    starts = read_environment(run_dir)
+def append_environment(run_dir: Path, start: JsonObject, note: Callable[[str], None]) -> None:
+    """Add one start of the run to environment.json, which lists the first start and every resume.
+
+    A damaged file is set aside, with a note.
+    """
+    try:
+        starts = read_environment(run_dir)
+    except RunFolderError as error:
+        path = run_dir / ENVIRONMENT_FILE
+        path.replace(path.with_name(path.name + SET_ASIDE))
+        note(f"{error}; set aside as {path.name}{SET_ASIDE}")
+        starts = []
     write_atomically(run_dir / ENVIRONMENT_FILE, json.dumps({"starts": [*starts, start]}, indent=2) + "\n")
 
 
@@ -124,17 +139,6 @@ def write_summary(run_dir: Path, summary: JsonObject) -> None:
 def write_atropos_batch(run_dir: Path, items: list[Any]) -> None:
     """Replace atropos_batch.json by the latest batch, as received."""
     write_atomically(run_dir / ATROPOS_BATCH_FILE, json.dumps(items))
-
-
-def write_atomically(path: Path, parts: str | Iterable[str]) -> None:
-    """Replace a file atomically: readers see the old or the new content, even if the process is killed.
-
-    `parts` may be a generator that reads the old file.
-    """
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines([parts] if isinstance(parts, str) else parts)
-    os.replace(temporary, path)
 
 
 def run_folder(path: str | Path) -> Path:
@@ -152,22 +156,15 @@ def read_metrics(run_dir: Path) -> list[Row]:
 
     Raises RunFolderError when there are none yet.
     """
-    path = run_dir / METRICS_FILE
-    rows = [_with_current_names(row) for row in read_rows(path, METRICS_ROW)]
+    rows = [_with_current_names(row) for row in read_rows(run_dir / METRICS_FILE, METRICS_ROW)]
     if not rows:
         raise RunFolderError(f"{run_dir}: no metrics yet; the run has not finished its first step")
-    for row in rows:
-        _check_numbers(path, {key: value for key, value in row.items() if key not in METRICS_ROW})
     return rows
 
 
 def read_rollouts(run_dir: Path) -> list[Row]:
     """Return the stored rollouts in the order written."""
-    path = run_dir / ROLLOUTS_FILE
-    rows = list(read_rows(path, ROLLOUT_ROW))
-    for row in rows:
-        _check_numbers(path, row["parts"])
-    return rows
+    return list(read_rows(run_dir / ROLLOUTS_FILE, ROLLOUT_ROW))
 
 
 def read_config(run_dir: Path) -> JsonObject:
@@ -176,8 +173,8 @@ def read_config(run_dir: Path) -> JsonObject:
     if not path.is_file():
         return {}
     try:
-        return _object(path, yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")))
-    except yaml.YAMLError as error:
+        return object_of(path, yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")))
+    except (yaml.YAMLError, RecursionError) as error:
         raise RunFolderError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
 
 
@@ -187,32 +184,12 @@ def read_environment(run_dir: Path) -> list[JsonObject]:
     starts = _read_object(path).get("starts", [])
     if not isinstance(starts, list):
         raise RunFolderError(f"{path}: 'starts' must be a list, not {repr(starts)[:60]}")
-    return [_object(path, start) for start in starts]
+    return [object_of(path, start) for start in starts]
 
 
 def read_summary(run_dir: Path) -> JsonObject:
     """Return summary.json; empty while the run is training, or when it was killed."""
     return _read_object(run_dir / SUMMARY_FILE)
-
-
-def read_rows(path: Path, schema: RowSchema = STEP_ROW) -> Iterator[Row]:
-    """Yield the objects of a .jsonl file, none if it does not exist.
-
-    A last line without a newline was cut by a kill and is skipped. Raises RunFolderError, with the line number, for a
-    line that is not an object of the schema: another program may have written the file.
-    """
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line_number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
-                return
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise RunFolderError(f"{path}:{line_number}: not a JSON line ({error.msg})") from error
-            where = f"{path}:{line_number}"
-            yield _checked(where, _object(where, row), schema)
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -243,45 +220,15 @@ def _read_object(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     try:
-        return _object(path, json.loads(path.read_text(encoding="utf-8", errors="replace")))
+        return object_of(path, json.loads(path.read_text(encoding="utf-8", errors="replace")))
     except json.JSONDecodeError as error:
         raise RunFolderError(f"{path}: not JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise RunFolderError(f"{path}: not JSON ({error})") from error
 
 
-def _object(where: Path | str, value: Any) -> JsonObject:
-    if not isinstance(value, dict):
-        raise RunFolderError(f"{where}: must be an object, not {repr(value)[:60]}")
-    return value
-
-
-def _checked(where: str, row: Row, schema: RowSchema) -> Row:
-    for key, kind in schema.items():
-        if key not in row:
-            raise RunFolderError(f"{where}: {key!r} is missing")
-        if not isinstance(row[key], kind):
-            raise RunFolderError(f"{where}: {key!r} is {repr(row[key])[:60]}, not {getattr(kind, '__name__', kind)}")
-    return row
-
-
-def _check_numbers(path: Path, values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        if not isinstance(value, NUMBER):
-            raise RunFolderError(f"{path}: {key!r} is {repr(value)[:60]}, not a number")
-
-
-def keep_before(path: Path, first_step: int) -> None:
-    """Rewrite a .jsonl file without the rows of steps >= `first_step`, streaming: it may be larger than memory."""
-    write_atomically(path, (json_line(row) for row in read_rows(path) if row["step"] < first_step))
-
-
-def _reopen(path: Path, first_step: int) -> TextIO:
-    keep_before(path, first_step)
+def _open_to_append(path: Path) -> TextIO:
     return path.open("a", encoding="utf-8")
-
-
-def json_line(row: Row) -> str:
-    """Encode a row as one line of strict JSON. Raises ValueError for NaN and infinity."""
-    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def _finite(value: float | None) -> float | None:

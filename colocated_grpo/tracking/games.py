@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
-from colocated_grpo.tracking import files
-from colocated_grpo.tracking.files import Row
+from colocated_grpo.tracking.rows import STEP_ROW, Row, RowSchema, json_line, keep_before, read_rows
 from colocated_grpo.types import JsonObject
 
 GAMES_FILE = "games.jsonl"
 EVENTS_FILE = "game_events.jsonl"
 EVENTS_TABLE = "game_events.csv"
-GAME_ROW: files.RowSchema = {"step": int, "source": str, "game": int, "winner": object}
+GAME_ROW = RowSchema({"step": int, "source": str, "game": int, "winner": object})
 
 
 class GameWriter:
@@ -23,17 +22,17 @@ class GameWriter:
     Games of steps >= `first_step` are dropped on opening: they ended after the checkpoint that is resumed.
     """
 
-    def __init__(self, run_dir: Path, first_step: int) -> None:
+    def __init__(self, run_dir: Path, first_step: int, note: Callable[[str], None]) -> None:
         self._folder = run_dir
         self._columns: list[str] = []
         if (run_dir / GAMES_FILE).exists():
-            files.keep_before(run_dir / GAMES_FILE, first_step)
+            keep_before(run_dir / GAMES_FILE, first_step, GAME_ROW, note)
         # Checked separately: events are written before games, so a kill may leave events only.
         if (run_dir / EVENTS_FILE).exists():
-            files.keep_before(run_dir / EVENTS_FILE, first_step)
+            keep_before(run_dir / EVENTS_FILE, first_step, STEP_ROW, note)
             # Rebuilt from the .jsonl: a kill may have cut the table's last line.
             (run_dir / EVENTS_TABLE).unlink(missing_ok=True)
-            self._append_to_table(files.read_rows(run_dir / EVENTS_FILE))
+            self._append_to_table(read_rows(run_dir / EVENTS_FILE))
 
     def write(self, step: int, games: Sequence[JsonObject]) -> None:
         """Append the games that ended in `step`. The files are closed again, so a killed run keeps every ended game."""
@@ -48,7 +47,7 @@ class GameWriter:
 
     def _append(self, name: str, rows: Sequence[Row]) -> None:
         with (self._folder / name).open("a", encoding="utf-8") as file:
-            file.writelines(map(files.json_line, rows))
+            file.writelines(map(json_line, rows))
 
     def _append_to_table(self, events: Iterable[Row]) -> None:
         """Append rows with the columns of the first event. Further keys are in the .jsonl only."""
@@ -66,7 +65,7 @@ class GameWriter:
 
 def read_games(run_dir: Path) -> list[Row]:
     """Return the ended games, oldest first."""
-    return list(files.read_rows(run_dir / GAMES_FILE, GAME_ROW))
+    return list(read_rows(run_dir / GAMES_FILE, GAME_ROW))
 
 
 def title(game: Row) -> str:

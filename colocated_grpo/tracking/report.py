@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from colocated_grpo.config.secret_values import masked
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import chart_sections
 from colocated_grpo.tracking.files import Row
@@ -156,7 +157,7 @@ def _rollout(row: Row) -> str:
 
 
 def _config_table(config: JsonObject) -> str:
-    lines = _table_lines(files.flatten(config))
+    lines = _table_lines(files.flatten(masked(config)))
     return section("Configuration", _collapsed("all settings", lines))
 
 

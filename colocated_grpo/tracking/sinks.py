@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from colocated_grpo.config.secret_values import masked
+
 if TYPE_CHECKING:
     from colocated_grpo.config import Config
 
@@ -86,7 +88,7 @@ def _wandb(config: Config, run_dir: Path) -> Sink:
         resume="allow",
         dir=str(run_dir),
         mode=config.tracking.wandb,
-        config=config.model_dump(mode="json"),
+        config=masked(config.model_dump(mode="json")),
         settings=wandb.Settings(
             console="off",  # capturing stdout would conflict with the live display
             silent=True,

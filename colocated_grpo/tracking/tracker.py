@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from colocated_grpo.config.secret_values import masked
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.console import StandardOutput, make_display
 from colocated_grpo.tracking.environment import describe_start
 from colocated_grpo.tracking.games import GameWriter
 from colocated_grpo.tracking.report import write_report
 from colocated_grpo.tracking.sinks import Sinks
+from colocated_grpo.tracking.stability import StabilityWatch
 from colocated_grpo.tracking.text import number
 from colocated_grpo.types import Group, JsonObject
 
@@ -36,6 +38,7 @@ class Tracker:
         self._run_dir = run_dir
         self._display = make_display(config.tracking.console, console, config.training_steps)
         self._sinks = Sinks(self.note)
+        self._stability = StabilityWatch()
         self._writer: files.RunWriter | None = None
         self._games: GameWriter | None = None
         self._held_out: dict[str, float] = {}
@@ -47,21 +50,31 @@ class Tracker:
         """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
-        before = files.read_config(self._run_dir) if first_step else {}
+        before = self._former_config() if first_step else {}
         files.write_config(self._run_dir, config.model_dump(mode="json"))
-        files.append_environment(self._run_dir, describe_start(first_step))
-        self._writer = files.RunWriter(self._run_dir, first_step, config.tracking.rollouts_per_step)
-        self._games = GameWriter(self._run_dir, first_step)
+        files.append_environment(self._run_dir, describe_start(first_step), self.note)
+        self._writer = files.RunWriter(self._run_dir, first_step, config.tracking.rollouts_per_step, self.note)
+        self._games = GameWriter(self._run_dir, first_step, self.note)
         self._sinks.open(config, self._run_dir, first_step)
         self._display.open(_banner_facts(config, facts, self._run_dir), first_step)
         if changes := _changes(before, config.model_dump(mode="json")):
             self.note(f"settings changed since the last start: {', '.join(changes)}")
+
+    def _former_config(self) -> JsonObject:
+        """Return the settings of the last start, to list what has changed; empty if their file is damaged."""
+        try:
+            return files.read_config(self._run_dir)
+        except files.RunFolderError as error:
+            self.note(f"{error}; it is written again")
+            return {}
 
     def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
         """Record one training step."""
         self._started().train(step, row, groups)
         self._sinks.log(step, row)
         self._display.step(step, {**self._held_out, **row})
+        if warning := self._stability.check(row):
+            self.note(warning)
 
     def games(self, step: int, games: list[JsonObject]) -> None:
         """Record the games that ended in a training step."""
@@ -142,7 +155,8 @@ def _banner_facts(config: Config, facts: dict[str, str], run_dir: Path) -> dict[
 def _changes(before: JsonObject, after: JsonObject) -> list[str]:
     """Describe settings that are in both configurations with different values."""
     old = dict(files.flatten(before))
-    return [f"{key} {old[key]} -> {value}" for key, value in files.flatten(after) if old.get(key, value) != value]
+    changed = [(key, value) for key, value in files.flatten(after) if old.get(key, value) != value]
+    return [f"{key} {masked(old[key], key)} -> {masked(value, key)}" for key, value in changed]
 
 
 def _summary(outcome: str, metrics: list[files.Row]) -> JsonObject:

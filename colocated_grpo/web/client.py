@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -15,6 +17,7 @@ HEADERS = {"Accept-Encoding": "gzip", "Content-Type": "application/json"}
 MAX_RESPONSE_BYTES = 1 << 30
 """Limit after decompression: enough for a batch of tens of millions of tokens."""
 READ_BYTES = 1 << 20
+MAX_ERROR_BYTES = 1 << 16
 
 # The servers are on this machine or in its cluster; a proxy configured for internet access could not reach them.
 _opener = build_opener(ProxyHandler({}))
@@ -27,6 +30,10 @@ class Unavailable(Exception):
 class RequestRejected(Exception):
     """The server rejected the request with a 4xx status. A retry would fail in the same way."""
 
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
 
 class JsonClient:
     """GET and POST of JSON. Every call raises Unavailable or RequestRejected on failure."""
@@ -34,8 +41,8 @@ class JsonClient:
     def __init__(self, url: str, *, timeout: float, api_key: str | None = None) -> None:
         """timeout: seconds for a whole response, and for each socket operation."""
         self._url = url.rstrip("/")
-        self._headers = HEADERS if api_key is None else {**HEADERS, "Authorization": f"Bearer {api_key}"}
         self._timeout = timeout
+        self._headers = HEADERS if api_key is None else {**HEADERS, "Authorization": f"Bearer {api_key}"}
 
     def get(self, path: str) -> object:
         return self._call(Request(self._url + path, headers=self._headers))
@@ -43,20 +50,24 @@ class JsonClient:
     def post(self, path: str, body: object) -> object:
         return self._call(Request(self._url + path, json.dumps(body).encode(), self._headers))
 
+    def lines(self, path: str, silence: float) -> Iterator[str]:
+        """Yield the lines of a streamed response, without empty ones. Ends with Unavailable or RequestRejected.
+
+        silence: seconds without a byte after which the connection counts as lost.
+        """
+        with _failures(), _opener.open(Request(self._url + path, headers=self._headers), timeout=silence) as response:
+            for line in response:
+                if text := line.decode().strip():
+                    yield text
+        raise Unavailable("the server has ended the response")
+
     def _call(self, request: Request) -> object:
         """Return the parsed JSON, or a string when the content type is not JSON."""
-        try:
+        with _failures():
             with _opener.open(request, timeout=self._timeout) as response:
                 raw, headers = self._read(response), response.headers
             body = gunzip(raw, MAX_RESPONSE_BYTES) if headers.get("Content-Encoding") == "gzip" else raw
             return json.loads(body) if "json" in headers.get("Content-Type", "") else body.decode(errors="replace")
-        except HTTPError as error:
-            kind = RequestRejected if 400 <= error.code < 500 else Unavailable
-            raise kind(f"{error.code} {error.reason}") from None
-        except TooLarge:
-            raise Unavailable(f"the response is larger than {MAX_RESPONSE_BYTES} bytes") from None
-        except (OSError, HTTPException, zlib.error, ValueError, RecursionError) as error:
-            raise Unavailable(_reason(error)) from None
 
     def _read(self, response: HTTPResponse) -> bytes:
         """Return the body, read in blocks.
@@ -74,6 +85,29 @@ class JsonClient:
         if response.length:
             raise IncompleteRead(b"", response.length)
         return bytes(body)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Convert errors of a request to Unavailable and RequestRejected."""
+    try:
+        yield
+    except HTTPError as error:
+        message = f"{error.code} {_error_message(error) or error.reason}"
+        rejected = 400 <= error.code < 500
+        raise (RequestRejected(message, error.code) if rejected else Unavailable(message)) from None
+    except TooLarge:
+        raise Unavailable(f"the response is larger than {MAX_RESPONSE_BYTES} bytes") from None
+    except (OSError, HTTPException, zlib.error, ValueError, RecursionError) as error:
+        raise Unavailable(_reason(error)) from None
+
+
+def _error_message(error: HTTPError) -> str | None:
+    """Return the message of an error in OpenAI's format; None for another body."""
+    try:
+        return str(json.loads(error.read(MAX_ERROR_BYTES))["error"]["message"])
+    except (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def _reason(error: BaseException) -> str:

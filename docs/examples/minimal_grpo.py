@@ -251,7 +251,7 @@ def backward(policy: PreTrainedModel, completions: list[Completion]) -> float:
 
 
 # ---- The loop. Beyond: trainer.py is this loop on every rank, with FSDP2 (policy/model.py), checkpoints from which a
-# killed run continues bit for bit (checkpoint.py), and metrics (tracking/). It adds nothing to the algorithm.
+# killed run continues bit for bit (checkpoint/), and metrics (tracking/). It adds nothing to the algorithm.
 def train(model: str, steps: int, lr: float, seed: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     engine = build_engine(model)

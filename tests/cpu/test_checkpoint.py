@@ -213,31 +213,6 @@ def test_a_users_copy_beside_the_checkpoints_is_neither_resumed_nor_counted(worl
     assert complete_checkpoints(tmp_path / CHECKPOINTS) == [own, later]
 
 
-def half(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-@pytest.mark.parametrize(
-    ("damage", "cause"),
-    [
-        (lambda folder: half(folder / STATE_FILE), "JSONDecodeError: .*"),
-        (lambda folder: (folder / STATE_FILE).write_text("[]"), "TypeError: .*"),
-        (lambda folder: (folder / STATE_FILE).write_text("{}"), "KeyError: 'step'"),
-        (lambda folder: half(folder / ".metadata"), "UnpicklingError: pickle data was truncated"),
-        (lambda folder: (folder / ".metadata").unlink(), "FileNotFoundError: .*"),
-        (lambda folder: half(folder / "__0_0.distcp"), "rank 0: .*"),
-        (lambda folder: (folder / "__0_0.distcp").unlink(), "rank 0: FileNotFoundError: .*"),
-    ],
-)
-def test_a_damaged_checkpoint_is_one_line(world, model_folder, tmp_path, damage, cause):
-    save_and_go_on(world, model_folder(), tmp_path, "adamw")
-    folder = tmp_path / CHECKPOINTS / "step_000005"
-    damage(folder)
-    policy = policy_of(config_with(model_folder(), "adamw"), world)
-    with pytest.raises(RunError, match=rf"^checkpoint {folder}: cannot be read \({cause}\); move it away to resume"):
-        checkpoints_of(world, tmp_path).restore(policy)
-
-
 def test_an_interrupted_deletion_leaves_no_partial_checkpoint(world, model_folder, tmp_path, monkeypatch):
     policy = policy_of(config_with(model_folder(), "adamw"), world)
     checkpoints = checkpoints_of(world, tmp_path, keep_last=1)

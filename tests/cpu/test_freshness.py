@@ -25,7 +25,7 @@ from tests.support.training_runs import tiny_model
 def one_changed_parameter(world: World, folder: Path) -> dict[str, Any]:
     pair = Pair(world, folder)
     pair.write()
-    check = FreshnessCheck(pair.policy, pair.engine, torch.float32, FreshnessConfig())
+    check = FreshnessCheck(pair.policy, [pair.engine], torch.float32, FreshnessConfig())
     check.before_sync(PROBE)
     facts: dict[str, Any] = {"fresh": check.after_sync(), "errors": {}}
     for name in (
@@ -57,7 +57,7 @@ def test_any_wrong_engine_parameter_ends_the_run_with_both_numbers():
 
 def test_scoring_a_probe_compiles_nothing(world, model_folder):
     policy = policy_of(config_of(model_folder(), policy={"compile": True}), world)
-    check = FreshnessCheck(policy, FakeEngine(), torch.float32, FreshnessConfig())
+    check = FreshnessCheck(policy, [FakeEngine()], torch.float32, FreshnessConfig())
     counters.clear()
     check.before_sync(PROBE)
     assert counters["stats"]["unique_graphs"] == 0
@@ -79,7 +79,7 @@ class Scorer:
 
 def outcome(policy: Scorer, config: FreshnessConfig, probe: Sequence[int] = PROBE) -> float | None:
     """Return the result of one sync; FakeEngine scores every token -1."""
-    check = FreshnessCheck(policy, FakeEngine(), torch.float32, config)
+    check = FreshnessCheck(policy, [FakeEngine()], torch.float32, config)
     check.before_sync(probe)
     return check.after_sync()
 
@@ -98,7 +98,7 @@ def test_nan_log_probabilities_fail_the_check():
 
 def test_only_every_nth_sync_is_checked():
     policy = Scorer(-1.0)
-    check = FreshnessCheck(policy, FakeEngine(), torch.float32, FreshnessConfig(every=3))
+    check = FreshnessCheck(policy, [FakeEngine()], torch.float32, FreshnessConfig(every=3))
     checked = []
     for _ in range(7):
         check.before_sync(PROBE)
@@ -116,7 +116,7 @@ def test_a_long_probe_is_truncated_and_a_short_one_or_a_disabled_check_is_skippe
 
 def samples_pass(mean_diff: float, *, temperature: float = 1.0, **config: float) -> bool:
     check = FreshnessCheck(
-        Scorer(-1.0), FakeEngine(), torch.float32, FreshnessConfig(**config), temperature=temperature
+        Scorer(-1.0), [FakeEngine()], torch.float32, FreshnessConfig(**config), temperature=temperature
     )
     try:
         check.check_samples(mean_diff)

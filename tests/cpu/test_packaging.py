@@ -27,7 +27,7 @@ FULL_TAG = {
     "cuda": r"nvidia/cuda:\d+\.\d+\.\d+-devel-ubuntu\d\d\.04",
     "cpu": r"python:3\.\d+\.\d+-slim-[a-z]+",
 }
-KNOWN_INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "ENV", "COPY", "CMD"}
+KNOWN_INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "ENV", "COPY", "ENTRYPOINT", "CMD"}
 
 # Replaces python3: creates environments whose python is a copy of this script and logs its commands.
 FAKE_PYTHON = """#!/bin/sh
@@ -205,6 +205,16 @@ def test_every_console_script_points_to_a_function():
         assert callable(getattr(importlib.import_module(module), name))
 
 
+def test_an_installed_package_has_its_data_files():
+    package, data = ROOT / "colocated_grpo", PYPROJECT["tool"]["setuptools"]["package-data"]
+    included = {file for name, patterns in data.items() for p in patterns for file in files_of(name, p)}
+    assert included == {file for file in package.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+
+
+def files_of(package: str, pattern: str) -> list[Path]:
+    return list((ROOT / package.replace(".", "/")).glob(pattern))
+
+
 def test_only_the_platform_extras_install_an_engine_and_each_only_one():
     for name, lines in PROJECT["optional-dependencies"].items():
         engines = [line for line in lines if Requirement(line).name.startswith("vllm")]
@@ -259,6 +269,36 @@ def test_an_image_pins_every_dependency_to_an_allowed_version(platform):
         if requirement.marker is None or requirement.marker.evaluate(python):
             version = pinned[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(Version(version)), f"{requirement} but {version}"
+
+
+TOSSIM_COMMAND = "source myenv/bin/activate && torchrun --nproc_per_node=4 grpo_colocated.py"
+
+
+@pytest.mark.parametrize(
+    ("files", "command", "line"),
+    [
+        ([], TOSSIM_COMMAND, "grpo_colocated.py: no such file; write torchrun --nproc_per_node=N -m colocated_grpo"),
+        (["grpo_colocated.py"], TOSSIM_COMMAND, "myenv/bin/activate: no such file; leave it out"),
+        ([], "source myenv/bin/activate && echo", "myenv/bin/activate: no such file; leave it out"),
+    ],
+)
+def test_the_image_answers_a_command_of_tossim_with_its_replacement(tmp_path, files, command, line):
+    for name in files:
+        (tmp_path / name).touch()
+    result = run_entrypoint(tmp_path, "/bin/bash", "-c", command)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {line}") and result.stderr.count("\n") == 1
+
+
+def test_the_image_runs_every_other_command_unchanged(tmp_path):
+    assert run_entrypoint(tmp_path, "printf", "<%s>", "a  b", "c").stdout == "<a  b><c>"
+    assert run_entrypoint(tmp_path, "sh", "-c", "exit 7").returncode == 7
+    assert arguments_of(DOCKERFILES["cuda"], "ENTRYPOINT") == ['["sh", "/usr/local/bin/entrypoint.sh"]']
+
+
+def run_entrypoint(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    script = ["sh", str(ROOT / "docker/entrypoint.sh"), *command]
+    return subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("platform", DOCKERFILES)

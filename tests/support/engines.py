@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -32,16 +32,17 @@ class Pair:
     def __init__(self, world: World, model: Path, **changes: Any) -> None:
         os.environ.update(library_environment("INFO"))
         # Imported here, because the engine's modules read these variables on import.
-        from colocated_grpo.build.policy import build_engine, build_opponent, build_sync, read_opponent
+        from colocated_grpo.build.policy import build_colocated, build_opponent, read_opponent
 
         self.world = world
         self.config = Config.model_validate(settings(model, **changes))
         hf_config = read_model_config(self.config.model, model)
         self.policy = Policy(self.config, hf_config, model, world)
         frozen = read_opponent(self.config, hf_config, world)
-        self.engine: VLLMEngine = build_engine(self.config, self.policy, model, world)
-        self.sync = build_sync(self.config, self.policy, self.engine, world)
-        self.opponent = build_opponent(self.config.opponent, frozen, self.policy, self.engine, self.sync, world)
+        engines = build_colocated(self.config, self.policy, model, world)
+        self.engine = cast("VLLMEngine", engines.engine)
+        self.sync = engines.sync
+        self.opponent = build_opponent(self.config.opponent, frozen, self.policy, engines, world)
 
     def write(self) -> None:
         """Write the policy's weights into the engine. Collective."""

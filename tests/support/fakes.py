@@ -29,6 +29,7 @@ class FakeEngine:
         events: list[str] | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
+        self.admission_cost = 3
         self.transforms_weights = False
         self.tensor_parallel_rank = 0
         self.model = nn.Module()

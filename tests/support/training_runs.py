@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -167,10 +167,12 @@ class LaunchedRun(TrainingRun):
     ) -> None:
         super().__init__(output_dir, config, name)
         devices = ["--gpus", str(gpus)] if gpus else ["--gpus", "0", "--nproc", str(ranks)]
-        command = [sys.executable, str(ROOT / "run_colocated_grpo.py"), *devices]
+        self._start([*devices, "--config", str(self.config_file), *flags])
+
+    def _start(self, arguments: Sequence[str]) -> None:
         with self._stdout.open("w") as out, self._stderr.open("w") as err:
             self.launcher = subprocess.Popen(
-                [*command, "--config", str(self.config_file), *flags],
+                [sys.executable, str(ROOT / "run_colocated_grpo.py"), *arguments],
                 stdout=out,
                 stderr=err,
                 env={**os.environ, TAG: self._tag, "PYTHONFAULTHANDLER": "1"},
@@ -196,6 +198,14 @@ class LaunchedRun(TrainingRun):
         with suppress(subprocess.TimeoutExpired):
             self.launcher.wait(seconds)
         return self.launcher.returncode is not None
+
+
+class AtroposCommandRun(LaunchedRun):
+    """A CPU run started by `run_colocated_grpo.py atropos`, without a config file."""
+
+    def __init__(self, output_dir: Path, arguments: Sequence[str]) -> None:
+        TrainingRun.__init__(self, output_dir, {}, "run")
+        self._start(["atropos", *arguments, "--save-path", str(self.folder), "--gpus", "0"])
 
 
 class ForkedRun(TrainingRun):

@@ -21,6 +21,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.turns.base import Return
 from colocated_grpo.environments.user_code.isolation import isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
+from colocated_grpo.runtime.signing import TRUST_VARIABLE, is_trusted, key_file, sign
 from colocated_grpo.types import JsonObject
 
 WAIT = "<think></think><wait/>"
@@ -198,11 +199,23 @@ class ToSSim:
         return totals
 
     def snapshot(self) -> JsonObject:
-        tables = b64encode(pickle.dumps(self._tables)).decode()
-        return {"tables": tables, "seated": self._built, "resets": self._resets}
+        tables = pickle.dumps(self._tables)
+        return {
+            "tables": b64encode(tables).decode(),
+            "signature": sign(tables),
+            "seated": self._built,
+            "resets": self._resets,
+        }
 
     def restore(self, snapshot: JsonObject) -> None:
-        self._tables = _SnapshotUnpickler(BytesIO(b64decode(snapshot["tables"]))).load()
+        """Raises ValueError unless this user's runs wrote the snapshot: a pickle of any batcher can run any code."""
+        tables = b64decode(snapshot["tables"])
+        if not is_trusted(tables, snapshot.get("signature")):
+            raise ValueError(
+                f"their pickle is not signed with {key_file()}, and reading it can run code; if you trust the run "
+                f"folder (your own, from another machine or an earlier version), set {TRUST_VARIABLE}=1"
+            )
+        self._tables = _SnapshotUnpickler(BytesIO(tables)).load()
         self._built, self._resets = snapshot["seated"], snapshot["resets"]
 
     def _new_table(self) -> ToSSimTable:

@@ -16,6 +16,7 @@ from torch import Tensor
 from colocated_grpo.config.adapter_files import WEIGHTS_FILE
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.lora import DEFAULT_INIT, LoRAConfig
+from colocated_grpo.policy.checkpoint_files import check_export
 from colocated_grpo.policy.lora.weights import adapted_layers, factors_of
 from colocated_grpo.policy.model import PackedLM, checkpoint_name
 
@@ -27,6 +28,7 @@ def read_factors(config: LoRAConfig, model: PackedLM) -> dict[str, Tensor]:
     """
     if config.init == DEFAULT_INIT:
         return {}
+    check_export(f"policy.lora.init={config.init!r}", Path(config.init))
     file = Path(config.init) / WEIGHTS_FILE
     try:
         tensors = load_file(file)

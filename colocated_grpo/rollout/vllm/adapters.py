@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
+from pathlib import Path
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from colocated_grpo.errors import in_one_line
+from colocated_grpo.runtime.checksums import exported_damage
 from colocated_grpo.types import JsonObject
 
 
@@ -27,6 +29,9 @@ class Adapters:
         Raises ValueError where the engine cannot load it; the former adapter stays.
         """
         self._require_support()
+        problem = exported_damage(Path(path))
+        if problem is not None:
+            raise ValueError(f"adapter {path!r}: {problem}")
         number = next(self._ids)
         # vLLM 0.26 looks up cached prefixes by the name alone: a second adapter of one name would find the first one's.
         request = LoRARequest(f"{name}#{number}", number, path)

@@ -1,4 +1,4 @@
-"""`RolloutEngine` over an in-process vLLM engine that shares the trainer's process group."""
+"""`LocalEngine` over an in-process vLLM engine that shares the trainer's process group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 class VLLMEngine:
-    """`RolloutEngine` over `vllm.LLM`. Construction is collective over all ranks."""
+    """`LocalEngine` over `vllm.LLM`. Construction is collective over all ranks."""
+
+    admission_cost = 3  # a step with prompts has no CUDA graph
 
     def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
         patches.apply("cuda" if world.device.type == "cuda" else "cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -18,9 +19,10 @@ from urllib.request import Request, urlopen
 import openai
 
 from colocated_grpo.tracking import files
+from tests.support.atropos_commands import EXAMPLES
 from tests.support.paths import ROOT
 from tests.support.servers import EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos
-from tests.support.training_runs import ForkedRun, LaunchedRun, Settings, settings, tiny_model
+from tests.support.training_runs import AtroposCommandRun, ForkedRun, LaunchedRun, Settings, settings, tiny_model
 
 pytestmark = needs_atropos
 
@@ -178,6 +180,35 @@ def test_bad_groups_end_a_run_only_if_no_others_come_and_after_a_checkpoint(tmp_
     (row,) = run.rows(files.TRAIN)
     assert row["atropos/dropped/missing_logprobs"] == GROUP
     assert [folder.name for folder in (run.folder / "checkpoints").iterdir()] == ["step_000001"]
+
+
+def test_a_command_of_atropos_guides_trains_on_an_environment_without_a_config_file(tmp_path):
+    """The quick test of the second guide, verbatim. Its server is replaced by the run's own engine."""
+    [example] = [example for example in EXAMPLES if example.id == "second guide, quick test"]
+    port = free_port()
+    ours = {
+        "model.name": tiny_model(),
+        "engine.placement": "colocated",
+        "engine.kv_cache_memory_bytes": 64 << 20,
+        "engine.enforce_eager": "true",
+        "policy.compile": "false",
+        "environments.0.connect_timeout": 60,
+    }
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(UPSTREAM))
+        arguments = [
+            *shlex.split(example.text.replace("\\\n", " ")),
+            *("--atropos-url", api.url, "--vllm-port", str(port), "--seq-len", "40", "--checkpoint-interval", "2"),
+            *(word for key, value in ours.items() for word in (f"--{key}", str(value))),
+        ]
+        run = stack.enter_context(AtroposCommandRun(tmp_path, arguments))
+        stack.enter_context(environment(tmp_path, api.url, port))
+        run.finish()
+    rows = run.rows(files.TRAIN)
+    assert [row["step"] for row in rows] == list(range(5))
+    # Weights reach the engine every third step (--vllm-restart-interval), so rollouts are at most that old.
+    assert max(row["staleness"] for row in rows) > 0
+    assert {path.name for path in run.folder.glob("*_*") if path.is_dir()} == {"step_2", "step_4", "final_model"}
 
 
 def post_batch(api: ApiProcess, changes: Sequence[Settings] = ({},) * 4) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.build.serving import trainer_of
+from colocated_grpo.atropos.client import trainer_of
 from colocated_grpo.config import Config
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import check_inputs

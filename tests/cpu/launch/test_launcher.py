@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.config.loading import load_config
+from colocated_grpo.launch.arguments import Launch, visible_gpus
 from colocated_grpo.launch.cli import VERDICT_VARIABLE, _run
-from colocated_grpo.launch.launcher import Launch, child_environment, main, torchrun_command, visible_gpus
+from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
 from tests.support.paths import ROOT
 
 ELASTIC = "colocated_grpo.launch.elastic"
@@ -201,7 +202,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
 def test_a_run_that_cannot_start_is_a_one_line_error_before_any_process_starts(
     config, eight_gpus, monkeypatch, capsys, flags, line
 ):
-    monkeypatch.setattr("colocated_grpo.launch.processes.run_command", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda *_: pytest.fail("started"))
     try:
         code = main(["--config", config, *flags.split()])
     except SystemExit as usage:
@@ -271,7 +272,7 @@ def test_the_default_config_is_in_the_working_folder(tmp_path, eight_gpus, monke
 def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(config, eight_gpus, monkeypatch, capfd):
     started = []
     monkeypatch.setattr(
-        "colocated_grpo.launch.processes.run_command",
+        "colocated_grpo.launch.launcher.run_command",
         lambda command, env, redirect: started.append((command, env, redirect)) or 7,
     )
     assert main(["--config", config, "--gpus", "2"]) == 7
@@ -295,7 +296,7 @@ def test_engine_sockets_are_deleted_with_the_run_where_their_paths_are_short_eno
         assert (environment.get("VLLM_RPC_BASE_PATH") == environment["PET_LOG_DIR"]) == is_used
         return 7
 
-    monkeypatch.setattr("colocated_grpo.launch.processes.run_command", run_command)
+    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", run_command)
     assert main(["--config", config, "--gpus", "2"]) == 7
     assert not list(parent.iterdir())
 
@@ -309,7 +310,7 @@ def test_torchruns_logs_are_deleted_with_the_run(config, eight_gpus, monkeypatch
         folders.append(folder)
         return 7
 
-    monkeypatch.setattr("colocated_grpo.launch.processes.run_command", run_command)
+    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", run_command)
     assert main(["--config", config, "--gpus", "2"]) == 7
     assert not folders[0].exists()
 
@@ -325,13 +326,13 @@ def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
             return _run(load_config(config), None, "any")
         return 0  # like os._exit(0) in a reward
 
-    monkeypatch.setattr("colocated_grpo.launch.processes.run_command", run_command)
+    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", run_command)
     assert main(["--config", config, "--gpus", "2"]) == code
     assert ("error: the run exited with code 0 before it was finished" in capsys.readouterr().err) == bool(code)
 
 
 def test_a_run_starts_when_the_console_cannot_be_written(config, eight_gpus, monkeypatch):
-    monkeypatch.setattr("colocated_grpo.launch.processes.run_command", lambda *_: 7)
+    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda *_: 7)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["--config", config, "--gpus", "2"]) == 7
@@ -341,7 +342,7 @@ def test_a_run_starts_when_the_console_cannot_be_written(config, eight_gpus, mon
 
 
 def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr("colocated_grpo.launch.processes.run_command", lambda *_: 7)
+    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda *_: 7)
     (tmp_path / "x.log").write_text("earlier run\n")
     assert main(["--config", config, "--gpus", "2", "--redirect-output", "x.log"]) == 7
     assert capfd.readouterr() == ("", "")
@@ -363,7 +364,20 @@ def test_a_machine_without_nvidia_smi_has_no_gpus(tmp_path, monkeypatch):
 
 def launch(**changes: object) -> Launch:
     place = {"gpus": 2, "ranks": 2, "nodes": 1, "node_rank": 0, "master_addr": "localhost", "master_port": None}
-    return Launch(**(place | {"config": "x.yaml", "resume": None, "log_level": "INFO", "overrides": ()} | changes))
+    return Launch(
+        **(
+            place
+            | {
+                "engine_gpus": 0,
+                "config": "x.yaml",
+                "resume": None,
+                "log_level": "INFO",
+                "log_dir": None,
+                "overrides": (),
+            }
+            | changes
+        )
+    )
 
 
 @pytest.mark.parametrize(("level", "nccl", "distributed"), [("DEBUG", "INFO", "INFO"), ("INFO", "WARN", "OFF")])

@@ -145,7 +145,7 @@ def test_only_a_second_request_kills_and_a_hangup_never_does(monkeypatch, signal
     calls = []
     monkeypatch.setattr(processes, "_request_stop", lambda process: calls.append("stop"))
     monkeypatch.setattr(processes, "kill_descendants", lambda spare: calls.append("kill"))
-    stop = processes._StopSignals(set())
+    stop = processes._StopSignals(set(), processes.STOP_RANKS)
     stop._process = object()
     for now, number in signals:
         monkeypatch.setattr(processes.time, "monotonic", lambda now=now: now)

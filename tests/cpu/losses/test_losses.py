@@ -427,10 +427,19 @@ def test_mismatch_metrics_compare_trainer_and_sampler_before_truncation():
     metrics = metrics_of(GRPOConfig(), inputs)
     logs = [math.log(weight) for weight in weights]
     assert metrics["mismatch/kl"] == pytest.approx(sum(w - 1 - x for w, x in zip(weights, logs, strict=True)) / 3)
+    assert metrics["mismatch/mean"] == pytest.approx(sum(logs) / 3)
     assert metrics["mismatch/abs"] == pytest.approx(sum(map(abs, logs)) / 3)
     assert metrics["mismatch/max"] == pytest.approx(math.log(4))
     assert metrics["mismatch/outside"] == pytest.approx(2 / 3)
     assert metrics["mismatch/ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
+
+
+@pytest.mark.parametrize("config_class", ALL_LOSSES)
+def test_log_probabilities_of_reinforced_and_of_suppressed_tokens_are_averaged_apart(config_class: type):
+    inputs = make_inputs([1.0, 1.5, 0.5, 1.2, 9.0], [1.0, 0.5, -1.0, 0.0, -1.0], mask=[True] * 4 + [False])
+    metrics = metrics_of(config_class(), inputs)
+    assert metrics["logprob/positive"] == pytest.approx((math.log(0.5) + math.log(0.75)) / 2)
+    assert metrics["logprob/negative"] == pytest.approx(math.log(0.25))
 
 
 def test_a_tiny_mismatch_keeps_its_digits_in_float32():

@@ -11,12 +11,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy import export as export_module
+from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks
+from tests.support.saved_runs import halve, invert
 from tests.support.small_policy import (
     assert_same,
     config_of,
@@ -130,3 +135,29 @@ def test_a_failed_write_ends_the_export_with_one_line_and_no_partial_model(world
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(caught.value)
     assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "problem"),
+    [
+        ("model.safetensors", invert, "differs from its checksum"),
+        ("model.safetensors", halve, "differs from its checksum"),
+        ("tokenizer.json", Path.unlink, "is missing"),
+        ("config.json", invert, "differs from its checksum"),
+        (CHECKSUMS_FILE, halve, "cannot be read"),
+    ],
+)
+def test_a_damaged_export_is_refused_where_a_run_or_a_server_would_load_it(
+    world, model_folder, tmp_path, name, damage, problem
+):
+    target = tmp_path / "final_model"
+    train_and_export(world, model_folder(), target)
+    others = {path.name for path in target.iterdir()} - {CHECKSUMS_FILE}
+    assert set(json.loads((target / CHECKSUMS_FILE).read_text())["xxh3_128"]) == others
+    settings = ModelConfig(name=str(target))
+    assert fetch_model(settings, world) == target
+    damage(target / name)
+    with pytest.raises(ConfigError, match=rf"^model.name='{target}': {name} {problem}; export it again, or delete"):
+        fetch_model(settings, world)
+    (target / CHECKSUMS_FILE).unlink()
+    assert fetch_model(settings, world) == target

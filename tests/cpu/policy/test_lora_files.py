@@ -22,6 +22,7 @@ from colocated_grpo.policy.export import AdapterExport
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks
+from tests.support.saved_runs import invert
 from tests.support.small_policy import config_of, pack_for, policy_of, random_groups, train
 
 TOKENS = torch.tensor([[5, 40, 17, 62, 8, 33, 21, 54, 12, 70, 3, 29]])
@@ -199,3 +200,15 @@ def test_tensors_that_do_not_fit_are_named(world, model_folder, elsewhere, edit,
     edited(adapter, edit)
     with pytest.raises(ConfigError, match=line):
         policy_of(with_adapter_settings(config_with(model_folder(), init=str(adapter))), world)
+
+
+def test_a_damaged_adapter_of_a_run_is_refused_by_the_run_that_would_continue_it(world, model_folder, tmp_path):
+    adapter = tmp_path / "final_adapter"
+    trained_adapter(world, model_folder(), adapter, {})
+    config = with_adapter_settings(config_with(model_folder(), init=str(adapter)))
+    policy_of(config, world)
+    invert(adapter / "adapter_model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"^policy.lora.init=.*: adapter_model.safetensors differs from its checksum;"
+    ):
+        policy_of(config, world)

@@ -85,6 +85,19 @@ def test_a_named_folder_without_a_complete_checkpoint_is_rejected(tmp_path, made
         choose_run_folder(config_in(tmp_path), str(folder), "sorting")
 
 
+@pytest.mark.parametrize("resume", ["auto", None], ids=["auto", "by name"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", LOCK_FILE])
+def test_a_run_folder_that_leads_elsewhere_by_a_link_is_not_resumed(tmp_path, resume, name):
+    """A resumed run would overwrite what the link leads to."""
+    run = past_run(tmp_path / "sorting-20250101-000000")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"^--resume: {run / name} is a symbolic link, .*; replace it by the file"):
+        choose_run_folder(config_in(tmp_path), resume or str(run), "sorting")
+    linked = tmp_path / "linked"
+    linked.symlink_to(past_run(tmp_path / "run"))
+    assert choose_run_folder(config_in(tmp_path), str(linked), "sorting") == linked
+
+
 def model_of(folder: Path, **settings: object) -> Path:
     """A model folder with the given config.json."""
     folder.mkdir(parents=True)

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from colocated_grpo.runtime.checksums import write_checksums
 from tests.support.paths import ROOT
+from tests.support.saved_runs import invert
 from tests.support.servers import free_port, until
 from tests.support.training_runs import tiny_model
 
@@ -121,7 +124,7 @@ def test_openai_clients_are_served(server):
 def test_facts_and_parameters_are_those_of_the_engine(server):
     status, info = server.call("GET", "/bridge/info")
     assert status == 200
-    assert info["pid"] == server.process.pid
+    assert psutil.Process(info["pid"]).ppid() == server.process.pid
     assert (info["model"], info["max_model_len"]) == (str(tiny_model()), MAX_TOKENS)
     _, parameters = server.call("GET", "/bridge/state_dict_info")
     sizes = [torch.Size(entry["shape"]).numel() for entry in parameters.values()]
@@ -155,7 +158,7 @@ def test_adapters_are_exchanged_while_the_server_runs(tmp_path):
     first, second = (save_adapter(tmp_path / str(rank), rank) for rank in (8, 16))
     with ServeProcess(tiny_model(), "--enable-lora", "--max-lora-rank", "16") as server:
         server.wait_until_ready()
-        process, plain = server.process.pid, sampled(server)
+        process, plain = server.call("GET", "/bridge/info")[1]["pid"], sampled(server)
         for path, body in [
             ("/lora/load", {"adapter_path": str(first)}),
             ("/v1/load_lora_adapter", {"lora_name": "16", "lora_path": str(second)}),
@@ -171,10 +174,13 @@ def test_adapters_are_exchanged_while_the_server_runs(tmp_path):
             == status
             == {"enabled": True, "adapter_name": "16", "adapter_path": str(first)}
         )
-        large = save_adapter(tmp_path / "large", 64)
+        large, damaged = save_adapter(tmp_path / "large", 64), save_adapter(tmp_path / "damaged", 8)
+        write_checksums(damaged)
+        invert(damaged / "adapter_model.safetensors")
         for path, body, line in [
             ("/lora/load", {"adapter_path": "nowhere"}, "adapter 'nowhere': no adapter_config.json in this folder"),
             ("/lora/load", {"adapter_path": str(large)}, "LoRA rank 64 is greater than max_lora_rank 16"),
+            ("/lora/load", {"adapter_path": str(damaged)}, "adapter_model.safetensors differs from its checksum"),
             ("/v1/unload_lora_adapter", {"lora_name": "8"}, "lora_name='8': this adapter is not loaded"),
         ]:
             status, response = server.call("POST", path, body)

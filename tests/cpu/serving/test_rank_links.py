@@ -11,8 +11,9 @@ import pytest
 
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.runtime.addresses import own_address
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.serving.rank_links import RankLink, RemoteInbox, link_ranks, own_address
+from colocated_grpo.serving.rank_links import RankLink, RemoteInbox, link_ranks
 from tests.support.fakes import FakeEngine, completion_of
 from tests.support.ranks import run_on_ranks
 from tests.support.servers import until

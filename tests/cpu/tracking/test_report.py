@@ -212,7 +212,7 @@ def test_a_run_without_a_finished_step_is_a_one_line_error(
         ('{"loss": 1}', ":1: 'step' is missing"),
         ("[1]", ":1: must be an object, not [1]"),
         ('{"kind": "train", "step": "0"}', ":1: 'step' is '0', not int"),
-        ('{"kind": "train", "step": 0, "loss": "low"}', ": 'loss' is 'low', not a number"),
+        ('{"kind": "train", "step": 0, "loss": "low"}', ":1: 'loss' is 'low', not a number"),
     ],
 )
 def test_metrics_of_another_program_are_a_one_line_error(
@@ -233,7 +233,7 @@ ROLLOUT |= {"reward": 1.0, "parts": {}, "error": None, "finish_reason": "stop", 
         ({"loss": 1}, ":1: 'kind' is missing"),
         ([1], ":1: must be an object, not [1]"),
         (ROLLOUT | {"reward": "high"}, ":1: 'reward' is 'high', not int | float | None"),
-        (ROLLOUT | {"parts": {"correct": "yes"}}, ": 'correct' is 'yes', not a number"),
+        (ROLLOUT | {"parts": {"correct": "yes"}}, ":1: 'correct' is 'yes', not a number"),
     ],
 )
 def test_rollouts_of_another_program_are_a_one_line_error(

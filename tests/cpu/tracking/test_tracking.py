@@ -50,6 +50,26 @@ def test_the_banner_shows_model_ranks_loss_batch_and_folder(tmp_path: Path) -> N
         assert expected in printed
 
 
+@pytest.mark.parametrize(
+    ("rows", "warnings"),
+    [
+        ([{"loss": -10.5}] * 2, 0),
+        ([{"loss": -10.5}] * 2 + [{"loss": -9.9}] + [{"loss": -10.5}] * 2, 0),
+        ([{"loss": -10.5}, {"ratio": 2.1}, {"loss": -10.5}], 1),
+        ([{"ratio": 2.1}] * 7, 1),
+        ([{"ratio": 2.1}] * 3 + [{"ratio": 1.0}] + [{"ratio": 2.1}] * 3, 2),
+        ([{"ratio": 2.0, "loss": -10.0}] * 3, 0),
+    ],
+)
+def test_three_steps_in_a_row_with_too_large_updates_are_warned_about_once(
+    tmp_path: Path, rows: list[dict[str, float]], warnings: int
+) -> None:
+    run = TrackedRun(tmp_path).train(last_step=0)
+    for step, row in enumerate(rows):
+        run.tracker.flush(step, row, groups_of(step))
+    assert run.printed.count("the loss was below -10 or the ratio above 2") == warnings
+
+
 def test_nan_and_infinity_are_written_as_null_so_that_the_file_is_strict_json(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path).train(last_step=0)
     run.tracker.flush(0, {"reward": math.nan, "grad_norm": math.inf, "loss": 1.0}, groups_of(0))
@@ -91,15 +111,88 @@ def test_a_resumed_run_lists_the_settings_changed_since_its_last_start(tmp_path:
     assert "settings changed since the last start: training_steps 6 -> 9, seed 0 -> 5\n" in printed
 
 
-def test_an_incomplete_last_line_is_skipped_and_earlier_damage_is_an_error(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_skipped_and_earlier_damage_is_an_error_for_readers(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1')
     assert list(files.read_rows(path)) == [{"step": 0}]
     path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
     with pytest.raises(files.RunFolderError, match=r"metrics.jsonl:2: not a JSON line"):
         list(files.read_rows(path))
-    with pytest.raises(RunError, match=r"metrics.jsonl:2: not a JSON line"):  # RunError ends a rank with one line
-        TrackedRun(tmp_path).train(first_step=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "problem"),
+    [
+        ("metrics.jsonl", '{"step"', "not a JSON line (Expecting ':' delimiter)"),
+        ("metrics.jsonl", "[" * 100_000, "not a JSON line (maximum recursion depth"),
+        ("metrics.jsonl", '{"kind": "train", "step": 0, "loss": NaN}', "not a JSON line (NaN is not JSON)"),
+        ("metrics.jsonl", '{"kind": "train", "step": 0, "loss": "low"}', "'loss' is 'low', not a number"),
+        ("metrics.jsonl", '{"step": 0}', "'kind' is missing"),
+        ("rollouts.jsonl", '{"kind": "train", "step": 0}', "'prompt_index' is missing"),
+        ("games.jsonl", '{"step": 0}', "'source' is missing"),
+        ("game_events.jsonl", "0", "must be an object, not 0"),
+    ],
+)
+def test_a_resumed_run_leaves_damaged_lines_out_and_keeps_the_file_as_it_was(
+    tmp_path: Path, name: str, line: str, problem: str
+) -> None:
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    games = [{"source": "town", "game": 0, "winner": "mafia", "events": [{"event": "vote"}]}]
+    for folder in (whole, damaged):
+        run = TrackedRun(folder).train(last_step=3)
+        run.tracker.games(1, games)
+    lines = (damaged / name).read_text().splitlines(keepends=True)
+    before = "".join([lines[0], line + "\n", *lines[1:]])
+    (damaged / name).write_text(before)
+    TrackedRun(whole).train(first_step=3).finish()
+    resumed = TrackedRun(damaged).train(first_step=3).finish()
+    for file in ("metrics.jsonl", "rollouts.jsonl", "games.jsonl", "game_events.jsonl"):
+        assert (damaged / file).read_bytes() == (whole / file).read_bytes(), file
+    [note] = [text for text in resumed.printed.splitlines() if name in text]
+    assert note.startswith(f"{damaged / name}:2: {problem}")
+    assert note.endswith(f"; left out 1 such lines, the file as it was is {name}.damaged")
+    assert (damaged / f"{name}.damaged").read_text() == before
+    assert "finished after 6 steps" in resumed.printed
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"starts": 1}', "[" * 100_000, '{"starts": [1'])
+def test_a_damaged_environment_file_is_set_aside_by_a_resumed_run(tmp_path: Path, text: str) -> None:
+    TrackedRun(tmp_path).train(last_step=2)
+    (tmp_path / "environment.json").write_text(text)
+    printed = TrackedRun(tmp_path).train(first_step=2).finish().printed
+    assert printed.count("; set aside as environment.json.damaged\n") == 1
+    assert (tmp_path / "environment.json.damaged").read_text() == text
+    assert [start["first_step"] for start in files.read_environment(tmp_path)] == [2]
+
+
+def test_a_damaged_config_file_of_the_last_start_is_written_again(tmp_path: Path) -> None:
+    TrackedRun(tmp_path).train(last_step=2)
+    (tmp_path / "config.yaml").write_text("a: [")
+    printed = TrackedRun(tmp_path).train(first_step=2, last_step=3).printed
+    assert "config.yaml: not YAML" in printed and "; it is written again\n" in printed
+    assert files.read_config(tmp_path)["training_steps"] == 6
+
+
+SECRET = "hunter2-0123456789"
+
+
+def test_secrets_among_the_settings_are_masked_in_the_records_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--environments.0.args.api_key", SECRET, f"--environments.0.args.hf_token={SECRET}", "--seed", "5"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "colocated_grpo", *arguments])
+    entry = {"type": "task", "name": "sort", "args": {"api_key": SECRET, "login": {"password": SECRET}, "digits": 3}}
+    config = Config.model_validate({**config_of().model_dump(exclude_unset=True), "environments": [entry]})
+    run = TrackedRun(tmp_path, config).train(last_step=2)
+    entry["args"]["api_key"] = f"{SECRET}-new"
+    config = Config.model_validate({**config_of().model_dump(exclude_unset=True), "environments": [entry]})
+    printed = run.printed + TrackedRun(tmp_path, config).train(first_step=2).finish().printed
+    assert "environments.0.args.api_key *** -> ***" in printed
+    report = (tmp_path / "report.html").read_text()
+    assert "digits" in report and "environments.0.args.login.password" in report
+    command = files.read_environment(tmp_path)[0]["command"]
+    assert command.endswith("--environments.0.args.api_key '***' '--environments.0.args.hf_token=***' --seed 5")
+    assert SECRET not in printed + report + (tmp_path / "environment.json").read_text()
 
 
 def test_stored_rollouts_include_the_best_and_the_worst(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ CLOSE = 2e-5
 
 
 def synced_twice(world: World, folder: Path, bucket_bytes: int | None = None, **changes: Any) -> dict[str, Any]:
-    from colocated_grpo.weights import colocated
+    from colocated_grpo.weights import buckets
 
-    colocated.BUCKET_BYTES = bucket_bytes or colocated.BUCKET_BYTES
+    buckets.BUCKET_BYTES = bucket_bytes or buckets.BUCKET_BYTES
     pair = Pair(world, folder, **changes)
     pair.write()
     facts: dict[str, Any] = {"start": pair.disagreement(), "path": pair.sync.path}

@@ -13,14 +13,22 @@ from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.adapters import tossim
 from colocated_grpo.environments.adapters.tossim import ToSSim
+from colocated_grpo.runtime import signing
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
 from tests.support.paths import SUPPORT
+from tests.support.saved_runs import Attack
 from tests.support.small_policy import rollout_of
 
 FILE = SUPPORT / "social_batchers.py"
 KINDS = ["WithMeta", "Pairs", "Bare"]
 GOOD, BAD, MALFORMED = "<think>x</think><wait/>", "<think>x</think><kill>me</kill>", "I wait"
+
+
+@pytest.fixture(autouse=True)
+def own_key(tmp_path_factory, monkeypatch) -> None:
+    """A key of these tests, not in the user's home."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))
 
 
 def batcher(kind: str = "WithMeta", seed: int = 0, **args) -> ToSSim:
@@ -178,7 +186,7 @@ def test_batchers_print_nothing_and_leave_the_global_random_state_alone(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_snapshot_that_names_the_former_class_of_its_tables_is_restored():
+def test_a_snapshot_that_names_the_former_class_of_its_tables_is_restored(monkeypatch):
     environment, other = batcher(), batcher()
     play(environment, 3)
     saved = environment.snapshot()
@@ -188,8 +196,38 @@ def test_a_snapshot_that_names_the_former_class_of_its_tables_is_restored():
         b"colocated_grpo.environments.adapters.tossim\nToSSimTable\n", b"colocated_grpo.environments.tossim\nTable\n"
     )
     assert b"environments.tossim\nTable" in former
+    monkeypatch.setenv(signing.TRUST_VARIABLE, "1")  # snapshots of that time have no signature
     other.restore({**saved, "tables": b64encode(former).decode()})
     assert play(other, 5) == play(environment, 5)
+
+
+def test_a_snapshot_that_this_users_key_has_not_signed_is_not_unpickled(tmp_path, monkeypatch):
+    environment = batcher()
+    attack = b64encode(pickle.dumps(Attack(tmp_path / "attacked"))).decode()
+    own = environment.snapshot()
+    for snapshot in ({**own, "tables": attack}, {**own, "tables": attack, "signature": None}):
+        with pytest.raises(ValueError, match=r"not signed with \S*/signing_key, and reading it can run code"):
+            environment.restore(snapshot)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another user"))
+    with pytest.raises(ValueError, match=r"another user/colocated_grpo/signing_key"):
+        batcher().restore(own)
+    other = batcher().snapshot()
+    assert other["signature"] not in (None, own["signature"])
+    assert not (tmp_path / "attacked").exists()
+    monkeypatch.setenv(signing.TRUST_VARIABLE, "1")
+    batcher().restore(own)
+
+
+def test_the_key_is_readable_by_its_user_alone_and_a_run_without_one_saves_without_a_signature(tmp_path, monkeypatch):
+    batcher().snapshot()
+    assert signing.key_file().stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in signing.key_file().parent.iterdir()] == ["signing_key"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))  # a folder cannot be created there
+    snapshot = batcher().snapshot()
+    assert snapshot["signature"] is None
+    with pytest.raises(ValueError, match="not signed"):
+        batcher().restore(snapshot)
 
 
 @pytest.mark.parametrize("kind", KINDS)

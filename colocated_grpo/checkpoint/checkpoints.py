@@ -2,12 +2,12 @@
 
 A run folder holds checkpoints/step_000012/: torch DCP files for weights and optimizer, and trainer.json. A checkpoint
 is written under another name and renamed when every rank has finished, so a folder with the final name is complete.
+Whether it is still whole is checked when it is resumed from, and before older ones are deleted.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -19,14 +19,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
+from colocated_grpo.checkpoint.layout import LayoutReader, metadata_of
+from colocated_grpo.checkpoint.saved import SavedCheckpoint, newest_whole
+from colocated_grpo.checkpoint.writer import ChecksummedWriter, write_durably
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime.checksums import damage, forget_cached, sealed
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.run_folder import CHECKPOINTS, STATE_FILE, complete_checkpoints, is_complete
+from colocated_grpo.runtime.run_folder import CHECKPOINTS, FILES, SEAL, STATE_FILE, complete_checkpoints, read_record
 
 UNFINISHED = ".partial"
 
@@ -35,14 +40,25 @@ class Checkpoints:
     """Saves and restores one run. Every method but `due` is collective."""
 
     def __init__(
-        self, run_dir: Path, config: CheckpointConfig, world: World, others: Mapping[str, Tensor] | None = None
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        world: World,
+        others: Mapping[str, Tensor] | None = None,
+        note: Callable[[str], None] = print,
     ) -> None:
-        """others: further tensors of the run, such as an opponent's shards, by names that the policy does not use."""
+        """others: further tensors of the run, such as an opponent's shards, by names that the policy does not use.
+
+        note: is called on rank 0 with one line where a resume is not from the newest checkpoint.
+        """
         self._folder = run_dir / CHECKPOINTS
         self._config = config
         self._world = world
         self._others = others or {}
+        self._note = note
         self._published: Future[None] | None = None
+        self._verified: Path | None = None
+        """The newest checkpoint that was whole when it was read. Set on rank 0."""
 
     def due(self, step: int) -> bool:
         return self._config.every > 0 and step % self._config.every == 0
@@ -56,34 +72,58 @@ class Checkpoints:
         """
         self.wait()
         final = self._folder / f"step_{step:06d}"
-        if self._world.from_main(lambda: is_complete(final) and _replace_state(final, state)):
+        if self._world.from_main(lambda: final in complete_checkpoints(self._folder) and _replace_state(final, state)):
             return
         partial = final.with_suffix(UNFINISHED)
+        record = ""
         if self._world.is_main:
+            # Encoded now: the state may change while the tensors are written.
+            numbers = {"step": step, "policy_version": policy.version, "world_size": self._world.size}
+            record = json.dumps(numbers | {"state": state})
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            record = {"step": step, "policy_version": policy.version, "world_size": self._world.size, "state": state}
-            _write_durably(partial / STATE_FILE, json.dumps(record))
         self._world.barrier()
         policy.init_optimizer_state()  # a run that stops before its first step must be restorable too
-        writing = dcp.async_save(self._tensors(policy), checkpoint_id=partial, process_group=self._world.checkpoints)
-        assert isinstance(writing, Future)  # of the default stager
+        writer, stager = ChecksummedWriter(partial), DefaultStager(StagingOptions(False, False, False, False))
+        writing = dcp.async_save(
+            self._tensors(policy),
+            storage_writer=writer,
+            async_stager=stager,  # a FileSystemWriter would be used as the stager too
+            process_group=self._world.checkpoints,
+        )
+        assert isinstance(writing, Future)  # of a stager that copies at once
+        writing.add_done_callback(lambda _: stager.close())
         # Waiting for the write itself is not enough: its callbacks, including the rename, run after it is done.
         self._published = Future()
         published = self._published
-        writing.add_done_callback(lambda future: _complete(published, future, lambda: self._publish(partial, final)))
+        writing.add_done_callback(
+            lambda future: _complete(published, future, lambda: self._publish(partial, final, record, writer.checksums))
+        )
 
-    def _publish(self, partial: Path, final: Path) -> None:
+    def _publish(self, partial: Path, final: Path, record: str, checksums: dict[str, str]) -> None:
         """Rename the finished checkpoint and delete old ones. Rank 0's write ends last, so all files exist now."""
         if not self._world.is_main:
             return
-        shutil.rmtree(final, ignore_errors=True)  # incomplete, or this save would not have started
+        write_durably(partial / STATE_FILE, sealed(f'{record[:-1]}, "{FILES}": {json.dumps(checksums)}}}'))
+        shutil.rmtree(final, ignore_errors=True)  # incomplete or damaged, or this save would not have started
         partial.rename(final)
-        for old in complete_checkpoints(self._folder)[: -self._config.keep_last]:
+        complete = complete_checkpoints(self._folder)
+        old, kept = complete[: -self._config.keep_last], complete[-self._config.keep_last :]
+        if old and self._verified not in kept:
+            self._read_back(final, checksums)
+        for checkpoint in old:
             # Rename first: if the deletion is interrupted, the remains must not look like a complete checkpoint.
-            old.rename(old.with_suffix(UNFINISHED))
+            checkpoint.rename(checkpoint.with_suffix(UNFINISHED))
         for left in self._folder.glob(f"*{UNFINISHED}"):
             shutil.rmtree(left)
+
+    def _read_back(self, folder: Path, checksums: dict[str, str]) -> None:
+        """Raise RunError if the checkpoint on the disk is not what was written."""
+        forget_cached(folder, checksums)
+        problem = damage(folder, checksums)
+        if problem is not None:
+            raise write_failed("checkpoint", folder, f"read back, {problem}; older checkpoints are kept")
+        self._verified = folder
 
     def wait(self) -> None:
         """Wait until the checkpoint being written is complete and visible. Raises RunError if writing it failed."""
@@ -92,24 +132,28 @@ class Checkpoints:
                 self._published.result()
             except CheckpointException as error:  # torch's; its text has many lines, and it is not an Exception
                 raise write_failed("checkpoint", self._folder, _cause(error)) from error
+            except OSError as error:
+                raise write_failed("checkpoint", self._folder, in_one_line(error)) from error
             self._published = None
             self._world.barrier()
 
     def restore(self, policy: Policy) -> tuple[int, dict[str, Any]]:
-        """Load the newest complete checkpoint into the policy. Returns its step and `state`; (0, {}) without one."""
-        newest = self._world.from_main(lambda: next(reversed(complete_checkpoints(self._folder)), None))
-        if newest is None:
+        """Load the newest whole checkpoint into the policy. Returns its step and `state`; (0, {}) without any."""
+        saved = self._world.from_main(lambda: newest_whole(self._folder, self._note))
+        if saved is None:
             return 0, {}
+        if saved.verified:
+            self._verified = saved.folder
         policy.init_optimizer_state()
         tensors = self._tensors(policy)
-        with _unreadable(newest):
-            record = json.loads((newest / STATE_FILE).read_text())
-            step, version, state = record["step"], record["policy_version"], record["state"]
-            self._check_loadable(newest, record, tensors)
-            dcp.load(tensors, checkpoint_id=newest, process_group=self._world.checkpoints)
+        with _unreadable(saved.folder):
+            metadata = metadata_of(saved.layout, saved.folder)
+            _check_loadable(saved, metadata, tensors)
+            reader = LayoutReader(saved.folder, metadata)
+            dcp.load(tensors, storage_reader=reader, process_group=self._world.checkpoints)
         _restore_numbers(policy, tensors, self._world)
-        policy.resume_at(version)
-        return step, state
+        policy.resume_at(saved.policy_version)
+        return saved.step, saved.state
 
     def _tensors(self, policy: Policy) -> dict[str, Tensor]:
         """Weights and optimizer state by flat names. Names of state that differs between ranks contain the rank."""
@@ -121,25 +165,26 @@ class Checkpoints:
                 tensors[f"optimizer.{name}.{key}{suffix}"] = _as_tensor(value)
         return {**tensors, **self._others}
 
-    def _check_loadable(self, folder: Path, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        saved = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-        # A trained tensor without a place in this run would be lost: fewer layers with adapters, fewer trained blocks.
-        unused = sorted(name for name in saved if name.startswith("model.") and name not in tensors)
-        if unused:
-            raise RunError(
-                f"checkpoint {folder}: has {unused[0]!r} and {len(unused) - 1} more tensors that this run does not "
-                "train; resume with the policy.lora and policy.train_layers that the run began with"
-            )
-        other = sorted(name for name, tensor in tensors.items() if saved.get(name) != tensor.shape)
-        if other:
-            first = other[0]
-            what = f"has {first!r} as {tuple(saved[first])}" if first in saved else f"lacks {first!r}"
-            raise RunError(
-                f"checkpoint {folder}: {what}, where this run has {tuple(tensors[first].shape)}, and differs in "
-                f"{len(other) - 1} more tensors; it was saved by {record['world_size']} ranks with another model, "
-                "optimizer, or (adamw_8bit) number of ranks"
-            )
+
+def _check_loadable(checkpoint: SavedCheckpoint, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
+    entries = metadata.state_dict_metadata
+    saved = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    # A trained tensor without a place in this run would be lost: fewer layers with adapters, fewer trained blocks.
+    unused = sorted(name for name in saved if name.startswith("model.") and name not in tensors)
+    if unused:
+        raise RunError(
+            f"checkpoint {checkpoint.folder}: has {unused[0]!r} and {len(unused) - 1} more tensors that this run does "
+            "not train; resume with the policy.lora and policy.train_layers that the run began with"
+        )
+    other = sorted(name for name, tensor in tensors.items() if saved.get(name) != tensor.shape)
+    if other:
+        first = other[0]
+        what = f"has {first!r} as {tuple(saved[first])}" if first in saved else f"lacks {first!r}"
+        raise RunError(
+            f"checkpoint {checkpoint.folder}: {what}, where this run has {tuple(tensors[first].shape)}, and differs in "
+            f"{len(other) - 1} more tensors; it was saved by {checkpoint.world_size} ranks with another model, "
+            "optimizer, or (adamw_8bit) number of ranks"
+        )
 
 
 @contextmanager
@@ -174,21 +219,17 @@ def _complete(completed: Future[None], before: Future, action: Callable[[], None
 
 
 def _replace_state(folder: Path, state: dict[str, Any]) -> bool:
-    """Replace the state of a complete checkpoint atomically, if it differs. Returns True."""
-    record = json.loads((folder / STATE_FILE).read_text())
+    """Replace the state of a complete checkpoint atomically, if it differs. Returns False where it is damaged."""
+    try:
+        record = read_record(folder)
+    except ValueError:
+        return False
     if record["state"] != state:
         new = folder / (STATE_FILE + UNFINISHED)
-        _write_durably(new, json.dumps({**record, "state": state}))
+        text = json.dumps({key: value for key, value in record.items() if key != SEAL} | {"state": state})
+        write_durably(new, sealed(text) if FILES in record else text)
         new.replace(folder / STATE_FILE)
     return True
-
-
-def _write_durably(file: Path, text: str) -> None:
-    """Write and fsync, so that after a power failure the file is not empty."""
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:

@@ -1,0 +1,120 @@
+"""Engines in other processes: connections to their servers, and the way in which weights reach them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from colocated_grpo.build.data import ModelFiles
+from colocated_grpo.build.engines import Engines
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.schema import Config
+from colocated_grpo.config.variables import KEY_VARIABLE, URLS_VARIABLE
+from colocated_grpo.phases import WeightSync
+from colocated_grpo.policy.export import AdapterExport, ModelExport
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.rollout.engine_group import EngineGroup
+from colocated_grpo.rollout.engine_server import EngineServer
+from colocated_grpo.rollout.remote import RemoteEngine, Restore
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.types import JsonObject
+from colocated_grpo.weights.broadcast import BroadcastSync
+from colocated_grpo.weights.saved import AdapterSync, RestartSync
+
+WEIGHTS_FOLDER = "engine_weights"
+"""In the run folder: weights that servers load from files."""
+
+
+def connect(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
+    """Wait for the servers and check that they can serve this run. Collective. Raises ConfigError or RunError.
+
+    Returns none if the engines are in the ranks.
+    """
+    if config.engine.placement == "colocated":
+        return []
+    urls, variable = config.engine.urls, config.engine.api_key_variable
+    if not urls:
+        urls, variable = os.environ.get(URLS_VARIABLE, "").split(), KEY_VARIABLE
+    if not urls:
+        raise ConfigError(
+            "engine.urls: empty; start servers with colocated-grpo serve and give their addresses, or start the run "
+            "with run_colocated_grpo.py, which starts them"
+        )
+    key = None if variable is None else os.environ[variable]
+    servers = [EngineServer(url, key, config.engine.server_timeout, stop.requested) for url in urls]
+    world.from_main(lambda: [_check(config, server, server.wait_until_ready()) for server in servers] and None)
+    return servers
+
+
+def _check(config: Config, server: EngineServer, info: JsonObject) -> None:
+    if info["max_model_len"] < config.max_sequence_tokens:
+        raise ConfigError(
+            f"engine.urls={server.url}: reads {info['max_model_len']} tokens; start it with --max-model-len "
+            f"{config.max_sequence_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) or more"
+        )
+    if config.engine.bridge == "adapter" and not server.adapters()["enabled"]:
+        raise ConfigError(f"engine.urls={server.url}: started without --enable-lora, which engine.bridge=adapter needs")
+
+
+def build_remote(
+    config: Config,
+    servers: list[EngineServer],
+    policy: Policy,
+    model: ModelFiles,
+    folder: Path,
+    world: World,
+    stop: StopRequest,
+) -> Engines:
+    """Collective."""
+    sync, restore = _BRIDGES[config.engine.bridge](config, servers, policy, model, folder / WEIGHTS_FOLDER, world)
+    replicas = [RemoteEngine(server, restore, stop.request) for server in servers]
+    return Engines(
+        local=None,
+        engine=EngineGroup(replicas),
+        replicas=replicas,
+        sync=sync,
+        dtype=getattr(torch, servers[0].info()["dtype"]),
+    )
+
+
+def _broadcast(
+    config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
+) -> tuple[WeightSync, Restore]:
+    prefix = policy.model.lm.base_model_prefix
+    return BroadcastSync(policy.weights.published(), prefix, servers, world), lambda server: False
+
+
+def _adapter(
+    config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
+) -> tuple[WeightSync, Restore]:
+    lora = config.policy.lora
+    assert lora is not None  # a rule of the config
+    export = AdapterExport(policy=policy, lora=lora, base=config.model.name, tokenizer=model.tokenizer, world=world)
+    sync = AdapterSync(export, folder, servers, world)
+    return sync, sync.restore
+
+
+def _restart(
+    config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
+) -> tuple[WeightSync, Restore]:
+    export = ModelExport(
+        policy=policy,
+        hf_config=model.hf_config,
+        tokenizer=model.tokenizer,
+        source=model.folder,
+        dtype=policy.dtype,
+        world=world,
+    )
+    sync = RestartSync(export, folder, servers, world, base=config.model.name, version=lambda: policy.version)
+    return sync, sync.restore
+
+
+_BRIDGES: dict[str, Callable[..., tuple[WeightSync, Restore]]] = {
+    "broadcast": _broadcast,
+    "adapter": _adapter,
+    "restart": _restart,
+}

@@ -1,0 +1,120 @@
+"""Checkpoints on disk: which are whole, and what they contain."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colocated_grpo.checkpoint.former import read_former_layout
+from colocated_grpo.checkpoint.layout import LAYOUT_FILE, Layout, metadata_of
+from colocated_grpo.errors import RunError, in_one_line
+from colocated_grpo.runtime.checksums import damage
+from colocated_grpo.runtime.run_folder import FILES, read_record, saved_checkpoints
+
+SET_ASIDE = ".damaged"
+READ_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
+"""Errors of a damaged checkpoint. Others, such as a lost network share, may pass, and a resume ends with them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint whose files are whole, as far as can be known."""
+
+    folder: Path
+    step: int
+    policy_version: int
+    world_size: int
+    state: dict[str, Any]
+    layout: Layout
+    verified: bool
+    """By checksums. False for checkpoints of earlier versions, which have none."""
+
+
+class DamagedCheckpoint(Exception):
+    """The message says what is damaged."""
+
+
+def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint | None:
+    """Return the newest whole checkpoint in `folder`, None if there is no checkpoint at all.
+
+    Damaged ones that are newer are renamed, so that they are neither resumed from nor counted by checkpoint.keep_last.
+    Raises RunError, and renames nothing, if all are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(saved_checkpoints(folder)):
+        try:
+            found = read_whole(checkpoint)
+        except DamagedCheckpoint as error:
+            damaged[checkpoint] = str(error)
+            continue
+        if damaged:
+            names = ", ".join(path.name for path in damaged)
+            note(f"resuming from {checkpoint.name}: damaged and renamed to *.damaged: {names} ({_first(damaged)})")
+            _set_aside(damaged)
+        if not found.verified:
+            note(f"{checkpoint.name} was written by an earlier version, without checksums; damage may go unnoticed")
+        return found
+    if damaged:
+        raise RunError(
+            f"checkpoints {folder}: none of {len(damaged)} is whole ({_first(damaged)}); put back a copy of one, or "
+            "start a new run"
+        )
+    return None
+
+
+def read_whole(folder: Path) -> SavedCheckpoint:
+    """Return what a checkpoint contains, except for its tensors. Raises DamagedCheckpoint unless it is whole."""
+    with _any_error_as_damage():
+        record = read_record(folder)
+        verified = FILES in record
+        if verified:
+            problem = damage(folder, record[FILES])
+            if problem is not None:
+                raise DamagedCheckpoint(problem)
+            layout = json.loads((folder / LAYOUT_FILE).read_text(encoding="utf-8"))
+        else:
+            layout = read_former_layout(folder)
+        metadata_of(layout, folder)
+        return SavedCheckpoint(
+            folder=folder,
+            step=int(record["step"]),
+            policy_version=int(record["policy_version"]),
+            world_size=int(record["world_size"]),
+            state=dict(record["state"]),
+            layout=layout,
+            verified=verified,
+        )
+
+
+@contextmanager
+def _any_error_as_damage() -> Iterator[None]:
+    """Convert any error that damage can cause. Damaged pickles and layouts raise errors of many kinds."""
+    try:
+        yield
+    except DamagedCheckpoint:
+        raise
+    except OSError as error:
+        if error.errno not in READ_ERRORS:
+            raise
+        missing = error.errno == errno.ENOENT and error.filename is not None
+        raise DamagedCheckpoint(f"{Path(error.filename).name} is missing" if missing else in_one_line(error)) from error
+    except Exception as error:
+        raise DamagedCheckpoint(in_one_line(error)) from error
+
+
+def _first(damaged: dict[Path, str]) -> str:
+    path, problem = next(iter(damaged.items()))
+    return f"{path.name}: {problem}"
+
+
+def _set_aside(damaged: dict[Path, str]) -> None:
+    for path in damaged:
+        target = path.with_suffix(SET_ASIDE)
+        shutil.rmtree(target, ignore_errors=True)
+        path.rename(target)

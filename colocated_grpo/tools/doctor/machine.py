@@ -1,0 +1,158 @@
+"""Checks of the machine: GPUs, driver, links between GPUs, shared memory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import psutil
+from packaging.version import InvalidVersion, Version
+
+from colocated_grpo.tools.doctor.gpus import fabric_states
+from colocated_grpo.tools.doctor.results import GIB, Finding, failed, gib, ok, skipped, warning
+from colocated_grpo.tools.doctor.subject import Subject
+
+MIN_DRIVER = {11: "450", 12: "525", 13: "580"}
+"""CUDA major version -> oldest driver: docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
+SHARED_MEMORY = Path("/dev/shm")
+MIN_SHARED_MEMORY = 1 * GIB
+"""NCCL and the engine pass data between processes through it. Docker's default is 64 MB."""
+BUSY_FRACTION = 0.05
+"""Share of a GPU's memory above which another process is using it. Driver and display take less."""
+FABRIC_READY = {"Completed", "N/A", "Not Supported"}
+FABRIC_FIX = "systemctl start nvidia-fabricmanager; for a container or virtual machine, on its host"
+
+
+def check_gpus(subject: Subject) -> Finding:
+    wanted = subject.launch.gpus
+    if subject.listing.error:
+        return failed(
+            f"nvidia-smi: {subject.listing.error}",
+            "reinstall or reload the driver and restart the machine; in Docker add --gpus all",
+        )
+    usable = len(subject.gpus)
+    if wanted > usable:
+        return failed(
+            f"--gpus={wanted}: nvidia-smi and CUDA_VISIBLE_DEVICES show {usable}",
+            f"--gpus {usable}, a CUDA_VISIBLE_DEVICES with more GPUs, or in Docker --gpus all",
+        )
+    if wanted == 0:
+        return ok("training runs on the CPU" + (f"; {usable} GPUs are unused" if usable else ""))
+    return ok(f"{wanted} x {subject.gpus[0].name}")
+
+
+def check_driver(subject: Subject) -> Finding:
+    """Compare the driver with the oldest one for the CUDA version of torch."""
+    cuda, gpus = subject.imports.cuda, subject.gpus
+    if not gpus or cuda is None:
+        return skipped("no GPU" if not gpus else "torch is a CPU build or cannot be imported")
+    return judge_driver(gpus[0].driver, cuda, works=subject.imports.devices > 0)
+
+
+def judge_driver(driver: str, cuda: str, *, works: bool) -> Finding:
+    """works: torch can use a GPU, possibly through CUDA's forward compatibility package."""
+    oldest = MIN_DRIVER.get(int(cuda.partition(".")[0]))
+    try:
+        too_old = oldest is not None and Version(driver) < Version(oldest)
+    except InvalidVersion:
+        return warning(f"driver {driver!r}: not a version", "nvidia-smi")
+    if not too_old:
+        return ok(f"driver {driver} for CUDA {cuda}")
+    fix = f"update the driver to {oldest} or newer, or install a torch and a vllm for an older CUDA"
+    return (warning if works else failed)(f"driver {driver}: CUDA {cuda} needs {oldest} or newer", fix)
+
+
+def check_gpu_memory(subject: Subject) -> Finding:
+    """Look for other processes on the GPUs of the run."""
+    used = [gpu for gpu in subject.gpus[: subject.launch.gpus or None] if gpu.total and gpu.used is not None]
+    if not used:
+        return skipped("no GPU, or its memory cannot be read")
+    busy = [gpu for gpu in used if (gpu.used or 0) > BUSY_FRACTION * (gpu.total or 0)]
+    if not busy:
+        return ok(f"{gib(min(gpu.total or 0 for gpu in used))} each, unused")
+    shown = ", ".join(f"GPU {gpu.index}: {gib(gpu.used or 0)} of {gib(gpu.total or 0)}" for gpu in busy)
+    return warning(
+        f"in use by other processes: {shown}",
+        "nvidia-smi lists the processes; stop them, or select other GPUs with CUDA_VISIBLE_DEVICES",
+    )
+
+
+def check_nvlink(subject: Subject) -> Finding:
+    """Check the NVSwitch fabric, without which CUDA does not start, or NCCL fails in NVLink multicast (NVLS)."""
+    if len(subject.gpus) < 2:
+        return skipped("less than two GPUs")
+    waiting = sorted(set(fabric_states()) - FABRIC_READY)
+    if waiting:
+        return failed(f"NVSwitch fabric: {', '.join(waiting)}", FABRIC_FIX)
+    if subject.environment.get("NCCL_NVLS_ENABLE") == "0":
+        return ok("NVLink multicast is off (NCCL_NVLS_ENABLE=0)")
+    return ok("the fabric is ready, or there is none")
+
+
+def check_shared_memory(subject: Subject) -> Finding:
+    return judge_shared_memory(SHARED_MEMORY, subject.launch.ranks)
+
+
+def judge_shared_memory(folder: Path, ranks: int) -> Finding:
+    if not folder.is_dir():
+        return skipped(f"no {folder}")
+    usage = shutil.disk_usage(folder)
+    fix = "docker run --ipc host, or --shm-size 8g"
+    if usage.total < MIN_SHARED_MEMORY:
+        status = failed if ranks > 1 else warning
+        return status(f"{folder} has {gib(usage.total)}; ranks need {gib(MIN_SHARED_MEMORY)} or more", fix)
+    if usage.free < MIN_SHARED_MEMORY / 4:
+        return warning(
+            f"{folder} has {gib(usage.free)} free of {gib(usage.total)}", f"ls -la {folder}; delete old files"
+        )
+    return ok(f"{folder} has {gib(usage.free)} free")
+
+
+SLOWING = {
+    "CUDA_LAUNCH_BLOCKING": ("1", "waits for every kernel"),
+    "NCCL_IB_DISABLE": ("1", "nodes exchange data without InfiniBand"),
+    "NCCL_P2P_DISABLE": ("1", "GPUs exchange data through host memory"),
+    "NCCL_SHM_DISABLE": ("1", "ranks exchange data through the network stack"),
+    "VLLM_USE_V1": ("0", "has no effect: this vLLM has no V0 engine"),
+}
+BREAKING = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ("(?!0$).*", "the engine would not run inside its rank"),
+}
+"""Variable -> pattern of its harmful values, and what they cause."""
+
+
+def check_variables(subject: Subject) -> Finding:
+    """Look for environment variables that break or slow down a run."""
+    environment, interfaces = subject.environment, list(psutil.net_if_addrs())
+    breaking = _harmful(environment, BREAKING)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if missing_interfaces(environment.get(name, ""), interfaces):
+            breaking[name] = f"there is no such interface, but {', '.join(interfaces)}"
+    found = breaking | _harmful(environment, SLOWING)
+    if not found:
+        return ok("none that breaks or slows down a run")
+    status = failed if breaking else warning
+    lines = [f"{name}={environment[name]}: {reason}" for name, reason in found.items()]
+    return status("; ".join(lines), f"unset {' '.join(found)}")
+
+
+def _harmful(environment: Mapping[str, str], table: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """Return the variables with harmful values, and what they cause."""
+    return {
+        name: reason
+        for name, (pattern, reason) in table.items()
+        if environment.get(name) and re.fullmatch(pattern, environment[name])
+    }
+
+
+def missing_interfaces(setting: str, existing: Collection[str]) -> bool:
+    """True if NCCL's or gloo's setting names no existing interface.
+
+    'eth,ib' are prefixes, '=eth0' is a whole name, and '^docker' excludes interfaces, so that any name is valid.
+    """
+    if not setting or setting.startswith("^"):
+        return False
+    exact, wanted = setting.startswith("="), setting.removeprefix("=").split(",")
+    return not any(name == one if exact else name.startswith(one) for name in existing for one in wanted)

@@ -1,0 +1,145 @@
+"""Parameters in buckets: every rank contributes its rows of each, and an engine takes the part that it holds.
+
+FSDP2 gives rank r of a parameter the rows [r * chunk, (r + 1) * chunk), the last ranks fewer or none. In a bucket each
+parameter has a slot of `chunk` rows, so that offsets are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colocated_grpo.runtime.distributed import local_part
+from colocated_grpo.weights.plan import Plan, Target
+
+BUCKET_BYTES = 512 << 20
+"""Gathered bytes of one bucket. Two buckets are in memory at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Parameters that travel together."""
+
+    shapes: dict[str, torch.Size]
+    """By checkpoint name, in order."""
+    world_size: int
+    size: int
+    """Elements that each rank contributes, padding included."""
+
+    def slots(self) -> Iterator[tuple[str, torch.Size, int]]:
+        """Yield name, shape and offset in a rank's contribution."""
+        offset = 0
+        for name, shape in self.shapes.items():
+            yield name, shape, offset
+            offset += _slot_numel(shape, self.world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSlice:
+    """The rows of a parameter that one rank contributes, and their destination in the engine."""
+
+    destination: Tensor
+    """View into an engine parameter."""
+    rank: int
+    offset: int
+    """Elements before this slice in the rank's part of the bucket."""
+    shape: tuple[int, ...]
+    """Shape of the contributed rows."""
+    cut: tuple[slice, ...]
+    """Part of those rows that belongs to this engine rank (tensor parallelism)."""
+
+    def source(self, gathered: Tensor) -> Tensor:
+        """Return the values for `destination`. gathered: [world size, bucket.size]."""
+        rows = gathered[self.rank, self.offset : self.offset + _numel(self.shape)]
+        return rows.view(self.shape)[self.cut]
+
+
+def make_buckets(shapes: Mapping[str, torch.Size], world_size: int, dtype: torch.dtype) -> list[Bucket]:
+    """Split the parameters, in order, into buckets of about BUCKET_BYTES gathered."""
+    limit = BUCKET_BYTES // dtype.itemsize // world_size
+    buckets: list[Bucket] = []
+    members: dict[str, torch.Size] = {}
+    size = 0
+    for name, shape in shapes.items():
+        slot = _slot_numel(shape, world_size)
+        if members and size + slot > limit:
+            buckets.append(Bucket(shapes=members, world_size=world_size, size=size))
+            members, size = {}, 0
+        members[name] = shape
+        size += slot
+    return [*buckets, Bucket(shapes=members, world_size=world_size, size=size)]
+
+
+def gather(bucket: Bucket, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """All-gather the bucket's parameters, cast to `dtype`: [world size, bucket.size]. Collective."""
+    own = torch.empty(bucket.size, dtype=dtype, device=device)
+    members = [local_part(parameters[name]) for name in bucket.shapes]
+    slots = [
+        own[offset : offset + member.numel()].view(member.shape)
+        for member, (_, _, offset) in zip(members, bucket.slots(), strict=True)
+    ]
+    torch._foreach_copy_(slots, members)
+    if bucket.world_size == 1:
+        return own[None]
+    gathered = torch.empty(bucket.world_size, bucket.size, dtype=dtype, device=device)
+    dist.all_gather_into_tensor(gathered.view(-1), own)
+    return gathered
+
+
+def full_tensors(bucket: Bucket, gathered: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the bucket's parameters, whole. gathered: [world size, bucket.size]."""
+    for name, shape, offset in bucket.slots():
+        chunk = _chunk(shape, bucket.world_size)
+        parts = gathered[:, offset : offset + chunk * _numel(shape[1:])].reshape(-1, *shape[1:])
+        yield name, parts[: shape[0]]
+
+
+def shard_slices(bucket: Bucket, plan: Plan) -> list[ShardSlice]:
+    """Return the slices of all ranks that the plan's engine needs."""
+    found: list[ShardSlice] = []
+    for name, shape, offset in bucket.slots():
+        found += _slices(shape, plan.targets[name], bucket.world_size, offset)
+    return found
+
+
+def _slices(shape: torch.Size, target: Target, world_size: int, offset: int) -> Iterator[ShardSlice]:
+    chunk = _chunk(shape, world_size)
+    for rank in range(world_size):
+        first, last = min(rank * chunk, shape[0]), min((rank + 1) * chunk, shape[0])
+        part = _slice(shape, target, rank, offset, first, last - first)
+        if part is not None:
+            yield part
+
+
+def _slice(shape: torch.Size, target: Target, rank: int, offset: int, first: int, rows: int) -> ShardSlice | None:
+    """Overlap of one rank's rows with the rows of the engine's view; None if there is none."""
+    wanted = target.view.shape[target.dim]
+    contributed = (rows, *shape[1:])
+    if target.dim == 1:
+        cut: tuple[slice, ...] = (slice(None), slice(target.start, target.start + wanted))
+        begin, count = first, rows
+    else:
+        begin, end = max(first, target.start), min(first + rows, target.start + wanted)
+        cut, count = (slice(begin - first, end - first),), end - begin
+        begin -= target.start
+    if count <= 0:
+        return None
+    destination = target.view.narrow(0, begin, count)
+    return ShardSlice(destination=destination, rank=rank, offset=offset, shape=contributed, cut=cut)
+
+
+def _chunk(shape: torch.Size, world_size: int) -> int:
+    return -(-shape[0] // world_size)
+
+
+def _slot_numel(shape: torch.Size, world_size: int) -> int:
+    """Elements of a parameter's largest shard."""
+    return _chunk(shape, world_size) * _numel(shape[1:])
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

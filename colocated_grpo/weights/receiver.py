@@ -1,0 +1,122 @@
+"""The server's side of `broadcast`: receives the trainer's buckets and writes them into the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from colocated_grpo.errors import in_one_line
+from colocated_grpo.policy.model import read_parameters
+from colocated_grpo.rollout.engine import LocalEngine
+from colocated_grpo.runtime.stores import connect_store
+from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices
+from colocated_grpo.weights.colocated import SideStreamCopy
+from colocated_grpo.weights.joined_group import JoinedGroup
+from colocated_grpo.weights.plan import Plan, build_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A trainer's group, as it describes it to each server."""
+
+    address: str
+    """Of the group's store."""
+    port: int
+    first_rank: int
+    """Rank of this server's first rank in the group; 0 is the trainer."""
+    group_size: int
+    timeout: float
+    trainer_ranks: int
+    prefix: str
+    """The base model's in checkpoint names, such as "model"."""
+    shapes: Mapping[str, list[int]]
+    """Of the trainer's parameters, by checkpoint name."""
+
+
+class WeightReceiver:
+    """Weights of one trainer for the engine of this rank. Every method is collective over the engine's ranks."""
+
+    def __init__(self, engine: LocalEngine, folder: Path, device: torch.device, agree: Callable[[bool], bool]) -> None:
+        """folder: the model that the engine has loaded. agree: logical AND over the engine's ranks, collective."""
+        self._engine = engine
+        self._folder = folder
+        self._device = device
+        self._agree = agree
+        self._dtype = next(engine.model.parameters()).dtype
+        self._group: JoinedGroup | None = None
+        self._buckets: list[Bucket] = []
+        self._plan: Plan | None = None
+        self._planned_shapes: Mapping[str, torch.Size] | None = None
+        """Shapes for which a plan was tried: after an update the engine no longer has the folder's weights."""
+
+    def join(self, offer: Offer) -> None:
+        """Join a trainer's group; a former one is left. Raises ValueError where that fails."""
+        shapes = {name: torch.Size(shape) for name, shape in offer.shapes.items()}
+        if shapes != self._planned_shapes:
+            self._plan, self._planned_shapes = self._verified_plan(shapes, offer.prefix), shapes
+        self._buckets = make_buckets(shapes, offer.trainer_ranks, self._dtype)
+        self._leave()
+        try:
+            store = connect_store(offer.address, offer.port, offer.timeout)
+            rank = offer.first_rank + self._engine.tensor_parallel_rank
+            self._group = JoinedGroup(store, rank, offer.group_size, self._device, offer.timeout)
+        except RuntimeError as error:
+            raise ValueError(f"cannot join the trainer at {offer.address}:{offer.port}: {in_one_line(error)}") from None
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Receive and write all weights. Raises ValueError without a trainer, or when its connection is lost."""
+        if self._group is None:
+            raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
+        try:
+            if self._plan is None:
+                self._engine.load_weights(pair for bucket in self._received() for pair in full_tensors(*bucket))
+            else:
+                self._write(self._plan)
+        except RuntimeError as error:
+            self._leave()
+            raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None
+
+    def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
+        assert self._group is not None
+        for bucket in self._buckets:
+            values = torch.empty(bucket.world_size, bucket.size, dtype=self._dtype, device=self._device)
+            self._group.broadcast(values).wait()
+            yield bucket, values
+
+    def _write(self, plan: Plan) -> None:
+        copy = SideStreamCopy(self._device)
+        for bucket, values in self._received():
+            slices = shard_slices(bucket, plan)
+            copy([part.destination for part in slices], [part.source(values) for part in slices])
+        copy.wait()
+        for rows in plan.padding:
+            rows.zero_()
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    @property
+    def path(self) -> str:
+        """'views' (planned copies) or 'load_weights' (the engine's loader)."""
+        return "views" if self._plan is not None else "load_weights"
+
+    def _verified_plan(self, shapes: Mapping[str, torch.Size], prefix: str) -> Plan | None:
+        """Return a plan whose views hold, bit for bit, the checkpoint's values on all ranks of the engine."""
+        plan = None
+        if not self._engine.transforms_weights:
+            plan = build_plan(self._engine.model, shapes, self._engine.tensor_parallel_rank)
+        right = plan is not None and all(self._is_loaded(name, shape, plan, prefix) for name, shape in shapes.items())
+        return plan if self._agree(right) else None
+
+    def _is_loaded(self, name: str, shape: torch.Size, plan: Plan, prefix: str) -> bool:
+        whole, target = torch.nn.Parameter(torch.empty(shape), requires_grad=False), plan.targets[name]
+        read_parameters({name: whole}, prefix, self._folder)
+        part = whole.data.narrow(target.dim, target.start, target.view.shape[target.dim])
+        return torch.equal(target.view, part.to(self._device, self._dtype))

@@ -1,0 +1,96 @@
+"""Weight sync through files: running servers load the adapter, or servers are started again with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.policy.export import Export
+from colocated_grpo.rollout.engine_server import EngineServer
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.web.client import RequestRejected, Unavailable
+
+ADAPTER_NAME = "policy"
+
+
+class AdapterSync:
+    """Saves the adapter, and every server loads it beside its base weights. The server's process stays."""
+
+    def __init__(self, export: Export, folder: Path, servers: Sequence[EngineServer], world: World) -> None:
+        """folder: that the servers can read; it is overwritten by each sync."""
+        self._export = export
+        self._target = folder / "adapter"
+        self._servers = servers
+        self._world = world
+
+    def sync(self) -> None:
+        """Collective. Raises RunError on every rank."""
+        self._export.write(self._target)
+        self._world.from_main(self._load_everywhere)
+
+    def _load_everywhere(self) -> None:
+        for server in self._servers:
+            server.post_or_end("/lora/load", self._body())
+
+    def restore(self, server: EngineServer) -> bool:
+        """Load the adapter of the last sync into a server that was started again."""
+        try:
+            server.post("/lora/load", self._body())
+        except (Unavailable, RequestRejected):
+            return False
+        return True
+
+    def _body(self) -> dict[str, str]:
+        return {"adapter_path": str(self._target.absolute()), "adapter_name": ADAPTER_NAME}
+
+
+class RestartSync:
+    """Saves the model, and every server is started again with it."""
+
+    def __init__(
+        self,
+        export: Export,
+        folder: Path,
+        servers: Sequence[EngineServer],
+        world: World,
+        *,
+        base: str,
+        version: Callable[[], int],
+    ) -> None:
+        """folder: that the servers can read. base: the model at version 0, with which servers may have been started."""
+        self._export = export
+        # Two, in turn: a server that crashes while the next model is written starts again with the last one.
+        self._targets = [folder / "model_a", folder / "model_b"]
+        self._servers = servers
+        self._world = world
+        self._base = base
+        self._version = version
+
+    def sync(self) -> None:
+        """Collective. Raises RunError on every rank."""
+        if self._version() == 0 and self._world.from_main(self._have_base):
+            return
+        self._targets.reverse()
+        self._export.write(self._targets[0])
+        self._world.from_main(self._restart_all)
+
+    def _have_base(self) -> bool:
+        return all(server.wait_until_ready()["model"] == self._base for server in self._servers)
+
+    def _restart_all(self) -> None:
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            list(pool.map(self._restart, self._servers))
+
+    def _restart(self, server: EngineServer) -> None:
+        model = str(self._targets[0].absolute())
+        former = server.wait_until_ready()["instance"]
+        server.post_or_end("/bridge/restart", {"model": model})
+        loaded = server.wait_until_ready(former)["model"]
+        if loaded != model:
+            raise RunError(f"engine.urls={server.url}: was to restart with {model}, but serves {loaded}")
+
+    def restore(self, server: EngineServer) -> bool:
+        """Do nothing: a server that crashes is started again with its last model."""
+        return True

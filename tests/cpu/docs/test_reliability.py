@@ -1,0 +1,24 @@
+"""Every promise of the reliability page is shown by a test that exists."""
+
+from __future__ import annotations
+
+import re
+
+from tests.support.paths import ROOT
+
+PAGE = (ROOT / "docs/reliability.md").read_text()
+
+
+def test_every_promise_names_test_files_that_exist():
+    table = PAGE.partition("## Promises")[2].partition("##")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    named = [re.findall(r"`(tests/\S+\.py)`", row) for row in rows]
+    assert len(named) > 10 and all(named)
+    assert [name for names in named for name in names if not (ROOT / name).is_file()] == []
+
+
+def test_the_environment_variable_of_the_page_is_the_one_that_is_read():
+    from colocated_grpo.runtime import signing
+
+    assert f"{signing.TRUST_VARIABLE}=1" in PAGE
+    assert f"~/.config/{signing.key_file().parent.name}/" in PAGE

@@ -1,0 +1,204 @@
+"""The doctor's checks of GPUs, driver, shared memory, variables, ports, names and collectives."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from colocated_grpo.tools.doctor.gpus import Gpu, GpuListing, list_gpus, parse_listing, visible
+from colocated_grpo.tools.doctor.machine import (
+    check_driver,
+    check_gpu_memory,
+    check_gpus,
+    check_nvlink,
+    check_variables,
+    judge_driver,
+    judge_shared_memory,
+    missing_interfaces,
+)
+from colocated_grpo.tools.doctor.network import check_collective, check_hostnames, check_ports, collective_fix
+from tests.support.config_text import load
+from tests.support.doctor import TWO_H200, fake_nvidia_smi, python_on_small_disk, subject_of
+
+NO_DRIVER = (
+    "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest NVIDIA "
+    "driver is installed and running."
+)
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.54"
+ATROPOS = "model: m\nenvironments: [{type: atropos, server: {port: PORT, more_ports: [MORE]}}]"
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    return lambda *output, **answers: fake_nvidia_smi(tmp_path, monkeypatch, *output, **answers)
+
+
+def test_a_machine_with_enough_gpus_passes(smi):
+    smi(TWO_H200, fabric="Completed\nCompleted")
+    subject = subject_of(gpus=2)
+    assert check_gpus(subject).detail == "2 x NVIDIA H200"
+    assert check_gpu_memory(subject).detail == "140 GiB each, unused"
+    assert check_nvlink(subject).status == "ok"
+
+
+def test_more_ranks_than_visible_gpus_fail(smi):
+    smi(TWO_H200)
+    found = check_gpus(subject_of(gpus=2, environment={"CUDA_VISIBLE_DEVICES": "1"}))
+    assert (found.status, found.detail) == ("failed", "--gpus=2: nvidia-smi and CUDA_VISIBLE_DEVICES show 1")
+    assert "--gpus 1" in found.fix
+
+
+@pytest.mark.parametrize(("output", "code"), [(NO_DRIVER, 9), (MISMATCH, 18)])
+def test_the_message_of_an_nvidia_smi_that_fails_is_shown(smi, output, code):
+    smi(output, code)
+    found = check_gpus(subject_of())
+    assert found.status == "failed"
+    assert " ".join(output.split()) in found.detail
+
+
+def test_an_nvidia_smi_that_says_nothing_is_reported_with_its_exit_code():
+    assert parse_listing(15, "").error == "nvidia-smi exited with code 15"
+    assert parse_listing(0, "") == GpuListing()
+
+
+def test_without_nvidia_smi_the_run_uses_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list_gpus().gpus == ()
+    assert check_gpus(subject_of()).detail == "training runs on the CPU"
+
+
+def test_memory_that_nvidia_smi_may_not_read_is_unknown():
+    listing = parse_listing(
+        0, "0, NVIDIA A100-SXM4-80GB, [Insufficient Permissions], [Insufficient Permissions], 535.161.08"
+    )
+    assert listing.gpus == (Gpu(index=0, name="NVIDIA A100-SXM4-80GB", total=None, used=None, driver="535.161.08"),)
+
+
+def test_gpus_are_selected_as_cuda_does_by_number():
+    gpus = parse_listing(0, TWO_H200).gpus
+    assert visible(gpus, {"CUDA_VISIBLE_DEVICES": "1"}) == gpus[1:]
+    assert visible(gpus, {"CUDA_VISIBLE_DEVICES": "1,0"}) == gpus[::-1]
+    assert (
+        visible(gpus, {"CUDA_VISIBLE_DEVICES": "0,-1,1"})
+        == visible(gpus, {"CUDA_VISIBLE_DEVICES": "GPU-72"})
+        == gpus[:1]
+    )
+    assert visible(gpus, {"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert visible(gpus, {}) == gpus
+
+
+def test_a_gpu_that_another_process_uses_is_noticed(smi):
+    smi(TWO_H200.replace("143771, 0, 580.159.03\n1", "143771, 61035, 580.159.03\n1"))
+    found = check_gpu_memory(subject_of(gpus=2))
+    assert (found.status, found.detail) == ("warning", "in use by other processes: GPU 0: 59.6 GiB of 140 GiB")
+
+
+def test_a_fabric_without_its_manager_fails(smi):
+    smi(TWO_H200, fabric="In Progress\nIn Progress")
+    found = check_nvlink(subject_of(gpus=2))
+    assert (found.status, found.detail) == ("failed", "NVSwitch fabric: In Progress")
+    assert "nvidia-fabricmanager" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "works", "status"),
+    [
+        ("580.159.03", "13.0", True, "ok"),
+        ("570.124.06", "13.0", False, "failed"),
+        ("570.124.06", "13.0", True, "warning"),
+        ("535.247.01", "12.8", True, "ok"),
+        ("470.182.03", "12.6", False, "failed"),
+    ],
+)
+def test_the_driver_must_be_new_enough_for_the_cuda_of_torch(driver, cuda, works, status):
+    assert judge_driver(driver, cuda, works=works).status == status
+
+
+def test_a_cpu_build_of_torch_needs_no_driver(smi):
+    smi(TWO_H200)
+    assert check_driver(subject_of(gpus=2)).status == "skipped"
+
+
+def test_docker_s_default_shared_memory_is_too_small(tmp_path):
+    code = (
+        "from pathlib import Path; from colocated_grpo.tools.doctor.machine import judge_shared_memory as judge\n"
+        f"print([judge(Path({str(tmp_path)!r}), ranks).status for ranks in (1, 2)])"
+    )
+    assert python_on_small_disk(code, tmp_path, "64m").strip() == "['warning', 'failed']"
+    assert python_on_small_disk(code, tmp_path, "2g").strip() == "['ok', 'ok']"
+    assert judge_shared_memory(Path("/nowhere"), 2).status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "failed"),
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0", "ok"),
+        ("NCCL_P2P_DISABLE", "1", "warning"),
+        ("NCCL_P2P_DISABLE", "0", "ok"),
+        ("NCCL_SOCKET_IFNAME", "nosuchinterface", "failed"),
+        ("GLOO_SOCKET_IFNAME", "lo", "ok"),
+    ],
+)
+def test_variables_that_break_or_slow_down_a_run_are_found(name, value, status):
+    found = check_variables(subject_of(environment={name: value}))
+    assert found.status == status
+    assert found.status == "ok" or found.fix == f"unset {name}"
+
+
+def test_interfaces_are_matched_as_nccl_does():
+    assert not missing_interfaces("ens,eth", ["lo", "eth0"])
+    assert missing_interfaces("=eth", ["lo", "eth0"])
+    assert not missing_interfaces("^docker", ["lo"])
+
+
+def test_a_taken_port_is_reported_with_its_process():
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+        port, other = taken.getsockname()[1], free.getsockname()[1]
+        free.close()
+        config = load(ATROPOS.replace("PORT", str(other)).replace("MORE", str(port)), alone=True)
+        found = check_ports(subject_of(config), config)
+    assert found.status == "failed"
+    assert f"--environments.0.server.more_ports.0={port}: address already in use" in found.detail
+    assert f"process {os.getpid()}" in found.detail
+    assert f"lsof -i :{port}" in found.fix
+    assert check_ports(subject_of(config), config).detail == f"free: {other}, {port}"
+
+
+def test_the_master_port_is_checked_on_node_0_only():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = [check_ports(subject_of(nodes=2, node_rank=node, master_port=port), load()).status for node in (0, 1)]
+    assert found == ["failed", "skipped"]
+
+
+def test_names_that_other_nodes_cannot_use_fail():
+    def check(address: str):
+        return check_hostnames(subject_of(nodes=2, master_addr=address, master_port=29500))
+
+    assert check("no-such-host.invalid").detail == "--master-addr=no-such-host.invalid: does not resolve"
+    assert "which other nodes cannot reach" in check("localhost").detail
+    assert check("192.168.1.100").status in ("ok", "warning")
+    assert check_hostnames(subject_of()).status == "skipped"
+
+
+def test_two_processes_sum_a_tensor():
+    found = check_collective(subject_of(ranks=2))
+    assert found.status == "ok", found.detail
+    assert found.detail.startswith("all-reduce of 2 processes over gloo")
+    assert [check_collective(subject_of(**place)).status for place in ({"ranks": 1}, {"gpus": 2})] == ["skipped"] * 2
+
+
+def test_processes_that_cannot_reach_each_other_fail():
+    found = check_collective(subject_of(ranks=2, environment={"GLOO_SOCKET_IFNAME": "nosuchinterface"}))
+    assert found.status == "failed"
+    assert "nosuchinterface" in found.detail
+
+
+def test_a_failure_in_nvlink_multicast_has_a_fix_of_its_own():
+    line = "node004:27907:27907 [1] transport/nvls.cc:254 NCCL WARN Cuda failure 401"
+    assert "NCCL_NVLS_ENABLE=0" in collective_fix("nccl", line)
+    assert "NCCL_DEBUG=INFO" in collective_fix("nccl", "unhandled system error")

@@ -1,0 +1,251 @@
+"""The doctor's checks of the model: numbers of parameters, memory and disk by arithmetic, incomplete folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from colocated_grpo.config.lora import LoRAConfig
+from colocated_grpo.rollout.vllm import kv_budget
+from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.doctor.footprint import (
+    ENGINE_RESERVE,
+    Placement,
+    adapter_parameters,
+    footprint,
+    run_folder_bytes,
+)
+from colocated_grpo.tools.doctor.model_checks import (
+    check_disk,
+    check_memory,
+    check_model,
+    check_model_files,
+    judge_memory,
+)
+from colocated_grpo.tools.doctor.parameters import sizes_of
+from colocated_grpo.tools.doctor.results import GIB
+from colocated_grpo.tools.make_model import ARCHITECTURES, model_config
+from colocated_grpo.tools.shapes import SHAPES
+from tests.support.config_text import load
+from tests.support.doctor import TWO_H200, fake_nvidia_smi, python_on_small_disk, subject_of
+from tests.support.small_policy import config_of
+
+TOKENIZER = build_char_tokenizer()
+H100 = Placement(ranks=1, on_gpu=True, device_bytes=80 * GIB)
+ON_CPU = Placement(ranks=1, on_gpu=False, device_bytes=0)
+SHORT = "rollout: {max_prompt_tokens: 512, max_completion_tokens: 512}\n"
+
+
+def config_json(shape: str = "qwen3-8b", architecture: str = "qwen3") -> dict:
+    """Return the config.json of a model of real size."""
+    sizes = replace(SHAPES[shape])
+    config = model_config(architecture, sizes, TOKENIZER).to_dict()
+    return config | {"vocab_size": sizes.vocab}
+
+
+def parameters_of(config: dict) -> int:
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parameters_are_counted_from_config_json_alone(architecture):
+    config = config_json("qwen3-1.7b", architecture)
+    sizes = sizes_of(json.loads(json.dumps(config)))
+    assert sizes.total == pytest.approx(parameters_of(config), rel=2e-3)
+
+
+def test_parameters_of_a_mixture_of_experts_are_counted():
+    changes = {"num_experts": 16, "moe_intermediate_size": 768, "num_hidden_layers": 4, "hidden_size": 1024}
+    config = AutoConfig.for_model("qwen3_moe", **changes).to_dict()
+    assert sizes_of(config).total == pytest.approx(parameters_of(config), rel=2e-3)
+
+
+def test_a_config_json_without_sizes_gives_none():
+    assert sizes_of({"model_type": "mystery"}) is None
+
+
+def test_an_adapter_s_parameters_are_those_of_its_layers():
+    sizes = sizes_of(config_json())
+    everything = adapter_parameters(LoRAConfig(rank=8), sizes)
+    assert everything == 8 * 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
+    half = adapter_parameters(LoRAConfig(rank=8, layers=list(range(18))), sizes)
+    assert half == everything / 2
+    queries = adapter_parameters(LoRAConfig(rank=8, target_modules=["q_proj", "v_proj"]), sizes)
+    assert queries == 8 * 36 * (4096 + 4096 + 4096 + 1024)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_parameter"),
+    [
+        ("", 16),
+        ("policy: {optimizer: {type: adamw_8bit}}", 10),
+        ("policy: {optimizer: {type: adafactor}}", 8),
+        ("policy: {lora: {}}", 4),
+        ("policy: {lora: {base_on_host: true}}", 2),
+        ("policy: {cpu_offload: true}", 0),
+        ("loss: {type: grpo, kl: {coef: 0.1}}", 20),
+        ("policy: {train_layers: 0-8}", 2 + 14 / 4 * 0.85),
+    ],
+)
+def test_training_takes_the_documented_bytes_per_parameter_over_all_ranks(text, bytes_per_parameter):
+    """The difference between 2 and 4 ranks is a quarter of what is sharded."""
+    sizes = sizes_of(config_json())
+    two, four = (footprint(load(text), sizes, replace(H100, ranks=ranks)).training for ranks in (2, 4))
+    # An adapter leaves the embeddings and the output layer out, which are 15 % of this model.
+    assert (two - four) * 4 / sizes.total == pytest.approx(bytes_per_parameter, rel=0.16, abs=1e-6)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", 18), ("policy: {lora: {}}", 4)])
+def test_shared_weights_take_the_documented_bytes_per_parameter(text, expected):
+    sizes = sizes_of(config_json())
+    config = load(f"weights: shared\nbatch: {{max_tokens_per_micro_batch: 64}}\n{text}\n", *TINY_SEQUENCES)
+    assert footprint(config, sizes, H100).training / sizes.total == pytest.approx(expected, rel=0.16)
+
+
+TINY_SEQUENCES = ("--rollout.max_prompt_tokens", "32", "--rollout.max_completion_tokens", "32")
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [("", 2), ("engine: {tensor_parallel_size: 2}", 1), ("engine: {dtype: float32}", 4), ("engine: {sleep: false}", 2)],
+)
+def test_the_engine_adds_its_weights_while_it_generates(text, more):
+    sizes = sizes_of(config_json())
+    alone = footprint(load(f"engine: {{placement: server}}\n{SHORT}"), sizes, replace(H100, ranks=4))
+    beside = footprint(load(text + "\n" + SHORT), sizes, replace(H100, ranks=4))
+    added = beside.generating - alone.generating - ENGINE_RESERVE
+    assert added / sizes.total == pytest.approx(more, rel=0.03)
+    assert beside.training - alone.training == (2 * sizes.total if "sleep" in text else 0)
+
+
+def test_the_reserve_of_the_engine_is_the_one_that_the_engine_keeps():
+    assert ENGINE_RESERVE == kv_budget.ENGINE_RESERVE
+
+
+def test_offloading_the_optimizer_frees_its_state_while_the_engine_generates():
+    sizes, place = sizes_of(config_json()), replace(H100, ranks=4)
+    plain, offloaded = (footprint(load(text), sizes, place) for text in ("", "policy: {offload_optimizer: true}"))
+    assert plain.generating - offloaded.generating == offloaded.host == 8 * (sizes.total // 4)
+    assert plain.training == offloaded.training
+
+
+def test_a_model_that_is_too_large_fails_with_settings_that_fit():
+    sizes = sizes_of(config_json())
+    found = judge_memory(load(SHORT), sizes, H100, 1024 * GIB, 1)
+    assert found.status == "failed"
+    assert found.detail.startswith("8.19 B parameters on 1 GPUs: 139 GiB while training, ")
+    assert "--policy.lora {} (" in found.fix and "--policy.cpu_offload true (" in found.fix
+    assert " 2 such GPUs" in found.fix and "offload_optimizer" not in found.fix
+    assert judge_memory(load(SHORT, "--policy.lora", "{}"), sizes, H100, 64 * GIB, 1).status == "ok"
+    assert judge_memory(load(SHORT), sizes, replace(H100, ranks=4), 64 * GIB, 4).status == "ok"
+
+
+def test_host_memory_must_hold_what_is_offloaded():
+    sizes, config = sizes_of(config_json()), load(SHORT, "--policy.cpu_offload", "true")
+    assert judge_memory(config, sizes, H100, 1024 * GIB, 1).status == "ok"
+    found = judge_memory(config, sizes, H100, 64 * GIB, 1)
+    assert found.status == "failed"
+    assert "122 GiB of 64 GiB host memory" in found.detail
+
+
+def test_a_fixed_share_for_the_engine_must_leave_room_for_the_trainer():
+    sizes = sizes_of(config_json("qwen3-1.7b"))
+    found = judge_memory(load(SHORT, "--engine.gpu_memory_utilization", "0.9"), sizes, H100, 64 * GIB, 1)
+    assert found.status == "failed"
+    assert "--engine.gpu_memory_utilization null (" in found.fix
+    assert judge_memory(load(SHORT, "--engine.gpu_memory_utilization", "0.4"), sizes, H100, 64 * GIB, 1).status == "ok"
+
+
+def test_checkpoints_and_exports_are_counted():
+    sizes = sizes_of(config_json())
+
+    def size(*overrides: str) -> float:
+        return run_folder_bytes(load("", "--training_steps", "100", *overrides), sizes, H100) / sizes.total
+
+    assert size() == pytest.approx(3 * 12 + 2), "three checkpoints of 12 bytes a parameter, one export of 2"
+    assert size("--checkpoint.every", "0") == pytest.approx(12 + 2)
+    assert size("--checkpoint.export_every", "50") == pytest.approx(3 * 12 + 3 * 2)
+    assert size("--checkpoint.final", "false", "--checkpoint.keep_last", "1") == pytest.approx(2 * 12)
+    assert size("--policy.lora", "{}") < 0.5
+
+
+@pytest.fixture
+def huge(tmp_path) -> Path:
+    """A folder with the config.json of a model that no machine holds, and a weight file of no tensors."""
+    folder = tmp_path / "huge"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_json() | {"num_hidden_layers": 100_000}))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return folder
+
+
+def test_a_model_larger_than_memory_and_disk_fails(huge, tmp_path, monkeypatch):
+    config = config_of(huge, output_dir=str(tmp_path / "not" / "there"))
+    subject = subject_of(config)
+    assert check_model(subject, config).status == "ok"
+    assert check_memory(subject, config).status == "failed"
+    found = check_disk(subject, config)
+    assert found.status == "failed"
+    assert found.detail.endswith(f"are free in {tmp_path}")
+    fake_nvidia_smi(tmp_path, monkeypatch, TWO_H200)
+    assert "of 140 GiB each" in check_memory(subject_of(config, gpus=2), config).detail
+
+
+def test_a_disk_that_is_too_small_fails(model_folder, tmp_path):
+    code = (
+        "from colocated_grpo.tools.doctor.model_checks import check_disk\n"
+        "from colocated_grpo.config.loading import load_config\nfrom tests.support.doctor import subject_of\n"
+        "config = load_config({path!r})\nprint(check_disk(subject_of(config), config).status)"
+    )
+    file, output = tmp_path / "x.yaml", tmp_path / "runs"
+    output.mkdir()
+    file.write_text(f"model: {model_folder()}\noutput_dir: {output}\n")
+    code = code.format(path=str(file))
+    assert python_on_small_disk(code, output, "128k").strip() == "failed"
+    assert python_on_small_disk(code, output, "64m").strip() == "ok"
+
+
+@pytest.fixture
+def model(model_folder, tmp_path) -> Path:
+    """A complete model that the test may damage."""
+    return Path(shutil.copytree(model_folder(), tmp_path / "model"))
+
+
+def test_a_complete_folder_passes(model):
+    config = config_of(model)
+    for check in (check_model, check_model_files, check_memory, check_disk):
+        assert check(subject_of(config), config).status == "ok", check
+
+
+def test_truncated_and_missing_files_are_found(model):
+    config, weights = config_of(model), model / "model.safetensors"
+    size = weights.stat().st_size
+    weights.write_bytes(weights.read_bytes()[:-100])
+    found = check_model_files(subject_of(config), config)
+    assert found.detail == f"model.safetensors has {size - 100:,} bytes of {size:,}"
+    (model / "tokenizer.json").unlink()
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights.write_bytes(b"<html>not found</html>")
+    found = check_model_files(subject_of(config), config)
+    assert found.status == "failed"
+    for part in ("1 of 2 weight files are missing, first model-00002", "no valid header", "no tokenizer"):
+        assert part in found.detail
+
+
+def test_a_model_that_does_not_exist_fails_once(tmp_path):
+    config = config_of(tmp_path / "none")
+    subject = subject_of(config)
+    found = check_model(subject, config)
+    assert found.detail == f"model.name='{tmp_path}/none': no such folder"
+    for check in (check_model_files, check_memory, check_disk):
+        assert check(subject, config).status == "skipped"

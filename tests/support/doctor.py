@@ -1,0 +1,101 @@
+"""Subjects of the doctor's checks, and faults of a machine that tests make without root."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colocated_grpo.config.schema import Config
+from colocated_grpo.launch.arguments import Launch
+from colocated_grpo.tools.doctor.subject import Subject
+from tests.support.paths import ROOT
+
+OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
+TWO_H200 = "0, NVIDIA H200, 143771, 0, 580.159.03\n1, NVIDIA H200, 143771, 0, 580.159.03"
+
+
+def launch_of(**changes: Any) -> Launch:
+    values = {
+        "gpus": 0,
+        "engine_gpus": 0,
+        "ranks": max(changes.get("gpus", 0), 1),
+        "nodes": 1,
+        "node_rank": 0,
+        "master_addr": "localhost",
+        "master_port": None,
+        "config": "x.yaml",
+        "resume": None,
+        "log_level": "INFO",
+        "log_dir": None,
+        "overrides": (),
+    }
+    return Launch(**(values | changes))
+
+
+def subject_of(
+    config: Config | None = None,
+    environment: dict[str, str] | None = None,
+    packages: Path | None = None,
+    errors: tuple[str, ...] = (),
+    **launch: Any,
+) -> Subject:
+    """Return a subject with this machine's environment, changed by `environment`.
+
+    packages: the only folder in which installed packages are looked up.
+    """
+    folders = {} if packages is None else {"package_folders": (str(packages),)}
+    return Subject(
+        launch=launch_of(**launch),
+        config=config,
+        config_errors=errors,
+        environment={**os.environ, **(environment or {})},
+        **folders,
+    )
+
+
+def install(folder: Path, name: str, version: str, *requires: str) -> None:
+    """Write the metadata of an installed package, as pip leaves it."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    (info / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {line}" for line in requires), ""]))
+
+
+def fake_nvidia_smi(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, output: str, code: int = 0, *, fabric: str = ""
+) -> None:
+    """Put an nvidia-smi with recorded output into PATH. fabric: its output for the state of the NVSwitch fabric."""
+    script = folder / "nvidia-smi"
+    cases = f"*fabric*) echo {shlex.quote(fabric)};; *) echo {shlex.quote(output)};;"
+    script.write_text(f"#!/bin/sh\ncase $1 in {cases} esac\nexit {code}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@cache
+def _can_mount() -> bool:
+    """True if this machine allows file systems of one's own in a user namespace."""
+    if shutil.which("unshare") is None:
+        return False
+    command = [*OWN_MOUNTS, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def python_on_small_disk(code: str, mount_point: Path, size: str) -> str:
+    """Run Python code where `mount_point` is a file system of `size`, and return its output. Skips if not allowed."""
+    if not _can_mount():
+        pytest.skip("mounting in a user namespace is not allowed here")
+    run = shlex.join([sys.executable, "-c", code])
+    script = f"mount -t tmpfs -o size={size} tmpfs {shlex.quote(str(mount_point))} && exec {run}"
+    done = subprocess.run([*OWN_MOUNTS, "sh", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
