@@ -76,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = torchrun_command(launch)
     text = "\n".join([banner(launch, command, servers), *remarks])
     if options.dry_run:
+        from colocated_grpo.config.addresses import exposures
+
+        problems += exposures(config)
         print(text, *(f"note: {note}" for note in notes), *(f"warning: {line}" for line in problems), sep="\n")
         print("Dry run mode - command not executed")
         return 0

@@ -24,8 +24,8 @@ from colocated_grpo.web.client import RequestRejected, Unavailable
 
 STEP_SECONDS = 0.005
 """Longest wait of a step, like a decode step's."""
-TOKENS_PER_POST = 1 << 21
-"""Prompt tokens of one post: a quarter of the server's limit on bodies, and nearly always all new requests. The engine
+TOKENS_PER_POST = 1 << 19
+"""Prompt tokens of one post: far below the server's limit on bodies, and nearly always all new requests. The engine
 admits the requests of one post in the same step, so the batches of a deterministic run do not depend on timing."""
 REQUESTS_PER_POST = 4096
 CONFLICT = 409
