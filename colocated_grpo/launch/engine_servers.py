@@ -162,7 +162,6 @@ class EngineServers:
     def __enter__(self) -> EngineServers:
         for command, devices, log in zip(self._plan.commands, self._plan.devices, self._plan.logs, strict=True):
             chosen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-            log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as file:
                 process = subprocess.Popen(
                     command,

@@ -84,10 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
+    flag = "--redirect-output" if launch.log_dir is None else "--log-dir"
+    folders = [launch.log_dir, *(log.parent for log in (servers.logs if servers is not None else []))]
     try:
+        for folder in filter(None, folders):
+            folder.mkdir(parents=True, exist_ok=True)
         _show(text, redirect, sys.stdout)
     except OSError as error:
-        print(f"error: --redirect-output={str(redirect)!r}: cannot write ({error.strerror})", file=sys.stderr)
+        print(f"error: {flag}={error.filename!r}: cannot write ({error.strerror})", file=sys.stderr)
         return USAGE_ERROR
     if servers is None:
         return _run(command, environment, redirect)

@@ -65,7 +65,7 @@ def add_bridge_routes(
 
     @app.post("/bridge/update")
     async def received() -> JSONResponse:
-        return JSONResponse(await result_or_400(control.change_weights(update)))
+        return JSONResponse(await result_or_400(control.receive_weights(update)))
 
     @app.post("/bridge/restart")
     async def restarted(request: Request) -> JSONResponse:

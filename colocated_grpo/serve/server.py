@@ -47,6 +47,7 @@ REMEMBERED_COMPLETIONS = 1
 """Only a trainer reads recorded completions, so this is the minimum."""
 BASE_PREFIX = "model"
 """Of the base model in checkpoint names."""
+WEIGHT_COMMANDS = frozenset({"load_adapter", "unload_adapter", "join", "update"})
 IDLE_LIMIT = timedelta(days=3650)
 """The other ranks of an engine wait for rank 0's next call without limit."""
 
@@ -72,7 +73,7 @@ def serve(config: Config, options: ServeOptions) -> int:
         "join": receiver.join,
         "update": receiver.update,
     }
-    ranks = EveryRank(commands, _idle_group(world))
+    ranks = EveryRank(commands, _idle_group(world), WEIGHT_COMMANDS)
     if world.is_main:
         return _lead(config, options, model, engine, ranks, StopRequest(world.store), facts)
     ranks.follow()

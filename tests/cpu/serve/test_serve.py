@@ -227,7 +227,12 @@ def test_a_completion_paused_halfway_has_the_same_tokens(server):
 @pytest.mark.parametrize(
     ("method", "path", "body", "line"),
     [
-        ("POST", "/bridge/init", {}, "POST /bridge/init is not available: this server receives no weights over NCCL"),
+        (
+            "POST",
+            "/bridge/notify_update",
+            {},
+            "POST /bridge/notify_update is not available: POST /bridge/update receives",
+        ),
         ("POST", "/generate", {"prompt": "1" * 200}, "200 tokens; with at least one .* 64 [(]--max-model-len[)]"),
         ("POST", "/generate", {"prompt": "1", "temprature": 1}, "temprature"),
     ],
