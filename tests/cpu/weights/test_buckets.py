@@ -1,0 +1,84 @@
+"""Parameters in buckets: what ranks with rows of different number contribute is whole again at the other end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.weights import buckets
+from colocated_grpo.weights.buckets import Bucket, full_tensors, gather, make_buckets, shard_slices
+from colocated_grpo.weights.plan import Target
+from tests.support.ranks import run_on_ranks
+
+SHAPES = {"even": (6, 4), "uneven": (7, 3), "fewer rows than ranks": (1, 5), "vector": (5,), "cube": (4, 2, 3)}
+SMALL = 4 * 30
+"""Bytes of a bucket: two or three of these parameters."""
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def gathered(world: World) -> list[tuple[Bucket, Tensor]]:
+    mesh = init_device_mesh("cpu", (world.size,))
+    shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors().items()}
+    buckets.BUCKET_BYTES = SMALL
+    shapes = {name: tensor.shape for name, tensor in shards.items()}
+    made = make_buckets(shapes, world.size, torch.float32)
+    return [(bucket, gather(bucket, shards, torch.float32, world.device)) for bucket in made]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def received(request) -> list[tuple[Bucket, Tensor]]:
+    """The buckets of a trainer with this many ranks, and what all its ranks have gathered."""
+    every = run_on_ranks(gathered, request.param)
+    for other in every[1:]:
+        assert all(torch.equal(a[1], b[1]) for a, b in zip(every[0], other, strict=True))
+    return every[0]
+
+
+def test_parameters_are_whole_again(received):
+    assert len(received) > 1
+    whole = {name: tensor for bucket, values in received for name, tensor in full_tensors(bucket, values)}
+    assert list(whole) == list(SHAPES)
+    for name, expected in tensors().items():
+        assert torch.equal(whole[name], expected), name
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tensor_parallel_rank_gets_its_rows_or_columns(received, dim, rank):
+    expected = {name: tensor for name, tensor in tensors().items() if tensor.dim() > dim}
+    parts = {}
+    for name, tensor in expected.items():
+        size = tensor.shape[dim]
+        start, end = (0, size // 2) if rank == 0 else (size // 2, size)
+        parts[name] = (start, tensor.narrow(dim, start, end - start))
+    targets = {
+        name: Target(view=torch.full_like(part, torch.nan), dim=dim, start=start)
+        for name, (start, part) in parts.items()
+    }
+    others = {
+        name: Target(view=torch.empty_like(t), dim=0, start=0) for name, t in tensors().items() if name not in targets
+    }
+    plan = SimpleNamespace(targets={**others, **targets})
+    for bucket, values in received:
+        for part in shard_slices(bucket, plan):  # pyrefly: ignore[bad-argument-type]
+            part.destination.copy_(part.source(values))
+    for name, (_, part) in parts.items():
+        assert torch.equal(targets[name].view, part), name
+
+
+def test_a_bucket_holds_at_least_one_parameter_and_at_most_its_bytes(monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", SMALL)
+    shapes = {"large": torch.Size([100, 4]), **{str(n): torch.Size([10]) for n in range(7)}}
+    made = make_buckets(shapes, 2, torch.float32)
+    assert [list(bucket.shapes) for bucket in made] == [["large"], ["0", "1", "2"], ["3", "4", "5"], ["6"]]
+    assert [bucket.size for bucket in made] == [200, 15, 15, 5]
