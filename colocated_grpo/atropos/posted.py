@@ -16,7 +16,7 @@ from msgspec import Raw, Struct
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.shape import Shape
 
-MAX_SEQUENCES = 1 << 16
+MAX_SEQUENCES = 1 << 14
 MAX_ROW_NUMBERS = 1 << 20
 """Numbers of one sequence. Bounds the memory for the objects of one row."""
 MAX_SPACES = 1 << 10

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,11 +36,11 @@ OTHER_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 20
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """The JSON escape of a UTF-16 surrogate, paired or not."""
-LONE = re.compile(
-    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
-)
-"""The same without its pair, in text without escaped backslashes."""
-PAIR_BYTES = 12
+HIGH, LOW = np.zeros(256, dtype=bool), np.zeros(256, dtype=bool)
+"""Second hexadecimal digit of the escapes of high and of low surrogates: the first is d."""
+HIGH[list(b"89abAB")] = True
+LOW[list(b"cdefCDEF")] = True
+ESCAPE_BYTES = 6
 
 _worker = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 """One thread for all servers of the process, so that the memory for checking and parsing is that of one body."""
@@ -215,14 +216,18 @@ def _check_text(body: bytes) -> None:
 
 
 def _has_lone_surrogate(body: bytes) -> bool:
-    text = body.replace(rb"\\", b"  ")
-    start = 0
-    while start < len(text):  # in parts, so that other threads run between them
-        end = min(start + CHUNK_BYTES, len(text))
-        found = LONE.search(text, start, end)
-        if found is not None and (end == len(text) or found.start() <= end - PAIR_BYTES):
+    """Return True unless each high surrogate is followed by a low one, and each low one follows a high one."""
+    text = np.frombuffer(body.replace(rb"\\", b"  "), dtype=np.uint8)
+    for start in range(0, len(text), CHUNK_BYTES):  # other threads run between chunks
+        chunk = text[start : start + CHUNK_BYTES + 2 * ESCAPE_BYTES]
+        backslashes = np.flatnonzero(chunk[:-3] == ord("\\"))
+        escapes = backslashes[(chunk[backslashes + 1] == ord("u")) & ((chunk[backslashes + 2] | 32) == ord("d"))]
+        kinds = chunk[escapes + 3]
+        highs, lows = escapes[HIGH[kinds]], escapes[LOW[kinds]]
+        highs = highs[highs < CHUNK_BYTES]
+        lows = lows[(lows < CHUNK_BYTES + ESCAPE_BYTES) & (lows >= (ESCAPE_BYTES if start else 0))]
+        if not np.array_equal(highs + ESCAPE_BYTES, lows):
             return True
-        start = end if end == len(text) else end - PAIR_BYTES
     return False
 
 
