@@ -8,6 +8,10 @@ class RunError(RuntimeError):
     """The run cannot continue. The message is one line: what was measured, the limit, and what to do."""
 
 
+class NothingUsable(RunError):
+    """The run waits for data that does not come. Its state is sound, so a checkpoint is saved before it ends."""
+
+
 class AlreadyReported(Exception):
     """This rank ends because another rank failed first, and that rank reports the cause."""
 

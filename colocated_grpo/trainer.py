@@ -16,7 +16,7 @@ from colocated_grpo.batching import Batch, MicroBatch, pack
 from colocated_grpo.build.run import GOAL_REACHED, Run, build_run, describe
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import BatchResult
-from colocated_grpo.errors import AlreadyReported, RunError
+from colocated_grpo.errors import AlreadyReported, NothingUsable, RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import Export
 from colocated_grpo.policy.masters import Weights
@@ -115,9 +115,11 @@ def train(run: Run) -> str:
             seed_everything(derive_seed(config.seed, step, run.world.rank))
             try:
                 groups, settled = rollout(run, step)
-            except Stopped:
+            except (Stopped, NothingUsable) as end:
                 save(run, step)
                 run.checkpoints.wait()
+                if isinstance(end, NothingUsable):
+                    raise
                 return STOPPED
             batch = make_batch(run, step, groups)
             row = settled.metrics | (rollout_metrics(groups, run.policy.version) if groups else {})
@@ -141,7 +143,10 @@ def train(run: Run) -> str:
 
 
 def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
-    """Generate the groups of this step, after an evaluation if one is due. Raises Stopped on every rank."""
+    """Generate the groups of this step, after an evaluation if one is due.
+
+    Raises Stopped or NothingUsable on every rank.
+    """
     with run.clock.time("wait"):
         order = run.supply.order(step)
     with run.choreography.rollout_phase(step, probe=order.probe):

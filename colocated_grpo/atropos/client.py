@@ -61,13 +61,21 @@ def trainer_of(config: Config, folder: Path) -> TrainerSettings:
 class AtroposClient:
     """HTTP calls of one trainer. Every method raises Unavailable without a usable response, RequestRejected on 4xx."""
 
-    def __init__(self, url: str, trainer: TrainerSettings, *, may_reset: bool, timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        trainer: TrainerSettings,
+        *,
+        may_reset: bool,
+        timeout: float = 30.0,
+        api_key: str | None = None,
+    ) -> None:
         """may_reset: allow discarding another trainer's registration, with its queue and environments."""
         self.url = url
         self._trainer = trainer
         self._may_reset = may_reset
-        self._http = JsonClient(url, timeout=timeout)
-        self._http_for_batches = JsonClient(url, timeout=BATCH_SECONDS)
+        self._http = JsonClient(url, timeout=timeout, api_key=api_key)
+        self._http_for_batches = JsonClient(url, timeout=BATCH_SECONDS, api_key=api_key)
 
     @property
     def batch_size(self) -> int:
@@ -126,6 +134,12 @@ class AtroposClient:
         if batch is not None and not isinstance(batch, list):
             raise Unavailable("the batch of GET /batch is not a list")
         return batch or None
+
+    def latest_size(self) -> int:
+        """Return the number of sequences of the group that was posted last; 0 if there is none."""
+        response = self._http.get("/latest_example")
+        tokens = response.get("tokens") if isinstance(response, dict) else None
+        return len(tokens) if isinstance(tokens, list) else 0
 
     def status(self) -> dict[str, float]:
         """Return current_step, which counts batches formed (not trained), and queue_size, the waiting groups."""

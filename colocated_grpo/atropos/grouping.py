@@ -1,8 +1,9 @@
 """The batching rules of Atropos' API server: which queued groups make a batch of an exact number of sequences.
 
 Groups are never split. Groups of equal size are collected into packs as large as the largest group in the queue, and a
-batch consists of whole packs in the order of their completion. So a group size that does not divide the largest one is
-never served, and a batch size that is no multiple of the largest one is never reached.
+batch consists of whole packs in the order of their completion. In atroposlib one group of a size that does not divide
+the batch therefore stops all others. Here such a group is refused, and where the largest groups do not fill a batch,
+smaller ones are packed without them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,22 @@ def choose_batch(
     sizes, envs: number of sequences and environment of each queued group. allocations: environment -> smallest
     fraction of the batch reserved for it.
     """
-    if not sizes or sum(sizes) < batch_size:
+    if sum(sizes) < batch_size:
         return []
-    if allocations:
-        return _choose_with_allocations(sizes, envs, batch_size, allocations)
+    for pack_size in sorted(set(sizes), reverse=True):
+        small = [position for position, size in enumerate(sizes) if size <= pack_size]
+        if allocations:
+            chosen = _choose_with_allocations(sizes, envs, small, batch_size, allocations)
+        else:
+            chosen = _choose_in_order(sizes, small, batch_size)
+        if chosen:
+            return chosen
+    return []
+
+
+def _choose_in_order(sizes: Sequence[int], positions: Sequence[int], batch_size: int) -> list[int]:
     chosen, total = [], 0
-    for position in _in_complete_packs(sizes, range(len(sizes)), max(sizes)):
+    for position in _in_complete_packs(sizes, positions, max(sizes[position] for position in positions)):
         chosen.append(position)
         total += sizes[position]
         if total >= batch_size:
@@ -48,15 +59,19 @@ def _in_complete_packs(sizes: Sequence[int], positions: Sequence[int], pack_size
 
 
 def _choose_with_allocations(
-    sizes: Sequence[int], envs: Sequence[EnvId], batch_size: int, allocations: Mapping[int, float]
+    sizes: Sequence[int],
+    envs: Sequence[EnvId],
+    positions: Sequence[int],
+    batch_size: int,
+    allocations: Mapping[int, float],
 ) -> list[int]:
     """Return reserved groups first, then others in queue order. Groups without an environment are ignored."""
-    pack_size = max(sizes)
+    pack_size = max(sizes[position] for position in positions)
     positions_of: dict[int, list[int]] = defaultdict(list)
-    for position, env in enumerate(envs):
-        if env is not None:
+    for position in positions:
+        if (env := envs[position]) is not None:
             positions_of[env].append(position)
-    packed = {env: _in_complete_packs(sizes, positions, pack_size) for env, positions in positions_of.items()}
+    packed = {env: _in_complete_packs(sizes, own, pack_size) for env, own in positions_of.items()}
     counts = {env: int(batch_size * fraction) for env, fraction in allocations.items()}
     reserved = {env: count for env, count in counts.items() if count > 0}
     if any(not packed.get(env) for env in reserved):
@@ -77,11 +92,16 @@ def _choose_with_allocations(
                 chosen.append(position)
                 taken += sizes[position]
                 total += sizes[position]
-    for position in sorted({p for positions in packed.values() for p in positions} - set(chosen)):
+    for position in sorted({position for own in packed.values() for position in own} - set(chosen)):
         if total + sizes[position] <= batch_size:
             chosen.append(position)
             total += sizes[position]
     return chosen if total == batch_size else []
+
+
+def is_servable(size: int, batch_size: int) -> bool:
+    """True if enough groups of this size make a batch."""
+    return size > 0 and batch_size % size == 0
 
 
 def choose_parts(sizes: Sequence[int], group_size: int) -> list[int]:

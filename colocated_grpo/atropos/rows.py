@@ -1,7 +1,7 @@
 """Validation of received batches, and conversion of their groups to trainable ones.
 
 Anyone who can reach the server can post to it, and it checks types but not lengths. An inconsistent sequence is
-dropped and counted by reason. Raising an error instead would let any environment stop the trainer.
+dropped and counted by reason and sender. Raising an error instead would let any environment stop the trainer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 
 from colocated_grpo.atropos.wire import ReceivedGroup
 from colocated_grpo.config.schema import MIN_TEMPERATURE
-from colocated_grpo.errors import RunError
 from colocated_grpo.serving.origins import Origin, Origins
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 
@@ -33,7 +32,8 @@ MAX_MAGNITUDE = 1e6
 """Bound of scores and advantages. Much larger finite values make the gradient norm infinite, which stops the run."""
 MAX_TEMPERATURE = 100.0
 """Temperatures above it, and positive ones below MIN_TEMPERATURE, are errors: the trainer divides logits by them."""
-MISSING_LOGPROBS = "GRPO requires inference_logprobs for importance sampling!"
+MISSING_LOGPROBS = "missing_logprobs"
+"""Reason for dropping a group without inference_logprobs."""
 
 
 class InvalidSequence(Exception):
@@ -54,7 +54,7 @@ class GroupReader:
     decode: Callable[[Sequence[int]], str]
 
     def read(self, items: Sequence[object], first_index: int, policy_version: int) -> ReadBatch:
-        """Convert the groups of one batch, dropping invalid sequences. Raises RunError for missing inference_logprobs.
+        """Convert the groups of one batch, dropping invalid sequences.
 
         first_index: prompt index of the first group. policy_version: the current one, for sequences of unknown
         origin.
@@ -62,7 +62,7 @@ class GroupReader:
         batch = ReadBatch()
         for item in items:
             if not _is_group(item):
-                batch.dropped["malformed"] += 1
+                batch.drop("malformed", None)
             elif rollouts := self._rollouts(item, policy_version, batch):
                 batch.groups.append(self._group(item, rollouts, first_index + len(batch.groups)))
         return batch
@@ -70,19 +70,17 @@ class GroupReader:
     def _rollouts(self, group: ReceivedGroup, policy_version: int, batch: ReadBatch) -> list[Rollout]:
         num_sequences = len(group["tokens"])
         if _has_images(group.get("images")):
-            batch.dropped["images"] += num_sequences
+            batch.drop("images", group, num_sequences)
             return []
-        if num_sequences and not group.get("inference_logprobs") and not self.recompute_logprobs:
-            raise RunError(
-                f"{MISSING_LOGPROBS} {_sender(group)} sent none: sample through its managed_server with "
-                "server_type vllm, or set missing_logprobs: recompute in the atropos entry"
-            )
+        if not group.get("inference_logprobs") and not self.recompute_logprobs:
+            batch.drop(MISSING_LOGPROBS, group, num_sequences)
+            return []
         rollouts = []
         for index in range(num_sequences):
             try:
                 rollout, origin = self._rollout(group, index, policy_version)
             except InvalidSequence as reason:
-                batch.dropped[reason.args[0]] += 1
+                batch.drop(reason.args[0], group)
             else:
                 batch.num_unknown += origin is None
                 rollouts.append(rollout)
@@ -156,17 +154,30 @@ class ReadBatch:
     groups: list[Group] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     """Dropped sequences by reason."""
+    senders: Counter[str] = field(default_factory=Counter)
+    """The same by environment."""
     num_unknown: int = 0
     """Accepted sequences of unknown origin: sampled elsewhere, or evicted from the cache of origins."""
+
+    def drop(self, reason: str, group: ReceivedGroup | None, count: int = 1) -> None:
+        if count:
+            self.dropped[reason] += count
+            self.senders[_sender(group)] += count
+
+    def update(self, other: ReadBatch) -> None:
+        """Add the counts of another batch."""
+        self.dropped.update(other.dropped)
+        self.senders.update(other.senders)
+        self.num_unknown += other.num_unknown
 
 
 def _is_group(item: object) -> TypeGuard[ReceivedGroup]:
     return isinstance(item, dict) and isinstance(item.get("tokens"), list)
 
 
-def _sender(group: ReceivedGroup) -> str:
-    env = group.get("env_id")
-    return "An environment" if env is None else f"Environment {env}"
+def _sender(group: ReceivedGroup | None) -> str:
+    env = None if group is None else group.get("env_id")
+    return f"environment {env}" if isinstance(env, int) else "a client without env_id"
 
 
 def _has_images(images: object) -> bool:

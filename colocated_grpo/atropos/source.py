@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 from colocated_grpo.atropos.client import AtroposClient, NotRegistered
-from colocated_grpo.atropos.rows import GroupReader, ReadBatch
+from colocated_grpo.atropos.rows import MISSING_LOGPROBS, GroupReader, ReadBatch
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import NothingUsable
 from colocated_grpo.types import Group, JsonObject
 from colocated_grpo.web.client import RequestRejected, Unavailable
 
@@ -20,8 +20,12 @@ POLL_SECONDS = 0.5
 MAX_RETRY_SECONDS = 30.0
 EXPLAIN_SECONDS = 60.0
 """While no batch arrives, the log says at this interval how many groups wait in the server's queue."""
-MAX_UNUSABLE_BATCHES = 8
-"""Consecutive batches without a valid sequence before the run stops: the environment is misconfigured."""
+REPORT_SECONDS = 10.0
+"""Shortest time between two lines about dropped sequences: a client can post thousands of groups a second."""
+MAX_NAMED = 5
+"""Environments that such a line names."""
+NEEDS_LOGPROBS = "GRPO requires inference_logprobs for importance sampling!"
+"""As in Atropos' own trainer."""
 
 
 class AtroposSource:
@@ -33,21 +37,27 @@ class AtroposSource:
         reader: GroupReader,
         *,
         connect_timeout: float,
+        unusable_timeout: float | None,
         note: Callable[[str], None],
         keep: Callable[[list[object]], None],
     ) -> None:
-        """connect_timeout: in seconds. note: logs one line. keep: called with each batch as received."""
+        """connect_timeout, unusable_timeout: in seconds. note: logs one line. keep: called with each batch as
+        received."""
         self._client = client
         self._reader = reader
         self._connect_timeout = connect_timeout
+        self._unusable_timeout = unusable_timeout
         self._note = note
         self._keep = keep
         self._registered = False
         self._num_failures = 0
         """Consecutive failed requests for a batch."""
         self._num_reconnects = 0
-        self._num_unusable = 0
-        """Consecutive batches without a valid sequence."""
+        self._unusable_since: float | None = None
+        """Arrival of the first batch without a valid sequence since the last one with some."""
+        self._unreported = ReadBatch()
+        """Counts of dropped sequences that the log does not name yet."""
+        self._reported = -REPORT_SECONDS
         self._untrained: deque[list[object]] = deque()
         """Batches received and not yet trained, the next one first. The server no longer has them."""
         self._groups_read = 0
@@ -103,17 +113,20 @@ class AtroposSource:
         self._registered = True
 
     def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
-        """Return the groups of the next batch; None once `stop` is set. Raises RunError for unusable batches.
+        """Return the groups of the next batch; None once `stop` is set.
 
-        The same batch is returned again, also by a resumed run, until `settle` is called.
+        Raises NothingUsable where no batch has had a valid sequence for too long. The same batch is returned again,
+        also by a resumed run, until `settle` is called.
         """
         explained = time.monotonic()
         self._last = ReadBatch()
         while not stop.is_set():
             if self._untrained:
                 if groups := self._read(self._untrained[0], policy_version):
+                    self._unusable_since = None
                     return groups
                 self._untrained.popleft()
+                self._check_patience()
             elif not self._fetch(step, stop):
                 if time.monotonic() - explained > EXPLAIN_SECONDS:
                     explained = time.monotonic()
@@ -157,18 +170,33 @@ class AtroposSource:
         return bool(self._untrained)
 
     def _count(self, batch: ReadBatch) -> None:
-        self._last.dropped.update(batch.dropped)
-        self._last.num_unknown += batch.num_unknown
+        self._last.update(batch)
+        self._unreported.update(batch)
         self._num_groups = len(batch.groups)
         self._num_sequences = sum(len(group.rollouts) for group in batch.groups)
-        if batch.dropped:
-            self._note(f"atropos: dropped {batch.dropped.total()} sequences: {_list(batch.dropped)}")
-        self._num_unusable = 0 if batch.groups else self._num_unusable + 1
-        if self._num_unusable == MAX_UNUSABLE_BATCHES:
-            raise RunError(
-                f"environments: the last {MAX_UNUSABLE_BATCHES} batches of {self._client.url} had no sequence that can "
-                f"be trained; reasons in this step: {_list(self._last.dropped)}"
-            )
+        now = time.monotonic()
+        if self._unreported.dropped and now - self._reported >= REPORT_SECONDS:
+            self._note(f"atropos: dropped {_description(self._unreported)}")
+            self._unreported, self._reported = ReadBatch(), now
+
+    def _check_patience(self) -> None:
+        """Raise NothingUsable once unusable batches have arrived for `unusable_timeout`.
+
+        A client that posts invalid groups does not end the run as long as any other posts valid ones.
+        """
+        now = time.monotonic()
+        if self._unusable_since is None:
+            self._unusable_since = now
+        if self._unusable_timeout is None or now - self._unusable_since < self._unusable_timeout:
+            return
+        problem = (
+            f"environments: nothing that {self._client.url} sent for {self._unusable_timeout:g} s can be trained: "
+            f"dropped {_description(self._last)}"
+        )
+        if MISSING_LOGPROBS in self._last.dropped:
+            advice = "sample through managed_server with server_type vllm, or set missing_logprobs: recompute"
+            raise NothingUsable(f"{NEEDS_LOGPROBS} {problem}; {advice} in the atropos entry")
+        raise NothingUsable(f"{problem}; correct the environment, then resume")
 
     def _explain_missing_batch(self) -> None:
         try:
@@ -176,15 +204,32 @@ class AtroposSource:
         except (Unavailable, RequestRejected):
             return
         num_waiting = int(status["queue_size"])
-        advice = (
-            "batches are made of whole groups whose sizes are powers of two that divide the batch of "
-            f"{self._client.batch_size} sequences"
-            if num_waiting
-            else "is an environment running, with this --env.rollout_server_url, with --env.wandb_name and with this "
-            "trainer's server as --openai.base_url?"
-        )
+        if num_waiting >= self._client.batch_size:
+            advice = self._explain_stall()
+        elif num_waiting:
+            advice = (
+                "batches are made of whole groups whose sizes are powers of two that divide the batch of "
+                f"{self._client.batch_size} sequences"
+            )
+        else:
+            advice = (
+                "is an environment running, with this --env.rollout_server_url, with --env.wandb_name and with this "
+                "trainer's server as --openai.base_url?"
+            )
         self._note(
             f"atropos: no batch for {EXPLAIN_SECONDS:g} s; {self._client.url} holds {num_waiting} groups; {advice}"
+        )
+
+    def _explain_stall(self) -> str:
+        """Return why no batch comes from a queue that holds enough sequences for one."""
+        batch_size, suspect = self._client.batch_size, ""
+        with suppress(Unavailable, RequestRejected):
+            size = self._client.latest_size()
+            suspect = f" (the latest has {size})" if size and batch_size % size else ""
+        return (
+            f"these suffice for a batch of {batch_size} sequences, so a group of a size that does not divide "
+            f"{batch_size}{suspect}, or an environment with min_batch_allocation that has ended, blocks this server: "
+            "restart it, or use python -m colocated_grpo.atropos.api, which refuses such groups"
         )
 
     def settle(self) -> None:
@@ -225,5 +270,9 @@ class AtroposSource:
         self._reader.origins.load_state_dict(state.get("origins", []))
 
 
-def _list(reasons: Counter[str]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+def _description(batch: ReadBatch) -> str:
+    """Return how many sequences of which environments were dropped, and why."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in batch.dropped.most_common())
+    senders = [sender for sender, _ in batch.senders.most_common(MAX_NAMED)]
+    others = [f"{len(batch.senders) - MAX_NAMED} others"] if len(batch.senders) > MAX_NAMED else []
+    return f"{batch.dropped.total()} sequences of {', '.join([*senders, *others])}: {reasons}"

@@ -125,7 +125,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     collector = build_collector(config, driver, inbox, data, model, world, stop)
     sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
-    supply = join_supplies(config, sampled, served, world)
+    supply = join_supplies(config, sampled, served)
     if state:
         supply.load_state_dict(state["source"])
     freshness = build_freshness(config, policy, engines)
@@ -167,12 +167,12 @@ def build_engines(
     return build_remote(config, servers, policy, model, folder, world, stop)
 
 
-def join_supplies(config: Config, sampled: PromptSupply | None, served: Supply | None, world: World) -> Supply:
+def join_supplies(config: Config, sampled: PromptSupply | None, served: Supply | None) -> Supply:
     """One supply of the run's own prompts and of groups that other processes bring. At least one is given."""
     if sampled is not None and served is not None:
         return MixedSupply(sampled, served)
     if sampled is not None and config.rollout.max_staleness:
-        return AheadSupply(sampled, config.training_steps, world)
+        return AheadSupply(sampled, config.training_steps)
     only = sampled or served
     assert only is not None  # the config has at least one environment
     return only

@@ -15,7 +15,6 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import first_difference, read_config_json, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.variables import KEY_VARIABLE, URLS_VARIABLE
-from colocated_grpo.errors import RunError
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.policy.masters import adopt
@@ -130,11 +129,7 @@ def _shared(
     config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
 ) -> tuple[WeightSync, Restore]:
     file = Path(config.engine.bridge_config or export_folder() / CONFIG_NAME)
-    facts, views = attach(file)
-    if facts.get("instance") != servers[0].info()["instance"]:
-        raise RunError(
-            f"engine.bridge_config={file}: written by another start of a server than the one at {servers[0].url}"
-        )
+    views = attach(file, servers[0].wait_until_ready()["instance"])
     sync = share_exported(views, policy.model.lm.base_model_prefix, partial(adopt, policy.model))
     return sync, lambda server: False
 

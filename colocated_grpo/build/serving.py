@@ -31,6 +31,7 @@ from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.rank_links import link_ranks
 from colocated_grpo.serving.sampler import Sampler
+from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.server import ServerThread
 
 REMEMBERED_COMPLETIONS = 1 << 17
@@ -77,12 +78,18 @@ class Serving:
         keep: Keep,
     ) -> None:
         origins = Origins(REMEMBERED_COMPLETIONS)
-        client = AtroposClient(atropos.url, trainer_of(config, folder), may_reset=atropos.reset)
+        client = AtroposClient(
+            atropos.url,
+            trainer_of(config, folder),
+            may_reset=atropos.reset,
+            api_key=_key(atropos.api_key_variable),
+        )
         # Tokenizers are not thread-safe: one copy for batches, one for requests.
         self.source = AtroposSource(
             client,
             make_reader(atropos, self._limits, origins, copy.deepcopy(tokenizer)),
             connect_timeout=atropos.connect_timeout,
+            unusable_timeout=atropos.unusable_timeout,
             note=self._note,
             keep=keep,
         )
@@ -124,6 +131,10 @@ class Serving:
         return AtroposSupply(rank, self._world, stop_requested, probe)
 
 
+def _key(variable: str | None) -> str | None:
+    return os.environ[variable] if variable else None
+
+
 def make_reader(
     atropos: AtroposSourceConfig, limits: Limits, origins: Origins, tokenizer: PreTrainedTokenizerBase
 ) -> GroupReader:
@@ -144,7 +155,8 @@ def listen(sampler: Sampler, config: Config, settings: ServerConfig, limits: Lim
         sampler,
         config.model.name,
         limits.max_tokens,
-        api_key=os.environ[settings.api_key_variable] if settings.api_key_variable else None,
+        hosts=Hosts(settings.host, settings.allowed_hosts),
+        api_key=_key(settings.api_key_variable),
         max_body_bytes=settings.max_body_bytes,
         max_requests=settings.max_requests,
     )

@@ -249,6 +249,7 @@ def _check_key(setting: str, variable: str | None) -> Iterator[str]:
 def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
     key = f"environments.{index}"
     if isinstance(source, AtroposSourceConfig):
+        yield from _check_key(f"{key}.api_key_variable", source.api_key_variable)
         yield from _check_key(f"{key}.server.api_key_variable", source.server.api_key_variable)
         return
     if not isinstance(source, DatasetSourceConfig):

@@ -131,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from colocated_grpo.config.addresses import exposures
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.config.inputs import check_inputs
     from colocated_grpo.config.loading import read_config
@@ -147,6 +148,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _print_on_rank_0(*_error_lines(error), to=sys.stderr)
         return USAGE_ERROR
     _print_on_rank_0(*(f"note: {note}" for note in loaded.notes + notes), to=sys.stdout)
+    _print_on_rank_0(*(f"warning: {line}" for line in exposures(config)), to=sys.stdout)
 
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -76,16 +76,6 @@ def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str])
     )
 
 
-def create_logs(plan: ServerPlan) -> None:
-    """Raises LaunchError for a folder that cannot be written."""
-    for log in plan.logs:
-        try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.touch()
-        except OSError as error:
-            raise LaunchError(f"server log {str(log)!r}: cannot write ({error.strerror}); set --log-dir") from None
-
-
 def _divide_gpus(launch: Launch, config: Config, environment: Mapping[str, str]) -> tuple[list[str | None], str | None]:
     """Return the visible devices of each server and of the ranks."""
     size = config.engine.tensor_parallel_size

@@ -26,7 +26,7 @@ from colocated_grpo.launch.cli import (
     library_environment,
     prepare_streams,
 )
-from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan, create_logs, plan_servers
+from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan, plan_servers
 from colocated_grpo.launch.processes import run_command
 from colocated_grpo.launch.scratch import scratch_folder
 
@@ -76,31 +76,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = torchrun_command(launch)
     text = "\n".join([banner(launch, command, servers), *remarks])
     if options.dry_run:
+        from colocated_grpo.config.addresses import exposures
+
+        problems += exposures(config)
         print(text, *(f"note: {note}" for note in notes), *(f"warning: {line}" for line in problems), sep="\n")
         print("Dry run mode - command not executed")
         return 0
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
+    flag = "--redirect-output" if launch.log_dir is None else "--log-dir"
+    folders = [launch.log_dir, *(log.parent for log in (servers.logs if servers is not None else []))]
     try:
+        for folder in filter(None, folders):
+            folder.mkdir(parents=True, exist_ok=True)
         _show(text, redirect, sys.stdout)
     except OSError as error:
-        print(f"error: --redirect-output={str(redirect)!r}: cannot write ({error.strerror})", file=sys.stderr)
+        print(f"error: {flag}={error.filename!r}: cannot write ({error.strerror})", file=sys.stderr)
         return USAGE_ERROR
     if servers is None:
         return _run(command, environment, redirect)
-    return _run_with_servers(servers, command, environment, redirect)
-
-
-def _run_with_servers(
-    servers: ServerPlan, command: Sequence[str], environment: Mapping[str, str], redirect: Path | None
-) -> int:
-    try:
-        create_logs(servers)
-    except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_ERROR
     with EngineServers(servers, environment) as running:
-        code = _run(command, {**environment, **running.rank_environment()}, redirect)
+        code = _run(command, environment | running.rank_environment(), redirect)
     if running.failure is None:
         return code
     with suppress(OSError):

@@ -10,7 +10,6 @@ from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.rollout.collect import Gather, Stopped
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.supply import Order, PromptSupply
-from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Group
 
 
@@ -21,17 +20,16 @@ class AheadSupply:
     The first step of a run, also of a resumed one, is sampled with its own weights.
     """
 
-    def __init__(self, supply: PromptSupply, num_steps: int, world: World) -> None:
+    def __init__(self, supply: PromptSupply, num_steps: int) -> None:
         """num_steps: of the whole run; nothing is sampled for a step after the last."""
         self._supply = supply
-        self._world = world
         self._num_steps = num_steps
         self._step = 0
         self._stopped = False
         self._ahead: tuple[Job, Future[Gather]] | None = None
 
     def order(self, step: int) -> Order:
-        """Wait until the step's completions have been sampled. Their groups are gathered by `Order.collect`."""
+        """Wait until all ranks have sampled the step's completions, and gather their groups."""
         self._step = step
         if self._stopped:
             raise Stopped
@@ -39,10 +37,10 @@ class AheadSupply:
             return self._supply.order(step)
         job, sampled = self._ahead
         self._ahead = None
-        collect = sampled.result()
-        # Servers that receive weights serve no requests, so the sync must not begin while another rank samples.
-        self._world.barrier()
-        return Order(probe=job.prompts[0].token_ids, collect=collect)
+        gather = sampled.result()
+        # Before the sync: a server that receives weights serves no requests, so no rank may still be sampling.
+        groups = gather()
+        return Order(probe=job.prompts[0].token_ids, collect=lambda: groups)
 
     def settle(self, groups: list[Group]) -> BatchResult:
         settled = self._supply.settle(groups)

@@ -16,15 +16,36 @@ END = "end"
 class EveryRank:
     """Runs named commands on all ranks of a group: rank 0 calls, the others `follow`."""
 
-    def __init__(self, commands: Mapping[str, Callable[..., Any]], group: dist.ProcessGroup | None) -> None:
-        """group: None for a single rank."""
+    def __init__(
+        self,
+        commands: Mapping[str, Callable[..., Any]],
+        group: dist.ProcessGroup | None,
+        may_fail_on_one: Collection[str] = (),
+    ) -> None:
+        """group: None for a single rank. may_fail_on_one: commands whose ValueError on any rank is rank 0's too."""
         self._commands = commands
+        self._may_fail_on_one = may_fail_on_one
         self._group = group
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Broadcast the call, then return this rank's result. Arguments must be picklable. Rank 0 only."""
         self._send(name, arguments)
-        return self._commands[name](*arguments)
+        return self._run(name, arguments)
+
+    def _run(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if self._group is None or name not in self._may_fail_on_one:
+            return self._commands[name](*arguments)
+        result, problem = None, None
+        try:
+            result = self._commands[name](*arguments)
+        except ValueError as error:
+            problem = str(error)
+        problems: list[str | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(problems, problem, group=self._group)
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise ValueError(f"rank {rank} of the engine: {text}")
+        return result
 
     def follow(self) -> None:
         """Run rank 0's calls until `end`. A ValueError is rank 0's to report. Other ranks only."""
@@ -35,7 +56,7 @@ class EveryRank:
             if name == END:
                 return
             with suppress(ValueError):
-                self._commands[name](*arguments)
+                self._run(name, arguments)
 
     def end(self) -> None:
         """Let the other ranks return from `follow`. Rank 0 only."""

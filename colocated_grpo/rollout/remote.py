@@ -24,10 +24,12 @@ from colocated_grpo.web.client import RequestRejected, Unavailable
 
 STEP_SECONDS = 0.005
 """Longest wait of a step, like a decode step's."""
-TOKENS_PER_POST = 1 << 21
-"""Prompt tokens of one post: a quarter of the server's limit on bodies, and nearly always all new requests. The engine
+TOKENS_PER_POST = 1 << 19
+"""Prompt tokens of one post: far below the server's limit on bodies, and nearly always all new requests. The engine
 admits the requests of one post in the same step, so the batches of a deterministic run do not depend on timing."""
 REQUESTS_PER_POST = 4096
+STOP_SECONDS = 30.0
+"""Time for the run to stop after the engine is lost."""
 CONFLICT = 409
 """Status of a server that has other weights than the requests need."""
 
@@ -83,7 +85,7 @@ class RemoteEngine:
         self._messages: Messages | None = None
         """The open stream; None before the first request and after a lost connection."""
         self._unavailable_since: float | None = None
-        self._lost = False
+        self._lost: tuple[str, float] | None = None
         self._policy_version = 0
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -97,7 +99,9 @@ class RemoteEngine:
     def step(self) -> Finished:
         """Return completions that have arrived. Waits up to STEP_SECONDS for the first."""
         self._deltas.clear()
-        if self._lost or (self._messages is None and not self._connect()):
+        if self._lost is not None:
+            return self._wait_for_stop(self._lost)
+        if self._messages is None and not self._connect():
             time.sleep(STEP_SECONDS)
             return []
         if self._unsent and not self._send():
@@ -137,8 +141,18 @@ class RemoteEngine:
             self._give_up(f"no requests accepted for engine.server_timeout={self._server.timeout:g} s ({reason})")
 
     def _give_up(self, reason: str) -> None:
-        self._lost = True
-        self._on_lost(f"engine.urls={self._server.url}: {reason}")
+        line = f"engine.urls={self._server.url}: {reason}"
+        self._lost = line, time.monotonic()
+        self._on_lost(line)
+
+    @staticmethod
+    def _wait_for_stop(lost: tuple[str, float]) -> Finished:
+        """Return nothing, so that the caller sees the stop request. Raises RunError if it does not look for one."""
+        line, since = lost
+        if time.monotonic() - since > STOP_SECONDS:
+            raise RunError(line)
+        time.sleep(STEP_SECONDS)
+        return []
 
     def _send(self) -> bool:
         """Post the unsent requests. Returns False if the connection is lost."""

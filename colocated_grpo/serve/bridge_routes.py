@@ -7,14 +7,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from colocated_grpo.serve.restarts import Restart
 from colocated_grpo.serving.control_routes import result_or_400
 from colocated_grpo.serving.engine_control import EngineControl
 from colocated_grpo.serving.limits import InvalidRequest
+from colocated_grpo.serving.request_bodies import StrictBody
+from colocated_grpo.web.json_bodies import read_json
 from colocated_grpo.weights.receiver import Offer
 
 Port = Annotated[int, Field(gt=0, lt=1 << 16)]
@@ -22,10 +24,10 @@ Count = Annotated[int, Field(gt=0, le=1 << 16)]
 Shape = Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1, max_length=8)]
 
 
-class OfferBody(BaseModel):
+class OfferBody(StrictBody):
     """The body of /bridge/init; see `Offer`."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
     address: str
     port: Port
     first_rank: Count
@@ -36,10 +38,9 @@ class OfferBody(BaseModel):
     shapes: dict[str, Shape] = Field(min_length=1)
 
 
-class RestartBody(BaseModel):
+class RestartBody(StrictBody):
     """The body of /bridge/restart."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str
     """Folder of this server's machine with the model to load."""
 
@@ -55,7 +56,8 @@ def add_bridge_routes(
     """join, update: `WeightReceiver`'s, called on the driving thread. note: logs one line."""
 
     @app.post("/bridge/init")
-    async def init(body: OfferBody) -> JSONResponse:
+    async def init(request: Request) -> JSONResponse:
+        body = await read_json(request, OfferBody.from_json)
         # Not awaited: the trainer enters its group when all servers have accepted.
         joined = control.submit_idle(lambda: join(Offer(**body.model_dump())))
         joined.add_done_callback(lambda done: _note_failure(done, note))
@@ -63,10 +65,11 @@ def add_bridge_routes(
 
     @app.post("/bridge/update")
     async def received() -> JSONResponse:
-        return JSONResponse(await result_or_400(control.change_weights(update)))
+        return JSONResponse(await result_or_400(control.receive_weights(update)))
 
     @app.post("/bridge/restart")
-    async def restarted(body: RestartBody) -> JSONResponse:
+    async def restarted(request: Request) -> JSONResponse:
+        body = await read_json(request, RestartBody.from_json)
         if not (Path(body.model) / "config.json").is_file():
             raise InvalidRequest(f"model={body.model[:200]!r}: no config.json in this folder of the server's machine")
         return JSONResponse(await result_or_400(control.submit_idle(lambda: restart.request(body.model))))

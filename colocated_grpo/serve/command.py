@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from colocated_grpo.config.addresses import is_loopback
 from colocated_grpo.launch.cli import USAGE_ERROR, prepare_streams
 from colocated_grpo.launch.launcher import python_path
 from colocated_grpo.launch.processes import StopAction, run_command
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem is not None:
         print(f"error: {problem}", file=sys.stderr)
         return USAGE_ERROR
+    if options.api_key_variable is None and not is_loopback(options.host):
+        warning = f"--host={options.host}: every machine that reaches port {options.port} can control the engine"
+        print(f"warning: {warning}; set --api-key-variable", file=sys.stderr)
     with scratch_folder() as folder:
         return _run([sys.executable, "-m", "colocated_grpo.serve.rank", *arguments], folder / "state.json")
 

@@ -45,6 +45,7 @@ class ServeOptions:
     enable_lora: bool
     max_lora_rank: int
     api_key_variable: str | None
+    allow_host: list[str]
     log_level: str
 
 
@@ -125,6 +126,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--api-key-variable", metavar="NAME", help="environment variable with the key that requests must send"
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name of this machine that clients use; repeat for several (not needed with a key)",
     )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="INFO", help=f"or {LOG_LEVEL_VARIABLE}")
     return parser

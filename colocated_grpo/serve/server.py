@@ -29,23 +29,25 @@ from colocated_grpo.serving.adapter_routes import add_adapter_routes
 from colocated_grpo.serving.app import create_app
 from colocated_grpo.serving.control_routes import add_control_routes
 from colocated_grpo.serving.engine_control import EngineControl
-from colocated_grpo.serving.engine_routes import Sessions, add_engine_routes
+from colocated_grpo.serving.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.serving.limits import Limits
 from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.sampler import Sampler
 from colocated_grpo.types import JsonObject
+from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.server import ServerThread
 from colocated_grpo.weights.exported import export, export_folder, move_to_shared_memory
 from colocated_grpo.weights.receiver import WeightReceiver
 from colocated_grpo.weights.verified_plan import checkpoint_shapes, verified_plan
 
-MAX_BODY_BYTES = 32 << 20
+MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
 REMEMBERED_COMPLETIONS = 1
 """Only a trainer reads recorded completions, so this is the minimum."""
 BASE_PREFIX = "model"
 """Of the base model in checkpoint names."""
+WEIGHT_COMMANDS = frozenset({"load_adapter", "unload_adapter", "join", "update"})
 IDLE_LIMIT = timedelta(days=3650)
 """The other ranks of an engine wait for rank 0's next call without limit."""
 
@@ -71,7 +73,7 @@ def serve(config: Config, options: ServeOptions) -> int:
         "join": receiver.join,
         "update": receiver.update,
     }
-    ranks = EveryRank(commands, _idle_group(world))
+    ranks = EveryRank(commands, _idle_group(world), WEIGHT_COMMANDS)
     if world.is_main:
         return _lead(config, options, model, engine, ranks, StopRequest(world.store), facts)
     ranks.follow()
@@ -204,10 +206,12 @@ def listen(
         sampler,
         options.model,
         limits.max_tokens,
+        hosts=Hosts(options.host, options.allow_host),
         api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
         max_body_bytes=MAX_BODY_BYTES,
         max_requests=MAX_REQUESTS,
         add_routes=add_routes,
+        large_paths=LARGE_PATHS,
     )
     try:
         return ServerThread(app, options.host, [options.port])

@@ -6,15 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
 
 from colocated_grpo.config.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from colocated_grpo.serving.control_routes import result_or_400
 from colocated_grpo.serving.engine_control import EngineControl
 from colocated_grpo.serving.limits import InvalidRequest
+from colocated_grpo.serving.request_bodies import StrictBody
 from colocated_grpo.types import JsonObject
+from colocated_grpo.web.json_bodies import read_json
 
 
 class Adapters(Protocol):
@@ -31,29 +32,26 @@ class Adapters(Protocol):
     def status(self) -> JsonObject: ...
 
 
-class LoadBody(BaseModel):
+class LoadBody(StrictBody):
     """The body of /lora/load."""
 
-    model_config = ConfigDict(extra="forbid")
     adapter_path: str
     adapter_name: str | None = None
     """Default: the folder's name."""
 
 
-class NamedLoadBody(BaseModel):
+class NamedLoadBody(StrictBody):
     """The body of /v1/load_lora_adapter, as in vLLM."""
 
-    model_config = ConfigDict(extra="forbid")
     lora_name: str
     lora_path: str
     load_inplace: bool = False
     """Accepted and not needed: an adapter always replaces the one before it."""
 
 
-class NamedUnloadBody(BaseModel):
+class NamedUnloadBody(StrictBody):
     """The body of /v1/unload_lora_adapter, as in vLLM."""
 
-    model_config = ConfigDict(extra="forbid")
     lora_name: str
     lora_int_id: int | None = None
 
@@ -66,11 +64,13 @@ def add_adapter_routes(app: FastAPI, control: EngineControl, adapters: Adapters)
         return JSONResponse(await result_or_400(control.change_weights(partial(adapters.load, name, path))))
 
     @app.post("/lora/load")
-    async def load_adapter(body: LoadBody) -> JSONResponse:
+    async def load_adapter(request: Request) -> JSONResponse:
+        body = await read_json(request, LoadBody.from_json)
         return await load(body.adapter_name or Path(body.adapter_path).resolve().name, body.adapter_path)
 
     @app.post("/v1/load_lora_adapter")
-    async def load_named(body: NamedLoadBody) -> JSONResponse:
+    async def load_named(request: Request) -> JSONResponse:
+        body = await read_json(request, NamedLoadBody.from_json)
         return await load(body.lora_name, body.lora_path)
 
     @app.post("/lora/unload")
@@ -78,7 +78,8 @@ def add_adapter_routes(app: FastAPI, control: EngineControl, adapters: Adapters)
         return JSONResponse(await result_or_400(control.change_weights(adapters.unload)))
 
     @app.post("/v1/unload_lora_adapter")
-    async def unload_named(body: NamedUnloadBody) -> JSONResponse:
+    async def unload_named(request: Request) -> JSONResponse:
+        body = await read_json(request, NamedUnloadBody.from_json)
         return JSONResponse(await result_or_400(control.change_weights(partial(adapters.unload, body.lora_name))))
 
     @app.get("/lora/status")

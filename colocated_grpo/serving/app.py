@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -21,6 +21,7 @@ from colocated_grpo.serving.request_bodies import (
     TextPrompt,
     TokenPrompt,
     TokensBody,
+    first_problem,
 )
 from colocated_grpo.serving.response_bodies import (
     chat_response,
@@ -42,12 +43,20 @@ from colocated_grpo.serving.streaming import (
 )
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit
+from colocated_grpo.web.browsers import Hosts, OwnRequests
 from colocated_grpo.web.guards import ConcurrencyLimit, RequireApiKey, error_response
+from colocated_grpo.web.json_bodies import InvalidBody, read_json
+from colocated_grpo.web.shape import Shape
 
 T = TypeVar("T")
 
 EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 PUBLIC_PATHS = frozenset({"/health"})
+GENERATE, TOKENS = "/generate", "/inference/v1/generate"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SAMPLING_PATHS = frozenset({GENERATE, TOKENS, COMPLETIONS, CHAT})
+MAX_VALUES, MAX_CONTAINERS, MAX_STRINGS, MAX_DEPTH = 1 << 20, 1 << 16, 1 << 16, 64
+"""Of one request body: tokens of 256 prompts of 4,096, texts and keys, levels of tool descriptions."""
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -60,14 +69,17 @@ def create_app(
     model: str,
     max_tokens: int,
     *,
+    hosts: Hosts,
     api_key: str | None,
     max_body_bytes: int,
     max_requests: int,
     add_routes: Callable[[FastAPI], None] = lambda app: None,
+    large_paths: Collection[str] = (),
 ) -> ASGIApp:
     """Return the application behind its guards. model, max_tokens: name and context length, as clients see them.
 
-    add_routes: adds further routes.
+    hosts: not checked if there is an API key. add_routes: adds further routes, of which those in large_paths accept
+    bodies of up to max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     _add_exception_handlers(app)
@@ -75,18 +87,22 @@ def create_app(
     _add_token_routes(app, sampler, model)
     _add_openai_routes(app, sampler, model)
     add_routes(app)
-    bounded = ConcurrencyLimit(BodyLimit(app, max_body_bytes, error_response), max_requests, PUBLIC_PATHS)
-    return bounded if api_key is None else RequireApiKey(bounded, api_key, PUBLIC_PATHS)
+    shape = Shape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
+    limited = BodyLimit(app, max_body_bytes, error_response, shape, SAMPLING_PATHS.union(large_paths))
+    bounded = ConcurrencyLimit(limited, max_requests, PUBLIC_PATHS)
+    if api_key is None:
+        return OwnRequests(bounded, hosts, error_response)
+    return OwnRequests(RequireApiKey(bounded, api_key, PUBLIC_PATHS), None, error_response)
 
 
 def _add_exception_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def malformed(_request: Request, error: RequestValidationError) -> JSONResponse:
-        # For a union pydantic reports every variant. The one that fails deepest is probably the one that was meant.
-        problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
-        where = ".".join(str(part) for part in problem["loc"] if part != "body")
-        line = f"{where}: {problem['msg']}" if where else problem["msg"]
-        return error_response(400, " ".join(line.split()))  # a key of the body may contain newlines
+        return error_response(400, first_problem(error.errors()))
+
+    @app.exception_handler(InvalidBody)
+    async def invalid_body(_request: Request, error: InvalidBody) -> JSONResponse:
+        return error_response(400, str(error))
 
     @app.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
@@ -118,9 +134,10 @@ def _add_status_routes(app: FastAPI, model: str, max_tokens: int) -> None:
 
 
 def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
-    @app.post("/generate")
-    async def generate(body: GenerateBody, request: Request) -> Response:
-        prompt_ids = _token_ids(sampler, body)
+    @app.post(GENERATE)
+    async def generate(request: Request) -> Response:
+        body = await read_json(request, GenerateBody.from_json)
+        prompt_ids = await _token_ids(sampler, body)
         if body.stream:
             deltas = sampler.stream([prompt_ids], body)
             started = await _start(request, deltas)
@@ -128,8 +145,9 @@ def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
             return StreamingBody(as_json_lines(chunks), deltas, JSON_LINES)
         return await cancel_on_disconnect(request, _generate(sampler, prompt_ids, body))
 
-    @app.post("/inference/v1/generate")
-    async def generate_tokens(body: TokensBody, request: Request) -> Response:
+    @app.post(TOKENS)
+    async def generate_tokens(request: Request) -> Response:
+        body = await read_json(request, TokensBody.from_json)
         parameters, name = body.sampling_params, body.model or model
         if body.stream:
             deltas = sampler.stream([body.token_ids], parameters)
@@ -140,12 +158,12 @@ def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         return JSONResponse(tokens_response(body.request_id, name, completions, parameters))
 
 
-def _token_ids(sampler: Sampler, body: GenerateBody) -> list[int]:
+async def _token_ids(sampler: Sampler, body: GenerateBody) -> list[int]:
     match body.prompt:
         case TokenPrompt(prompt_token_ids=token_ids) | list(token_ids):
             return token_ids
         case TextPrompt(prompt=text) | str(text):
-            return sampler.codec.encode(text)
+            return (await sampler.codec.encode_all([text]))[0]
 
 
 async def _generate(sampler: Sampler, prompt_ids: list[int], body: GenerateBody) -> Response:
@@ -159,9 +177,10 @@ async def _generate(sampler: Sampler, prompt_ids: list[int], body: GenerateBody)
 def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
     detokenize = sampler.codec.detokenize
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        prompts = [sampler.codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+    @app.post(COMPLETIONS)
+    async def completions(request: Request) -> Response:
+        body = await read_json(request, CompletionBody.from_json)
+        prompts = await sampler.codec.encode_all(body.prompts)
         name, logprobs, prompt_tokens = body.model or model, body.logprobs is not None, sum(map(len, prompts))
         if body.stream:
             deltas = sampler.stream(prompts, body.sampling_parameters, body.num_top_logprobs)
@@ -174,9 +193,10 @@ def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         sampled = await cancel_on_disconnect(request, work)
         return JSONResponse(completion_response(name, sampled, detokenize, prompt_tokens, logprobs=logprobs))
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        prompt = _encode_chat(sampler, body)
+    @app.post(CHAT)
+    async def chat_completions(request: Request) -> Response:
+        body = await read_json(request, ChatBody.from_json)
+        prompt = await _encode_chat(sampler, body)
         name, logprobs = body.model or model, bool(body.logprobs)
         if body.stream:
             deltas = sampler.stream([prompt], body.sampling_parameters, body.num_top_logprobs)
@@ -190,7 +210,7 @@ def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         return JSONResponse(chat_response(name, sampled, detokenize, len(prompt), logprobs=logprobs))
 
 
-def _encode_chat(sampler: Sampler, body: ChatBody) -> list[int]:
+async def _encode_chat(sampler: Sampler, body: ChatBody) -> list[int]:
     settings: JsonObject = {
         **(body.chat_template_kwargs or {}),
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
@@ -198,7 +218,7 @@ def _encode_chat(sampler: Sampler, body: ChatBody) -> list[int]:
         "tools": body.tools,
     }
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    return sampler.codec.encode_chat(messages, settings)
+    return await sampler.codec.encode_chat(messages, settings)
 
 
 async def _start(request: Request, deltas: AsyncGenerator[CompletionDelta]) -> AsyncIterator[CompletionDelta]:

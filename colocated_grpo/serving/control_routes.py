@@ -38,6 +38,7 @@ def _add_queries(app: FastAPI, control: EngineControl, facts: JsonObject, parame
     async def info() -> JSONResponse:
         state = {
             "policy_version": control.policy_version,
+            "has_whole_weights": control.has_whole_weights,
             "is_paused": control.is_paused,
             "is_sleeping": control.is_sleeping,
         }

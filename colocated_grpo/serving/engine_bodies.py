@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from colocated_grpo.rollout.engine import Request, Sampling
-from colocated_grpo.serving.request_bodies import TokenIds
+from colocated_grpo.serving.request_bodies import StrictBody, TokenIds
 
 MAX_REQUESTS_PER_POST = 4096
 SEED_LIMIT = 1 << 63
@@ -17,10 +17,10 @@ ClientName = Annotated[str, Field(min_length=16, max_length=64)]
 Number = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
 
 
-class RequestBody(BaseModel):
+class RequestBody(StrictBody):
     """A request as `rollout.wire.request_message` writes it, under the number that its client gives it."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
     id: Number
     token_ids: TokenIds
     seed: int = Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)
@@ -39,27 +39,23 @@ class RequestBody(BaseModel):
         )
 
 
-class RequestsBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class RequestsBody(StrictBody):
     client: ClientName
     policy_version: int
     """Version of the weights that must sample the requests."""
-    requests: list[RequestBody] = Field(max_length=MAX_REQUESTS_PER_POST)
+    requests: list[RequestBody] = Field(max_length=MAX_REQUESTS_PER_POST, fail_fast=True)
 
 
-class AbortBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class AbortBody(StrictBody):
     client: ClientName
-    ids: list[Number]
+    ids: list[Number] = Field(fail_fast=True)
 
 
-class VersionBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class VersionBody(StrictBody):
     policy_version: int
 
 
-class ScoreBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ScoreBody(StrictBody):
     token_ids: Annotated[TokenIds, Field(min_length=2)]
 
 

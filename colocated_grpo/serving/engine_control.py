@@ -27,6 +27,8 @@ class EngineControl:
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.is_paused = False
         self.is_sleeping = False
+        self.has_whole_weights = True
+        """False after a change of the weights that has failed."""
         self.policy_version: int | None = None
         """Version of the weights, as a trainer has set it; None before."""
 
@@ -35,7 +37,7 @@ class EngineControl:
         try:
             while not stop_requested():
                 self._run_commands()
-                if self.is_paused or self.is_sleeping:
+                if self.is_paused or self.is_sleeping or not self.has_whole_weights:
                     self._inbox.wait(IDLE_SECONDS)
                 else:
                     self._driver.step()
@@ -63,7 +65,7 @@ class EngineControl:
 
         A repetition has no effect: each rank of a trainer calls it after a sync.
         """
-        return self.submit_idle(lambda: self._set_version(policy_version))
+        return self.submit(lambda: self._set_version(policy_version))
 
     def change_weights(self, change: Callable[[], T]) -> Future[T]:
         """Finish running requests, then run `change`. Until `set_version`, requests of trainers are rejected."""
@@ -73,6 +75,19 @@ class EngineControl:
             return change()
 
         return self.submit_idle(changed)
+
+    def receive_weights(self, receive: Callable[[], None]) -> Future[None]:
+        """Run `receive` as `change_weights` does. If it fails, all requests wait for a call that succeeds.
+
+        Some of the weights may then be new and others old.
+        """
+
+        def received() -> None:
+            self.has_whole_weights = False
+            receive()
+            self.has_whole_weights = True
+
+        return self.change_weights(received)
 
     def submit_idle(self, command: Callable[[], Any]) -> Future[Any]:
         """Finish running requests, then run `command` on the driving thread. Returns the future of its result."""
@@ -120,6 +135,7 @@ class EngineControl:
 
     def _set_version(self, policy_version: int) -> None:
         if policy_version != self.policy_version:
+            self._finish_requests()
             self._engine.weights_changed(policy_version)
             self.policy_version = policy_version
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
@@ -31,9 +31,12 @@ from colocated_grpo.serving.engine_bodies import (
 from colocated_grpo.serving.engine_control import EngineControl
 from colocated_grpo.serving.limits import Limits
 from colocated_grpo.types import Completion, JsonObject
+from colocated_grpo.web.json_bodies import read_json
 
 HEARTBEAT_SECONDS = 5.0
 CONFLICT = 409
+LARGE_PATHS = frozenset({"/engine/requests", "/engine/score", "/engine/top_logprobs"})
+"""Routes whose bodies hold tokens."""
 
 
 class Session:
@@ -154,16 +157,19 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessio
     _add_request_routes(app, control, sessions, limits)
 
     @app.post("/engine/version")
-    async def version(body: VersionBody) -> JSONResponse:
+    async def version(request: Request) -> JSONResponse:
+        body = await read_json(request, VersionBody.from_json)
         return JSONResponse(await result_or_400(control.set_version(body.policy_version)))
 
     @app.post("/engine/score")
-    async def score(body: ScoreBody) -> JSONResponse:
+    async def score(request: Request) -> JSONResponse:
+        body = await read_json(request, ScoreBody.from_json)
         limits.check_prompt(body.token_ids)
         return JSONResponse(await result_or_400(inbox.call(lambda engine: engine.score(body.token_ids))))
 
     @app.post("/engine/top_logprobs")
-    async def top_logprobs(body: TopLogprobsBody) -> JSONResponse:
+    async def top_logprobs(request: Request) -> JSONResponse:
+        body = await read_json(request, TopLogprobsBody.from_json)
         limits.check_prompt(body.token_ids)
         call = inbox.call(lambda engine: engine.top_logprobs(body.token_ids, body.k))
         return JSONResponse(await result_or_400(call))
@@ -175,7 +181,8 @@ def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions
         return SessionStream(sessions.open(client), sessions)
 
     @app.post("/engine/requests")
-    async def requests(body: RequestsBody) -> JSONResponse:
+    async def requests(request: Request) -> JSONResponse:
+        body = await read_json(request, RequestsBody.from_json)
         session = sessions.get(body.client)
         if session is None:
             raise HTTPException(CONFLICT, "no stream of this client is open; GET /engine/stream first")
@@ -183,13 +190,14 @@ def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions
             raise HTTPException(
                 CONFLICT, f"the weights have version {control.policy_version}, not {body.policy_version}"
             )
-        for request in body.requests:
-            limits.check_prompt(request.token_ids)
+        for one in body.requests:
+            limits.check_prompt(one.token_ids)
         session.submit(body.requests)
         return JSONResponse(None)
 
     @app.post("/engine/abort")
-    async def abort(body: AbortBody) -> JSONResponse:
+    async def abort(request: Request) -> JSONResponse:
+        body = await read_json(request, AbortBody.from_json)
         if (session := sessions.get(body.client)) is not None:
             session.abort(body.ids)
         return JSONResponse(None)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from colocated_grpo.serving.limits import InvalidRequest, Limits
 from colocated_grpo.types import JsonObject
+from colocated_grpo.web.bodies import off_the_loop
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset({"conversation", "chat_template", "tokenize", "return_dict", "return_tensors"})
+
+
+SHORT_CHARACTERS, SHORT_MESSAGES = 1 << 14, 64
+"""Texts and conversations up to this length are encoded on the event loop, in a few milliseconds."""
 
 
 class Tokenizer(Protocol):
@@ -30,22 +38,33 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._limits = limits
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        self._limits.check_text(text)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    @cached_property
+    def _second(self) -> Tokenizer:
+        """A copy for the thread that encodes long texts: tokenizers are not thread-safe."""
+        return copy.deepcopy(self._tokenizer)
 
-    def encode_chat(self, messages: list[JsonObject], settings: JsonObject) -> list[int]:
+    async def encode_all(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Return the tokens of each prompt that is a text, and the others as they are."""
+        return [await self._encode(one, add_special_tokens=True) if isinstance(one, str) else one for one in prompts]
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self._limits.check_text(text)
+        if len(text) <= SHORT_CHARACTERS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await off_the_loop(lambda: self._second.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_chat(self, messages: list[JsonObject], settings: JsonObject) -> list[int]:
         """Return the tokens of the rendered chat template. settings: arguments of `apply_chat_template`."""
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions or set model.chat_template")
         if reserved := RESERVED_TEMPLATE_ARGUMENTS & settings.keys():
             raise InvalidRequest(f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be set")
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **settings)
-        except Exception as error:  # a template is a program and runs on unchecked messages: it may raise anything
-            raise InvalidRequest(f"the chat template rejects these messages: {error}") from None
-        assert isinstance(text, str), "tokenize=False renders text"
-        return self.encode(text, add_special_tokens=False)
+        length = sum(len(message.get("content") or "") for message in messages)
+        if length <= SHORT_CHARACTERS and len(messages) <= SHORT_MESSAGES:
+            text = _render(self._tokenizer, messages, settings)
+        else:
+            text = await off_the_loop(lambda: _render(self._second, messages, settings))
+        return await self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -55,3 +74,12 @@ class TextCodec:
     def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of tokens for log-probability entries, special tokens included."""
         return self.decode(token_ids, skip_special_tokens=False)
+
+
+def _render(tokenizer: Tokenizer, messages: list[JsonObject], settings: JsonObject) -> str:
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    except Exception as error:  # a template is a program and runs on unchecked messages: it may raise anything
+        raise InvalidRequest(f"the chat template rejects these messages: {error}") from None
+    assert isinstance(text, str), "tokenize=False renders text"
+    return text

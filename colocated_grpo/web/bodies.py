@@ -1,23 +1,54 @@
-"""Middleware that reads, decompresses and validates request bodies within limits of size and time."""
+"""Middleware that reads, decompresses and validates request bodies within limits of size, memory and time."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import codecs
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
+import numpy as np
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colocated_grpo.web.gunzip import TooLarge, gunzip
+from colocated_grpo.web.shape import Shape, TooComplex
+
+T = TypeVar("T")
 
 BODY_SECONDS = 60.0
 """Time limit from the end of the headers to the end of the body. An unfinished body counts as a concurrent request."""
+GRACE_SECONDS = 5.0
+"""A body that takes longer makes room for new ones when the memory for large bodies is used up."""
+SMALL_BYTES = 1 << 16
+"""Bodies up to this size are always accepted: a client that sends large ones cannot keep out all others."""
+INLINE_BYTES = 1 << 18
+"""Bodies up to this size are checked and parsed on the event loop, within a few milliseconds."""
+BUFFERED_BODIES = 4
+"""Large bodies of the maximum size that may be in memory together."""
+OTHER_BYTES = 1 << 20
+"""Limit of bodies on paths that expect small ones."""
+CHUNK_BYTES = 1 << 20
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """The JSON escape of a UTF-16 surrogate, paired or not."""
+HIGH, LOW = np.zeros(256, dtype=bool), np.zeros(256, dtype=bool)
+"""Second hexadecimal digit of the escapes of high and of low surrogates: the first is d."""
+HIGH[list(b"89abAB")] = True
+LOW[list(b"cdefCDEF")] = True
+ESCAPE_BYTES = 6
+
+_worker = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+"""One thread for all servers of the process, so that the memory for checking and parsing is that of one body."""
+
+
+async def off_the_loop(work: Callable[[], T]) -> T:
+    """Run `work` on the thread for large bodies. The event loop answers other requests meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(_worker, work)
 
 
 class BodyRejected(Exception):
@@ -31,68 +62,152 @@ class BodyRejected(Exception):
 class BodyLimit:
     """Pass on each request with its complete, decompressed body, or respond with an error.
 
-    413 above `max_bytes` after decompression, 408 after BODY_SECONDS, 400 for corrupt gzip and for text that is not
-    UTF-8. Strings that UTF-8 cannot encode would raise later, in tokenizers, responses or the engine.
+    413 above `max_bytes` after decompression, 503 while other large bodies fill the memory set aside for them, 408
+    after BODY_SECONDS, 400 for corrupt gzip, for text that is not UTF-8 and for structure beyond `shape`. Strings that
+    UTF-8 cannot encode would raise later, in tokenizers, responses or the engine.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, error_response: Callable[[int, str], Response]) -> None:
-        """error_response: makes a response from a status and a message."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        error_response: Callable[[int, str], Response],
+        shape: Shape,
+        large_paths: Collection[str],
+    ) -> None:
+        """error_response: makes a response from a status and a message. large_paths: the limit of any other path is
+        OTHER_BYTES, if that is lower."""
         self._app = app
         self._max_bytes = max_bytes
         self._error_response = error_response
+        self._shape = shape
+        self._large_paths = large_paths
+        self._room = BUFFERED_BODIES * max_bytes
+        """Bytes of large bodies that may still arrive."""
+        self._arriving: dict[Reservation, None] = {}
+        """Of bodies that are not complete, the oldest first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._max_bytes if scope["path"] in self._large_paths else min(self._max_bytes, OTHER_BYTES)
+        reservation = Reservation(self)
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await self._read(Headers(scope=scope), receive)
-        except TimeoutError:
-            message = f"the request body did not arrive within {BODY_SECONDS:g} s"
-            await self._error_response(408, message)(scope, receive, send)
-            return
-        except BodyRejected as error:
-            await self._error_response(error.status, str(error))(scope, receive, send)
-            return
-        headers = MutableHeaders(scope=scope)
-        del headers["content-encoding"]
-        headers["content-length"] = str(len(body))
-        await self._app(scope, _replay(body, receive), send)
+            try:
+                async with asyncio.timeout(BODY_SECONDS) as timeout:
+                    reservation.expire = lambda: timeout.reschedule(0)
+                    body = await self._read(Headers(scope=scope), receive, reservation, most)
+            except TimeoutError:
+                limit = f"{BODY_SECONDS:g} s, or {GRACE_SECONDS:g} s while others wait"
+                message = f"the request body did not arrive within {limit}"
+                await self._error_response(408, message)(scope, receive, send)
+                return
+            except BodyRejected as error:
+                await self._error_response(error.status, str(error))(scope, receive, send)
+                return
+            headers = MutableHeaders(scope=scope)
+            del headers["content-encoding"]
+            headers["content-length"] = str(len(body))
+            replayed = _replay(body, receive, reservation.release)
+            del body  # the application decides how long it is kept
+            await self._app(scope, replayed, send)
+        finally:
+            reservation.release()
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        if int(headers.get("content-length", "0")) > self._max_bytes:
-            raise self._too_large()
-        received = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            received += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(received) > self._max_bytes:
-                raise self._too_large()
-        body = bytes(received)
+    async def _read(self, headers: Headers, receive: Receive, reservation: Reservation, most: int) -> bytes:
+        if int(headers.get("content-length", "0")) > most:
+            raise _too_large(most)
+        self._arriving[reservation] = None
+        try:
+            body = await _receive_all(receive, reservation, most)
+        finally:
+            del self._arriving[reservation]
         if body and "gzip" in headers.get("content-encoding", "").lower():
-            body = self._decompress(body)
-        _check_text(body)
+            body = await off_the_loop(partial(_decompress, body, most))
+            reservation.grow_to(len(body))
+        if len(body) <= INLINE_BYTES:
+            self._check(body)
+        else:
+            await off_the_loop(partial(self._check, body))
         return body
 
-    def _decompress(self, compressed: bytes) -> bytes:
+    def _check(self, body: bytes) -> None:
+        _check_text(body)
         try:
-            return gunzip(compressed, self._max_bytes)
-        except zlib.error:
-            raise BodyRejected(400, "Invalid gzip payload") from None
-        except TooLarge:
-            raise self._too_large() from None
+            self._shape.check(body)
+        except TooComplex as error:
+            raise BodyRejected(400, f"the request body has {error}") from None
 
-    def _too_large(self) -> BodyRejected:
-        return BodyRejected(413, f"the request body exceeds the limit of {self._max_bytes} bytes")
+    def reserve(self, num_bytes: int) -> None:
+        """Take from the memory for large bodies; a negative number gives back. Raises BodyRejected."""
+        now = asyncio.get_running_loop().time()
+        for other in list(self._arriving):
+            if num_bytes <= self._room or now - other.begun < GRACE_SECONDS:
+                break
+            other.expire()
+            other.release()
+        if num_bytes > self._room:
+            raise BodyRejected(503, "other large request bodies are being read; try again later")
+        self._room -= num_bytes
+
+
+class Reservation:
+    """One request's part of the memory for large bodies."""
+
+    def __init__(self, limit: BodyLimit) -> None:
+        self._limit = limit
+        self._num_bytes = 0
+        self.begun = asyncio.get_running_loop().time()
+        self.expire: Callable[[], None] = lambda: None
+        """Reject the body at once, for the benefit of others."""
+
+    def grow_to(self, num_bytes: int) -> None:
+        if num_bytes > max(self._num_bytes, SMALL_BYTES):
+            self._limit.reserve(num_bytes - self._num_bytes)
+            self._num_bytes = num_bytes
+
+    def release(self) -> None:
+        self._limit.reserve(-self._num_bytes)
+        self._num_bytes = 0
+
+
+async def _receive_all(receive: Receive, reservation: Reservation, most: int) -> bytes:
+    received = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        received += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(received) > most:
+            raise _too_large(most)
+        reservation.grow_to(len(received))
+    return bytes(received)
+
+
+def _decompress(compressed: bytes, most: int) -> bytes:
+    try:
+        return gunzip(compressed, most)
+    except zlib.error:
+        raise BodyRejected(400, "Invalid gzip payload") from None
+    except TooLarge:
+        raise _too_large(most) from None
+
+
+def _too_large(most: int) -> BodyRejected:
+    return BodyRejected(413, f"the request body exceeds the limit of {most} bytes")
 
 
 def _check_text(body: bytes) -> None:
+    """Raise BodyRejected for text that is not UTF-8 or has a surrogate without its pair, and for zero bytes.
+
+    json.loads decodes bytes with a zero byte near the start as UTF-16 or UTF-32.
+    """
+    view, decoder = memoryview(body), codecs.getincrementaldecoder("utf-8")()
     try:
-        body.decode()
-        # json.loads decodes bytes with a zero byte near the start as UTF-16 or UTF-32.
+        for start in range(0, len(body), CHUNK_BYTES):  # a whole string could take four times the memory
+            decoder.decode(view[start : start + CHUNK_BYTES])
+        decoder.decode(b"", final=True)
         valid = b"\0" not in body and not (SURROGATE.search(body) and _has_lone_surrogate(body))
     except UnicodeDecodeError:
         valid = False
@@ -101,20 +216,32 @@ def _check_text(body: bytes) -> None:
 
 
 def _has_lone_surrogate(body: bytes) -> bool:
-    try:
-        json.dumps(json.loads(body), ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
-        return True
-    except ValueError:
-        pass  # invalid JSON: the application's own parser reports it
+    """Return True unless each high surrogate is followed by a low one, and each low one follows a high one."""
+    text = np.frombuffer(body.replace(rb"\\", b"  "), dtype=np.uint8)
+    for start in range(0, len(text), CHUNK_BYTES):  # other threads run between chunks
+        chunk = text[start : start + CHUNK_BYTES + 2 * ESCAPE_BYTES]
+        backslashes = np.flatnonzero(chunk[:-3] == ord("\\"))
+        escapes = backslashes[(chunk[backslashes + 1] == ord("u")) & ((chunk[backslashes + 2] | 32) == ord("d"))]
+        kinds = chunk[escapes + 3]
+        highs, lows = escapes[HIGH[kinds]], escapes[LOW[kinds]]
+        highs = highs[highs < CHUNK_BYTES]
+        lows = lows[(lows < CHUNK_BYTES + ESCAPE_BYTES) & (lows >= (ESCAPE_BYTES if start else 0))]
+        if not np.array_equal(highs + ESCAPE_BYTES, lows):
+            return True
     return False
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body once and then the connection's messages, such as a disconnect."""
+def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Receive:
+    """Return a `receive` that yields the body once and then the connection's messages, such as a disconnect.
+
+    consumed: called when the application asks for those: it has parsed the body by then.
+    """
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
-        return pending.pop() if pending else await receive()
+        if pending:
+            return pending.pop()
+        consumed()
+        return await receive()
 
     return replay

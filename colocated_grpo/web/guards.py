@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 from collections.abc import Collection
 
@@ -23,21 +25,35 @@ def error_body(status: int, message: str) -> JsonObject:
 
 
 class RequireApiKey:
-    """Respond 401 unless a request has `Authorization: Bearer <key>`. `public_paths` need no key."""
+    """Respond 401 unless a request has the key: as a bearer token, or as the password of Basic authentication, which
+    HTTP clients send for a URL such as `http://any:KEY@host`. `public_paths` need no key."""
 
     def __init__(self, app: ASGIApp, key: str, public_paths: Collection[str]) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._key = key.encode()
         self._public_paths = public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._public_paths:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            # Constant time: the duration of an ordinary comparison reveals how many leading characters are right.
-            if not hmac.compare_digest(given, self._expected):
-                await error_response(401, "this server requires its API key")(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in self._public_paths or self._has_key(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+        else:
+            await error_response(401, "this server requires its API key")(scope, receive, send)
+
+    def _has_key(self, headers: Headers) -> bool:
+        # Constant time: the duration of an ordinary comparison reveals how many leading characters are right.
+        return hmac.compare_digest(_key_in(headers.get("authorization", "")), self._key)
+
+
+def _key_in(authorization: str) -> bytes:
+    """Return the key of an Authorization header; empty for other schemes."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.encode("latin-1")
+    try:
+        credentials = base64.b64decode(value, validate=True) if scheme.lower() == "basic" else b""
+    except (binascii.Error, ValueError):
+        return b""
+    return credentials.partition(b":")[2]
 
 
 class ConcurrencyLimit:

@@ -20,6 +20,7 @@ from colocated_grpo.types import JsonObject
 
 CONFIG_NAME = "vllm_bridge_config.json"
 MAPPINGS = "param_mappings"
+MEMORY_NAME = "colocated_grpo weights"
 ALIGNMENT = 64
 """Bytes; vector instructions of the CPU read whole lines."""
 
@@ -36,7 +37,7 @@ def move_to_shared_memory(model: nn.Module) -> None:
     for pointer, storage in storages.items():
         offsets[pointer] = total
         total += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-    descriptor = os.memfd_create("colocated_grpo weights")
+    descriptor = os.memfd_create(MEMORY_NAME)
     os.ftruncate(descriptor, total)
     shared = _map(_path_of(descriptor), total)
     for parameter in model.parameters():
@@ -70,8 +71,11 @@ def export(views: Mapping[str, Tensor], facts: JsonObject, folder: Path) -> Path
         }
     file = folder / CONFIG_NAME
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps({**facts, MAPPINGS: mappings}), encoding="utf-8")
-    partial.chmod(0o600)
+    partial.unlink(missing_ok=True)
+    # A new file: whoever can write into the folder could have put a link in its place.
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as opened:
+        json.dump({**facts, MAPPINGS: mappings}, opened)
     partial.replace(file)
     return file
 
@@ -82,11 +86,17 @@ def _handle(storage: torch.UntypedStorage) -> JsonObject:
     return {"file": storage.filename, "bytes": storage.nbytes()}
 
 
-def attach(file: Path) -> tuple[JsonObject, dict[str, Tensor]]:
-    """Return the file's facts and the server's parameters by checkpoint name. Raises RunError."""
+def attach(file: Path, instance: str) -> dict[str, Tensor]:
+    """Return a server's parameters by checkpoint name. Raises RunError.
+
+    instance: of the server. A file that another server has written is refused, and so are handles of other files: the
+    trainer writes through them.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        mappings = content.pop(MAPPINGS)
+        if content["instance"] != instance:
+            raise ValueError("another server, or another start of it, has written this file")
+        mappings = content[MAPPINGS]
         storages: dict[str, torch.UntypedStorage] = {}
         views = {name: _attached(entry, storages) for name, entry in mappings.items()}
     except FileNotFoundError as error:
@@ -96,7 +106,7 @@ def attach(file: Path) -> tuple[JsonObject, dict[str, Tensor]]:
         ) from None
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise RunError(f"engine.bridge_config={file}: not usable ({error}); start the server again") from None
-    return content, views
+    return views
 
 
 def _attached(entry: JsonObject, storages: dict[str, torch.UntypedStorage]) -> Tensor:
@@ -111,8 +121,10 @@ def _open(handle: JsonObject) -> torch.UntypedStorage:
     if "cuda" in handle:
         parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle["cuda"]]
         return torch.UntypedStorage._new_shared_cuda(*parts)
-    os.stat(handle["file"])  # torch would create a file that does not exist
-    return _map(handle["file"], handle["bytes"])
+    path, size = handle["file"], handle["bytes"]
+    if not os.readlink(path).startswith(f"/memfd:{MEMORY_NAME}") or os.stat(path).st_size != size:
+        raise ValueError(f"{path} does not hold the server's weights; it may have ended")
+    return _map(path, size)
 
 
 def _map(path: str, size: int) -> torch.UntypedStorage:

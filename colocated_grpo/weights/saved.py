@@ -64,6 +64,8 @@ class RestartSync:
         self._world = world
         self._base = base
         self._version = version
+        self._current = base
+        """Model of the last sync."""
 
     def sync(self) -> None:
         """Collective. Raises RunError on every rank."""
@@ -71,6 +73,7 @@ class RestartSync:
             return
         self._targets.reverse()
         self._export.write(self._targets[0])
+        self._current = str(self._targets[0].absolute())
         self._world.from_main(self._restart_all)
 
     def _have_base(self) -> bool:
@@ -81,7 +84,7 @@ class RestartSync:
             list(pool.map(self._restart, self._servers))
 
     def _restart(self, server: EngineServer) -> None:
-        model = str(self._targets[0].absolute())
+        model = self._current
         former = server.wait_until_ready()["instance"]
         told: set[str] = set()
         """Instances that have accepted the request to restart. One that crashes first is followed by another."""
@@ -99,5 +102,5 @@ class RestartSync:
         server.until_answered(restarted)
 
     def restore(self, server: EngineServer) -> bool:
-        """Do nothing: a server that crashes is started again with its last model."""
-        return True
+        """Return True if the server, which was started again, has the model of the last sync. Raises Unavailable."""
+        return server.info()["model"] == self._current

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from colocated_grpo.errors import RunError
@@ -14,7 +15,12 @@ class SharedSync:
     """A sync without copies: each optimizer step writes the engine's weights."""
 
     def sync(self) -> None:
-        """Do nothing. `RolloutEngine.weights_changed`, which the caller runs next, drops cached prefixes."""
+        """Wait for the kernels that write the weights: the engine's process does not see this one's streams.
+
+        `RolloutEngine.weights_changed`, which the caller runs next, drops cached prefixes.
+        """
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
 
 Adopt = Callable[[Mapping[str, Tensor]], bool]

@@ -44,6 +44,7 @@ class SourceHarness:
             self.client,
             reader,
             connect_timeout=settings.get("connect_timeout", 5.0),
+            unusable_timeout=settings.get("unusable_timeout", 60.0),
             note=self.notes.append,
             keep=self.kept.append,
         )

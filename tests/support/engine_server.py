@@ -15,6 +15,7 @@ from colocated_grpo.serving.limits import Limits
 from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.sampler import Sampler
+from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.server import ServerThread
 from tests.support.fakes import VOCABULARY, FakeEngine
 
@@ -64,7 +65,13 @@ class EngineServer:
             LIMITS,
             self.notes.append,
         )
-        guards = {"api_key": None, "max_body_bytes": MAX_BODY_BYTES, "max_requests": 64, **guards}
+        guards = {
+            "hosts": Hosts("127.0.0.1"),
+            "api_key": None,
+            "max_body_bytes": MAX_BODY_BYTES,
+            "max_requests": 64,
+            **guards,
+        }
         self.server = ServerThread(create_app(sampler, MODEL, MAX_TOKENS, **guards), "127.0.0.1", [0, 0])
         self.url = f"http://127.0.0.1:{self.server.ports[0]}"
         self.threads = [

@@ -19,6 +19,7 @@ from colocated_grpo.serving.load_balancer import LoadBalancer
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.serving.sampler import Sampler
 from colocated_grpo.types import Completion
+from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.server import ServerThread
 from tests.support.engine_server import LIMITS, MAX_TOKENS, MODEL, LetterTokenizer
 from tests.support.fakes import VOCABULARY, FakeEngine
@@ -62,7 +63,11 @@ class TrainerServer:
         self._sessions = Sessions(process.inbox, self.notes.append)
         facts = {"instance": process.instance, "max_num_seqs": 64, "max_model_len": MAX_TOKENS, "dtype": "float32"}
         app = create_app(
-            self._sampler(), MODEL, MAX_TOKENS, add_routes=lambda app: self._add_routes(app, facts), **self._guards
+            self._sampler(),
+            MODEL,
+            MAX_TOKENS,
+            add_routes=lambda app: self._add_routes(app, facts),
+            **{"hosts": Hosts("127.0.0.1"), **self._guards},
         )
         self._thread = ServerThread(app, "127.0.0.1", [self.port])
         [self.port] = self._thread.ports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,6 @@ from colocated_grpo.atropos.rows import GroupReader
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.errors import RunError
 from colocated_grpo.serving.origins import Origins
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
@@ -33,16 +33,18 @@ class AtroposState:
     """Sequences of the latest group; 0 if no environment has posted one."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Sequences of the latest group that a run would drop, by reason."""
-    missing_logprobs: str = ""
-    """The error that stops a run at the latest group."""
 
 
 def read_state(config: Config, atropos: AtroposSourceConfig, vocab_size: int | None) -> AtroposState:
     """vocab_size: None if unknown."""
-    client = AtroposClient(atropos.url, trainer_of(config, Path()), may_reset=atropos.reset, timeout=SECONDS)
+    variable = atropos.api_key_variable
+    key = os.environ.get(variable) if variable else None
+    client = AtroposClient(
+        atropos.url, trainer_of(config, Path()), may_reset=atropos.reset, timeout=SECONDS, api_key=key
+    )
     try:
         status = client.status()
-        latest = JsonClient(atropos.url, timeout=SECONDS).get("/latest_example")
+        latest = JsonClient(atropos.url, timeout=SECONDS, api_key=key).get("/latest_example")
     except (Unavailable, RequestRejected) as error:
         return AtroposState(error=str(error))
     waiting, conflict = int(status["queue_size"]), ""
@@ -53,24 +55,17 @@ def read_state(config: Config, atropos: AtroposSourceConfig, vocab_size: int | N
     tokens = latest.get("tokens") if isinstance(latest, dict) else None
     if not isinstance(tokens, list) or not tokens:
         return AtroposState(conflict=conflict, waiting=waiting)
-    dropped, missing = _read_group(latest, config, atropos, vocab_size)
-    return AtroposState(
-        conflict=conflict, waiting=waiting, group_size=len(tokens), dropped=dropped, missing_logprobs=missing
-    )
+    dropped = _dropped(latest, config, atropos, vocab_size)
+    return AtroposState(conflict=conflict, waiting=waiting, group_size=len(tokens), dropped=dropped)
 
 
-def _read_group(
-    group: object, config: Config, atropos: AtroposSourceConfig, vocab_size: int | None
-) -> tuple[Counter[str], str]:
-    """Read a group as a run does. Returns the dropped sequences by reason, and the error that would stop the run."""
+def _dropped(group: object, config: Config, atropos: AtroposSourceConfig, vocab_size: int | None) -> Counter[str]:
+    """Read a group as a run does. Returns the dropped sequences by reason."""
     # Placeholder tokens have a fixed length, which may exceed the run's limits: look for them without limits.
     unlimited = replace(_reader(config, atropos), max_tokens=UNLIMITED)
     limited = replace(_reader(config, atropos), vocab_size=vocab_size or UNLIMITED)
-    try:
-        dropped = unlimited.read([group], 0, 0).dropped
-        return dropped if dropped[DUMMY] else limited.read([group], 0, 0).dropped, ""
-    except RunError as error:
-        return Counter(), str(error)
+    dropped = unlimited.read([group], 0, 0).dropped
+    return dropped if dropped[DUMMY] else limited.read([group], 0, 0).dropped
 
 
 def _reader(config: Config, atropos: AtroposSourceConfig) -> GroupReader:

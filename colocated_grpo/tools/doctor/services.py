@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from colocated_grpo.atropos.rows import MISSING_LOGPROBS
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.sources import EpisodeSourceConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
@@ -61,7 +62,7 @@ def check_atropos_environments(subject: Subject, config: Config) -> Finding:
             f"groups of {size} sequences: their size must divide the batch of {batch}",
             f"--env.group_size {config.rollout.group_size}, or another rollout.prompts_per_step * rollout.group_size",
         )
-    if other := {why: n for why, n in state.dropped.items() if why not in (DUMMY, LOGPROBS)}:
+    if other := {why: n for why, n in state.dropped.items() if why not in (DUMMY, LOGPROBS, MISSING_LOGPROBS)}:
         shown = ", ".join(f"{count} for {why}" for why, count in other.items())
         return warning(
             f"{shown} of {size} sequences of the latest group would be dropped",
@@ -86,7 +87,7 @@ def check_atropos_logprobs(subject: Subject, config: Config) -> Finding:
     state = _usable(subject)
     if isinstance(state, str) or not state.group_size:
         return skipped(state if isinstance(state, str) else NO_GROUP)
-    if state.missing_logprobs:
+    if state.dropped[MISSING_LOGPROBS]:
         return failed(
             "the latest group has no inference_logprobs",
             "sample through managed_server with server_type vllm, or set missing_logprobs: recompute",

@@ -10,7 +10,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from colocated_grpo.atropos import api as api_module
 from colocated_grpo.atropos.api import create_app
+from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.server import ServerThread
 
 KEYS = {
@@ -218,9 +220,10 @@ def test_batches_formed_together_are_sent_newest_first_and_counted_when_formed(a
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [(6, [4] * 6), (8, [3, 3, 3]), (8, [4, 3, 3])])
 def test_group_sizes_that_cannot_fill_a_batch_are_never_served(api, batch_size, sizes):
+    """atroposlib keeps them for ever; the embedded server refuses those that no batch can hold."""
     api.start(batch_size=batch_size)
     for size in sizes:
-        api.send(size)
+        assert api.call("POST", "/scored_data", group(size))[0] in (200, 422)
     assert api.batch_marks() is None
 
 
@@ -330,7 +333,7 @@ def test_long_responses_are_gzipped_on_request(api):
 
 
 def test_text_that_is_not_utf_8_is_rejected_before_it_is_queued():
-    server = ServerThread(create_app(), "127.0.0.1", [0])
+    server = ServerThread(create_app(hosts=Hosts("127.0.0.1")), "127.0.0.1", [0])
     api = Client(f"http://127.0.0.1:{server.ports[0]}")
     api.start(batch_size=4)
     invalid = {**group(4, mark=1), "messages": [[{"role": "user", "content": "\ud800"}]] * 4}
@@ -338,3 +341,26 @@ def test_text_that_is_not_utf_8_is_rejected_before_it_is_queued():
     api.send(4, mark=2)
     assert api.batch_marks() == [2]
     server.close()
+
+
+@pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("10.0.0.7", True), ("127.0.0.1", False)])
+def test_a_server_for_other_machines_without_a_key_warns(monkeypatch, capsys, host, warns):
+    monkeypatch.setattr(api_module.uvicorn, "run", lambda *_, **settings: None)
+    api_module.main(["--host", host])
+    assert (f"warning: --host={host}: every machine" in capsys.readouterr().err) == warns
+    monkeypatch.setenv("API_KEY", "x")
+    api_module.main(["--host", host, "--api-key-variable", "API_KEY"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_key_that_is_not_set_is_an_error_of_one_line(monkeypatch, capsys):
+    monkeypatch.delenv("API_KEY", raising=False)
+    with pytest.raises(SystemExit):
+        api_module.main(["--api-key-variable", "API_KEY"])
+    assert capsys.readouterr().err == "error: --api-key-variable=API_KEY: this environment variable is not set\n"
+
+
+def test_true_and_false_are_scores(api):
+    api.start()
+    assert api.post("/scored_data", {**group(8), "scores": [True, False] * 4}) == {"status": "received"}
+    assert api.get("/batch")["batch"][0]["scores"] == [1.0, 0.0] * 4

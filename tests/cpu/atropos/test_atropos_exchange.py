@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.atropos.exchange import Exchange
+from colocated_grpo.atropos.exchange import Exchange, Volume
 from colocated_grpo.atropos.grouping import choose_batch, choose_parts
-from colocated_grpo.atropos.wire import Registration, ScoredData
+from colocated_grpo.atropos.posted import FIELDS as FIELDS_OF_A_GROUP
+from colocated_grpo.atropos.posted import ScoredGroup
+from colocated_grpo.atropos.wire import Registration
 from tests.support.servers import EMBEDDED, ApiProcess
 
 LIMIT = 20_000
@@ -24,7 +26,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=12,
 )
-FIELDS = st.sampled_from(sorted(ScoredData.model_fields))
+FIELDS = st.sampled_from(sorted(FIELDS_OF_A_GROUP))
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,14 @@ def registration(**changes: Any) -> dict[str, Any]:
 
 def group(size: int = 4) -> dict[str, Any]:
     return {"tokens": [[1, 2]] * size, "masks": [[-100, 2]] * size, "scores": [0.0] * size}
+
+
+def posted(size: int, env_id: int | None = None, mark: int = 0) -> ScoredGroup:
+    return ScoredGroup(size, env_id, str(mark).encode())
+
+
+def marks_of(batches: list[list[ScoredGroup]]) -> list[int]:
+    return [int(group.text) for batch in batches for group in batch]
 
 
 @pytest.fixture
@@ -136,8 +146,9 @@ def test_numbers_that_json_cannot_represent_are_rejected(fresh, number, place):
     assert call(fresh.url + "/scored_data", body.encode())[0] == 422
 
 
-def test_images_nested_too_deep_to_serialize_are_rejected(fresh):
-    assert post(fresh, "/scored_data", {**group(), "images": json.loads("[" * 200 + "]" * 200)}) == 422
+@pytest.mark.parametrize(("depth", "status"), [(30, 200), (36, 422), (200, 400)])
+def test_images_nested_too_deep_to_serialize_are_rejected(fresh, depth, status):
+    assert post(fresh, "/scored_data", {**group(), "images": json.loads("[" * depth + "]" * depth)}) == status
 
 
 def test_a_list_above_the_queue_limit_is_rejected_as_a_whole(fresh):
@@ -146,9 +157,8 @@ def test_a_list_above_the_queue_limit_is_rejected_as_a_whole(fresh):
     assert post(fresh, "/scored_data_list", [group(24)] * 2) == 200
 
 
-def test_groups_without_sequences_count_towards_the_queue_limit(fresh):
-    assert post(fresh, "/scored_data_list", [group(0)] * 64) == 200
-    assert post(fresh, "/scored_data", group(0)) == 503
+def test_a_group_without_sequences_is_rejected(fresh):
+    assert post(fresh, "/scored_data", group(0)) == 422
 
 
 def test_posts_above_the_queue_limit_are_rejected(fresh):
@@ -187,8 +197,12 @@ def test_batches_equal_those_of_atroposlib(queue, batch_size, allocations):
     envs = [{"registered_id": env, "connected": True, "min_batch_allocation": allocations.get(env)} for env in (0, 1)]
     expected, _ = upstream.grab_batch_with_minimum_allocations(items, batch_size, envs)
     in_order = dict(sorted(allocations.items()))
-    chosen = choose_batch([size for size, _ in queue], [env for _, env in queue], batch_size, in_order)
-    assert chosen == [item["position"] for item in expected or []]
+    sizes = [size for size, _ in queue]
+    chosen = choose_batch(sizes, [env for _, env in queue], batch_size, in_order)
+    if expected:
+        assert chosen == [item["position"] for item in expected]
+    else:  # atroposlib stalls on some queues whose smaller groups make a batch
+        assert sum(sizes[position] for position in chosen) in (0, batch_size)
 
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=8), group_size=st.integers(1, 12))
@@ -202,10 +216,10 @@ def test_parts_add_up_to_a_group_whenever_they_do_in_atroposlib(sizes, group_siz
 
 
 def test_every_group_is_served_exactly_once():
-    exchange = Exchange(max_queued=1000)
+    exchange = Exchange(Volume(1000, 1 << 20))
     exchange.register(Registration(**registration()))
     for index in range(20):
-        exchange.post(ScoredData(tokens=[[index]] * 4, masks=[[index]] * 4, scores=[0.0] * 4))
-    batches = [exchange.batch()["batch"] for _ in range(11)]
+        exchange.post(posted(4, mark=index))
+    batches = [exchange.batch() for _ in range(11)]
     assert batches.pop() is None
-    assert sorted(item["tokens"][0][0] for batch in batches for item in batch) == list(range(20))
+    assert sorted(marks_of(batches)) == list(range(20))

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.atropos.rows import MISSING_LOGPROBS, GroupReader
-from colocated_grpo.errors import RunError
+from colocated_grpo.atropos.rows import GroupReader
 from colocated_grpo.serving.origins import Origin, Origins
 
 VOCAB, MAX_TOKENS = 100, 12
@@ -258,12 +257,11 @@ def test_placeholder_tokens_of_openai_endpoints_are_dropped():
 
 
 @pytest.mark.parametrize("missing", [None, []])
-def test_missing_logprobs_end_the_run_with_atropos_own_message(missing):
-    with pytest.raises(
-        RunError, match=r"^GRPO requires inference_logprobs for importance sampling! Environment 4 sent"
-    ):
-        reader().read([item(inference_logprobs=missing, env_id=4)], 0, VERSION)
-    assert MISSING_LOGPROBS == "GRPO requires inference_logprobs for importance sampling!"
+def test_a_group_without_logprobs_is_dropped_and_its_sender_named(missing):
+    good, bad = item(env_id=3), item(inference_logprobs=missing, env_id=4)
+    batch = reader().read([good] * 4 + [bad] + [good] * 3, 0, VERSION)
+    assert len(batch.groups) == 7
+    assert (batch.dropped, batch.senders) == ({"missing_logprobs": 2}, {"environment 4": 2})
 
 
 def test_missing_logprobs_can_be_recomputed_by_the_trainer():
@@ -291,11 +289,7 @@ ROW = st.lists(st.integers(-101, VOCAB + 1) | st.floats(), max_size=MAX_TOKENS +
 @settings(max_examples=1000)
 def test_every_sequence_that_is_kept_is_valid(changes):
     sent = json.loads(json.dumps(item(**changes)))
-    try:
-        batch = reader(recompute=True).read([sent], 0, VERSION)
-    except RunError as error:
-        assert MISSING_LOGPROBS in str(error)
-        return
+    batch = reader(recompute=True).read([sent], 0, VERSION)
     for rollout in (rollout for group in batch.groups for rollout in group.rollouts):
         trained = sum(rollout.loss_mask)
         assert 2 <= len(rollout.token_ids) <= MAX_TOKENS

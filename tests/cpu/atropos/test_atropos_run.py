@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -164,6 +164,24 @@ def test_a_run_stopped_while_waiting_for_a_batch_trains_every_received_batch_aft
     assert [row["step"] for row in resumed.rows(files.TRAIN)] == [0, 1]
 
 
+def test_bad_groups_end_a_run_only_if_no_others_come_and_after_a_checkpoint(tmp_path):
+    with ExitStack() as stack:
+        api = stack.enter_context(ApiProcess(EMBEDDED))
+        config = atropos_settings(api.url, free_port(), training_steps=5, entry={"unusable_timeout": 1e-9})
+        bad = {"inference_logprobs": None, "env_id": 7}
+        post_batch(api, changes=[{}, {}, {}, bad])
+        run = stack.enter_context(ForkedRun(tmp_path, config))
+        run.wait_for_step(0)
+        for _ in range(2):
+            post_batch(api, changes=[bad] * 4)
+        assert run.wait(60) == 1
+    assert "error: GRPO requires inference_logprobs for importance sampling! " in run.stderr
+    assert "sequences of environment 7" in run.stderr
+    (row,) = run.rows(files.TRAIN)
+    assert row["atropos/dropped/missing_logprobs"] == GROUP
+    assert [folder.name for folder in (run.folder / "checkpoints").iterdir()] == ["step_000001"]
+
+
 def test_a_command_of_atropos_guides_trains_on_an_environment_without_a_config_file(tmp_path):
     """The quick test of the second guide, verbatim. Its server is replaced by the run's own engine."""
     [example] = [example for example in EXAMPLES if example.id == "second guide, quick test"]
@@ -193,7 +211,7 @@ def test_a_command_of_atropos_guides_trains_on_an_environment_without_a_config_f
     assert {path.name for path in run.folder.glob("*_*") if path.is_dir()} == {"step_2", "step_4", "final_model"}
 
 
-def post_batch(api: ApiProcess) -> None:
+def post_batch(api: ApiProcess, changes: Sequence[Settings] = ({},) * 4) -> None:
     """Post four groups that were sampled elsewhere."""
     group = {
         "tokens": [[1, 2, 3, 4]] * GROUP,
@@ -201,7 +219,7 @@ def post_batch(api: ApiProcess) -> None:
         "scores": [float(row) for row in range(GROUP)],
         "inference_logprobs": [[1.0, 1.0, -1.0, -1.0]] * GROUP,
     }
-    body = json.dumps([group] * 4).encode()
+    body = json.dumps([group | change for change in changes]).encode()
     with urlopen(Request(f"{api.url}/scored_data_list", body, {"Content-Type": "application/json"}), timeout=5):
         pass
 

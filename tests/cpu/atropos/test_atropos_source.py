@@ -13,7 +13,7 @@ import pytest
 from colocated_grpo.atropos import source as source_module
 from colocated_grpo.atropos.client import AtroposClient
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import NothingUsable
 from colocated_grpo.web.client import Unavailable
 from tests.support.atropos_source import BATCH_SIZE, TRAINER, SourceHarness, call_api, post_group
 from tests.support.raw_server import raw_server, response
@@ -209,7 +209,7 @@ def test_dropped_sequences_are_logged_and_counted(url):
     harness.start()
     post_group(url, 1, scores=[0.0, 1.0, 2.0])
     assert harness.train_batch() == [1]
-    assert harness.notes == ["atropos: dropped 1 sequences: 1 scores"]
+    assert harness.notes == ["atropos: dropped 1 sequences of a client without env_id: 1 scores"]
     assert harness.source.metrics()["atropos/dropped/scores"] == 1
 
 
@@ -222,27 +222,65 @@ def test_a_batch_without_a_valid_sequence_is_skipped(url):
     assert [batch[0]["tokens"][0][0] for batch in harness.kept] == [2, 1], "every batch as received"
 
 
-def test_repeated_batches_without_a_valid_sequence_end_the_run(url):
-    harness = SourceHarness(url)
+def test_a_long_time_without_a_valid_sequence_ends_the_run(url):
+    harness = SourceHarness(url, unusable_timeout=1e-9)
     harness.start()
-    for _ in range(source_module.MAX_UNUSABLE_BATCHES):
-        post_group(url, 1, images=["x"])
-    with pytest.raises(RunError, match=r"had no sequence that can be trained; .* 32 images"):
+    for _ in range(3):
+        post_group(url, 1, images=["x"], env_id=3)
+    with pytest.raises(NothingUsable, match=r"can be trained: dropped 8 sequences of environment 3: 8 images"):
         harness.train_batch()
+    assert len(harness.source.state_dict()["taken"]) == 0, "a resumed run does not meet these batches again"
+
+
+def test_a_long_time_without_logprobs_ends_the_run_with_the_sentence_of_atropos_own_trainer(url):
+    harness = SourceHarness(url, unusable_timeout=1e-9)
+    harness.start()
+    for _ in range(2):
+        post_group(url, 1, inference_logprobs=None)
+    with pytest.raises(NothingUsable, match=r"^GRPO requires inference_logprobs for importance sampling! .*managed"):
+        harness.train_batch()
+
+
+def test_a_client_that_floods_the_server_with_invalid_groups_does_not_end_the_run(url):
+    harness = SourceHarness(url, unusable_timeout=1e-9)
+    harness.start()
+    for mark in range(5):  # each good batch is found behind a bad one, newest first
+        post_group(url, mark)
+        post_group(url, mark, inference_logprobs=None)
+        assert harness.train_batch() == [mark]
+    assert len(harness.notes) == 1, "one line in ten seconds"
+    assert harness.source.metrics()["atropos/dropped/missing_logprobs"] == 4
 
 
 def test_a_queue_that_forms_no_batch_is_explained_in_the_log(url, monkeypatch):
     monkeypatch.setattr(source_module, "EXPLAIN_SECONDS", 0.0)
     harness = SourceHarness(url)
     harness.start()
-    post_group(url, 1, size=3)
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(harness.train_batch()))
+    post_group(url, 1, size=2)
+    assert "holds 1 groups; batches are made of whole groups" in first_note_while_waiting(harness)
+
+
+@needs_atropos
+def test_a_group_that_blocks_run_api_is_named_in_the_log(monkeypatch):
+    monkeypatch.setattr(source_module, "EXPLAIN_SECONDS", 0.0)
+    with ApiProcess(UPSTREAM) as api:
+        harness = SourceHarness(api.url)
+        harness.start()
+        for _ in range(5):
+            post_group(api.url, 1)
+        post_group(api.url, 2, size=BATCH_SIZE + 1)
+        note = first_note_while_waiting(harness)
+    assert "holds 6 groups" in note
+    assert "a group of a size that does not divide 4 (the latest has 5)" in note
+
+
+def first_note_while_waiting(harness: SourceHarness) -> str:
+    thread = threading.Thread(target=harness.train_batch)
     thread.start()
     until(lambda: harness.notes)
     harness.stop.set()
     thread.join(10)
-    assert "holds 1 groups; batches are made of whole groups" in harness.notes[0]
+    return harness.notes[0]
 
 
 def test_a_checkpoint_of_other_environments_is_an_error_of_one_line(url):

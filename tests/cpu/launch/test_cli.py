@@ -137,6 +137,11 @@ def test_a_rank_sets_library_variables_and_starts_the_trainer(config):
     assert result.returncode == 0
 
 
+def test_a_rank_warns_about_a_server_for_other_machines_without_a_key(config):
+    result = trained(config, "pass", "--environments", '[{type: atropos, server: {host: "::"}}]')
+    assert "warning: environments.0.server.host=::: every machine that reaches port 9001" in result.stdout
+
+
 def test_a_missing_run_to_resume_ends_a_rank_before_it_trains(config, tmp_path):
     result = trained(config, "print('trains')", "--resume", str(tmp_path / "gone"))
     line = f"error: --resume='{tmp_path / 'gone'}': no such run folder\n"

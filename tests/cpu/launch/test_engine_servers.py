@@ -88,7 +88,7 @@ def test_servers_get_the_last_gpus_and_ranks_the_first(planned, monkeypatch, fla
     assert len(environment[KEY_VARIABLE]) > 30
     names = ["server.log"] if len(servers) == 1 else ["server_0.log", "server_1.log"]
     assert [log.name for log in plan.logs] == names
-    assert all(log.is_file() for log in plan.logs)
+    assert all(log.parent.is_dir() for log in plan.logs)
 
 
 def test_on_the_cpu_one_server_serves_all_ranks(planned):
@@ -173,7 +173,7 @@ def test_settings_of_the_run_are_the_servers_flags(planned):
         ),
         (
             "--engine-gpus 1 --log-dir x.yaml/a",
-            "server log 'x.yaml/a/server.log': cannot write (Not a directory); set --log-dir",
+            "--log-dir='x.yaml/a': cannot write (Not a directory)",
         ),
         (
             "--engine.urls [http://a:1] --engine.api_key_variable NO_SUCH_KEY",

@@ -134,6 +134,18 @@ def test_a_dry_run_warns_about_what_this_machine_lacks(config, eight_gpus, capsy
     assert "warning: model.name='./nope': no such folder\n" in output
 
 
+def test_a_dry_run_warns_about_a_server_for_other_machines_without_a_key(eight_gpus, config, capsys, monkeypatch):
+    monkeypatch.setenv("ENGINE_KEY", "x")
+    server = 'environments: [{type: atropos, server: {host: "0.0.0.0"%s}}]\n'
+    for key, warns in (("", True), (", api_key_variable: ENGINE_KEY", False)):
+        Path("atropos.yaml").write_text("model: {name: ./model}\n" + server % key)
+        assert main(["--config", "atropos.yaml", "--dry-run"]) == 0
+        warning = (
+            "warning: environments.0.server.host=0.0.0.0: every machine that reaches port 9001 can use the engines"
+        )
+        assert (warning in capsys.readouterr().out) == warns
+
+
 def test_a_dry_run_shows_the_notes_about_translated_names(config, eight_gpus, capsys):
     main(["--config", config, "--dry-run", "--learning_rate", "1e-5"])
     assert "note: translated names: learning_rate -> policy.lr\n" in capsys.readouterr().out

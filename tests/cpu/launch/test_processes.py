@@ -143,7 +143,7 @@ HUP, INT, TERM = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
 )
 def test_only_a_second_request_kills_and_a_hangup_never_does(monkeypatch, signals, killed):
     calls = []
-    monkeypatch.setattr(processes, "_request_stop", lambda process: calls.append("stop"))
+    monkeypatch.setattr(processes, "_request_stop", lambda process, action: calls.append("stop"))
     monkeypatch.setattr(processes, "kill_descendants", lambda spare: calls.append("kill"))
     stop = processes._StopSignals(set(), processes.STOP_RANKS)
     stop._process = object()

@@ -14,9 +14,7 @@ from colocated_grpo.rollout.collect import Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.supply import Order
-from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Group, Prompt
-from tests.support.ranks import run_on_ranks, single_rank_world
 
 STEPS = 4
 
@@ -80,8 +78,8 @@ def prompts() -> Prompts:
     return Prompts()
 
 
-def ahead_of(prompts: Any, world: World | None = None) -> AheadSupply:
-    return AheadSupply(prompts, STEPS, world or single_rank_world())
+def ahead_of(prompts: Any) -> AheadSupply:
+    return AheadSupply(prompts, STEPS)
 
 
 def train(
@@ -106,7 +104,7 @@ def test_a_step_is_sampled_while_the_one_before_trains(prompts):
     prompts.sampled.set()
     train(supply, prompts, range(1, STEPS))
     for step in range(1, STEPS):
-        places = [prompts.events.index(f"{event} {step}") for event in ("draw", "sample", "sync", "gather", "train")]
+        places = [prompts.events.index(f"{event} {step}") for event in ("draw", "sample", "gather", "sync", "train")]
         assert places == sorted(places)
     assert f"draw {STEPS}" not in prompts.events  # there is no step after the last
 
@@ -147,7 +145,7 @@ def test_a_stop_while_sampling_discards_the_step_and_keeps_its_position(prompts)
     supply.settle(supply.order(0).collect())
     prompts.stopped = True
     with pytest.raises(Stopped):
-        supply.order(1).collect()
+        supply.order(1)
     assert supply.state_dict() == {"position": 1}
 
 
@@ -158,27 +156,3 @@ def test_an_error_while_sampling_is_raised_by_the_next_step(prompts):
     supply.settle(groups)
     with pytest.raises(RuntimeError, match="the engine is gone"):
         supply.order(1)
-
-
-def order_of_ranks(world: World) -> bool:
-    """Let rank 1 sample while rank 0 waits for the next step. Return whether it had finished when the wait ended."""
-    prompts = Prompts()
-    supply = ahead_of(prompts, world)
-    groups = supply.order(0).collect()
-    if world.rank == 1:
-
-        def sample(job: Job) -> Gather:
-            world.store.wait(["ordering"])
-            world.store.set("sampled", "1")
-            return lambda: prompts._gather(job)
-
-        prompts.sample = sample  # pyrefly: ignore[bad-assignment]
-    supply.settle(groups)
-    if world.is_main:
-        world.store.set("ordering", "1")
-    supply.order(1)
-    return world.store.check(["sampled"])
-
-
-def test_no_rank_begins_the_sync_while_another_samples():
-    assert run_on_ranks(order_of_ranks, 2) == [True, True]

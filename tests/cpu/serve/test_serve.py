@@ -185,6 +185,12 @@ def test_a_completion_paused_halfway_has_the_same_tokens(server):
         ("POST", "/bridge/init", {}, "address: Field required|prefix: Field required"),
         ("POST", "/bridge/update", {}, "no trainer has joined since this server started; POST /bridge/init first"),
         ("POST", "/bridge/restart", {"model": "nowhere"}, "model='nowhere': no config.json in this folder"),
+        (
+            "POST",
+            "/bridge/notify_update",
+            {},
+            "POST /bridge/notify_update is not available: POST /bridge/update receives",
+        ),
         ("POST", "/generate", {"prompt": "1" * 200}, "200 tokens; with at least one .* 64 [(]--max-model-len[)]"),
         ("POST", "/generate", {"prompt": "1", "temprature": 1}, "temprature"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class Tied(nn.Module):
 
 def write_through(_world: Any, file: Path) -> list[float]:
     """Change each exported tensor in another process. Returns its first values there, before the change."""
-    _, views = attach(file)
+    views = attach(file, "i")
     before = [view.flatten()[0].item() for view in views.values()]
     for view in views.values():
         view.fill_(3.0)
@@ -72,17 +73,38 @@ def test_a_write_by_another_process_changes_the_model(tmp_path):
     before = [parameter.flatten()[0].item() for parameter in model.parameters()]
     move_to_shared_memory(model)
     assert model.first.weight is model.second.weight
-    file = export({name: p.data for name, p in model.named_parameters()}, {"model": "m"}, tmp_path)
+    file = export({name: p.data for name, p in model.named_parameters()}, {"instance": "i"}, tmp_path)
     assert file == tmp_path / CONFIG_NAME
-    assert attach(file)[0] == {"model": "m"}
     assert run_on_ranks(write_through, 1, file) == [before]
     assert all(torch.equal(p, torch.full_like(p, 3.0)) for p in model.parameters())
 
 
-@pytest.mark.parametrize("text", [None, "{", "{}", '{"param_mappings": {"a": {"handle": {"file": "/proc/1/fd/x"}}}}'])
-def test_a_file_without_weights_is_one_line(text, tmp_path):
+def entry(file: Path) -> dict[str, Any]:
+    return {"handle": {"file": str(file), "bytes": 64}, "dtype": "float32", "shape": [16], "stride": [1], "offset": 0}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "does not exist"),
+        ("{", "not usable"),
+        ("{}", "not usable"),
+        (json.dumps({"instance": "another", "param_mappings": {}}), "another server, or another start"),
+    ],
+)
+def test_a_file_without_this_servers_weights_is_one_line(content, reason, tmp_path):
     file = tmp_path / CONFIG_NAME
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(RunError, match=rf"^engine.bridge_config={file}: [^\n]+$"):
-        attach(file)
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(RunError, match=rf"^engine.bridge_config={file}: [^\n]*{reason}[^\n]*$"):
+        attach(file, "i")
+
+
+def test_weights_are_not_written_into_other_files(tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_bytes(b"x" * 64)
+    file = tmp_path / CONFIG_NAME
+    file.write_text(json.dumps({"instance": "i", "param_mappings": {"a": entry(notes)}}))
+    with pytest.raises(RunError, match="not usable"):
+        attach(file, "i")
+    assert notes.read_bytes() == b"x" * 64

@@ -22,6 +22,7 @@ from colocated_grpo.serving.request_bodies import (
     SamplingParameters,
     TokensBody,
 )
+from colocated_grpo.web.bodies import BUFFERED_BODIES
 from tests.support.engine_server import GENERATE, JSON_TYPE, MAX_BODY_BYTES, MAX_TOKENS, MODEL, EngineServer
 from tests.support.fakes import VOCABULARY
 from tests.support.servers import until
@@ -30,7 +31,7 @@ from tests.support.servers import until
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"nonsense": 1}, "nonsense: Extra inputs are not permitted"),
+        ({"nonsense": 1}, "nonsense: this key is not supported"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": {"prompt_token_ids": [VOCABULARY]}}, "token 10 is not in the vocabulary of 10"),
@@ -97,6 +98,26 @@ def test_an_unfinished_body_stops_counting_as_a_concurrent_request(monkeypatch):
     assert connection.getresponse().status == 408
     assert server.call("GET", "/v1/models")[0] == 200
     connection.close()
+    server.close()
+
+
+def test_large_bodies_that_stall_make_room_for_others(monkeypatch):
+    monkeypatch.setattr("colocated_grpo.web.bodies.GRACE_SECONDS", 0.0)
+    size = 1 << 20
+    server = EngineServer(max_body_bytes=size)
+    stalled = []
+    for _ in range(BUFFERED_BODIES):
+        connection = HTTPConnection("127.0.0.1", server.server.ports[0], timeout=10)
+        connection.putrequest("POST", "/generate")
+        connection.putheader("Content-Length", str(size))
+        connection.endheaders(b" " * (size - 1))
+        stalled.append(connection)
+    for _ in range(3):
+        body = json.dumps(GENERATE).encode()
+        assert server.call("POST", "/generate", b" " * (size - len(body)) + body)[0] == 200
+    assert stalled[0].getresponse().status == 408
+    for connection in stalled:
+        connection.close()
     server.close()
 
 
@@ -220,7 +241,8 @@ PROMPT = b'{"prompt": "a", "max_tokens": 2}'
         ("/v1/completions", b'{"prompt": "a", "model": "\xed\xa0\x80"}', {}, 400),
         ("/v1/completions", b'{"prompt": "a", "model": "\\ud83d\\ude00"}', {}, 200),
         ("/v1/completions", PROMPT.decode().encode("utf-16-le"), {}, 400),
-        ("/v1/chat/completions", nested(900), {}, 200),
+        ("/v1/chat/completions", nested(60), {}, 200),
+        ("/v1/chat/completions", nested(900), {}, 400),
         ("/v1/chat/completions", nested(20_000 // 6), {}, 400),
         ("/generate", b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", {}, 400),
         ("/generate", b'{"prompt": "a", "seed": ' + b"9" * 40_000 + b"}", {}, 400),

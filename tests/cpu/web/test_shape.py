@@ -1,0 +1,69 @@
+"""Bounds on the structure of JSON text, counted on its bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocated_grpo.web import bodies, shape
+from colocated_grpo.web.bodies import BodyRejected
+from colocated_grpo.web.shape import Shape, TooComplex
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='"\\[]{},:a\n', max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='"\\[]{},a', max_size=4), inner),
+    max_leaves=20,
+)
+
+
+def measures(value: Any) -> tuple[int, int, int, int]:
+    """Return the numbers of values, containers and strings, and the depth, as `Shape` counts them."""
+    if isinstance(value, str):
+        return 0, 0, 1, 0
+    if not isinstance(value, list | dict):
+        return 0, 0, 0, 0
+    inner = [measures(child) for child in (value.values() if isinstance(value, dict) else value)]
+    keys = len(value) if isinstance(value, dict) else 0
+    commas = max(0, len(value) - 1)
+    values, containers, strings, depths = zip(*inner, strict=True) if inner else ((0,),) * 4
+    return 1 + commas + sum(values), 1 + sum(containers), keys + sum(strings), 1 + max(depths)
+
+
+@given(value=JSON, chunk=st.integers(1, 40))
+@settings(max_examples=500)
+def test_the_structure_is_counted_exactly_and_strings_do_not_count(value, chunk):
+    text = json.dumps(value).encode()
+    exact = dict(zip(("values", "containers", "strings", "depth"), measures(value), strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shape, "CHUNK_BYTES", chunk)
+        Shape(**exact).check(text)
+        for name, count in exact.items():
+            if count > 0:
+                with pytest.raises(TooComplex, match=f"more than {count - 1} "):
+                    Shape(**{**exact, name: count - 1}).check(text)
+
+
+SURROGATES = st.lists(st.sampled_from(["\\ud83d", "\\ude00", "\\ud83d\\ude00", "\\\\", "\\n", "a", "\\u0041"]))
+
+
+@given(parts=SURROGATES, chunk=st.integers(30, 60))
+@settings(max_examples=500)
+def test_text_with_a_surrogate_without_its_pair_is_rejected(parts, chunk):
+    text = '"' + "".join(parts) + '"'
+    try:
+        json.loads(text).encode()
+        valid = True
+    except UnicodeEncodeError:
+        valid = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "CHUNK_BYTES", chunk)
+        try:
+            bodies._check_text(text.encode())
+            accepted = True
+        except BodyRejected:
+            accepted = False
+    assert accepted == valid
