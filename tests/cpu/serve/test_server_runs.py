@@ -5,9 +5,7 @@ The tests use one server one after another, in this order.
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from colocated_grpo.launch.scratch import PREFIX
 from colocated_grpo.tracking import files
 from tests.support.serve_process import START_SECONDS, ServeProcess
 from tests.support.served_runs import SERVER_FLAGS, STEPS, kill_engine, trained, work, write_task
@@ -75,6 +72,8 @@ def assert_trained_on_the_same(run: TrainingRun, other: TrainingRun, steps: int 
     assert [row["step"] for row in rows] == list(range(steps))
     assert max(row["freshness/mean_diff"] for row in rows) < FRESH
     assert {row["staleness"] for row in rows} == {0.0}
+    for name in ("reward", "completion_tokens", "policy_version"):
+        assert [row.get(name) for row in rows] == [row.get(name) for row in other.rows(files.TRAIN)][:steps], name
     expected = [row for row in files.read_rollouts(other.folder) if row["step"] < steps]
     assert files.read_rollouts(run.folder) == expected
 
@@ -86,14 +85,14 @@ def weights_differ_by(run: TrainingRun, other: TrainingRun) -> float:
 
 def test_an_adapter_is_exchanged_in_the_running_server_and_after_a_crash(server, task, tmp_path):
     process = server.engine()
-    whole = train(tmp_path / "whole", adapted(task, server))
+    whole = train(tmp_path / "whole", adapted(task, server, training_steps=4))
     assert server.engine() == process
-    assert_trained_on_the_same(whole, whole)
+    assert_trained_on_the_same(whole, whole, steps=4)
     killed = kill_engine(task, server, step=2)
-    run = train(tmp_path / "killed", adapted(task, server))
+    run = train(tmp_path / "killed", adapted(task, server, training_steps=4))
     assert killed.exists()
     assert not process.is_running()
-    assert_trained_on_the_same(run, whole)
+    assert_trained_on_the_same(run, whole, steps=4)
     assert weights_differ_by(run, whole) < CLOSE
     rank = torch.linalg.matrix_rank(load_file(next(run.folder.glob("final_adapter/*.safetensors"))).popitem()[1])
     assert 0 < rank <= RANK
@@ -118,17 +117,13 @@ def test_a_trainer_that_is_killed_continues_with_the_same_server(server, task, u
     assert_equal(resumed, uninterrupted)
 
 
-def test_the_next_batch_is_sampled_while_the_current_one_trains(server, task, uninterrupted, tmp_path):
+def test_the_next_batch_is_sampled_while_the_current_one_trains(server, task, tmp_path):
     changes = {"deterministic": False, "rollout": {"max_staleness": 1}}
     run = train(tmp_path, work(task, server, **changes))
     assert [row["staleness"] for row in run.rows(files.TRAIN)] == [0.0] + [1.0] * (STEPS - 1)
     assert max(row["freshness/mean_diff"] for row in run.rows(files.TRAIN)) < FRESH
     rollouts = files.read_rollouts(run.folder)
     assert {row["policy_version"] for row in rollouts if row["step"] == 3} == {2}
-    expected = files.read_rollouts(uninterrupted.folder)
-    assert sorted((row["step"], row["prompt"]) for row in rollouts) == sorted(
-        (r["step"], r["prompt"]) for r in expected
-    )
 
 
 def test_a_broadcast_run_whose_engine_is_killed_saves_ends_and_continues(server, task, uninterrupted, tmp_path):
@@ -164,13 +159,9 @@ def test_a_server_restarts_with_each_step_s_weights_and_after_a_crash(server, ta
 def test_two_training_ranks_write_into_the_two_ranks_of_a_server(task, tmp_path):
     with ServeProcess(tiny_model(), "--tensor-parallel-size", "2", *SERVER_FLAGS) as server:
         server.wait_until_ready()
-        config = work(task, server, deterministic=False, training_steps=4)
-        with ForkedRun(tmp_path, config, ranks=2) as run:
-            run.wait_for_step(1)
-            run.kill()
-        resumed = train(tmp_path, config, "--resume", "auto", ranks=2)
-        assert [row["step"] for row in resumed.rows(files.TRAIN)] == [0, 1, 2, 3]
-        assert max(row["freshness/mean_diff"] for row in resumed.rows(files.TRAIN)) < FRESH
+        run = train(tmp_path, work(task, server, deterministic=False, training_steps=3), ranks=2)
+        assert max(row["freshness/mean_diff"] for row in run.rows(files.TRAIN)) < FRESH
+        assert len({row["grad_norm"] for row in run.rows(files.TRAIN)}) == 3  # every step moves the weights
         family = psutil.Process(server.process.pid).children(recursive=True)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=SECONDS_TO_END) == 0
@@ -178,31 +169,24 @@ def test_two_training_ranks_write_into_the_two_ranks_of_a_server(task, tmp_path)
         assert not any(process.is_running() for process in family)
 
 
-def scratch_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
-
-
 def test_a_launcher_leaves_no_server_behind(tmp_path):
-    """Killed, and, after its run was resumed, interrupted by Ctrl-C."""
-    scratch = tmp_path / "tmp"
+    """Killed while it trains, and then, resumed, interrupted by Ctrl-C as soon as the server is ready."""
+    scratch, log = tmp_path / "tmp", tmp_path / "out/server.log"
     scratch.mkdir()
-    config = settings(
-        tiny_model(), training_steps=10_000, engine={"placement": "server", "server_timeout": START_SECONDS}
-    )
+    engine = {"placement": "server", "server_timeout": START_SECONDS}
+    config = settings(tiny_model(), training_steps=10_000, engine=engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(scratch))
-        for number, ending in ((signal.SIGKILL, "killed"), (signal.SIGINT, "interrupted")):
-            flags = ["--resume", "auto"] if ending == "interrupted" else []
-            with LaunchedRun(tmp_path / "out", config, *flags, name=ending) as run:
-                done = len(run.rows(files.TRAIN))
-                run.wait_until(lambda run=run, done=done: len(run.rows(files.TRAIN)) > done + 4)
-                family = run.processes()
-                assert sum("colocated_grpo.serve.rank" in process.cmdline() for process in family) == 1
-                run.launcher.send_signal(number)
-                code = run.wait(SECONDS_TO_END)
-                until(lambda run=run: not run.processes(), SECONDS_TO_END)
-            assert code == {"killed": -signal.SIGKILL, "interrupted": 130}[ending]
-        assert "the run saves a checkpoint" in run.stderr
-        assert list(scratch.glob(f"{PREFIX}*")) == []  # the second start has removed what the first one left
-    assert (tmp_path / "out/server.log").read_text().count("serving ") == 2
-    shutil.rmtree(tmp_path / "out")
+        with LaunchedRun(tmp_path / "out", config) as run:
+            run.wait_for_step(3)
+            family = [process.cmdline() for process in run.processes()]
+            assert sum("colocated_grpo.serve.rank" in line for line in family) == 1
+            run.launcher.kill()
+            until(lambda: not run.processes(), SECONDS_TO_END)
+        assert "serving " in log.read_text()
+        with LaunchedRun(tmp_path / "out", config, "--resume", "auto") as run:
+            run.wait_until(lambda: log.read_text().count("serving ") == 2)
+            run.launcher.send_signal(signal.SIGINT)
+            assert run.wait(SECONDS_TO_END) == 130, run.tail()
+            assert run.processes() == []
+    assert list(scratch.iterdir()) == []  # the second start has removed the folders that the first one left
