@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -85,7 +86,8 @@ def build_remote(
     replicas = [RemoteEngine(server, restore, stop.request) for server in servers]
     return Engines(
         local=None,
-        engine=EngineGroup(replicas),
+        # All at once in a deterministic run: the server's queue decides which requests decode together, not timing.
+        engine=EngineGroup(replicas, max_num_seqs=sys.maxsize if config.deterministic else None),
         replicas=replicas,
         sync=sync,
         dtype=getattr(torch, servers[0].wait_until_ready()["dtype"]),

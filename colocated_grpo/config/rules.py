@@ -8,7 +8,7 @@ from colocated_grpo.config.engine import EngineConfig
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.layers import layers_text
 from colocated_grpo.config.schema import MIN_TEMPERATURE, Config
-from colocated_grpo.config.server_rules import SERVER_RULES
+from colocated_grpo.config.server_rules import SERVER_RULES, SERVER_WORLD_RULES
 from colocated_grpo.config.sources import EpisodeSourceConfig
 from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 
@@ -275,8 +275,7 @@ def _shared_weights_need_one_rank(config: Config, world_size: int) -> Lines:
 def _renormalised_sampling(config: Config) -> Lines:
     rollout = config.rollout
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    values = {name: getattr(rollout, name) for name in neutral}
-    changed = [f"rollout.{name}={value:g}" for name, value in values.items() if value != neutral[name]]
+    changed = [f"rollout.{key}={value:g}" for key in neutral if (value := getattr(rollout, key)) != neutral[key]]
     if changed:
         yield (
             f"{', '.join(changed)}: the engine's log-probabilities are renormalised over the tokens it keeps, "
@@ -340,6 +339,7 @@ WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
     _tensor_parallel_divides_world,
     _every_engine_has_prompts,
     _shared_weights_need_one_rank,
+    *SERVER_WORLD_RULES,
 )
 REMARKS: tuple[Callable[[Config], Lines], ...] = (
     _renormalised_sampling,

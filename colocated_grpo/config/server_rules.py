@@ -81,6 +81,14 @@ def _stale_batches_are_not_repeatable(config: Config) -> Lines:
         )
 
 
+def _runs_of_one_rank_repeat(config: Config, world_size: int) -> Lines:
+    if config.engine.placement == "server" and config.deterministic and world_size > 1:
+        yield (
+            f"deterministic=true: needs a single rank with engine.placement: server, not {world_size}: requests of "
+            "several ranks reach a server in an order that varies, and with it the rounding"
+        )
+
+
 SERVER_RULES: tuple[Callable[[Config], Lines], ...] = (
     _settings_of_servers_need_servers,
     _addresses_are_urls,
@@ -90,3 +98,4 @@ SERVER_RULES: tuple[Callable[[Config], Lines], ...] = (
     _one_copy_has_one_server,
     _stale_batches_are_not_repeatable,
 )
+SERVER_WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (_runs_of_one_rank_repeat,)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LOG_VARIABLE = "LOGDIR"
 """Folder of vllm_bridge_config.json, for servers and ranks."""
-END_SECONDS = 20.0
+END_SECONDS, KILL_SECONDS = 20.0, 5.0
 POLL_SECONDS = 0.05
 LOG_LINES = 5
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -198,6 +198,7 @@ class EngineServers:
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(alive, timeout=KILL_SECONDS)
         for server in self._processes:
             server.wait()
 

@@ -10,12 +10,13 @@ from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine
 class EngineGroup:
     """`RolloutEngine` that gives each request to the engine with the fewest running."""
 
-    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+    def __init__(self, engines: Sequence[RolloutEngine], max_num_seqs: int | None = None) -> None:
+        """max_num_seqs: requests to submit at the same time. Default: what the engines decode together."""
         self._engines = engines
         self._running = [0] * len(engines)
         self._engine_of: dict[Hashable, int] = {}
         """By key, for running requests."""
-        self.max_num_seqs = sum(engine.max_num_seqs for engine in engines)
+        self.max_num_seqs = max_num_seqs or sum(engine.max_num_seqs for engine in engines)
         self.admission_cost = max(engine.admission_cost for engine in engines)
 
     def submit(self, requests: Iterable[Request]) -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.loading import read_config
+from colocated_grpo.config.rules import check_world
+from colocated_grpo.config.schema import Config
+from tests.support.training_runs import settings
 
 SERVER = ["--engine.placement", "server"]
 
@@ -91,3 +94,12 @@ def test_contradictions_are_one_line(tmp_path, overrides, line):
 )
 def test_these_fit_together(tmp_path, overrides):
     assert lines(tmp_path, *overrides) == []
+
+
+def test_a_deterministic_run_with_servers_has_one_rank():
+    config = Config.model_validate(settings(Path("m"), deterministic=True, engine={"placement": "server"}))
+    check_world(config, 1)
+    with pytest.raises(
+        ConfigError, match="^deterministic=true: needs a single rank with engine.placement: server, not 2"
+    ):
+        check_world(config, 2)

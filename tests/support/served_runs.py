@@ -1,0 +1,82 @@
+"""Training runs whose engines are servers, and tasks that kill a server's engine in the middle of a batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS
+from colocated_grpo.tracking import files
+from tests.support.serve_process import ServeProcess
+from tests.support.training_runs import Settings, TrainingRun, deterministic, without_wall_clock
+
+STEPS = 6
+SEQUENCES = 8
+"""Of a server: half of a step's completions, so that requests are under way when the first group is scored."""
+SERVER_FLAGS = ("--max-num-seqs", str(SEQUENCES), "--max-model-len", str(MAX_PROMPT_TOKENS + 16))
+
+# In a file beside this module: how many completions to score, and the process to kill then, once.
+TASK = """
+import json, os, signal, threading, urllib.request
+from pathlib import Path
+from colocated_grpo.benchmarks.workload import RandomWork
+
+ORDER, COUNT, LOCK = Path(__file__).with_suffix(".json"), [0], threading.Lock()
+
+class Work(RandomWork):
+    def score(self, item, completion):
+        with LOCK:
+            COUNT[0] += 1
+            if ORDER.exists() and COUNT[0] == json.loads(ORDER.read_text())["after"]:
+                url = json.loads(ORDER.read_text())["url"]
+                ORDER.rename(ORDER.with_suffix(".done"))
+                with urllib.request.urlopen(url + "/bridge/info") as info:
+                    os.kill(json.load(info)["pid"], signal.SIGKILL)
+        return super().score(item, completion)
+"""
+
+
+def write_task(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    task = folder / "work.py"
+    task.write_text(TASK)
+    return task
+
+
+def kill_engine(task: Path, server: ServeProcess, after: int) -> Path:
+    """Order the task to kill the server's engine while it samples, after this many scored completions of a run.
+
+    Returns a file that exists afterwards.
+    """
+    task.with_suffix(".json").write_text(json.dumps({"after": after, "url": server.url}))
+    done = task.with_suffix(".done")
+    done.unlink(missing_ok=True)
+    return done
+
+
+def work(task: Path, *servers: ServeProcess, **changes: Any) -> Settings:
+    """Return the settings of a deterministic run in which every step moves the weights; co-located without servers."""
+    engine = {"max_num_seqs": SEQUENCES, **changes.pop("engine", {})}
+    if servers:
+        engine |= {"placement": "server", "urls": [server.url for server in servers], "server_timeout": 60.0}
+    settings = deterministic(
+        environments=[{"type": "task", "name": f"{task}:Work"}],
+        engine=engine,
+        rollout={"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_completion_tokens": 16, **changes.pop("rollout", {})},
+        **{"training_steps": STEPS, "evaluation": {"every": 0}, "checkpoint": {"every": 2}, **changes},
+    )
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def trained(run: TrainingRun) -> list[dict[str, Any]]:
+    """Return the rows of training without times."""
+    return without_wall_clock(run.rows(files.TRAIN))
+
+
+def tokens(run: TrainingRun) -> dict[str, list[tuple[Any, ...]]]:
+    """Return the logged rollouts' texts and rewards, by step."""
+    by_step: dict[str, list[tuple[Any, ...]]] = {}
+    for row in files.read_rollouts(run.folder):
+        by_step.setdefault(str(row["step"]), []).append((row["prompt"], row["completion"], row["reward"]))
+    return by_step
