@@ -26,8 +26,8 @@ SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 NULL_CHECK_ROWS = 10_000
 """Rows per batch of the null check."""
 MAX_DEPTH = 100
-"""Levels of lists and objects in a row of a JSON file. Copying and sending deeper values would exceed Python's recursion
-limit in the middle of a run."""
+"""Levels of lists and objects in a row of a JSON file. Copying and sending deeper values would exceed Python's
+recursion limit in the middle of a run."""
 TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
 
 

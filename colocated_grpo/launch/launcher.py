@@ -21,17 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.launch.cli import (
-    FINISHED_SUFFIX,
     LOG_LEVEL_VARIABLE,
-    RUN_ERROR,
-    USAGE_ERROR,
-    VERDICT_VARIABLE,
     OneLineParser,
     add_run_arguments,
     config_file,
     library_environment,
     prepare_streams,
 )
+from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config

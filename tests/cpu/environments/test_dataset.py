@@ -235,7 +235,7 @@ def test_an_unreadable_file_raises_one_line(tmp_path, name, text, message):
         ),
         (
             {"question": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}]},
-            "rows.jsonl row 8': the content of a message must be text or parts with text, because models are trained on text only",
+            "rows.jsonl row 8': the content of a message must be text or parts with text, because models are trained",
         ),
         (
             {"question": [{"role": "user", "content": []}]},

@@ -1,4 +1,4 @@
-"""Completions of a megabyte that look for the slow paths of everything that parses them: each costs well under a second.
+"""Completions of a megabyte that look for the slow paths of all that parses them: each costs well under a second.
 
 A parser holds the GIL, so a slow one would stop the engine and every other thread of its rank.
 """

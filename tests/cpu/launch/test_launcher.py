@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.config.loading import load_config
-from colocated_grpo.launch.cli import VERDICT_VARIABLE, _run
+from colocated_grpo.launch.cli import _run
 from colocated_grpo.launch.launcher import Launch, child_environment, main, torchrun_command, visible_gpus
+from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
 from tests.support.paths import ROOT
 
 ELASTIC = "colocated_grpo.launch.elastic"
