@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from colocated_grpo.environments.rewards.scoring import REWARD_LOOP
-from colocated_grpo.environments.rewards.workers import end_busy_workers
+from colocated_grpo.environments.rewards.workers import end_busy_workers, last_ready
 from colocated_grpo.runtime.blocking_code import innermost_user_frame
 from colocated_grpo.types import Completion, Prompt, Score
 
@@ -71,6 +71,8 @@ class RewardCalls:
     def wait(self, calls: Sequence[RewardCall], since: float) -> bool:
         """Wait until each call is done or has timed out. The timeout starts at `since` or when the call begins.
 
+        The start of a worker process, which imports the user's modules, does not count.
+
         If all started calls are overdue, the others are queued behind hanging calls and get new workers. This repeats
         only while new workers finish something: otherwise a reward that always hangs would cost one timeout for every
         few prompts.
@@ -82,7 +84,8 @@ class RewardCalls:
         stopping: float | None = None
         while late := [call for call in calls if not call.future.done()]:
             now = time.monotonic()
-            due = max([since, *(call.began for call in late if call.began is not None)]) + self._timeout
+            begins = [call.began for call in late if call.began is not None]
+            due = max([since, last_ready(), *begins]) + self._timeout
             if self._stop_requested():
                 stopping = now if stopping is None else stopping
                 due = min(due, stopping + STOP_SECONDS)

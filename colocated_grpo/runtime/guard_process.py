@@ -14,15 +14,13 @@ import select
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
 ALIVE, ARMED, DISARMED = b".+-"
 POLL_SECONDS = 0.25
-STOP_SECONDS = 5.0
-"""Longest silence of a rank that is to stop."""
 DUMP_SIGNAL = signal.SIGRTMIN + 11
 """Makes a thread write its stack, inside the C-level handler. No library uses this number."""
 DUMP_SECONDS = 0.5
@@ -38,10 +36,14 @@ class Options(NamedTuple):
     """What the rank passes as JSON."""
 
     rank: str
+    pid: int
+    """The rank's process, which is the parent of this one."""
     setting: str
     """The setting with the limit, for the message."""
     seconds: float
     """Longest silence while user code runs."""
+    stop_seconds: float
+    """Longest silence of a rank that is to stop."""
     dumps: int
     """Descriptor of the pipe into which the rank's threads write their stacks."""
     verdict: str | None
@@ -50,8 +52,8 @@ class Options(NamedTuple):
     """Prefixes of file names that are not user code."""
     package: str
     """The one of them that is this package."""
-    has_agent: bool
-    """The rank's parent is torchrun. If it dies, the rank is to stop."""
+    agent: int | None
+    """The rank's parent where that is torchrun. If it dies, the rank is to stop."""
 
 
 class Guard:
@@ -59,8 +61,7 @@ class Guard:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.pid = os.getppid()
-        self.agent = _stat(self.pid)[1]
+        self.pid = options.pid
         self.silent = 0.0
         self.armed = self.stopping = False
 
@@ -87,7 +88,7 @@ class Guard:
                 self.armed = byte == ARMED or (self.armed and byte == ALIVE)
             elif byte in STOP_SIGNALS:
                 self._stop()
-        if self.options.has_agent and _stat(self.pid)[1] != self.agent:
+        if self.options.agent not in (None, _stat(self.pid)[1]):
             self._stop()
 
     def _stop(self) -> None:
@@ -96,7 +97,7 @@ class Guard:
 
     def _limit(self) -> float:
         if self.stopping:
-            return STOP_SECONDS
+            return self.options.stop_seconds
         return self.options.seconds if self.armed else float("inf")
 
     def _end_if_blocked(self) -> bool:
@@ -124,10 +125,11 @@ class Guard:
     def _place(self) -> str | None:
         """Return the line of user code in a thread that computes; if none computes, in any thread."""
         tasks = [int(name) for name in os.listdir(f"/proc/{self.pid}/task")]
-        busy: dict[int, None] = {}
+        running = Counter[int]()
         for _ in range(SAMPLES):
-            busy |= dict.fromkeys(task for task in tasks if _stat(self.pid, task)[0] in "RD")
+            running.update(task for task in tasks if _stat(self.pid, task)[0] in "RD")
             time.sleep(SAMPLE_SECONDS)
+        busy = [task for task, count in running.items() if count > SAMPLES / 2]  # waiting threads wake up now and then
         places = (user_place(self._stack(task), self.options.foreign, self.options.package) for task in busy or tasks)
         return next(filter(None, places), None)
 
@@ -161,7 +163,11 @@ def user_place(dump: str, foreign: list[str], package: str) -> str | None:
     if found is None and any(file.endswith(REWARD_CALLS) for file, _, _ in frames):
         inner = takewhile(lambda frame: not frame[0].startswith(package), frames)
         found = next(iter(deque(inner, maxlen=1)), None)
-    return None if found is None else f"{found[2]} ({os.path.basename(found[0])}, line {found[1]})"
+    if found is None:
+        return None
+    outwards = (name for file, _, name in frames[frames.index(found) :] if file == found[0])
+    function = next((name for name in outwards if not name.startswith("<")), found[2])  # not a comprehension
+    return f"{function} ({os.path.basename(found[0])}, line {found[1]})"
 
 
 def _stat(pid: int, task: int | None = None) -> tuple[str, int]:

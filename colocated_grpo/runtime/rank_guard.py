@@ -20,6 +20,8 @@ from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
 ALIVE_SECONDS = 0.5
 MIN_SECONDS = 5.0
 """Lower bound of the limit: the compilation of a kernel may also hold the interpreter lock for seconds."""
+STOP_SECONDS = 5.0
+"""Limit after a stop request."""
 EXIT_SECONDS = 5.0
 
 
@@ -36,13 +38,15 @@ class RankGuard:
         self._done = threading.Event()
         options = guard_process.Options(
             rank=os.environ["RANK"],
+            pid=os.getpid(),
             setting=setting,
             seconds=max(seconds, MIN_SECONDS),
+            stop_seconds=STOP_SECONDS,
             dumps=dumps,
             verdict=os.environ.get(VERDICT_VARIABLE),
             foreign=[*LIBRARIES, PACKAGE],
             package=PACKAGE,
-            has_agent="TORCHELASTIC_RUN_ID" in os.environ,
+            agent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
         )
         faulthandler.register(guard_process.DUMP_SIGNAL, file=self._dumps, all_threads=False)
         self._process = _start(options, reader)

@@ -13,11 +13,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedRWPair
+from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -28,11 +30,13 @@ from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.runtime.blocking_code import LIBRARIES, PACKAGE
 from colocated_grpo.runtime.guard_process import DUMP_SIGNAL, read_dump, user_place
 
-DEVICE_LIBRARIES = {"cupy", "jax", "tensorflow", "torch", "triton", "vllm"}
+DEVICE_LIBRARIES = {"cupy", "jax", "sentence_transformers", "tensorflow", "torch", "transformers", "triton", "vllm"}
 """Libraries that hold device memory. Their import alone takes seconds, and half a gigabyte in each process."""
 MODULE = "colocated_grpo.environments.rewards.worker_process"
 DUMP_SECONDS = 1.0
 EXIT_SECONDS = 1.0
+START_SECONDS = 120.0
+"""Longest start that the time limit of rewards does not include."""
 NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
 """What pickle raises for an object that it cannot send."""
 
@@ -66,10 +70,14 @@ class Worker:
     ended: str | None = None
     """Why this process has ended it."""
     started: Started | None = None
+    ready: float = inf
+    """time.monotonic() at which it was ready."""
+    launched: float = field(default_factory=time.monotonic)
 
     def wait_until_started(self) -> Started:
         if self.started is None:
             self.started = pickle.load(self.stream)
+            self.ready = time.monotonic()
         assert self.started is not None
         return self.started
 
@@ -172,6 +180,14 @@ class RewardWorkers:
         """Return the error for the first function, and no value for the others."""
         failed = {name: [FunctionResult()] * len(inputs.texts) for name, _ in self._named}
         return failed | {self._named[0][0]: [FunctionResult(error=error)] * len(inputs.texts)}
+
+
+def last_ready() -> float:
+    """Return when the last process with a call was ready, as time.monotonic(): now if one is still starting."""
+    now = time.monotonic()
+    with _lock:
+        busy = [worker for worker in _workers if worker.busy]
+    return max((min(worker.ready, now) for worker in busy if now < worker.launched + START_SECONDS), default=0.0)
 
 
 def end_busy_workers(reason: str) -> bool:

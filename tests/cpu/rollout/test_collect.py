@@ -17,6 +17,7 @@ from colocated_grpo.environments.rewards.functions import build_rewards
 from colocated_grpo.environments.rewards.scorer import RewardScorer
 from colocated_grpo.environments.rewards.scoring import resolve_awaitable
 from colocated_grpo.environments.user_code import event_loops
+from colocated_grpo.rollout import reward_calls
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
@@ -282,6 +283,16 @@ def test_a_stop_ends_the_batch_and_leaves_nothing_running():
     assert len(steps) == 3
     assert engine.events == ["abort"]
     assert not engine.running
+
+
+def test_a_stop_does_not_wait_for_a_reward_that_hangs(never, monkeypatch):
+    monkeypatch.setattr(reward_calls, "STOP_SECONDS", 0.1)
+    judge, stopping = Judge(lambda prompt: never.wait()), threading.Event()
+    collector = collector_of(FakeEngine(), judge, single_rank_world(), timeout=3600, stop_requested=stopping.is_set)
+    gather = collector.sample(job_of(1))
+    stopping.set()
+    with pytest.raises(Stopped):
+        gather()
 
 
 def test_static_dispatch_gives_prompt_i_to_engine_i_modulo_the_engines():
