@@ -34,7 +34,7 @@ def _addresses_are_urls(config: Config) -> Lines:
 
 def _weights_travel_by_the_bridge(config: Config) -> Lines:
     if config.engine.placement == "server" and config.weights == "shared":
-        yield "weights=shared: must be copied with engine.placement: server, where engine.bridge says how weights travel"
+        yield "weights=shared: must be copied with engine.placement: server; there, engine.bridge: shared is the same"
 
 
 def _adapters_travel_as_files(config: Config) -> Lines:

@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
@@ -24,7 +24,9 @@ POLL_SECONDS = 0.25
 DUMP_SIGNAL = signal.SIGRTMIN + 11
 """Makes a thread write its stack, inside the C-level handler. No library uses this number."""
 DUMP_SECONDS = 0.5
-SAMPLES, SAMPLE_SECONDS = 5, 0.02
+SAMPLE_SECONDS = 0.4
+DISK_TICKS = 20
+"""What a thread that waits for a disk counts for, so that it is not taken for one that sleeps."""
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 REWARD_CALLS = os.path.join("rollout", "reward_calls.py")
 """File of this package below which the thread of a reward runs only user code."""
@@ -68,18 +70,22 @@ class Guard:
     def watch(self) -> None:
         """Return when the rank has ended, by itself or by this process."""
         since = time.monotonic()
-        while os.getppid() == self.pid:
-            ready, _, _ = select.select([0], [], [], POLL_SECONDS)
-            data = os.read(0, 1 << 16) if ready else b""
-            if ready and not data:
-                return
+        while os.getppid() == self.pid and self._receive(POLL_SECONDS):
             now = time.monotonic()
             # At most one interval: a suspended machine or a delay of this process is not the rank's silence.
             self.silent += min(now - since, 2 * POLL_SECONDS)
             since = now
-            self._read(data)
             if self.silent > self._limit() and self._end_if_blocked():
                 return
+
+    def _receive(self, seconds: float) -> bool:
+        """Read what the rank writes within `seconds`. Returns False when it has closed the pipe."""
+        if select.select([0], [], [], seconds)[0]:
+            data = os.read(0, 1 << 16)
+            self._read(data)
+            return bool(data)
+        self._read(b"")
+        return True
 
     def _read(self, data: bytes) -> None:
         for byte in data:
@@ -103,15 +109,17 @@ class Guard:
     def _end_if_blocked(self) -> bool:
         """Kill the rank if user code blocks it. Libraries also hold the lock, such as a writer of large files."""
         place = None if _stat(self.pid)[0] in "tT" else self._place()
-        if place is None:
+        ended = not self._receive(0)
+        if ended or place is None or not self.silent:  # 0: the rank has shown life meanwhile
             self.silent = 0.0
-            return False
-        if self.stopping:
-            why = "a stop was requested, and"
-        else:
-            why = f"{self.options.setting}: no thread of rank {self.options.rank} could run, because"
-        line = f"error: {why} {place} holds Python's interpreter lock; the rank was killed; {RESUME}"
-        self._report(line)
+            return ended
+        why = f"a stop was requested, and {place} holds Python's interpreter lock"
+        if not self.stopping:
+            blocked = (
+                f"no thread of rank {self.options.rank} could run, because {place} holds Python's interpreter lock"
+            )
+            why = f"{self.options.setting}: {blocked}"
+        self._report(f"error: {why}; the rank was killed; {RESUME}")
         os.kill(self.pid, signal.SIGKILL)
         return True
 
@@ -123,13 +131,15 @@ class Guard:
         print(line, file=sys.stderr, flush=True)
 
     def _place(self) -> str | None:
-        """Return the line of user code in a thread that computes; if none computes, in any thread."""
+        """Return the line of user code in a thread that computes; if none computes, in any thread.
+
+        Not by its state: a thread that waits for the lock wakes up every 5 ms, and is then often seen as running.
+        """
         tasks = [int(name) for name in os.listdir(f"/proc/{self.pid}/task")]
-        running = Counter[int]()
-        for _ in range(SAMPLES):
-            running.update(task for task in tasks if _stat(self.pid, task)[0] in "RD")
-            time.sleep(SAMPLE_SECONDS)
-        busy = [task for task, count in running.items() if count > SAMPLES / 2]  # waiting threads wake up now and then
+        before = {task: _ticks(self.pid, task) for task in tasks}
+        time.sleep(SAMPLE_SECONDS)
+        used = {task: _ticks(self.pid, task, on_disk=DISK_TICKS) - before[task] for task in tasks}
+        busy = [task for task in tasks if used[task] > 0 and used[task] >= max(used.values()) / 2]
         places = (user_place(self._stack(task), self.options.foreign, self.options.package) for task in busy or tasks)
         return next(filter(None, places), None)
 
@@ -170,15 +180,25 @@ def user_place(dump: str, foreign: list[str], package: str) -> str | None:
     return f"{function} ({os.path.basename(found[0])}, line {found[1]})"
 
 
-def _stat(pid: int, task: int | None = None) -> tuple[str, int]:
-    """Return state and parent of a process or thread; those of a dead one if it has ended."""
-    path = f"/proc/{pid}/stat" if task is None else f"/proc/{pid}/task/{task}/stat"
+def _stat(pid: int) -> tuple[str, int]:
+    """Return state and parent of a process; those of a dead one if it has ended."""
+    fields = _fields(f"/proc/{pid}/stat")
+    return (fields[0], int(fields[1])) if fields else ("X", 0)
+
+
+def _ticks(pid: int, task: int, on_disk: int = 0) -> int:
+    """Return the processor time that a thread has used, plus `on_disk` if it waits for a disk."""
+    fields = _fields(f"/proc/{pid}/task/{task}/stat")
+    return int(fields[11]) + int(fields[12]) + (on_disk if fields[0] == "D" else 0) if fields else 0
+
+
+def _fields(path: str) -> list[str]:
+    """Return the fields after the name, which may contain spaces; none if the process has ended."""
     try:
         with open(path) as file:
-            state, parent = file.read().rpartition(")")[2].split()[:2]
+            return file.read().rpartition(")")[2].split()
     except OSError:
-        return "X", 0
-    return state, int(parent)
+        return []
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class RewardWorkers:
         try:
             return self._first.wait_until_started()
         except (EOFError, OSError):
-            return Started(error=f"{self._key}: the reward process {_ending(self._first.process.wait())}")
+            return Started(error=f"{self._key}: {_ending(self._first.process.wait())}")
 
     def close(self) -> None:
         """End the idle processes."""
@@ -174,7 +174,7 @@ class RewardWorkers:
         """Start another process, whose imports then do not delay the next call. Return why this one ended."""
         code = worker.discard()
         self._idle.put(self._start())
-        return worker.ended or f"the reward process {_ending(code)}"
+        return worker.ended or _ending(code)
 
     def _failed(self, inputs: RewardInputs, error: str) -> Results:
         """Return the error for the first function, and no value for the others."""
@@ -222,4 +222,6 @@ def _start_worker() -> Worker:
 
 
 def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code < 0:
+        return f"the reward process was ended by {signal.Signals(-code).name}"
+    return f"the reward process ended with exit code {code}"
