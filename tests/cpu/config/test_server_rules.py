@@ -100,6 +100,6 @@ def test_a_deterministic_run_with_servers_has_one_rank():
     config = Config.model_validate(settings(Path("m"), deterministic=True, engine={"placement": "server"}))
     check_world(config, 1)
     with pytest.raises(
-        ConfigError, match="^deterministic=true: needs a single rank with engine.placement: server, not 2"
+        ConfigError, match=r"^deterministic=true: needs a single rank with engine\.placement: server, not 2"
     ):
         check_world(config, 2)
