@@ -52,11 +52,12 @@ def connect(config: Config, world: World, stop: StopRequest) -> list[EngineServe
         )
     key = None if variable is None else os.environ[variable]
     servers = [EngineServer(url, key, config.engine.server_timeout, stop.requested) for url in urls]
-    world.from_main(lambda: [_check(config, server, server.wait_until_ready()) for server in servers] and None)
+    world.from_main(lambda: [_prepare(config, server, server.wait_until_ready()) for server in servers] and None)
     return servers
 
 
-def _check(config: Config, server: EngineServer, info: JsonObject) -> None:
+def _prepare(config: Config, server: EngineServer, info: JsonObject) -> None:
+    """Check that the server fits, and unload an adapter that an earlier trainer has left. Raises ConfigError."""
     shape, served = shape_of(read_config_json(config.model)), info["shape"]
     if (key := first_difference(shape, served)) is not None:
         raise ConfigError(
@@ -68,8 +69,16 @@ def _check(config: Config, server: EngineServer, info: JsonObject) -> None:
             f"engine.urls={server.url}: reads {info['max_model_len']} tokens; start it with --max-model-len "
             f"{config.max_sequence_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) or more"
         )
-    if config.engine.bridge == "adapter" and not server.adapters()["enabled"]:
+    adapters = server.until_answered(server.adapters)
+    if config.engine.bridge != "adapter":
+        if adapters["adapter_name"] is not None:
+            server.post_or_end("/lora/unload")
+    elif not adapters["enabled"]:
         raise ConfigError(f"engine.urls={server.url}: started without --enable-lora, which engine.bridge=adapter needs")
+    elif info["has_received_weights"]:
+        raise ConfigError(
+            f"engine.urls={server.url}: a run with engine.bridge: broadcast has changed the base model; start it again"
+        )
 
 
 def build_remote(

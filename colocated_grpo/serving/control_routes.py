@@ -39,6 +39,7 @@ def _add_queries(app: FastAPI, control: EngineControl, facts: JsonObject, parame
         state = {
             "policy_version": control.policy_version,
             "has_whole_weights": control.has_whole_weights,
+            "has_received_weights": control.has_received_weights,
             "is_paused": control.is_paused,
             "is_sleeping": control.is_sleeping,
         }

@@ -29,6 +29,8 @@ class EngineControl:
         self.is_sleeping = False
         self.has_whole_weights = True
         """False after a change of the weights that has failed."""
+        self.has_received_weights = False
+        """True once a trainer has written into the model's own weights."""
         self.policy_version: int | None = None
         """Version of the weights, as a trainer has set it; None before."""
 
@@ -83,7 +85,7 @@ class EngineControl:
         """
 
         def received() -> None:
-            self.has_whole_weights = False
+            self.has_whole_weights, self.has_received_weights = False, True
             receive()
             self.has_whole_weights = True
 

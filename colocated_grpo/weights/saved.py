@@ -77,7 +77,8 @@ class RestartSync:
         self._world.from_main(self._restart_all)
 
     def _have_base(self) -> bool:
-        return all(server.wait_until_ready()["model"] == self._base for server in self._servers)
+        infos = [server.wait_until_ready() for server in self._servers]
+        return all(info["model"] == self._base and not info["has_received_weights"] for info in infos)
 
     def _restart_all(self) -> None:
         with ThreadPoolExecutor(len(self._servers)) as pool:

@@ -12,8 +12,10 @@ from tests.support.serve_process import ServeProcess
 from tests.support.training_runs import Settings, TrainingRun, deterministic, without_wall_clock
 
 STEPS = 6
+PROMPTS, GROUP_SIZE = 8, 4
+"""Of a step."""
 SEQUENCES = 8
-"""Of a server: half of a step's completions, so that requests are under way when the first group is scored."""
+"""Of a server: a quarter of a step's completions, so that requests are under way when the first group is scored."""
 SERVER_FLAGS = ("--max-num-seqs", str(SEQUENCES), "--max-model-len", str(MAX_PROMPT_TOKENS + 16))
 
 # In a file beside this module: how many completions to score, and the process to kill then, once.
@@ -44,12 +46,13 @@ def write_task(folder: Path) -> Path:
     return task
 
 
-def kill_engine(task: Path, server: ServeProcess, after: int) -> Path:
-    """Order the task to kill the server's engine while it samples, after this many scored completions of a run.
+def kill_engine(task: Path, server: ServeProcess, step: int) -> Path:
+    """Order the task to kill the server's engine while it samples for this step of a run that starts at step 0.
 
     Returns a file that exists afterwards.
     """
-    task.with_suffix(".json").write_text(json.dumps({"after": after, "url": server.url}))
+    order = {"after": step * PROMPTS * GROUP_SIZE + 1, "url": server.url}
+    task.with_suffix(".json").write_text(json.dumps(order))
     done = task.with_suffix(".done")
     done.unlink(missing_ok=True)
     return done
@@ -60,23 +63,20 @@ def work(task: Path, *servers: ServeProcess, **changes: Any) -> Settings:
     engine = {"max_num_seqs": SEQUENCES, **changes.pop("engine", {})}
     if servers:
         engine |= {"placement": "server", "urls": [server.url for server in servers], "server_timeout": 60.0}
-    settings = deterministic(
+    return deterministic(
         environments=[{"type": "task", "name": f"{task}:Work"}],
         engine=engine,
-        rollout={"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_completion_tokens": 16, **changes.pop("rollout", {})},
+        rollout={
+            "prompts_per_step": PROMPTS,
+            "group_size": GROUP_SIZE,
+            "max_prompt_tokens": MAX_PROMPT_TOKENS,
+            "max_completion_tokens": 16,
+            **changes.pop("rollout", {}),
+        },
         **{"training_steps": STEPS, "evaluation": {"every": 0}, "checkpoint": {"every": 2}, **changes},
     )
-    return {key: value for key, value in settings.items() if value is not None}
 
 
 def trained(run: TrainingRun) -> list[dict[str, Any]]:
     """Return the rows of training without times."""
     return without_wall_clock(run.rows(files.TRAIN))
-
-
-def tokens(run: TrainingRun) -> dict[str, list[tuple[Any, ...]]]:
-    """Return the logged rollouts' texts and rewards, by step."""
-    by_step: dict[str, list[tuple[Any, ...]]] = {}
-    for row in files.read_rollouts(run.folder):
-        by_step.setdefault(str(row["step"]), []).append((row["prompt"], row["completion"], row["reward"]))
-    return by_step

@@ -1,0 +1,208 @@
+"""Training with an engine server: the result of a co-located run, also when the trainer or the engine is killed.
+
+The tests use one server one after another, in this order.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from colocated_grpo.launch.scratch import PREFIX
+from colocated_grpo.tracking import files
+from tests.support.serve_process import START_SECONDS, ServeProcess
+from tests.support.served_runs import SERVER_FLAGS, STEPS, kill_engine, trained, work, write_task
+from tests.support.servers import until
+from tests.support.training_runs import (
+    ForkedRun,
+    LaunchedRun,
+    TrainingRun,
+    settings,
+    tiny_model,
+    train,
+    weights_of,
+)
+
+FRESH = 1e-5
+"""Float32 on both sides, with kernels that add up in different orders."""
+CLOSE = 2e-4
+"""Weights of runs that sampled the same tokens in other batches: a fifth of an update."""
+RANK = 4
+SECONDS_TO_END = 60.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServeProcess]:
+    with ServeProcess(tiny_model(), "--enable-lora", *SERVER_FLAGS) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(server, task, tmp_path_factory) -> TrainingRun:
+    return train(tmp_path_factory.mktemp("uninterrupted"), work(task, server))
+
+
+def adapted(task: Path, server: ServeProcess, **changes: Any) -> dict[str, Any]:
+    policy = {"lr": 0.02, "lora": {"rank": RANK}}
+    return work(task, server, engine={"bridge": "adapter"}, policy=policy, **changes)
+
+
+def assert_equal(run: TrainingRun, other: TrainingRun) -> None:
+    """Assert the same weights, metrics and rollouts, bit for bit."""
+    assert weights_of(run) == weights_of(other)
+    assert trained(run) == trained(other)
+    assert files.read_rollouts(run.folder) == files.read_rollouts(other.folder)
+
+
+def assert_trained_on_the_same(run: TrainingRun, other: TrainingRun, steps: int = STEPS) -> None:
+    """Assert the same steps, once each, on the same rollouts with fresh weights."""
+    rows = run.rows(files.TRAIN)
+    assert [row["step"] for row in rows] == list(range(steps))
+    assert max(row["freshness/mean_diff"] for row in rows) < FRESH
+    assert {row["staleness"] for row in rows} == {0.0}
+    expected = [row for row in files.read_rollouts(other.folder) if row["step"] < steps]
+    assert files.read_rollouts(run.folder) == expected
+
+
+def weights_differ_by(run: TrainingRun, other: TrainingRun) -> float:
+    [ours, theirs] = [load_file(next((r.folder).glob("final_*/*.safetensors"))) for r in (run, other)]
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+def test_an_adapter_is_exchanged_in_the_running_server_and_after_a_crash(server, task, tmp_path):
+    process = server.engine()
+    whole = train(tmp_path / "whole", adapted(task, server))
+    assert server.engine() == process
+    assert_trained_on_the_same(whole, whole)
+    killed = kill_engine(task, server, step=2)
+    run = train(tmp_path / "killed", adapted(task, server))
+    assert killed.exists()
+    assert not process.is_running()
+    assert_trained_on_the_same(run, whole)
+    assert weights_differ_by(run, whole) < CLOSE
+    rank = torch.linalg.matrix_rank(load_file(next(run.folder.glob("final_adapter/*.safetensors"))).popitem()[1])
+    assert 0 < rank <= RANK
+
+
+def test_a_server_gives_the_result_of_a_colocated_run_bit_for_bit(server, task, tmp_path):
+    """Of prompts that decode together: the engines of both runs admit them in one step."""
+    changes = {"rollout": {"prompts_per_step": 2}}
+    alone = train(tmp_path / "colocated", work(task, **changes))
+    served = train(tmp_path / "served", work(task, server, **changes))
+    assert_equal(served, alone)
+    assert len({row["grad_norm"] for row in served.rows(files.TRAIN)}) == STEPS  # every step moves the weights
+
+
+def test_a_trainer_that_is_killed_continues_with_the_same_server(server, task, uninterrupted, tmp_path):
+    with ForkedRun(tmp_path, work(task, server)) as run:
+        run.wait_for_step(3)
+        run.kill()
+    until(lambda: server.printed[-1].endswith("has disconnected; another may connect"))
+    resumed = train(tmp_path, work(task, server), "--resume", "auto")
+    assert [start["first_step"] for start in files.read_environment(resumed.folder)] == [0, 2]
+    assert_equal(resumed, uninterrupted)
+
+
+def test_the_next_batch_is_sampled_while_the_current_one_trains(server, task, uninterrupted, tmp_path):
+    changes = {"deterministic": False, "rollout": {"max_staleness": 1}}
+    run = train(tmp_path, work(task, server, **changes))
+    assert [row["staleness"] for row in run.rows(files.TRAIN)] == [0.0] + [1.0] * (STEPS - 1)
+    assert max(row["freshness/mean_diff"] for row in run.rows(files.TRAIN)) < FRESH
+    rollouts = files.read_rollouts(run.folder)
+    assert {row["policy_version"] for row in rollouts if row["step"] == 3} == {2}
+    expected = files.read_rollouts(uninterrupted.folder)
+    assert sorted((row["step"], row["prompt"]) for row in rollouts) == sorted(
+        (r["step"], r["prompt"]) for r in expected
+    )
+
+
+def test_a_broadcast_run_whose_engine_is_killed_saves_ends_and_continues(server, task, uninterrupted, tmp_path):
+    killed = kill_engine(task, server, step=3)
+    config = work(task, server, checkpoint={"every": 0})
+    with ForkedRun(tmp_path, config) as run:
+        assert run.wait() == 1
+        assert run.stderr.splitlines()[-1] == (
+            f"error: engine.urls={server.url}: it was restarted and has lost the policy's weights; the run has saved a "
+            "checkpoint, from which --resume auto continues"
+        )
+        assert "Traceback" not in run.stderr
+    assert killed.exists()
+    resumed = train(tmp_path, config, "--resume", "auto")
+    assert [start["first_step"] for start in files.read_environment(resumed.folder)] == [0, 3]
+    assert_equal(resumed, uninterrupted)
+
+
+def test_a_server_restarts_with_each_step_s_weights_and_after_a_crash(server, task, uninterrupted, tmp_path):
+    before = {server.engine()}
+    killed = kill_engine(task, server, step=1)
+    run = train(tmp_path, work(task, server, engine={"bridge": "restart"}, training_steps=2))
+    assert killed.exists()
+    assert_trained_on_the_same(run, uninterrupted, steps=2)
+    served = [line for line in server.printed if line.startswith("serving ")]
+    models = [Path(line.split()[1]).name for line in served]
+    assert models[-3:] == ["model_b", "model_a", "model_a"]  # two steps, and the second again after the crash
+    assert not any(process.is_running() for process in before)
+    assert len(psutil.Process(server.process.pid).children()) == 1
+    assert f"at {server.url}" in served[-1]
+
+
+def test_two_training_ranks_write_into_the_two_ranks_of_a_server(task, tmp_path):
+    with ServeProcess(tiny_model(), "--tensor-parallel-size", "2", *SERVER_FLAGS) as server:
+        server.wait_until_ready()
+        config = work(task, server, deterministic=False, training_steps=4)
+        with ForkedRun(tmp_path, config, ranks=2) as run:
+            run.wait_for_step(1)
+            run.kill()
+        resumed = train(tmp_path, config, "--resume", "auto", ranks=2)
+        assert [row["step"] for row in resumed.rows(files.TRAIN)] == [0, 1, 2, 3]
+        assert max(row["freshness/mean_diff"] for row in resumed.rows(files.TRAIN)) < FRESH
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=SECONDS_TO_END) == 0
+        assert len(family) >= 2
+        assert not any(process.is_running() for process in family)
+
+
+def scratch_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+
+
+def test_a_launcher_leaves_no_server_behind(tmp_path):
+    """Killed, and, after its run was resumed, interrupted by Ctrl-C."""
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    config = settings(
+        tiny_model(), training_steps=10_000, engine={"placement": "server", "server_timeout": START_SECONDS}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(scratch))
+        for number, ending in ((signal.SIGKILL, "killed"), (signal.SIGINT, "interrupted")):
+            flags = ["--resume", "auto"] if ending == "interrupted" else []
+            with LaunchedRun(tmp_path / "out", config, *flags, name=ending) as run:
+                done = len(run.rows(files.TRAIN))
+                run.wait_until(lambda run=run, done=done: len(run.rows(files.TRAIN)) > done + 4)
+                family = run.processes()
+                assert sum("colocated_grpo.serve.rank" in process.cmdline() for process in family) == 1
+                run.launcher.send_signal(number)
+                code = run.wait(SECONDS_TO_END)
+                until(lambda run=run: not run.processes(), SECONDS_TO_END)
+            assert code == {"killed": -signal.SIGKILL, "interrupted": 130}[ending]
+        assert "the run saves a checkpoint" in run.stderr
+        assert list(scratch.glob(f"{PREFIX}*")) == []  # the second start has removed what the first one left
+    assert (tmp_path / "out/server.log").read_text().count("serving ") == 2
+    shutil.rmtree(tmp_path / "out")
