@@ -5,7 +5,8 @@ import sys
 import traceback
 from contextlib import suppress
 
-from colocated_grpo.launch.cli import RUN_ERROR, main
+from colocated_grpo.launch.cli import main
+from colocated_grpo.runtime.verdict import RUN_ERROR
 
 try:
     code = main()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from colocated_grpo.advantages import group_advantages, is_constant
 from colocated_grpo.batching import Batch, MicroBatch, pack
 from colocated_grpo.build.run import GOAL_REACHED, Run, build_run, describe
+from colocated_grpo.build.user_code import user_code_limit
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.errors import AlreadyReported, NothingUsable, RunError
@@ -26,6 +27,7 @@ from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.runtime.blocking_code import BlockingCodeReporter
 from colocated_grpo.runtime.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
 from colocated_grpo.runtime.profiling import profiled
+from colocated_grpo.runtime.rank_guard import RankGuard
 from colocated_grpo.runtime.run_folder import MODEL_SHAPE, choose_run_folder, lock_folder, removed_if_unused
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
 from colocated_grpo.summaries import (
@@ -50,12 +52,13 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
     world = init_world()
     stop = StopRequest(world.store)
     watchdog = Watchdog(world, stop)
-    blocking_code = BlockingCodeReporter(logging.getLogger(__name__).warning)
+    guard = RankGuard(*user_code_limit(config))
+    blocking_code = BlockingCodeReporter(logging.getLogger(__name__).warning, stop_requested=stop.requested)
     try:
         seed_everything(derive_seed(config.seed, "build"))
         folder = world.from_main(lambda: lock_folder(choose_run_folder(config, resume, name)))
         with removed_if_unused(folder):
-            run = build_run(config, folder, world, stop)
+            run = build_run(config, folder, world, stop, guard.armed)
         run.tracker.start(run.config, describe(run), run.start)
         if resume is not None:
             note_unusual_resume(run)
@@ -80,6 +83,7 @@ def main(config: Config, *, resume: str | None, name: str) -> None:
         # The first rank's error again, or the connection that broke when that rank exited: showing it would mislead.
         raise AlreadyReported from error
     blocking_code.close()
+    guard.close()
     watchdog.close()
     world.barrier()
     dist.destroy_process_group()

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from colocated_grpo.launch.cli import RUN_ERROR
 from colocated_grpo.launch.cli import main as train
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.lora import merge
@@ -25,6 +24,7 @@ from colocated_grpo.policy.lora.weights import adapted_layers
 from colocated_grpo.policy.masters import UnshardedWeights
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import derive_seed
+from colocated_grpo.runtime.verdict import RUN_ERROR
 from colocated_grpo.types import JsonObject
 
 Tensors = dict[str, Tensor]

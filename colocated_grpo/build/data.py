@@ -9,6 +9,7 @@ from typing import cast
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from colocated_grpo.build.user_code import Guarded, GuardedEpisode, GuardedScorer
 from colocated_grpo.config.adapter_files import adapter_shape
 from colocated_grpo.config.inputs import is_inline, shape_of
 from colocated_grpo.config.schema import Config
@@ -117,14 +118,22 @@ def draw_held_out(config: Config, environments: Environments, tracker: Tracker |
 
 
 def build_collector(
-    config: Config, driver: Driver, inbox: Inbox, data: Data, model: ModelFiles, world: World, stop: StopRequest
+    config: Config,
+    driver: Driver,
+    inbox: Inbox,
+    data: Data,
+    model: ModelFiles,
+    world: World,
+    stop: StopRequest,
+    guarded: Guarded,
 ) -> Collector:
     rollout, codec, environments = config.rollout, ChatCodec(model.tokenizer), data.environments
-    episodes = EpisodeRunner(environments.episodes, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout)
+    played = {name: GuardedEpisode(episode, guarded) for name, episode in environments.episodes.items()}
+    episodes = EpisodeRunner(played, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout)
     return Collector(
         driver,
         episodes,
-        environments.scorers,
+        {name: GuardedScorer(scorer, guarded) for name, scorer in environments.scorers.items()},
         codec.message_text,
         world,
         build_dispatch(config, world),

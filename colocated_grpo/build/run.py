@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from colocated_grpo.build.policy import (
     read_opponent,
 )
 from colocated_grpo.build.servers import build_remote, connect
+from colocated_grpo.build.user_code import Guarded
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
 from colocated_grpo.freshness import FreshnessCheck
@@ -94,11 +96,11 @@ class Run:
         self.engine.close()
 
 
-def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> Run:
+def build_run(config: Config, folder: Path, world: World, stop: StopRequest, guarded: Guarded = nullcontext) -> Run:
     """Build every object and resume from the newest complete checkpoint in `folder`, if there is one. Collective.
 
     Steps that can fail for outside reasons come first (model files, data, user code, ports), before device memory is
-    allocated.
+    allocated. guarded: context of rewards and episodes.
     """
     model = read_model_files(config, world)
     tracker = make_tracker(config, folder, world.is_main)
@@ -122,7 +124,7 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest) -> 
     config = choose_micro_batch_size(policy, config, world)
 
     driver = Driver(engine, inbox)
-    collector = build_collector(config, driver, inbox, data, model, world, stop)
+    collector = build_collector(config, driver, inbox, data, model, world, stop, guarded)
     sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
     supply = join_supplies(config, sampled, served)

@@ -27,8 +27,8 @@ class EngineConfig(Section):
     server_timeout: float = Field(600.0, gt=0)
     """Seconds to wait for a server that starts, restarts or does not answer. Then the run saves and ends."""
     tensor_parallel_size: Positive = 1
-    """Number of consecutive ranks that form one engine. Must divide the number of ranks and the model's attention
-    heads."""
+    """Number of consecutive ranks that form one engine, or GPUs of one engine server. Must divide the model's attention
+    heads and the number of ranks."""
     max_num_seqs: Positive | None = None
     """Sequences that one engine decodes at the same time. Default: its share of a step's completions, at least 64 and
     at most 512; 256 with an atropos environment."""

@@ -46,6 +46,12 @@ class RewardConfig(Section):
     args: dict[str, Any] | None = None
     """If set, even to {}, `name` is a class or factory that is called with these keyword arguments and returns the
     reward function."""
+    run_in: Literal["auto", "process", "thread"] = "auto"
+    """process: worker processes, rollout.reward_workers per rank, which do not see the GPUs. A call that exceeds
+    rollout.reward_timeout is killed, whatever it does. thread: threads of the rank, for rewards that use its GPU or
+    share state; one that holds Python's interpreter lock for longer than the timeout ends the run. auto: process for a
+    plain function in your own files that uses no `global` statement and whose files import no deep learning library,
+    else thread."""
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the sum of a completion's rewards. 0 only logs it, as reward/<name>."""
 

@@ -17,7 +17,9 @@ from colocated_grpo.environments.base import BatchSource, Episode, Item, Scorer,
 from colocated_grpo.environments.dataset import DatasetRows
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards
+from colocated_grpo.environments.rewards.functions import build_rewards
+from colocated_grpo.environments.rewards.placement import start_workers
+from colocated_grpo.environments.rewards.scorer import RewardScorer
 from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.source import Mixture, PromptSource
 from colocated_grpo.environments.streams import ItemStream, RowStream, TaskStream, task_items
@@ -175,8 +177,9 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
 
 def _build(name: str, entry: PromptedConfig, config: Config) -> ScoredEnvironment | EpisodeEnvironment:
     if isinstance(entry, DatasetSourceConfig):
-        rewards = build_rewards(entry.rewards, f"environments {name!r}: rewards")
-        return DatasetEnvironment(name, entry, RewardScorer(rewards, config.optimizer_steps))
+        rewards = build_rewards(entry.rewards, key := f"environments {name!r}: rewards")
+        workers = start_workers(entry.rewards, rewards, key)
+        return DatasetEnvironment(name, entry, RewardScorer(rewards, config.optimizer_steps, workers))
     if isinstance(entry, EpisodeSourceConfig):
         return EpisodeEnvironment(name, build_episode(entry.name, entry.args))
     if isinstance(entry, TurnsSourceConfig):

@@ -34,10 +34,11 @@ class PromptEncoder:
         self._max_characters = max_prompt_tokens * longest_token(tokenizer)
 
     def encode(self, item: Item, *, index: int, source: str) -> Prompt | None:
-        """Return None if the prompt is empty or longer than max_prompt_tokens."""
+        """Return None if the prompt has no text or is longer than max_prompt_tokens."""
         prompt = checked_prompt(item, source)
-        if sum(map(len, _texts(prompt))) > self._max_characters:
-            return None  # tokenizing megabytes would take seconds each time
+        # A chat template would turn empty text into a prompt that trains. Tokenizing megabytes takes seconds each time.
+        if _is_blank(prompt) or sum(map(len, _texts(prompt))) > self._max_characters:
+            return None
         text, token_ids = self._render(prompt, source)
         if not 1 <= len(token_ids) <= self.max_prompt_tokens:
             return None
@@ -88,9 +89,19 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _texts(prompt: str | list[Message]) -> list[str]:
-    """Return the prompt itself, or the text contents of its messages."""
-    texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    return [text for text in texts if isinstance(text, str)]
+    """Return the prompt itself, or all texts of its messages."""
+    if isinstance(prompt, str):
+        return [prompt]
+    contents = [message.get("content") or "" for message in prompt]
+    parts = [[content] if isinstance(content, str) else [part["text"] for part in content] for content in contents]
+    return [text for texts in parts for text in texts]
+
+
+def _is_blank(prompt: str | list[Message]) -> bool:
+    """Return True if nothing is said, apart from a system message."""
+    if not isinstance(prompt, str):
+        prompt = [message for message in prompt if message["role"] != "system"] or prompt
+    return not any(text.strip() for text in _texts(prompt))
 
 
 def checked_prompt(item: Any, source: str) -> str | list[Message]:
@@ -102,12 +113,30 @@ def checked_prompt(item: Any, source: str) -> str | list[Message]:
     if isinstance(prompt, str) or (
         isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
     ):
+        for message in prompt if isinstance(prompt, list) else []:
+            _check_content(message, source)
         for text in _texts(prompt):
             _check_encodable(text, source)
         return prompt
     raise EnvironmentSetupError(
         f"environments {source!r}: a prompt must be text or a list of messages with a role, got {repr(prompt)[:80]}"
     )
+
+
+def _check_content(message: Message, source: str) -> None:
+    """Reject a message that a chat template would render without what it is to say. A tool call needs no content."""
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return
+    shown = repr(message)[:80]
+    if content is None:
+        raise EnvironmentSetupError(f"environments {source!r}: a message of the prompt has no 'content': {shown}")
+    parts = content if isinstance(content, list) and content else [content]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise EnvironmentSetupError(
+            f"environments {source!r}: the content of a message must be text or parts with text, because models are "
+            f"trained on text only: {shown}"
+        )
 
 
 def _check_encodable(text: str, source: str) -> None:

@@ -51,7 +51,7 @@ def run_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="run_colocated_grpo.py",
         allow_abbrev=False,
-        description="Train with GRPO, one process per GPU, each with its own in-process vLLM engine.",
+        description="Train with GRPO, one process per GPU. Each has a vLLM engine, unless engine.placement is server.",
         epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false. "
         "Further commands: run_colocated_grpo.py serve --help, run_colocated_grpo.py atropos --help",
     )

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from colocated_grpo.runtime.descriptors import raise_descriptor_limit
+from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE, report
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
@@ -31,13 +32,6 @@ DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
 AUTO = "auto"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
-VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
-"""Variable with the path of the file in which a failing rank leaves its exit code and error lines for the launcher."""
-FINISHED_SUFFIX = ".finished"
-"""Suffix of a second file next to that one, created by a rank whose run has ended normally. Exit code 0 is not enough:
-user code may call os._exit(0)."""
-RUN_ERROR, USAGE_ERROR = 1, 2
-"""Exit codes: the run failed; the settings or arguments are invalid."""
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
 OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
@@ -179,12 +173,12 @@ def _run(config: Config, resume: str | None, name: str) -> int:
         train(config, resume=resume, name=name)
     except (ConfigError, RunError) as error:
         code = USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
-        _report(code, _error_lines(error))
+        report(code, _error_lines(error))
         return code
     except OSError as error:
         if not (line := explain_os_error(error, [config.output_dir, resume])):
             raise
-        _report(RUN_ERROR, [f"error: {line}"])
+        report(RUN_ERROR, [f"error: {line}"])
         return RUN_ERROR
     except SystemExit as error:  # raised by user code; with code 0 the run would look finished
         raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
@@ -208,16 +202,6 @@ def explain_os_error(error: OSError, run_folders: Sequence[str | None]) -> str |
         if any(file.is_relative_to(Path(folder).absolute()) for folder in run_folders if folder not in (None, AUTO)):
             return f"{error.strerror}: {error.filename}"
     return None
-
-
-def _report(code: int, lines: Sequence[str]) -> None:
-    """Print the lines, or pass them and the code to the launcher, which prints them after torchrun's own output."""
-    if VERDICT_VARIABLE in os.environ:
-        text = "\n".join([str(code), *lines])
-        with suppress(OSError):  # in a long run, a cleanup of /tmp may have removed the folder
-            Path(os.environ[VERDICT_VARIABLE]).write_text(text, encoding="utf-8", errors="backslashreplace")
-            return
-    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _error_lines(error: Exception) -> list[str]:

@@ -6,18 +6,16 @@ Plain torchrun would print forty lines about the failed process below the rank's
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
-from pathlib import Path
 
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import parse_args, run
 
-from colocated_grpo.launch.cli import RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
 from colocated_grpo.runtime.signals import stop_signals
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, verdict_written
 
 AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 """Name of the logger that reports how each process ended."""
@@ -45,11 +43,6 @@ def main() -> None:
         # The ranks have exited. torch's handlers would raise SignalException while the interpreter shuts down.
         for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)
-
-
-def verdict_written() -> bool:
-    """Return whether a rank of this node has written its error lines for the launcher."""
-    return VERDICT_VARIABLE in os.environ and Path(os.environ[VERDICT_VARIABLE]).exists()
 
 
 if __name__ == "__main__":

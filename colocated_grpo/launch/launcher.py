@@ -18,17 +18,14 @@ from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.launch.arguments import Launch, LaunchError, read_launch, run_parser, visible_gpus
 from colocated_grpo.launch.cli import (
-    FINISHED_SUFFIX,
     LOG_LEVEL_VARIABLE,
-    RUN_ERROR,
-    USAGE_ERROR,
-    VERDICT_VARIABLE,
     library_environment,
     prepare_streams,
 )
 from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan, plan_servers
 from colocated_grpo.launch.processes import run_command
 from colocated_grpo.launch.scratch import scratch_folder
+from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config

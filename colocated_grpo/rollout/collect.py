@@ -56,9 +56,10 @@ class Collector:
         self._world = world
         self._dispatch = dispatch
         self._seed = seed
-        self._reward_timeout = reward_timeout
         self._stop_requested = stop_requested
-        self._rewards = RewardCalls(self._score, workers=reward_workers, timeout=reward_timeout)
+        self._rewards = RewardCalls(
+            self._score, workers=reward_workers, timeout=reward_timeout, stop_requested=stop_requested
+        )
 
     def collect(self, job: Job) -> list[Group]:
         """Return all groups of the job on every rank, in prompt order. Raises Stopped on all ranks if one stops."""
@@ -92,10 +93,17 @@ class Collector:
                 self._driver.abort()
                 return lambda: None
         ended = time.monotonic()
-        return lambda: self._judged(job, calls, ended) | (_played(job, batch) if queue.counts else {})
 
-    def _judged(self, job: Job, calls: Mapping[int, RewardCall], ended: float) -> dict[int, Group]:
-        self._rewards.wait(list(calls.values()), since=ended)
+        def groups() -> dict[int, Group] | None:
+            judged = self._judged(job, calls, ended)
+            return None if judged is None else judged | (_played(job, batch) if queue.counts else {})
+
+        return groups
+
+    def _judged(self, job: Job, calls: Mapping[int, RewardCall], ended: float) -> dict[int, Group] | None:
+        """Groups of the calls; None after a stop request that rewards would have delayed."""
+        if not self._rewards.wait(list(calls.values()), since=ended):
+            return None
         return {index: self._group(job, call) for index, call in calls.items()}
 
     def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> Judged:
@@ -106,16 +114,16 @@ class Collector:
         return [self._decode(completion.token_ids) for completion in completions]
 
     def _group(self, job: Job, call: RewardCall) -> Group:
-        texts, scores = call.judged() or self._failed(call.completions)
+        texts, scores = call.judged() or self._failed(call)
         rollouts = [
             _rollout(call.prompt, completion, score, text, job.sampling)
             for completion, score, text in zip(call.completions, scores, texts, strict=True)
         ]
         return Group(prompt=call.prompt, rollouts=rollouts)
 
-    def _failed(self, completions: Sequence[Completion]) -> Judged:
-        error = f"no reward within rollout.reward_timeout={self._reward_timeout:g} s"
-        return self._texts(completions), [Score(reward=None, error=error)] * len(completions)
+    def _failed(self, call: RewardCall) -> Judged:
+        error = f"{self._rewards.timeout_error}{call.place}"
+        return self._texts(call.completions), [Score(reward=None, error=error)] * len(call.completions)
 
     def close(self) -> None:
         self._episodes.close()

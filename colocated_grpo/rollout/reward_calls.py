@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from colocated_grpo.environments.rewards.scoring import REWARD_LOOP
+from colocated_grpo.environments.rewards.workers import end_busy_workers, last_ready
+from colocated_grpo.runtime.blocking_code import innermost_user_frame
 from colocated_grpo.types import Completion, Prompt, Score
+
+STOP_SECONDS = 5.0
+"""Longest wait for rewards after a stop request."""
+POLL_SECONDS = 0.5
+END_SECONDS = 5.0
+"""Longest wait for calls whose worker processes were ended."""
 
 Judged = tuple[list[str], list[Score]]
 """Texts and scores of one prompt's completions."""
@@ -23,19 +34,33 @@ class RewardCall:
     completions: Sequence[Completion]
     future: Future[Judged] = field(default_factory=Future)
     began: float | None = None
+    thread: int | None = None
+    place: str = ""
+    """Where a call that timed out was, for its error: ', in judge (my_rewards.py, line 12)'."""
 
     def judged(self) -> Judged | None:
         """The result; None if the call timed out. Raises the judge's exception."""
         return self.future.result() if self.future.done() and not self.future.cancelled() else None
 
+    def find_place(self) -> None:
+        """Note where a call that does not return is."""
+        frame = innermost_user_frame(sys._current_frames().get(self.thread or 0))
+        if frame is not None:
+            code = frame.f_code
+            self.place = f", in {code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
+
 
 class RewardCalls:
     """Calls `judge`, the scoring function, on `workers` threads."""
 
-    def __init__(self, judge: Judge, *, workers: int, timeout: float) -> None:
+    def __init__(
+        self, judge: Judge, *, workers: int, timeout: float, stop_requested: Callable[[], bool] = lambda: False
+    ) -> None:
         self._judge = judge
         self._workers = workers
         self._timeout = timeout
+        self._stop_requested = stop_requested
+        self.timeout_error = f"no reward within rollout.reward_timeout={timeout:g} s"
         self._pool = self._new_pool()
 
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> RewardCall:
@@ -43,27 +68,43 @@ class RewardCalls:
         self._queue(call)
         return call
 
-    def wait(self, calls: Sequence[RewardCall], since: float) -> None:
+    def wait(self, calls: Sequence[RewardCall], since: float) -> bool:
         """Wait until each call is done or has timed out. The timeout starts at `since` or when the call begins.
+
+        The start of a worker process, which imports the user's modules, does not count.
 
         If all started calls are overdue, the others are queued behind hanging calls and get new workers. This repeats
         only while new workers finish something: otherwise a reward that always hangs would cost one timeout for every
         few prompts.
+
+        Returns False if a stop was requested and the rewards are not ready soon after it.
         """
         done_before: int | None = None
+        ended = 0
+        stopping: float | None = None
         while late := [call for call in calls if not call.future.done()]:
-            due = max([since, *(call.began for call in late if call.began is not None)]) + self._timeout
-            if (left := due - time.monotonic()) > 0:
-                wait([call.future for call in late], timeout=left)
+            now = time.monotonic()
+            begins = [call.began for call in late if call.began is not None]
+            due = max([since, last_ready(), *begins]) + self._timeout
+            if self._stop_requested():
+                stopping = now if stopping is None else stopping
+                due = min(due, stopping + STOP_SECONDS)
+            if due > now:
+                wait([call.future for call in late], timeout=min(due - now, POLL_SECONDS))
                 continue
             queued = [call for call in late if call.future.cancel()]
-            self._replace_pool()
-            done = len(calls) - len(late)
+            hanging = [call for call in late if not call.future.done()]
+            self._end(hanging)
+            if stopping is not None:
+                return False
+            done = len(calls) - len(late) - ended
             if not queued or done == done_before:
-                return
+                return True
+            ended += sum(call.future.done() for call in hanging)
             done_before, since = done, time.monotonic()
             for call in queued:
                 self._queue(call)
+        return True
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -72,12 +113,16 @@ class RewardCalls:
         call.future = self._pool.submit(self._run, call)
 
     def _run(self, call: RewardCall) -> Judged:
-        call.began = time.monotonic()
+        call.thread, call.began = threading.get_ident(), time.monotonic()
         return self._judge(call.prompt, call.completions)
 
-    def _replace_pool(self) -> None:
-        """Abandon hanging calls with their threads, which cannot be ended, and start new workers."""
-        self.close()
+    def _end(self, hanging: Sequence[RewardCall]) -> None:
+        """End the worker processes of hanging calls. Threads cannot be ended: they are abandoned and replaced."""
+        if end_busy_workers(self.timeout_error):
+            wait([call.future for call in hanging], timeout=END_SECONDS)
+        for call in hanging:
+            call.find_place()
+        self._pool.shutdown(wait=False, cancel_futures=True)
         REWARD_LOOP.retire_if_blocked()
         self._pool = self._new_pool()
 

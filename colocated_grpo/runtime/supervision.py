@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.signals import reset_in_forked_children, stop_signals
+from colocated_grpo.runtime.verdict import verdict_written
 
 POLL_SECONDS = 1.0
 FAILED_KEY, STOP_KEY = "failed", "stop"
@@ -91,7 +92,8 @@ class Watchdog:
                 return
             dead = self._dead_ranks()
             if failed or dead:
-                if self._is_first_failure() and dead:
+                # The verdict of the same node's guard process or rank already says why.
+                if self._is_first_failure() and dead and not verdict_written():
                     print(f"error: {explain_missing_ranks(dead)}", file=sys.stderr)
                 sys.stderr.flush()
                 time.sleep(DELAY_AFTER_FIRST_FAILURE)

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colocated_grpo.config.addresses import is_loopback
-from colocated_grpo.launch.cli import USAGE_ERROR, prepare_streams
+from colocated_grpo.launch.cli import prepare_streams
 from colocated_grpo.launch.launcher import python_path
 from colocated_grpo.launch.processes import StopAction, run_command
 from colocated_grpo.launch.scratch import scratch_folder
 from colocated_grpo.runtime.signals import stop_signals
+from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.serve.options import ServeOptions, parse
 from colocated_grpo.serve.restarts import RESTART, STATE_VARIABLE
 

@@ -9,12 +9,8 @@ import traceback
 import warnings
 from contextlib import suppress
 
-from colocated_grpo.launch.cli import (
-    RUN_ERROR,
-    USAGE_ERROR,
-    library_environment,
-    prepare_streams,
-)
+from colocated_grpo.launch.cli import library_environment, prepare_streams
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.serve.options import parse, settings
 from colocated_grpo.serve.restarts import resumed
 

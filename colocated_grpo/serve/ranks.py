@@ -11,9 +11,9 @@ import time
 
 import torch.distributed as dist
 
-from colocated_grpo.launch.cli import RUN_ERROR
 from colocated_grpo.launch.processes import signal_at_parents_death
 from colocated_grpo.runtime.stores import connect_store, serve_store
+from colocated_grpo.runtime.verdict import RUN_ERROR
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 600.0

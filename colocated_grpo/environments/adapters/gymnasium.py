@@ -13,12 +13,12 @@ from colocated_grpo.environments.adapters.gymnasium_views import View, view_of
 from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.conversation import ContextExhausted, Conversation
-from colocated_grpo.environments.rewards.answers import without_thoughts
+from colocated_grpo.environments.rewards.answers import tagged_parts, without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
 from colocated_grpo.types import JsonObject
 
 KEY = "environments 'gymnasium'"
-ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+ACTION = re.compile(r"<(action)>")
 
 
 class Gymnasium(SeededEpisode):
@@ -108,7 +108,7 @@ class Gymnasium(SeededEpisode):
 
     def _parse(self, reply: str) -> int | None:
         """Return the number of the last action in a reply, thoughts ignored, or None."""
-        found = ACTION.findall(without_thoughts(reply))
+        found = [action for _, action in tagged_parts(without_thoughts(reply), ACTION)]
         name = found[-1].strip().lower() if found else ""
         names = [action.lower() for action in self._view.actions]
         if name in names:

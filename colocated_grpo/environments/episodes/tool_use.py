@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from random import Random
 from typing import Literal, NamedTuple
 
@@ -14,13 +15,13 @@ from pydantic import Field
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.environments.episodes.toolbox import ToolError, calculate, search
-from colocated_grpo.environments.rewards.answers import last_number, without_thoughts
+from colocated_grpo.environments.rewards.answers import last_number, tagged_parts, without_thoughts
 from colocated_grpo.environments.tasks.arithmetic import normal_integer
 from colocated_grpo.environments.tasks.procedural import Procedural, Template
 
 NAMES = ("ann", "bob", "cat", "dan", "eve", "fay", "gus", "hal", "ivy", "jon", "kim", "leo")
 NAME = re.compile(r"[a-z]+")
-CALL = re.compile(r"<(search|calc|answer)>(.*?)</\1>", re.DOTALL)
+OPENING = re.compile(r"<(search|calc|answer)>")
 ANSWER = "answer"
 
 
@@ -120,7 +121,7 @@ class ToolUse(Procedural):
 
 def read_call(text: str) -> Call:
     """Return the single call of a message, ignoring its thoughts; MALFORMED for none or several."""
-    found = CALL.findall(without_thoughts(text))
+    found = list(islice(tagged_parts(without_thoughts(text), OPENING), 2))
     return Call(*found[0]) if len(found) == 1 else MALFORMED
 
 

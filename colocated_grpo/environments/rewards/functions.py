@@ -1,10 +1,10 @@
-"""Scoring of a dataset by reward functions in TRL's signature."""
+"""Reward functions in TRL's signature, and what they are called with."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -13,7 +13,6 @@ from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.environments.rewards.scoring import as_number, resolve_awaitable
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
-from colocated_grpo.types import Completion, Prompt, Score
 
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 """Item keys that are not passed as columns, as in TRL."""
@@ -39,6 +38,22 @@ class FunctionResult:
     """None: not applicable, or failed."""
     error: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardInputs:
+    """One prompt and its completions, as plain data that can be sent to another process."""
+
+    item: Item
+    texts: Sequence[str]
+    completion_ids: Sequence[Sequence[int]]
+    global_step: int
+    max_steps: int
+
+    def split(self) -> list[RewardInputs]:
+        """Return one for each completion."""
+        pairs = zip(self.texts, self.completion_ids, strict=True)
+        return [replace(self, texts=[text], completion_ids=[token_ids]) for text, token_ids in pairs]
 
 
 class WrongNumberOfRewards(ValueError):
@@ -95,58 +110,31 @@ class RewardFunction:
             return FunctionResult(error=f"{self.name}: {one_line(error)}")
 
 
-class RewardScorer:
-    """Weighted sum of reward functions. As in TRL, None is left out of the sum; if all are None, the reward is None."""
+def results_of(function: RewardFunction, inputs: RewardInputs) -> list[FunctionResult]:
+    """Call the function for all completions; if it raises, call it for each one, so that only some fail."""
+    try:
+        function.check_columns(inputs.item.keys() - NOT_COLUMNS)
+        return function.results(_arguments(inputs), len(inputs.texts))
+    except BaseException as error:  # see score_text
+        systematic = isinstance(error, (WrongNumberOfRewards, EnvironmentSetupError))
+        if systematic or len(inputs.texts) == 1:
+            return [FunctionResult(error=f"{function.name}: {one_line(error)}")] * len(inputs.texts)
+    return [result for one in inputs.split() for result in results_of(function, one)]
 
-    def __init__(self, functions: Sequence[RewardFunction], max_steps: int) -> None:
-        self.functions = functions
-        self.max_steps = max_steps
 
-    def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
-        by_function = [self._call(function, prompt, completions, texts) for function in self.functions]
-        return [self._combine(results) for results in zip(*by_function, strict=True)]
-
-    def check_columns(self, item: Item) -> None:
-        """Raise EnvironmentSetupError if a function requires a column that the item lacks."""
-        for function in self.functions:
-            function.check_columns(item.keys() - NOT_COLUMNS)
-
-    def _call(
-        self, function: RewardFunction, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> list[FunctionResult]:
-        """Call the function for all completions; if it raises, call it for each one, so that only some fail."""
-        try:
-            function.check_columns(prompt.item.keys() - NOT_COLUMNS)
-            return function.results(self._arguments(prompt, completions, texts), len(completions))
-        except BaseException as error:  # see score_text
-            systematic = isinstance(error, (WrongNumberOfRewards, EnvironmentSetupError))
-            if systematic or len(completions) == 1:
-                return [FunctionResult(error=f"{function.name}: {one_line(error)}")] * len(completions)
-        pairs = zip(completions, texts, strict=True)
-        return [result for one, text in pairs for result in self._call(function, prompt, [one], [text])]
-
-    def _arguments(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> dict[str, Any]:
-        """Return TRL's keyword arguments. Completions are strings for a text prompt, messages for a chat prompt."""
-        count = len(completions)
-        chat = not isinstance(prompt.item["prompt"], str)
-        return {
-            **{key: [value] * count for key, value in prompt.item.items() if key not in NOT_COLUMNS},
-            "prompts": [prompt.item["prompt"]] * count,
-            "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts),
-            "completion_ids": [list(completion.token_ids) for completion in completions],
-            "trainer_state": TrainerState(global_step=completions[0].policy_version, max_steps=self.max_steps),
-            # In TRL, log_extra adds columns to a table of completions. There is no such table here: calls are ignored.
-            "log_extra": lambda column, values: None,
-        }
-
-    def _combine(self, results: Sequence[FunctionResult]) -> Score:
-        named = list(zip(self.functions, results, strict=True))
-        parts = {name: value for result in results for name, value in result.metrics.items()}
-        parts |= {function.name: result.value for function, result in named if result.value is not None}
-        if errors := [result.error for result in results if result.error is not None]:
-            return Score(reward=None, parts=parts, error="; ".join(errors))
-        weighted = [function.weight * result.value for function, result in named if result.value is not None]
-        return Score(reward=sum(weighted) if weighted else None, parts=parts)
+def _arguments(inputs: RewardInputs) -> dict[str, Any]:
+    """Return TRL's keyword arguments. Completions are strings for a text prompt, messages for a chat prompt."""
+    count, prompt = len(inputs.texts), inputs.item["prompt"]
+    chat = not isinstance(prompt, str)
+    return {
+        **{key: [value] * count for key, value in inputs.item.items() if key not in NOT_COLUMNS},
+        "prompts": [prompt] * count,
+        "completions": [[{"role": "assistant", "content": text}] for text in inputs.texts] if chat else [*inputs.texts],
+        "completion_ids": [[*token_ids] for token_ids in inputs.completion_ids],
+        "trainer_state": TrainerState(global_step=inputs.global_step, max_steps=inputs.max_steps),
+        # In TRL, log_extra adds columns to a table of completions. There is no such table here: calls are ignored.
+        "log_extra": lambda column, values: None,
+    }
 
 
 def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunction]:
@@ -157,8 +145,12 @@ def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunct
         short = config.name.rpartition(":")[2]
         taken[short] = taken.get(short, 0) + 1
         name = short if taken[short] == 1 else f"{short}_{taken[short]}"
-        functions.append(RewardFunction(name, config.weight, _load(config, key)))
+        functions.append(load_reward(name, config, key))
     return functions
+
+
+def load_reward(name: str, config: RewardConfig, key: str) -> RewardFunction:
+    return RewardFunction(name, config.weight, _load(config, key))
 
 
 def check_reward_name(name: str, key: str) -> None:

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from colocated_grpo.launch.arguments import Launch, LaunchError, read_launch, run_parser
-from colocated_grpo.launch.cli import DEFAULT_CONFIG, USAGE_ERROR, prepare_streams
+from colocated_grpo.launch.cli import DEFAULT_CONFIG, prepare_streams
 from colocated_grpo.launch.launcher import read_settings
+from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.tools.doctor.checks import MACHINE, RUN, examine
 from colocated_grpo.tools.doctor.results import Result
 from colocated_grpo.tools.doctor.subject import Subject

@@ -196,6 +196,18 @@ def test_settings_that_do_not_match_the_data_raise_one_line(file, fields, messag
         ("x.json", '{"rows": []}', "must hold a list of objects, this one holds a dict"),
         ("x.json", "[", "cannot read"),
         ("x.json", '{"question": "a", "answer": "1"}\n{"question"\n', "line 2: Expecting ':' delimiter"),
+        (
+            "x.jsonl",
+            '{"question": ' + "[" * 100_000 + "]" * 100_000 + "}",
+            "line 1: lists and objects are nested more than",
+        ),
+        (
+            "x.jsonl",
+            '{"question": "a"}\n{"b": ' + "[" * 101 + "]" * 101 + "}\n",
+            "line 2: lists and objects are nested",
+        ),
+        ("x.json", "[" * 100_000 + "]" * 100_000, "lists and objects are nested more than 100 deep"),
+        ("x.json", '[{"b": ' + "[" * 101 + "]" * 101 + "}]", "lists and objects are nested more than 100 deep"),
         ("x.parquet", "nothing", "cannot read"),
     ],
 )
@@ -217,6 +229,18 @@ def test_an_unreadable_file_raises_one_line(tmp_path, name, text, message):
             "rows.jsonl row 8': reward 'exact_match' needs the column 'answer'; available: level",
         ),
         ({"question": None}, "rows.jsonl row 8': a prompt must be text or a list of messages with a role, got None"),
+        (
+            {"question": [{"role": "user"}]},
+            "rows.jsonl row 8': a message of the prompt has no 'content': {'role': 'user'}",
+        ),
+        (
+            {"question": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}]},
+            "rows.jsonl row 8': the content of a message must be text or parts with text, because models are trained",
+        ),
+        (
+            {"question": [{"role": "user", "content": []}]},
+            "rows.jsonl row 8': the content of a message must be text or parts",
+        ),
     ],
 )
 def test_a_malformed_row_is_named_before_training_starts(tmp_path, file, row, message):

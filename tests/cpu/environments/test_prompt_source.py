@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
-from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.environments.prompts import PromptEncoder, checked_prompt
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 
 TOKENIZER = build_char_tokenizer()
@@ -237,6 +237,30 @@ def test_each_step_counts_the_prompts_dropped_in_it(mixed):
         dropped.append(source.record([]).metrics["prompts_dropped"])
     assert sum(dropped) == source.num_dropped - 100 > 0
     assert 0 in dropped
+
+
+SAYS_NOTHING = [
+    "",
+    " \n",
+    [{"role": "user", "content": ""}],
+    [{"role": "system", "content": "be brief"}, {"role": "user", "content": " "}],
+    [{"role": "user", "content": [{"type": "text", "text": ""}]}],
+]
+
+
+@pytest.mark.parametrize("prompt", SAYS_NOTHING)
+def test_a_prompt_that_says_nothing_is_dropped_although_the_chat_template_has_tokens(prompt):
+    encoder = PromptEncoder(TOKENIZER, 1024)
+    assert encoder.encode({"prompt": prompt}, index=0, source="mine") is None
+    assert encoder.encode({"prompt": [{"role": "system", "content": "begin"}]}, index=0, source="mine") is not None
+
+
+def test_a_tool_call_needs_no_content():
+    chat = [
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "tool_calls": [{"name": "calc"}], "content": None},
+    ]
+    assert checked_prompt({"prompt": chat}, "mine") == chat
 
 
 @pytest.mark.parametrize("prompt", ["a" * 20_000, [{"role": "user", "content": "a" * 20_000}]])

@@ -13,9 +13,7 @@ import pytest
 
 from colocated_grpo.launch.cli import (
     LOG_LEVEL_VARIABLE,
-    VERDICT_VARIABLE,
     OneLineParser,
-    _report,
     add_run_arguments,
     environment_problem,
     explain_os_error,
@@ -23,6 +21,7 @@ from colocated_grpo.launch.cli import (
     rank_environment,
 )
 from colocated_grpo.runtime.descriptors import DESCRIPTORS
+from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, report
 from tests.support.paths import ROOT
 
 
@@ -240,7 +239,7 @@ def test_incomplete_torchrun_variables_are_a_one_line_error(changes, problem):
 
 def test_an_error_is_printed_when_the_launchers_temporary_folder_was_deleted(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "gone/verdict"))
-    _report(1, ["error: what went wrong"])
+    report(1, ["error: what went wrong"])
     assert capsys.readouterr().err == "error: what went wrong\n"
 
 

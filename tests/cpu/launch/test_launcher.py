@@ -13,8 +13,9 @@ import pytest
 
 from colocated_grpo.config.loading import load_config
 from colocated_grpo.launch.arguments import Launch, visible_gpus
-from colocated_grpo.launch.cli import VERDICT_VARIABLE, _run
+from colocated_grpo.launch.cli import _run
 from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
+from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
 from tests.support.paths import ROOT
 
 ELASTIC = "colocated_grpo.launch.elastic"

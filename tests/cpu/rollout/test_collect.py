@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.base import Scorer
-from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards
+from colocated_grpo.environments.rewards.functions import build_rewards
+from colocated_grpo.environments.rewards.scorer import RewardScorer
 from colocated_grpo.environments.rewards.scoring import resolve_awaitable
 from colocated_grpo.environments.user_code import event_loops
+from colocated_grpo.rollout import reward_calls
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
@@ -211,7 +213,8 @@ def test_a_reward_that_hangs_costs_that_prompt_only_and_no_worker_of_the_next_ba
     collector = collector_of(FakeEngine(), judge, single_rank_world(), workers=3, timeout=0.3)
     groups = collector.collect(job_of(4))
     assert rewards_of(groups) == [[1.0] * 3, [None] * 3, [None] * 3, [1.0] * 3]
-    assert groups[1].rollouts[0].score.error == "no reward within rollout.reward_timeout=0.3 s"
+    error = groups[1].rollouts[0].score.error
+    assert error.startswith("no reward within rollout.reward_timeout=0.3 s, in <lambda> (test_collect.py, line ")
     # Four hanging rewards by now: with the three workers of the first batch nothing would be scored any more.
     collector.collect(job_of(4, name="train/1"))
     assert rewards_of(collector.collect(job_of(4, name="train/2")))[3] == [1.0] * 3
@@ -280,6 +283,16 @@ def test_a_stop_ends_the_batch_and_leaves_nothing_running():
     assert len(steps) == 3
     assert engine.events == ["abort"]
     assert not engine.running
+
+
+def test_a_stop_does_not_wait_for_a_reward_that_hangs(never, monkeypatch):
+    monkeypatch.setattr(reward_calls, "STOP_SECONDS", 0.1)
+    judge, stopping = Judge(lambda prompt: never.wait()), threading.Event()
+    collector = collector_of(FakeEngine(), judge, single_rank_world(), timeout=3600, stop_requested=stopping.is_set)
+    gather = collector.sample(job_of(1))
+    stopping.set()
+    with pytest.raises(Stopped):
+        gather()
 
 
 def test_static_dispatch_gives_prompt_i_to_engine_i_modulo_the_engines():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +16,7 @@ import pytest
 
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.runtime.blocking_code import BlockingCodeReporter, innermost_user_frame
+from tests.support.paths import ROOT
 from tests.support.servers import until
 
 TIMEOUT = 20.0
@@ -59,6 +63,38 @@ def test_user_code_that_does_not_return_is_reported_repeatedly_with_its_line(way
         assert line.startswith("blocked for 0 s in ")
         assert "tests/cpu/runtime/test_blocking_code.py:" in line
         assert line.endswith(f" ({way.__name__}); the run continues when this code returns")
+
+
+BLOCKED = """
+import threading
+from colocated_grpo.runtime import blocking_code
+blocking_code.STOP_SECONDS = 0.2
+
+def prompts():
+    while True:
+        draw()
+
+def draw():
+    threading.Event().wait(0.01)
+
+stop = threading.Event()
+blocking_code.BlockingCodeReporter(print, poll=0.02, stop_requested=stop.is_set)
+threading.Timer(0.5, stop.set).start()
+prompts()
+"""
+
+
+def test_a_stop_ends_a_process_whose_user_code_does_not_return(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(BLOCKED)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=TIMEOUT)
+    assert ended.returncode == 1
+    assert re.fullmatch(
+        r"error: a stop was requested, and .*mine\.py:\d+ \((prompts|draw)\) did not return; "
+        r"the rank has ended without a checkpoint\n",
+        ended.stderr,
+    )
 
 
 def test_a_wait_of_the_package_itself_is_not_reported():

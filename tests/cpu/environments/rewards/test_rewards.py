@@ -18,7 +18,8 @@ from colocated_grpo.config.sources import DatasetSourceConfig, RewardConfig
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards import math_judge
 from colocated_grpo.environments.rewards.builtin import REWARDS
-from colocated_grpo.environments.rewards.functions import RewardFunction, RewardScorer, build_rewards
+from colocated_grpo.environments.rewards.functions import RewardFunction, build_rewards
+from colocated_grpo.environments.rewards.scorer import RewardScorer
 from colocated_grpo.environments.rewards.scoring import MAX_REWARD
 from colocated_grpo.types import Completion, Prompt
 

@@ -1,0 +1,48 @@
+"""Rewards and episodes under the rank's guard process, which ends the rank if they block all of its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from colocated_grpo.config.schema import Config
+from colocated_grpo.config.sources import EpisodeSourceConfig
+from colocated_grpo.environments.base import Episode, Item, Scorer, Split
+from colocated_grpo.environments.conversation import Conversation
+from colocated_grpo.types import Completion, Prompt, Score
+
+Guarded = Callable[[], AbstractContextManager[None]]
+
+
+def user_code_limit(config: Config) -> tuple[float, str]:
+    """Return for how many seconds a reward or an episode may block a rank, and the setting that says so."""
+    limits = {"rollout.reward_timeout": config.rollout.reward_timeout}
+    if any(isinstance(entry, EpisodeSourceConfig) for entry in config.environments):
+        limits["rollout.tool_timeout"] = config.rollout.tool_timeout
+    name = max(limits, key=lambda name: limits[name])
+    return limits[name], f"{name}={limits[name]:g}"
+
+
+class GuardedScorer:
+    """A scorer whose calls are guarded."""
+
+    def __init__(self, scorer: Scorer, guarded: Guarded) -> None:
+        self._scorer, self._guarded = scorer, guarded
+
+    def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
+        with self._guarded():
+            return self._scorer.score(prompt, completions, texts)
+
+
+class GuardedEpisode:
+    """An episode that is guarded while it runs."""
+
+    def __init__(self, episode: Episode, guarded: Guarded) -> None:
+        self._episode, self._guarded = episode, guarded
+
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
+        return self._episode.prompts(seed, split)
+
+    async def run(self, item: Item, model: Conversation) -> float | dict[str, float] | None:
+        with self._guarded():
+            return await self._episode.run(item, model)

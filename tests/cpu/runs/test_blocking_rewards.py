@@ -1,0 +1,93 @@
+"""Rewards that never return and hold the interpreter lock: in processes they cost their completions, in threads the run
+ends, and neither delays a stop.
+
+The four runs train at the same time, because most of their time is start-up and waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from colocated_grpo.tracking import files
+from tests.support.training_runs import ForkedRun, LaunchedRun, Settings, settings, tiny_model
+
+SECONDS_TO_END = 10.0
+REWARD = """\
+import re
+
+def hang(completions, number, **columns):
+    if number[0] != 7:
+        return [float(len(text)) for text in completions]
+    print("hanging", flush=True)
+    return [float(bool(re.fullmatch("(a+)+b", "a" * 45))) for text in completions]
+"""
+PLACE = "hang (my_rewards.py, line 7)"
+
+
+def config(folder: Path, run_in: str, **rollout: object) -> Settings:
+    """Three steps of four prompts; the reward of one prompt in step 1 hangs."""
+    folder.mkdir()
+    (folder / "my_rewards.py").write_text(REWARD)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}", "number": i}) + "\n" for i in range(40)))
+    entry = {"type": "dataset", "name": str(folder / "rows.jsonl"), "shuffle": False}
+    reward = {"name": f"{folder / 'my_rewards.py'}:hang", "run_in": run_in}
+    return settings(
+        tiny_model(),
+        environments=[{**entry, "rewards": [reward]}],
+        training_steps=3,
+        rollout={**rollout, "max_reward_errors": 0.5, "reward_workers": 2},
+        evaluation={"every": 0},
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blocking")
+    short = {"reward_timeout": 1.0}
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(kind(folder / name / "out", config(folder / name, run_in, **limit)))
+            for name, kind, run_in, limit in [
+                ("stopped", LaunchedRun, "thread", {}),
+                ("killed", LaunchedRun, "thread", {}),
+                ("process", ForkedRun, "auto", short),
+                ("thread", ForkedRun, "thread", short),
+            ]
+        }
+
+
+def test_in_a_process_it_costs_its_completions_and_the_run_goes_on(runs):
+    run = runs["process"].finish()
+    assert [row["reward_errors"] for row in run.rows("train")] == [0, 4, 0]
+    errors = {row["error"] for row in files.read_rollouts(run.folder)}
+    assert errors == {None, f"no reward within rollout.reward_timeout=1 s, in {PLACE}"}
+
+
+def test_in_a_thread_it_ends_the_run_with_one_line(runs):
+    run = runs["thread"]
+    assert run.wait() != 0
+    assert run.stderr.splitlines() == [
+        f"error: rollout.reward_timeout=1: no thread of rank 0 could run, because {PLACE} holds Python's interpreter "
+        "lock; the rank was killed; --resume auto continues from the last checkpoint"
+    ]
+    assert len(run.rows("train")) == 1
+
+
+def test_a_stop_and_the_death_of_the_launcher_end_all_processes_within_seconds(runs):
+    stopped, killed = runs["stopped"], runs["killed"]
+    for run in (stopped, killed):
+        run.wait_until(lambda run=run: "hanging" in run.stdout)
+    since = time.monotonic()
+    stopped.launcher.terminate()
+    killed.launcher.kill()
+    for run in (stopped, killed):
+        run.launcher.wait(2 * SECONDS_TO_END)
+        while left := run.processes():
+            assert time.monotonic() - since < SECONDS_TO_END, left
+    assert time.monotonic() - since < SECONDS_TO_END
+    assert stopped.stderr.splitlines()[-1].startswith(f"error: a stop was requested, and {PLACE} holds Python's")
