@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,6 +18,9 @@ from colocated_grpo.weights.colocated import SideStreamCopy
 from colocated_grpo.weights.joined_group import JoinedGroup
 from colocated_grpo.weights.plan import Plan
 from colocated_grpo.weights.verified_plan import verified_plan
+
+CONNECT_SECONDS = 10.0
+"""The store serves before the offer is made, so one that cannot be reached is gone; the engine waits meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,8 @@ class WeightReceiver:
         self._buckets = make_buckets(shapes, offer.trainer_ranks, self._dtype)
         self._leave()
         try:
-            store = connect_store(offer.address, offer.port, offer.timeout)
+            store = connect_store(offer.address, offer.port, CONNECT_SECONDS)
+            store.set_timeout(timedelta(seconds=offer.timeout))
             rank = offer.first_rank + self._engine.tensor_parallel_rank
             self._group = JoinedGroup(store, rank, offer.group_size, self._device, offer.timeout)
         except RuntimeError as error:
