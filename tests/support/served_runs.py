@@ -64,7 +64,7 @@ def work(task: Path, *servers: ServeProcess, **changes: Any) -> Settings:
     if servers:
         engine |= {"placement": "server", "urls": [server.url for server in servers], "server_timeout": 60.0}
     return deterministic(
-        environments=[{"type": "task", "name": f"{task}:Work"}],
+        environments=changes.pop("environments", [{"type": "task", "name": f"{task}:Work"}]),
         engine=engine,
         rollout={
             "prompts_per_step": PROMPTS,

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -20,48 +16,13 @@ import openai
 
 from colocated_grpo.tracking import files
 from tests.support.atropos_commands import EXAMPLES
-from tests.support.paths import ROOT
+from tests.support.atropos_environment import GROUP, environment
 from tests.support.servers import EMBEDDED, UPSTREAM, ApiProcess, free_port, needs_atropos
 from tests.support.training_runs import AtroposCommandRun, ForkedRun, LaunchedRun, Settings, settings, tiny_model
 
 pytestmark = needs_atropos
 
-GROUP = 4
 SORTING = {"type": "task", "name": "sorting", "args": {"min_digits": 2, "max_digits": 3}}
-
-
-@contextmanager
-def environment(folder: Path, api: str, server_port: int, **flags: str) -> Iterator[subprocess.Popen]:
-    """Run the environment in a process, started as in Atropos' own guides."""
-    model = str(tiny_model())
-    arguments = {
-        "--slurm": "False",
-        "--env.tokenizer_name": model,
-        "--env.group_size": str(GROUP),
-        "--env.total_steps": "1000",
-        "--env.steps_per_eval": "1000",
-        "--env.rollout_server_url": api,
-        "--env.use_wandb": "False",
-        "--env.wandb_name": "toy",
-        "--openai.api_key": "x",
-        "--openai.base_url": f"http://localhost:{server_port}/v1",
-        "--openai.model_name": model,
-        "--openai.server_type": "vllm",
-        **flags,
-    }
-    command = [sys.executable, str(ROOT / "tests/support/toy_environment.py"), "serve"]
-    with (folder / "env.log").open("a") as log:
-        process = subprocess.Popen(
-            [*command, *(word for pair in arguments.items() for word in pair)],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def atropos_settings(api: str, port: int, *others: Settings, entry: Settings | None = None, **changes: Any) -> Settings:

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from colocated_grpo.tracking import files
+from tests.support.atropos_environment import GROUP, environment
 from tests.support.serve_process import START_SECONDS, ServeProcess
 from tests.support.served_runs import SERVER_FLAGS, STEPS, kill_engine, trained, work, write_task
-from tests.support.servers import until
+from tests.support.servers import EMBEDDED, ApiProcess, free_port, needs_atropos, until
 from tests.support.training_runs import (
     ForkedRun,
     LaunchedRun,
@@ -154,6 +155,20 @@ def test_a_server_restarts_with_each_step_s_weights_and_after_a_crash(server, ta
     assert not any(process.is_running() for process in before)
     assert len(psutil.Process(server.process.pid).children()) == 1
     assert f"at {server.url}" in served[-1]
+
+
+@needs_atropos
+def test_an_atropos_environment_samples_from_the_server_while_the_run_trains(server, task, tmp_path):
+    entry = {"type": "atropos", "connect_timeout": START_SECONDS, "server": {"port": free_port()}}
+    with ApiProcess(EMBEDDED) as api, environment(tmp_path, api.url, server.port):
+        rollout = {"prompts_per_step": 4, "group_size": GROUP}
+        changes = {"environments": [{**entry, "url": api.url}], "training_steps": 4, "rollout": rollout}
+        run = train(tmp_path, work(task, server, deterministic=False, **changes))
+    rows = run.rows(files.TRAIN)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert max(row["freshness/mean_diff"] for row in rows) < FRESH
+    assert {row["atropos/unknown_origin"] for row in rows} == {1.0}
+    assert {row["atropos/dropped"] for row in rows} == {0.0}
 
 
 def test_two_training_ranks_write_into_the_two_ranks_of_a_server(task, tmp_path):
