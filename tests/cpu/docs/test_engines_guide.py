@@ -1,0 +1,48 @@
+"""The guide to engine servers lists every route, and no other."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any, cast
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from colocated_grpo.serve.bridge_routes import add_bridge_routes
+from colocated_grpo.serve.restarts import Restart
+from colocated_grpo.serving.adapter_routes import Adapters, add_adapter_routes
+from colocated_grpo.serving.control_routes import ABSENT
+from tests.support.paths import ROOT
+from tests.support.trainer_server import TrainerServer
+
+GUIDE = (ROOT / "docs/guides/engines.md").read_text()
+
+
+class Listing(TrainerServer):
+    """A server with all routes, which it records."""
+
+    def _add_routes(self, app: FastAPI, facts: dict[str, Any]) -> None:
+        super()._add_routes(app, facts)
+        add_adapter_routes(app, self.process.control, cast(Adapters, SimpleNamespace()))
+        nothing = lambda *_: None  # noqa: E731
+        add_bridge_routes(app, self.process.control, nothing, nothing, Restart(), nothing)
+        routes = [route for route in app.routes if isinstance(route, APIRoute)]
+        self.routes = {f"{method} {route.path}" for route in routes for method in route.methods}
+
+
+def documented() -> set[str]:
+    table = GUIDE.partition("## Routes")[2].partition("\n\nAn adapter")[0]
+    routes = set(re.findall(r"`((?:GET|POST) /[^`\s]+)", table))
+    [names] = re.findall(r"`POST` of (.*?) \|", table)
+    return routes | {f"POST /engine/{name}" for name in re.findall(r"`(\w+)`", names)}
+
+
+def test_the_guide_lists_every_route():
+    with Listing() as server:
+        served = server.routes - set(ABSENT)
+    assert documented() == served
+
+
+def test_the_guide_names_the_routes_that_are_absent():
+    assert [route for route in ABSENT if f"`{route.split()[1]}`" not in GUIDE] == []
