@@ -4,6 +4,7 @@
 #   PYTHON       interpreter that creates the virtual environment (make test PYTHON=python3.12)
 #   PLATFORM     cuda or cpu; default: cuda if nvidia-smi lists a GPU
 #   TORCH_INDEX  package index for the CPU build of torch if pip's default index has none
+#   MINUTES      of `make chaos`; default: 60. SEED: of its random choices
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -30,6 +31,8 @@ DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
 QUICKSTART_MODEL := runs/quickstart-model
 
+MINUTES ?= 60
+
 # Benchmark sizes: the defaults on CUDA; on CPU, sizes that finish in seconds.
 BENCH := -m colocated_grpo.benchmarks
 BENCH_LOGPROB_cpu := --tokens 512 --vocab 4096 --hidden 64 128 --chunk 128
@@ -38,12 +41,13 @@ BENCH_SYNC_cpu := --shape tiny
 BENCH_SLEEP_cpu := --shape tiny --max-num-seqs 8 --max-completion 64
 BENCH_STEP_cpu := --shape tiny --prompts 4 --group-size 4 --max-completion 32 --steps 4 --warmup 1
 
-.PHONY: help install install-cuda install-cpu quickstart test test-gpu bench lint clean
+.PHONY: help install install-cuda install-cpu quickstart test test-gpu chaos bench lint clean
 
 help:
 	@echo 'make quickstart   make a small model, train it with GRPO, print the path of the report'
 	@echo 'make test         run the CPU test suite'
 	@echo 'make test-gpu     run the tests that need CUDA devices'
+	@echo 'make chaos        attack runs and servers for MINUTES=$(MINUTES), write runs/chaos/*.json'
 	@echo 'make lint         check style and format (ruff) and types (pyrefly)'
 	@echo 'make bench        run the logprob, train, sync, sleep and step benchmarks, write runs/bench/*.json'
 	@echo 'make install      install into VENV=$(VENV) for PLATFORM=$(PLATFORM)'
@@ -95,6 +99,7 @@ $(VLLM_SOURCES): | $(STAMP)
 quickstart: install
 	@test -d $(QUICKSTART_MODEL) || $(PY) -m colocated_grpo.tools.make_model $(QUICKSTART_MODEL) --task sorting
 	@$(PY) run_colocated_grpo.py --config training_configs/quickstart.yaml $(DEVICES_$(PLATFORM))
+	@echo 'next: source $(VENV)/bin/activate, then "Start here" in README.md'
 
 # The verifiers environment comes last: if it cannot be installed, the rest has been tested.
 test: install $(VLLM_SOURCES)
@@ -104,6 +109,9 @@ test: install $(VLLM_SOURCES)
 
 test-gpu: install
 	@$(PY) -m pytest tests/gpu
+
+chaos: install
+	@$(PY) -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --output runs/chaos
 
 bench: install
 	@$(PY) $(BENCH).logprob $(BENCH_LOGPROB_$(PLATFORM)) --json runs/bench/logprob.json

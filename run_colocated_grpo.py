@@ -3,7 +3,10 @@
 
 import sys
 
-from colocated_grpo.launch.launcher import main
+from colocated_grpo import require_installation
 
 if __name__ == "__main__":
+    require_installation()
+    from colocated_grpo.launch.launcher import main
+
     sys.exit(main())

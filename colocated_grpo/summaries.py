@@ -13,36 +13,97 @@ from colocated_grpo.types import Group, Rollout
 
 def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
     """Rewards, lengths and staleness of one training batch. policy_version: of the weights to be trained."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.score.reward for rollout in rollouts if rollout.score.reward is not None]
+    rollouts = _rollouts(groups)
     sampled = [rollout for rollout in rollouts if len(rollout.token_ids) > rollout.prompt_length]
+    lengths = [_completion_tokens(rollout) for rollout in rollouts]
     row = {
-        "reward_std": statistics.pstdev(rewards) if rewards else 0.0,
+        **{f"reward_std/{name}": _std(values) for name, values in _parts(rollouts).items()},
+        "completion_tokens/min": float(min(lengths)),
+        "completion_tokens/max": float(max(lengths)),
         "prompt_tokens": _mean(rollout.prompt_length for rollout in rollouts),
         "staleness": _mean(policy_version - rollout.policy_version for rollout in sampled),
-        "groups/constant": _mean(is_constant(group_rewards(group)) for group in groups),
-        "reward_errors": float(sum(rollout.score.error is not None for rollout in rollouts)),
     }
-    return _common(rollouts) | row
+    return _common(rollouts) | _signal(groups) | row
 
 
 def held_out_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return {f"held_out/{name}": value for name, value in _common(rollouts).items()}
+    return {f"held_out/{name}": value for name, value in _common(_rollouts(groups)).items()}
+
+
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, errors and lengths of each environment that these groups come from, as env/<name>/<metric>."""
+    return {
+        f"env/{name}/{metric}": value
+        for name, members in _by_environment(groups).items()
+        for metric, value in (_averages(_rollouts(members)) | _signal(members)).items()
+    }
+
+
+def mixed_held_out_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Like `held_out_metrics`, and of each environment, as held_out/env/<name>/<metric>."""
+    return held_out_metrics(groups) | {
+        f"held_out/env/{name}/{metric}": value
+        for name, members in _by_environment(groups).items()
+        for metric, value in _averages(_rollouts(members)).items()
+    }
+
+
+def _by_environment(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    members: dict[str, list[Group]] = {}
+    for group in groups:
+        members.setdefault(group.prompt.source, []).append(group)
+    return dict(sorted(members.items()))
+
+
+def _signal(groups: Sequence[Group]) -> dict[str, float]:
+    """Spread of the rewards, and what has none."""
+    rollouts = _rollouts(groups)
+    return {
+        "reward_std": _std(_rewards(rollouts)),
+        "groups/constant": _mean(is_constant(group_rewards(group)) for group in groups),
+        "reward_errors": float(sum(rollout.score.failed for rollout in rollouts)),
+        "unscorable": float(sum(rollout.score.unscorable for rollout in rollouts)),
+    }
 
 
 def _common(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    rewards = [rollout.score.reward for rollout in rollouts if rollout.score.reward is not None]
+    return {f"reward/{name}": _mean(values) for name, values in _parts(rollouts).items()} | _averages(rollouts)
+
+
+def _averages(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    rewards = _rewards(rollouts)
+    return {
+        **({"reward": _mean(rewards)} if rewards else {}),
+        "completion_tokens": _mean(map(_completion_tokens, rollouts)),
+        "truncated": _mean(rollout.finish_reason == "length" for rollout in rollouts),
+    }
+
+
+def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> list[float]:
+    return [rollout.score.reward for rollout in rollouts if rollout.score.reward is not None]
+
+
+def _parts(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Values by name of the rollouts that have them."""
     parts: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.score.parts.items():
             parts.setdefault(name, []).append(value)
-    return {
-        **({"reward": _mean(rewards)} if rewards else {}),
-        **{f"reward/{name}": _mean(values) for name, values in parts.items()},
-        "completion_tokens": _mean(len(rollout.token_ids) - rollout.prompt_length for rollout in rollouts),
-        "truncated": _mean(rollout.finish_reason == "length" for rollout in rollouts),
-    }
+    return parts
+
+
+def _completion_tokens(rollout: Rollout) -> int:
+    return len(rollout.token_ids) - rollout.prompt_length
+
+
+def is_informative(group: Group) -> bool:
+    """Return True if the group has a policy gradient: rewards that differ, or advantages of its own."""
+    given = any(rollout.advantages is not None for rollout in group.rollouts)
+    return given or not is_constant(group_rewards(group))
 
 
 def group_rewards(group: Group) -> list[float | None]:
@@ -52,11 +113,11 @@ def group_rewards(group: Group) -> list[float | None]:
 def check_reward_errors(groups: Sequence[Group], config: RolloutConfig) -> None:
     """Raise RunError if more than config.max_reward_errors of the rewards failed.
 
-    Without the check the run would train on the completions that are left. An opponent's completions do not count,
-    because their scores are not trained.
+    Without the check the run would train on the completions that are left. Answers that a working scorer could not read
+    have a reward and do not count; neither do an opponent's completions, because their scores are not trained.
     """
     scores = [rollout.score for group in groups if not group.prompt.by_opponent for rollout in group.rollouts]
-    errors = [score.error for score in scores if score.error is not None]
+    errors = [score.error for score in scores if score.failed]
     if len(errors) > config.max_reward_errors * len(scores):
         raise RunError(
             f"rewards: {len(errors)} of {len(scores)} failed, above rollout.max_reward_errors="
@@ -71,7 +132,7 @@ def lack_of_signal(groups: Sequence[Group]) -> str | None:
     """
     if not groups:
         return "no group is trained yet: their turns are pending until their games end"
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = _rollouts(groups)
     if any(rollout.advantages is not None for rollout in rollouts):
         return None
     if all(rollout.score.reward is None for rollout in rollouts):
@@ -79,6 +140,11 @@ def lack_of_signal(groups: Sequence[Group]) -> str | None:
     if all(len(group.rollouts) > 1 and is_constant(group_rewards(group)) for group in groups):
         return "the rewards of each group are equal, so there is nothing to learn from"
     return None
+
+
+def _std(values: Sequence[float]) -> float:
+    """Unbiased (n - 1), as in TRL; 0 for fewer than two values."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -3,98 +3,42 @@
 from __future__ import annotations
 
 import gc
-import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from colocated_grpo.advantages import group_advantages, is_constant
+from colocated_grpo.advantages import group_advantages
 from colocated_grpo.batching import Batch, MicroBatch, pack
-from colocated_grpo.build.run import GOAL_REACHED, Run, build_run, describe
-from colocated_grpo.build.user_code import user_code_limit
+from colocated_grpo.build.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import BatchResult
-from colocated_grpo.errors import AlreadyReported, NothingUsable, RunError
+from colocated_grpo.errors import NothingUsable
+from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.export import Export
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.policy import fill_missing, score
 from colocated_grpo.rollout.collect import Stopped
-from colocated_grpo.rollout.prompt_queue import Job
-from colocated_grpo.runtime.blocking_code import BlockingCodeReporter
-from colocated_grpo.runtime.distributed import derive_seed, init_world, seed_everything, use_deterministic_kernels
+from colocated_grpo.runtime.distributed import derive_seed, seed_everything
 from colocated_grpo.runtime.profiling import profiled
-from colocated_grpo.runtime.rank_guard import RankGuard
-from colocated_grpo.runtime.run_folder import MODEL_SHAPE, choose_run_folder, lock_folder, removed_if_unused
-from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
+from colocated_grpo.runtime.run_folder import MODEL_SHAPE
 from colocated_grpo.summaries import (
     check_reward_errors,
+    environment_metrics,
     group_rewards,
-    held_out_metrics,
+    is_informative,
     lack_of_signal,
     rollout_metrics,
 )
+from colocated_grpo.tracking.ending import FINISHED, STOPPED
 from colocated_grpo.types import Group
 
-FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
-
-def main(config: Config, *, resume: str | None, name: str) -> None:
-    """Train `config` on this rank. Collective.
-
-    name: first part of a new run folder's name. resume: a run folder, 'auto' (the newest run of this config) or None.
-    """
-    if config.deterministic:
-        use_deterministic_kernels()
-    world = init_world()
-    stop = StopRequest(world.store)
-    watchdog = Watchdog(world, stop)
-    guard = RankGuard(*user_code_limit(config))
-    blocking_code = BlockingCodeReporter(logging.getLogger(__name__).warning, stop_requested=stop.requested)
-    try:
-        seed_everything(derive_seed(config.seed, "build"))
-        folder = world.from_main(lambda: lock_folder(choose_run_folder(config, resume, name)))
-        with removed_if_unused(folder):
-            run = build_run(config, folder, world, stop, guard.armed)
-        run.tracker.start(run.config, describe(run), run.start)
-        if resume is not None:
-            note_unusual_resume(run)
-        settle_garbage_collector()
-        try:
-            outcome = train(run)
-        except BaseException:
-            with suppress(OSError):  # on a full disk the summary fails too, and would hide the error that ended the run
-                run.tracker.close(FAILED)
-            raise
-        run.tracker.close(outcome)
-        run.close()
-        if outcome == STOPPED and (reasons := [reason for reason in world.gather_objects(stop.reason) if reason]):
-            raise RunError(f"{reasons[0]}; the run has saved a checkpoint, from which --resume auto continues")
-    except BaseException as error:
-        if watchdog.report_failure():
-            # A broken collective does not say why: name the ranks that died. Other errors of this rank are its own.
-            broken = isinstance(error, RuntimeError) and not isinstance(error, RunError)
-            if broken and (dead := watchdog.missing_ranks()):
-                raise RunError(explain_missing_ranks(dead)) from error
-            raise
-        # The first rank's error again, or the connection that broke when that rank exited: showing it would mislead.
-        raise AlreadyReported from error
-    blocking_code.close()
-    guard.close()
-    watchdog.close()
-    world.barrier()
-    dist.destroy_process_group()
-
-
-def note_unusual_resume(run: Run) -> None:
-    """Note a resume that starts a new run, or that finds no step left."""
-    if run.start == 0:
-        run.tracker.note("nothing to resume: a new run")
-    elif run.start >= (steps := run.config.training_steps):
-        run.tracker.note(f"nothing left to train: the checkpoint is at step {run.start} of training_steps={steps}")
+class PatienceOver(Exception):
+    """The last evaluation.patience evaluations were not better than the best one before them."""
 
 
 def settle_garbage_collector() -> None:
@@ -110,7 +54,8 @@ def train(run: Run) -> str:
     """Run the remaining steps. Returns FINISHED or STOPPED."""
     config = run.config
     # A run resumed with fewer training_steps than it has completed ends at once.
-    steps = run.start if run.goal_reached else max(run.start, config.training_steps)
+    ended = run.goal_reached or run.best.exhausted
+    steps = run.start if ended else max(run.start, config.training_steps)
     goal_reached = run.goal_reached
     if run.start and not run.world.from_main(lambda: all_exported(run, run.start)):
         maybe_export(run, run.start)  # the run was killed after this step's checkpoint and before its export
@@ -119,6 +64,9 @@ def train(run: Run) -> str:
             seed_everything(derive_seed(config.seed, step, run.world.rank))
             try:
                 groups, settled = rollout(run, step)
+            except PatienceOver:
+                steps = step
+                break
             except (Stopped, NothingUsable) as end:
                 save(run, step)
                 run.checkpoints.wait()
@@ -126,7 +74,7 @@ def train(run: Run) -> str:
                     raise
                 return STOPPED
             batch = make_batch(run, step, groups)
-            row = settled.metrics | (rollout_metrics(groups, run.policy.version) if groups else {})
+            row = settled.metrics | batch_metrics(run, groups)
             with run.choreography.training_phase(), profiled(profile_folder(run, step)):
                 metrics = update(run, with_logprobs(run, batch))
             metrics.add(run.choreography.freshness)
@@ -135,29 +83,45 @@ def train(run: Run) -> str:
             if run.checkpoints.due(step + 1):
                 with run.clock.time("checkpoint"):
                     save(run, step + 1, goal_reached=settled.finished)
+        row |= throughput(run, groups, batch)
         run.tracker.games(step, settled.games)
-        run.tracker.flush(step, row | throughput(run, groups, batch), groups)
+        run.tracker.flush(step, row | run.callbacks.step_ended(step, row), groups)
         maybe_export(run, step + 1)
         if settled.finished:
             run.tracker.note(f"step {step} is the last one: the environment's goal is reached")
             steps, goal_reached = step + 1, True
             break
+        if follow_callbacks(run, step):
+            steps = step + 1
+            break
     finish(run, steps, goal_reached)
     return FINISHED
+
+
+def follow_callbacks(run: Run, step: int) -> bool:
+    """Apply the callbacks' requests, on all ranks in the same step. Returns True if the run is to end."""
+    wanted = run.callbacks.requests()
+    if wanted.learning_rate != run.policy.fixed_lr:
+        run.policy.fixed_lr = wanted.learning_rate
+        if run.checkpoints.due(step + 1):
+            save(run, step + 1)  # this step's checkpoint was saved with the former one
+    return wanted.stop
 
 
 def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     """Generate the groups of this step, after an evaluation if one is due.
 
-    Raises Stopped or NothingUsable on every rank.
+    Raises Stopped, NothingUsable or PatienceOver on every rank.
     """
     with run.clock.time("wait"):
         order = run.supply.order(step)
     with run.choreography.rollout_phase(step, probe=order.probe):
-        if evaluation_due(run, step):
-            evaluate(run, step)
+        evaluate(run, step, run.evaluator.due(step))
+        if run.best.exhausted:
+            raise PatienceOver
         with run.clock.time("generate"):
             groups = order.collect()
+    keep_best(run, step)
     check_reward_errors(groups, run.config.rollout)
     settled = run.supply.settle(groups)
     chosen = [groups[place] for place in settled.trained_now] + settled.released
@@ -167,32 +131,44 @@ def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     return sorted(chosen, key=lambda group: group.prompt.index), settled
 
 
-def evaluation_due(run: Run, step: int) -> bool:
-    every = run.config.evaluation.every
-    return bool(every and run.held_out) and step % every == 0
+def evaluate(run: Run, step: int, sets: Sequence[EvaluationSet]) -> None:
+    """Evaluate the engine's current weights. The engine must be awake."""
+    for each in sets:
+        with run.clock.time("evaluate"):
+            row, groups = run.evaluator.evaluate(step, each)
+        run.tracker.evaluation(step, row | run.callbacks.evaluated(step, row), groups)
+        run.best.update(step, row)
 
 
-def evaluate(run: Run, step: int) -> None:
-    """Sample the held-out prompts with the engine's current weights and log their metrics. The engine must be awake."""
-    job = Job(
-        name=f"held_out/{step}",
-        prompts=run.held_out,
-        group_size=run.config.evaluation.samples_per_prompt,
-        sampling=run.held_out_sampling,
-    )
-    with run.clock.time("evaluate"):
-        groups = run.collector.collect(job)
-    run.tracker.evaluation(step, held_out_metrics(groups), groups)
+def keep_best(run: Run, step: int, *, goal_reached: bool = False) -> None:
+    """Save and export the policy if its evaluation at `step` is the best one and that is not done yet. Collective.
+
+    The weights of step 0 are not kept: they are the model that the run started from.
+    """
+    if step == 0 or run.best.step != step or run.world.from_main(lambda: run.best.is_kept(run.folder)):
+        return
+    with run.clock.time("checkpoint"):
+        save(run, step, goal_reached=goal_reached)
+        # A run that is killed during the export resumes at this step, and exports it again.
+        run.checkpoints.wait()
+        for export in run.exports:
+            export_to(run, export, export.best_name)
+        run.world.from_main(lambda: run.best.mark_kept(run.folder))
+
+
+def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
+    """Metrics of the scored groups, also by environment if there are several; none without groups."""
+    if not groups:
+        return {}
+    by_environment = environment_metrics(groups) if run.config.is_mixed else {}
+    return rollout_metrics(groups, run.policy.version) | by_environment
 
 
 def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
     with run.clock.time("pack"):
         rewards = [group_rewards(group) for group in groups]
         # A group of equal rewards has no gradient, unless there is a KL penalty or it brings its own advantages.
-        without_gradient = [
-            run.config.loss.kl.coef == 0 and is_constant(values) and all(r.advantages is None for r in g.rollouts)
-            for g, values in zip(groups, rewards, strict=True)
-        ]
+        without_gradient = [run.config.loss.kl.coef == 0 and not is_informative(group) for group in groups]
         return pack(
             groups,
             group_advantages(rewards, run.config.advantage),
@@ -266,8 +242,14 @@ def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
 
 
 def save(run: Run, step: int, *, goal_reached: bool = False) -> None:
-    state = {"source": run.supply.state_dict(), GOAL_REACHED: goal_reached, MODEL_SHAPE: run.model.shape}
-    run.checkpoints.save(step, run.policy, state)
+    state = {
+        "source": run.supply.state_dict(),
+        GOAL_REACHED: goal_reached,
+        MODEL_SHAPE: run.model.shape,
+        LEARNING_RATE: run.policy.fixed_lr,
+        BEST: run.best.state_dict(),
+    }
+    run.checkpoints.save(step, run.policy, state, best=run.best.step)
 
 
 def maybe_export(run: Run, step: int) -> None:
@@ -288,10 +270,14 @@ def export_to(run: Run, export: Export, name: str) -> None:
 
 def finish(run: Run, steps: int, goal_reached: bool) -> None:
     """Evaluate the final weights, save them and export them."""
-    if run.config.evaluation.every and run.held_out:
+    sets = run.evaluator.due(steps, last=True)
+    if sets:
         # A stop request now skips only this evaluation: every step is complete.
-        with suppress(Stopped), run.choreography.rollout_phase(steps, probe=run.held_out[0].token_ids, sync=True):
-            evaluate(run, steps)
+        with suppress(Stopped), run.choreography.rollout_phase(steps, probe=sets[0].prompts[0].token_ids, sync=True):
+            evaluate(run, steps, sets)
+    keep_best(run, steps, goal_reached=goal_reached)
+    if line := run.best.summary():
+        run.tracker.note(line)
     if run.config.checkpoint.final:
         save(run, steps, goal_reached=goal_reached)
         for export in run.exports:

@@ -59,7 +59,17 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     """Named components, for metrics."""
     error: str | None = None
-    """One line about the exception that cost this completion its reward."""
+    """One line about the exception that scoring raised. With a reward: the answer could not be read."""
+
+    @property
+    def failed(self) -> bool:
+        """True if scoring failed, which says nothing about the answer."""
+        return self.error is not None and self.reward is None
+
+    @property
+    def unscorable(self) -> bool:
+        """True if the scorer works and raised on this answer."""
+        return self.error is not None and self.reward is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

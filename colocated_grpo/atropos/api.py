@@ -41,7 +41,7 @@ MAX_QUEUED_BYTES = 16 << 30
 """Text of the groups in the queue: its memory. Further posts are rejected with status 503."""
 GROUP_PATHS = frozenset({"/scored_data", "/scored_data_list"})
 GROUPS = Shape(values=MAX_BODY_BYTES, containers=MAX_BODY_BYTES, strings=1 << 18, depth=40)
-"""Of a request body. Numbers are not limited here: `posted` checks them one sequence at a time."""
+"""Bounds of a request body. Numbers are not limited here: `posted` checks them one sequence at a time."""
 PUBLIC_PATHS = frozenset({"/"})
 GZIP_MIN_BYTES = 1000
 GZIP_LEVEL = 1

@@ -195,7 +195,8 @@ class AtroposSupply:
         groups = self._rank.collect(step, self._world)
         if groups is None:
             raise Stopped
-        self._probe = groups[0].rollouts[0].token_ids
+        # One token less: scoring a prompt also samples a token, for which a sequence of full length leaves no room.
+        self._probe = groups[0].rollouts[0].token_ids[:-1]
         return groups
 
     def settle(self, groups: list[Group]) -> BatchResult:

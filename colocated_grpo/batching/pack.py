@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import overload
 
 import numpy as np
 
+from colocated_grpo.batching.left_out import LeftOut, left_out
 from colocated_grpo.batching.micro_batch import PADDING_TOKENS, MicroBatch, TrainSequence, build_micro_batch
 from colocated_grpo.batching.plan import Outline, computed_tokens, plan
 from colocated_grpo.config.schema import BatchConfig
@@ -28,6 +29,8 @@ class Minibatch:
     micro_batches: Sequence[MicroBatch]
     counts: Counts
     """Over all ranks, including rollouts that were dropped before packing."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """The rollouts that were dropped before packing."""
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
@@ -120,7 +123,9 @@ def pack(
             batch_tokens=batch_tokens,
             minibatches=count,
         )
-        minibatches.append(Minibatch(micro_batches=LazyMicroBatches(assignment[rank], build), counts=counts))
+        dropped = left_out(groups, (outline for g in members if g not in kept for outline in outlines[g]))
+        micro_batches = LazyMicroBatches(assignment[rank], build)
+        minibatches.append(Minibatch(micro_batches=micro_batches, counts=counts, left_out=dropped))
     total = sum(loads)
     return Batch(
         minibatches=minibatches,

@@ -25,6 +25,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.supply import PromptSupply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.tracking import make_output
 from colocated_grpo.tracking.files import METRICS_FILE, TRAIN, read_rows
 from colocated_grpo.types import JsonObject
 
@@ -99,7 +100,8 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     sizes = sizes_of(options, world.size)
     with model_folder(options, world) as model, tempfile.TemporaryDirectory(prefix="benchmark-growth-") as scratch:
         config = growth_config(options, model, sizes, world.size)
-        run = build_run(config, Path(scratch) / "run", world, StopRequest(world.store))
+        output = make_output(config.tracking.console, config.training_steps, is_main=world.is_main)
+        run = build_run(config, Path(scratch) / "run", world, StopRequest(world.store), output)
         run.tracker.start(config, facts_of(run), run.start)
         settle_garbage_collector()
         for index, size in enumerate(sizes):

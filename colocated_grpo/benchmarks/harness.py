@@ -98,7 +98,7 @@ def _start_ranks(benchmark: str, arguments: Sequence[str], options: argparse.Nam
     if ranks == 1:
         environment |= rank_environment(environment)
     else:
-        command += ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command += ["colocated_grpo.launch.elastic", "--standalone", "--local-addr", "127.0.0.1"]
         # After "--", or torchrun would read --nproc as its own --nproc-per-node.
         command += ["--nproc-per-node", str(ranks), "-m", "--"]
     return run_command([*command, f"colocated_grpo.benchmarks.{benchmark}", *arguments], environment)

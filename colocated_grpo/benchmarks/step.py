@@ -130,6 +130,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", type=Path, help="model folder to use; created from --shape if missing")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--nproc", type=int, default=1, help="CPU ranks, with --gpus 0")
+    parser.add_argument("--engine-gpus", type=int, default=0, help="of --gpus, those of our engine servers alone")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--max-completion", type=int, default=1024)
@@ -216,6 +217,7 @@ def run_ours(options: argparse.Namespace, config: Path, overrides: Sequence[str]
     config: file of `settings` with `runs` as their output folder.
     """
     devices = ["--gpus", str(options.gpus)] if options.gpus else ["--gpus", "0", "--nproc", str(options.nproc)]
+    devices += ["--engine-gpus", str(options.engine_gpus)]
     launched = time.time()
     launcher = [sys.executable, "-m", "colocated_grpo.launch.launcher", *devices]
     subprocess.run([*launcher, "--config", str(config), *overrides], check=True)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from colocated_grpo.build.evaluation import Evaluated, read_evaluated
 from colocated_grpo.build.user_code import Guarded, GuardedEpisode, GuardedScorer
 from colocated_grpo.config.adapter_files import adapter_shape
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import is_inline, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.prompts import longest_token
-from colocated_grpo.policy.checkpoint_files import fetch_model
+from colocated_grpo.errors import in_one_line
+from colocated_grpo.policy.checkpoint_files import fetch_model, fetch_tokenizer
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import Sampling
@@ -24,12 +28,13 @@ from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.prompt_queue import build_dispatch
+from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.rollout.supply import Opponent, PromptSupply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.serving.limits import LENGTH_KEYS, Limits
 from colocated_grpo.tracking import NullTracker, Tracker
-from colocated_grpo.types import JsonObject, Prompt
+from colocated_grpo.types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +57,7 @@ class Data:
     environments: Environments
     source: LongestFirst | None
     """Training prompts; on rank 0 only, and None if other processes supply all groups."""
-    held_out: list[Prompt]
-    """Prompts that are evaluated and never trained on; the same on every rank."""
+    evaluated: Evaluated
 
 
 def read_model_files(config: Config, world: World) -> ModelFiles:
@@ -91,6 +95,15 @@ def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """Return the tokenizer alone: no weights are downloaded. Raises ConfigError where it cannot be read."""
+    folder = fetch_tokenizer(config.model)
+    try:
+        return load_tokenizer(config, folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.name={config.model.name!r}: no usable tokenizer: {in_one_line(error)}") from error
+
+
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
     """The end-of-sequence tokens of the tokenizer and of the model's generation settings, ascending."""
     ids = {tokenizer.eos_token_id}
@@ -105,16 +118,8 @@ def build_data(config: Config, model: ModelFiles, world: World, tracker: Tracker
     """Collective. User code is imported on every rank; datasets are read on rank 0 only."""
     environments = build_environments(config, model.tokenizer)
     source = LongestFirst(environments.open_source()) if world.is_main and environments.entries else None
-    held_out = world.from_main(lambda: draw_held_out(config, environments, tracker))
-    return Data(environments=environments, source=source, held_out=held_out)
-
-
-def draw_held_out(config: Config, environments: Environments, tracker: Tracker | NullTracker) -> list[Prompt]:
-    """Prompts that are evaluated and never trained on. Rank 0 only."""
-    if config.evaluation.every:
-        for line in environments.held_out_notes():
-            tracker.note(line)
-    return environments.held_out(config.evaluation.prompts)
+    evaluated = read_evaluated(config, model.tokenizer, environments, world, tracker.note)
+    return Data(environments=environments, source=source, evaluated=evaluated)
 
 
 def build_collector(
@@ -127,13 +132,16 @@ def build_collector(
     stop: StopRequest,
     guarded: Guarded,
 ) -> Collector:
-    rollout, codec, environments = config.rollout, ChatCodec(model.tokenizer), data.environments
-    played = {name: GuardedEpisode(episode, guarded) for name, episode in environments.episodes.items()}
-    episodes = EpisodeRunner(played, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout)
+    rollout, codec = config.rollout, ChatCodec(model.tokenizer)
+    environments, sets = data.environments, data.evaluated.sources
+    played = {**environments.episodes, **sets.episodes}
+    scored = {**environments.scorers, **sets.scorers}
+    guarded_episodes = {name: GuardedEpisode(episode, guarded) for name, episode in played.items()}
+    episodes = EpisodeRunner(guarded_episodes, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout)
     return Collector(
         driver,
         episodes,
-        {name: GuardedScorer(scorer, guarded) for name, scorer in environments.scorers.items()},
+        {name: GuardedScorer(scorer, guarded) for name, scorer in scored.items()},
         codec.message_text,
         world,
         build_dispatch(config, world),
@@ -152,6 +160,7 @@ def build_prompt_supply(
     world: World,
     stop: StopRequest,
     opponent: Opponent | None,
+    note: Callable[[str], None],
 ) -> PromptSupply | None:
     """Prompts that this run samples itself; None if other processes supply all groups."""
     if not data.environments.entries:
@@ -159,7 +168,9 @@ def build_prompt_supply(
     prompts = config.rollout.prompts_per_step - round(config.atropos_share)
     rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
     sampling = training_sampling(config, model.stop_token_ids)
-    return PromptSupply(data.source, collector, world, stop.requested, rollout, sampling, opponent)
+    resample = rollout.resample
+    resampling = None if resample is None else Resampling(resample.max_rounds, prompts, note)
+    return PromptSupply(data.source, collector, world, stop.requested, rollout, sampling, opponent, resampling)
 
 
 def training_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
@@ -172,15 +183,5 @@ def training_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
         stop=tuple(rollout.stop),
-        stop_token_ids=stop_tokens,
-    )
-
-
-def held_out_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
-    """Plain sampling at the evaluation's temperature, without top_p, top_k, min_p and penalties."""
-    return Sampling(
-        temperature=config.evaluation.temperature,
-        max_tokens=config.rollout.max_completion_tokens,
-        stop=tuple(config.rollout.stop),
         stop_token_ids=stop_tokens,
     )

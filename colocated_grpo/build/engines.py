@@ -23,4 +23,4 @@ class Engines:
     """Engines with weights of their own, all of which a freshness check must score."""
     sync: WeightSync
     dtype: torch.dtype
-    """Of their weights."""
+    """Type of their weights."""

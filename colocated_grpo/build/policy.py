@@ -93,16 +93,26 @@ def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
 
 def build_sync(config: Config, policy: Policy, engine: LocalEngine, world: World) -> WeightSync:
     """Return the sync from the policy into the engine. With `weights: shared` both use one copy from here on."""
-    copies = copy_into(engine, policy.weights.published(), world)
+    copies = copy_into(engine, policy.weights.published(), world, constants=policy.model.hf_buffers())
     return share(copies, partial(adopt, policy.model)) if config.weights == "shared" else copies
 
 
 def copy_into(
-    engine: LocalEngine, parameters: Mapping[str, Tensor], world: World, *, planned: bool = True
+    engine: LocalEngine,
+    parameters: Mapping[str, Tensor],
+    world: World,
+    *,
+    constants: Mapping[str, Tensor] | None = None,
+    planned: bool = True,
 ) -> ColocatedSync:
-    """Return a sync of these sharded parameters into the engine. planned: False always uses the engine's own loader."""
+    """Return a sync of these sharded parameters into the engine. constants, planned: as in ColocatedSync."""
     return ColocatedSync(
-        parameters, engine, lambda ok: all(world.gather_objects(ok)), device=world.device, planned=planned
+        parameters,
+        engine,
+        lambda ok: all(world.gather_objects(ok)),
+        device=world.device,
+        constants=constants,
+        planned=planned,
     )
 
 

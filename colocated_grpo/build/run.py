@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,11 @@ from colocated_grpo.build.data import (
     build_collector,
     build_data,
     build_prompt_supply,
-    held_out_sampling,
     limits_of,
     read_model_files,
 )
 from colocated_grpo.build.engines import Engines
+from colocated_grpo.build.evaluation import evaluation_sets
 from colocated_grpo.build.policy import (
     build_colocated,
     build_exports,
@@ -32,8 +32,12 @@ from colocated_grpo.build.policy import (
 )
 from colocated_grpo.build.servers import build_remote, connect
 from colocated_grpo.build.user_code import Guarded
+from colocated_grpo.callbacks import Callbacks
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.config.schema import Config
+from colocated_grpo.errors import RunError
+from colocated_grpo.evaluation.best import Best
+from colocated_grpo.evaluation.evaluator import Evaluator
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.activations import choose_micro_batch_size
@@ -44,15 +48,15 @@ from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import Reference
 from colocated_grpo.rollout.ahead import AheadSupply
 from colocated_grpo.rollout.collect import Collector
-from colocated_grpo.rollout.engine import RolloutEngine, Sampling
+from colocated_grpo.rollout.engine import RolloutEngine
 from colocated_grpo.rollout.engine_server import EngineServer
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.mixed import MixedSupply
 from colocated_grpo.rollout.supply import PromptSupply, Supply
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.supervision import StopRequest
-from colocated_grpo.tracking import NullTracker, Tracker, files, make_tracker
-from colocated_grpo.types import Prompt
+from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker
 
 if TYPE_CHECKING:
     from colocated_grpo.build.serving import Serving
@@ -60,6 +64,10 @@ if TYPE_CHECKING:
 
 GOAL_REACHED = "goal_reached"
 """Key in a checkpoint's state: the environment has reached its goal, so no step is left."""
+BEST = "best"
+"""Key in a checkpoint's state: the record of the best evaluation."""
+LEARNING_RATE = "learning_rate"
+"""Key in it: the learning rate that a callback has set, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,56 +88,76 @@ class Run:
     choreography: Choreography
     freshness: FreshnessCheck
     clock: Clock
-    held_out: list[Prompt]
-    held_out_sampling: Sampling
+    evaluator: Evaluator
+    best: Best
     checkpoints: Checkpoints
     exports: list[Export]
     tracker: Tracker | NullTracker
+    callbacks: Callbacks
     start: int
     """Steps completed by earlier parts of the run."""
     goal_reached: bool
     """By an earlier part of the run: no step is left."""
 
     def close(self) -> None:
+        with suppress(RunError):  # of a checkpoint that was being written when the run failed
+            self.checkpoints.wait()
         self.supply.close()
         self.collector.close()
         self.engine.close()
 
 
-def build_run(config: Config, folder: Path, world: World, stop: StopRequest, guarded: Guarded = nullcontext) -> Run:
+def build_run(
+    config: Config,
+    folder: Path,
+    world: World,
+    stop: StopRequest,
+    output: RunOutput,
+    guarded: Guarded = nullcontext,
+    callbacks: Sequence[object] = (),
+) -> Run:
     """Build every object and resume from the newest complete checkpoint in `folder`, if there is one. Collective.
 
     Steps that can fail for outside reasons come first (model files, data, user code, ports), before device memory is
-    allocated. guarded: context of rewards and episodes.
+    allocated. output: shows each phase. guarded: context of rewards and episodes. callbacks: the user's objects.
     """
-    model = read_model_files(config, world)
-    tracker = make_tracker(config, folder, world.is_main)
-    data = build_data(config, model, world, tracker)
+    tracker = make_tracker(folder, output, is_main=world.is_main)
+    with output.phase("reading the model's settings and tokenizer"):
+        model = read_model_files(config, world)
+    with output.phase("reading data, rewards and environments"):
+        data = build_data(config, model, world, tracker)
     inbox = Inbox()
     serving = build_serving(config, folder, inbox, model, world, tracker.note)
-    servers = connect(config, world, stop)
+    with output.phase("waiting for the engine servers"):
+        servers = connect(config, world, stop)
 
-    policy = Policy(config, model.hf_config, model.folder, world)
-    reference = build_reference(config, model, policy, world)
-    opponent_shards = read_opponent(config, model.hf_config, world)
-    others = opponent_state(config.opponent, opponent_shards)
-    checkpoints = Checkpoints(folder, config.checkpoint, world, others, tracker.note)
-    start, state = checkpoints.restore(policy)
+    with output.phase("reading the weights"):
+        policy = Policy(config, model.hf_config, model.folder, world)
+        reference = build_reference(config, model, policy, world)
+        opponent_shards = read_opponent(config, model.hf_config, world)
+        others = opponent_state(config.opponent, opponent_shards)
+        checkpoints = Checkpoints(folder, config.checkpoint, world, others, tracker.note)
+        start, state = checkpoints.restore(policy)
+    policy.fixed_lr = state.get(LEARNING_RATE)
 
     clock = Clock(world.device)
-    engines = build_engines(config, servers, policy, model, folder, world, stop)
+    with output.phase(engine_phase(config, world)):
+        engines = build_engines(config, servers, policy, model, folder, world, stop)
     engine = engines.engine
     opponent = build_opponent(config.opponent, opponent_shards, policy, engines, world)
-    # The engine sleeps, so memory that is free now is free while the policy trains.
-    config = choose_micro_batch_size(policy, config, world)
+    with output.phase("rehearsing a training step"):
+        # The engine sleeps, so memory that is free now is free while the policy trains.
+        config = choose_micro_batch_size(policy, config, world)
 
     driver = Driver(engine, inbox)
     collector = build_collector(config, driver, inbox, data, model, world, stop, guarded)
-    sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent)
+    sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
     supply = join_supplies(config, sampled, served)
+    best = Best(config.evaluation.keep_best, config.evaluation.patience)
     if state:
         supply.load_state_dict(state["source"])
+        best.load_state_dict(state.get(BEST, {}))
     freshness = build_freshness(config, policy, engines)
     return Run(
         config=config,
@@ -145,14 +173,23 @@ def build_run(config: Config, folder: Path, world: World, stop: StopRequest, gua
         choreography=Choreography(policy, engine, engines.sync, freshness, clock, config.sync_frequency),
         freshness=freshness,
         clock=clock,
-        held_out=data.held_out,
-        held_out_sampling=held_out_sampling(config, model.stop_token_ids),
+        evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
+        best=best,
         checkpoints=checkpoints,
         exports=build_exports(config, policy, model, world),
         tracker=tracker,
+        callbacks=Callbacks(callbacks, config, folder, world, tracker.note, policy.fixed_lr),
         start=start,
         goal_reached=state.get(GOAL_REACHED, False),
     )
+
+
+def engine_phase(config: Config, world: World) -> str:
+    """Return the name of the phase in which the engines are built."""
+    if config.engine.placement != "colocated":
+        return "connecting to the engines"
+    graphs = world.device.type == "cuda" and not config.engine.enforce_eager
+    return "building the engine" + (" and capturing its CUDA graphs" if graphs else "")
 
 
 def build_engines(
@@ -207,6 +244,15 @@ def _trained_facts(policy: Policy) -> dict[str, str]:
     if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
         facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
     return facts
+
+
+def note_unusual_resume(run: Run) -> None:
+    """Note a resume that starts a new run, or that finds no step left."""
+    if run.start == 0:
+        stopped = complete_checkpoints(run.folder / CHECKPOINTS)
+        run.tracker.note("resuming a run that was stopped in step 0" if stopped else "nothing to resume: a new run")
+    elif run.start >= (steps := run.config.training_steps):
+        run.tracker.note(f"nothing left to train: the checkpoint is at step {run.start} of training_steps={steps}")
 
 
 def describe(run: Run) -> dict[str, str]:

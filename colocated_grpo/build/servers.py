@@ -15,7 +15,6 @@ from colocated_grpo.build.engines import Engines
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import first_difference, read_config_json, shape_of
 from colocated_grpo.config.schema import Config
-from colocated_grpo.config.variables import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.policy.masters import adopt
@@ -24,6 +23,7 @@ from colocated_grpo.rollout.engine_group import EngineGroup
 from colocated_grpo.rollout.engine_server import EngineServer
 from colocated_grpo.rollout.remote import RemoteEngine, Restore
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.broadcast import BroadcastSync

@@ -127,7 +127,8 @@ class Serving:
                 self._note,
             )
         self._world.from_main(lambda: None if source is None else source.begin(step))
-        probe = [token % self._limits.vocab_size for token in range(1, PROBE_TOKENS + 1)]
+        length = min(PROBE_TOKENS, self._limits.max_tokens - 1)  # scoring a prompt also samples a token
+        probe = [token % self._limits.vocab_size for token in range(1, length + 1)]
         return AtroposSupply(rank, self._world, stop_requested, probe)
 
 

@@ -17,7 +17,8 @@ Guarded = Callable[[], AbstractContextManager[None]]
 def user_code_limit(config: Config) -> tuple[float, str]:
     """Return for how many seconds a reward or an episode may block a rank, and the setting that says so."""
     limits = {"rollout.reward_timeout": config.rollout.reward_timeout}
-    if any(isinstance(entry, EpisodeSourceConfig) for entry in config.environments):
+    sources = [*config.environments, *(entry.source for entry in config.evaluation.sets)]
+    if any(isinstance(entry, EpisodeSourceConfig) for entry in sources):
         limits["rollout.tool_timeout"] = config.rollout.tool_timeout
     name = max(limits, key=lambda name: limits[name])
     return limits[name], f"{name}={limits[name]:g}"

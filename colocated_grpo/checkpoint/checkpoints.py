@@ -57,20 +57,25 @@ class Checkpoints:
         self._others = others or {}
         self._note = note
         self._published: Future[None] | None = None
+        self._best: int | None = None
+        """A step whose checkpoint is not deleted."""
         self._verified: Path | None = None
         """The newest checkpoint that was whole when it was read. Set on rank 0."""
 
     def due(self, step: int) -> bool:
         return self._config.every > 0 and step % self._config.every == 0
 
-    def save(self, step: int, policy: Policy, state: dict[str, Any]) -> None:
+    def save(self, step: int, policy: Policy, state: dict[str, Any], *, best: int | None = None) -> None:
         """Start writing a checkpoint of `step` completed steps. state: rank 0's plain data (the source's cursor).
+
+        best: a step whose checkpoint is kept beside the latest ones.
 
         Returns when the tensors are copied to host memory; they are written while training goes on. If this step is
         saved already, only a changed `state` is written: a run that stops right after a save has trained nothing, but
         may have received data from outside.
         """
         self.wait()
+        self._best = best
         final = self._folder / f"step_{step:06d}"
         if self._world.from_main(lambda: final in complete_checkpoints(self._folder) and _replace_state(final, state)):
             return
@@ -108,7 +113,9 @@ class Checkpoints:
         shutil.rmtree(final, ignore_errors=True)  # incomplete or damaged, or this save would not have started
         partial.rename(final)
         complete = complete_checkpoints(self._folder)
-        old, kept = complete[: -self._config.keep_last], complete[-self._config.keep_last :]
+        best = f"step_{self._best:06d}" if self._best is not None else None
+        old = [checkpoint for checkpoint in complete[: -self._config.keep_last] if checkpoint.name != best]
+        kept = complete[-self._config.keep_last :]
         if old and self._verified not in kept:
             self._read_back(final, checksums)
         for checkpoint in old:

@@ -6,6 +6,7 @@ there is nothing else (former.py), and never by unpickling the objects that it n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ Layout = dict[str, Any]
 """Tensor name -> {dtype, size, chunks}; a chunk has offsets and sizes in the tensor, and file, start, length."""
 
 
-def layout_of(metadata: Metadata) -> Layout:
-    """Return the layout of a checkpoint that torch has written. All its entries are tensors."""
+def layout_of(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> Layout:
+    """Return the layout of a checkpoint that torch has written. All its entries are tensors. places: of the chunks."""
     layout = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
-        stored = [metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
+        stored = [places[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
         layout[name] = {
             "dtype": str(entry.properties.dtype).removeprefix("torch."),
             "size": list(entry.size),

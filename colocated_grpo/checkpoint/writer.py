@@ -47,7 +47,9 @@ class ChecksummedWriter(dcp.FileSystemWriter):
         super().finish(metadata, [written for written, _ in results])
         for _, checksums in results:
             self.checksums |= checksums
-        write_durably(self.folder / LAYOUT_FILE, json.dumps(layout_of(metadata)))
+        # Not `metadata.storage_data`: torch 2.11 sets it in a copy.
+        places = {item.index: item.storage_data for written, _ in results for item in written}
+        write_durably(self.folder / LAYOUT_FILE, json.dumps(layout_of(metadata, places)))
         for name in (METADATA_FILE, LAYOUT_FILE):
             self.checksums[name] = checksum(self.folder / name)
 
@@ -66,7 +68,10 @@ class _ChecksummedFiles(FileSystem):
                 return
             with ThreadPoolExecutor(1) as thread:
                 checksummed = _ChecksummedStream(stream, thread)
-                yield checksummed
+                try:
+                    yield checksummed
+                except RuntimeError as error:  # of torch.save, which only says that the file is too short
+                    raise checksummed.failure or error from error
             self.checksums[Path(path).name] = checksummed.digest.hexdigest()
 
 
@@ -77,16 +82,25 @@ class _ChecksummedStream(IOBase):
         self._stream: BinaryIO = stream
         self._thread = thread
         self.digest = xxh3_128()
+        self.failure: OSError | None = None
+        """The first failed write, such as one to a full disk."""
 
     def write(self, data: Any) -> int:
         if len(data) < SMALL:
             self.digest.update(data)
-            return self._stream.write(data)
+            return self._write(data)
         # At the same time, and both before returning: the memory is valid for this call only.
         digested = self._thread.submit(self.digest.update, data)
-        written = self._stream.write(data)
+        written = self._write(data)
         digested.result()
         return written
+
+    def _write(self, data: Any) -> int:
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
 
     def tell(self) -> int:
         return self._stream.tell()

@@ -184,7 +184,7 @@ VARIABLES: dict[str, Callable[[Command], str]] = {
     "VLLM_USE_V1": lambda _command: "not needed: engines are vLLM's V1",
     "VLLM_WORKER_MULTIPROC_METHOD": lambda _command: "not needed: an engine has no worker processes",
 }
-"""What became of each environment variable. CUDA_VISIBLE_DEVICES has its usual meaning."""
+"""Each environment variable and its note. CUDA_VISIBLE_DEVICES has its usual meaning."""
 
 
 def variable_notes(command: Command) -> list[str]:

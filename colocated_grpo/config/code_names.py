@@ -35,6 +35,9 @@ def check_code_name(key: str, name: str) -> Iterator[str]:
     location, colon, wanted = name.rpartition(":")
     if not colon:
         return
+    if location == "__main__":
+        yield f"{key}={name!r}: an object of the program that began the run; continue it with that program"
+        return
     if location.endswith(".py"):
         file = Path(location).expanduser()
         problem = None if file.is_file() else "no such file"

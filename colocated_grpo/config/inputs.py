@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -11,12 +12,14 @@ from typing import Any
 
 from colocated_grpo.config.adapter_files import CONFIG_FILE, WEIGHTS_FILE, with_adapter_settings
 from colocated_grpo.config.atropos import AtroposSourceConfig
+from colocated_grpo.config.base import NamedObject
 from colocated_grpo.config.code_names import check_code_name
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.layers import layers_text, out_of_range
 from colocated_grpo.config.lora import DEFAULT_INIT
+from colocated_grpo.config.model_support import check_trains, text_part
 from colocated_grpo.config.schema import Config, ModelConfig
-from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig
+from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig, EnvironmentConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
@@ -38,18 +41,22 @@ _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
-    """Return the config adapted to its model, and notes. Raises ConfigError where a file or name is missing.
+    """Return the config adapted to its model, and notes. Raises ConfigError where a file or name is missing, and
+    for a model that does not train.
 
     Reads the model's config.json, from the Hub if the model is neither a local folder nor cached.
     """
-    missing = [line for index, source in enumerate(config.environments) for line in _check_source(index, source)]
+    missing = [line for key, source in _sources(config) for line in _check_source(key, source)]
+    missing += _check_answers(config)
     missing += _check_chat_template(config.model.chat_template)
     missing += _check_adapter(config)
     missing += _check_key("engine.api_key_variable", config.engine.api_key_variable)
+    missing += _check_trackers(config)
     if missing:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)
     model = read_config_json(config.model)
+    check_trains(model, f"model.name={config.model.name!r}")
     if outside := list(_check_layers(config, model)):
         raise ConfigError(*outside)
     for index, source in enumerate(config.environments):
@@ -88,7 +95,7 @@ def _check_adapter(config: Config) -> Iterator[str]:
 
 def _check_layers(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each setting that names a block that the model does not have."""
-    text = model.get("text_config") or model
+    text = text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
     lora = config.policy.lora
     settings = (
@@ -114,7 +121,7 @@ def _check_opponent(section: str, opponent: ModelConfig, config: Config, policy:
 
 def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a config.json that determine the weights' shapes. Entries with defaults may be missing."""
-    text = model.get("text_config") or model
+    text = text_part(model)
     return {key: text[key] for key in _SHAPE_KEYS if text.get(key) is not None}
 
 
@@ -209,7 +216,7 @@ def _first_sentence(error: BaseException) -> str:
 
 
 def _fit_engine(config: Config, model: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    text = model.get("text_config") or model
+    text = text_part(model)
     heads, size = text.get("num_attention_heads") or text.get("n_head"), config.engine.tensor_parallel_size
     if heads and heads % size:
         raise ConfigError(
@@ -218,6 +225,11 @@ def _fit_engine(config: Config, model: Mapping[str, Any]) -> tuple[Config, list[
     positions = longest_sequence(text)
     if positions is None:
         return config, []
+    if (limit := _original_positions(text)) is not None and limit < config.max_sequence_tokens:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most "
+            f"{limit}, as transformers and vLLM apply the longrope scaling of {config.model.name} to different tokens"
+        )
     if positions < config.max_sequence_tokens:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most "
@@ -241,27 +253,66 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 
+def _original_positions(model: Mapping[str, Any]) -> int | None:
+    """Return the positions up to which longrope, a choice between two tables, does not depend on other sequences.
+
+    Beyond, transformers chooses for each batch, by its longest sequence; vLLM once, by engine.max_model_len. None for
+    other kinds.
+    """
+    rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return None
+    key = "original_max_position_embeddings"
+    return rope.get(key) or model.get(key)
+
+
 def _check_key(setting: str, variable: str | None) -> Iterator[str]:
     if variable is not None and not os.environ.get(variable):
         yield f"{setting}={variable!r}: this environment variable is not set; export it"
 
 
-def _check_source(index: int, source: EnvironmentConfig) -> Iterator[str]:
-    key = f"environments.{index}"
+def _check_trackers(config: Config) -> Iterator[str]:
+    for name in config.tracking.trackers:
+        if importlib.util.find_spec(name) is None:
+            yield f"tracking.trackers={name!r}: this package is not installed; pip install {name.replace('_', '-')}"
+
+
+def _sources(config: Config) -> Iterator[tuple[str, EnvironmentConfig]]:
+    """Yield every source of prompts with its key."""
+    for index, source in enumerate(config.environments):
+        yield f"environments.{index}", source
+    for index, entry in enumerate(config.evaluation.sets):
+        yield f"evaluation.sets.{index}.source", entry.source
+
+
+def _check_answers(config: Config) -> Iterator[str]:
+    for index, entry in enumerate(config.evaluation.sets):
+        if entry.answer is not None:
+            yield from check_code_name(f"evaluation.sets.{index}.answer", entry.answer)
+
+
+def _check_source(key: str, source: EnvironmentConfig) -> Iterator[str]:
     if isinstance(source, AtroposSourceConfig):
         yield from _check_key(f"{key}.api_key_variable", source.api_key_variable)
         yield from _check_key(f"{key}.server.api_key_variable", source.server.api_key_variable)
         return
     if not isinstance(source, DatasetSourceConfig):
-        yield from check_code_name(f"{key}.name", source.name)
+        if not isinstance(source, NamedObject) or source.given is None:
+            yield from check_code_name(f"{key}.name", source.name)
+        return
+    for number, reward in enumerate(source.rewards):
+        if reward.given is None:
+            yield from _check_reward(f"{key}.rewards.{number}", reward.name)
+    if source.given is not None:
+        return
+    if source.name == TRAIN_DATASET:
+        yield f"{key}.name={source.name!r}: rows of the program that began the run; continue it with that program"
         return
     there, readable = Path(source.name).is_file(), source.name.lower().endswith(DATA_SUFFIXES)
     if readable and not there:
-        yield f"{key}.name={source.name!r}: no such file (in {os.getcwd()})"
+        yield f"{key}.name={source.name!r}: no such file (in {os.getcwd()}, or beside the config)"
     if there and not readable:
         yield f"{key}.name={source.name!r}: unsupported format; supported: {', '.join(DATA_SUFFIXES)}"
-    for number, reward in enumerate(source.rewards):
-        yield from _check_reward(f"{key}.rewards.{number}", reward.name)
 
 
 def _check_reward(key: str, name: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from colocated_grpo.config.aliases import new_names, translate_aliases
+from colocated_grpo.config.beside import find_beside
 from colocated_grpo.config.errors import (
     ConfigError,
     KeyPath,
@@ -59,26 +60,58 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Return the settings, like `load_config`, and notes about them.
+    """Return the settings, like `load_config`, and notes about them. Files are named as in the working folder.
 
     Overrides are command-line arguments: ["--policy.lr", "2e-6", "--engine.sleep=false"].
     """
-    path = Path(path)
+    return _complete(
+        *_read_file(Path(path)),
+        Path(path).parent,
+        [
+            (key, parse_value(text), SettingLocation(where="command line", on_command_line=True, text=text))
+            for key, text in parse_overrides(overrides)
+        ],
+    )
+
+
+def build_config(path: str | Path | None, settings: Mapping[KeyPath, Any]) -> LoadedConfig:
+    """Return the settings of a file, if one is given, overridden by those of a program, and notes about them."""
+    location = SettingLocation(where="argument", on_command_line=True)
+    tree, locations = ({}, {}) if path is None else _read_file(Path(path))
+    folder = Path() if path is None else Path(path).parent
+    return _complete(tree, locations, folder, [(key, value, location) for key, value in settings.items()])
+
+
+def _read_file(path: Path) -> tuple[SettingsTree, dict[KeyPath, SettingLocation]]:
     tree, lines = parse_document(_read_text(path), path.name)
     locations = {key: SettingLocation(where=f"line {line} of {path.name}") for key, line in lines.items()}
     if isinstance(name := tree.get("model"), str):
         tree["model"] = {"name": name}
         # A key merged by a YAML anchor has no line of its own.
         locations[MODEL_NAME] = locations.get(MODEL_NAME[:1], SettingLocation(where=path.name))
-    for key, text in parse_overrides(overrides):
-        value = parse_value(text)
+    return tree, locations
+
+
+def _complete(
+    tree: SettingsTree,
+    locations: dict[KeyPath, SettingLocation],
+    folder: Path,
+    overrides: Sequence[tuple[KeyPath, Any, SettingLocation]],
+) -> LoadedConfig:
+    """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`.
+
+    folder: of the config file, in which files are looked up too.
+    """
+    for key, value, location in overrides:
         if key == MODEL_NAME[:1] and isinstance(value, str):
             key = MODEL_NAME
         assign(tree, key, value)
-        locations[key] = SettingLocation(where="command line", on_command_line=True, text=text)
+        locations[key] = location
     notes = translate_aliases(tree, locations)
     notes += _fill_in_defaults(tree)
     config = _validate(tree, locations)
+    if find_beside(config, tree, locations, folder):
+        config = _validate(tree, locations)
     check(config)
     return LoadedConfig(config, notes + remarks(config))
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.engine import EngineConfig
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.evaluation_rules import EVALUATION_RULES, evaluated_data_is_trained
 from colocated_grpo.config.layers import layers_text
-from colocated_grpo.config.schema import MIN_TEMPERATURE, Config
+from colocated_grpo.config.schema import Config
+from colocated_grpo.config.selection_rules import SELECTION_RULES
 from colocated_grpo.config.server_rules import SERVER_RULES, SERVER_WORLD_RULES
 from colocated_grpo.config.sources import EpisodeSourceConfig
 from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
@@ -60,12 +62,6 @@ def _sequence_fits_micro_batch(config: Config) -> Lines:
             f"batch.max_tokens_per_micro_batch={size}: must be at least {_SEQUENCE}={config.max_sequence_tokens}, "
             "the longest sequence"
         )
-
-
-def _evaluation_temperature_is_possible(config: Config) -> Lines:
-    temperature = config.evaluation.temperature
-    if 0 < temperature < MIN_TEMPERATURE:
-        yield f"evaluation.temperature={temperature:g}: must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"
 
 
 def _sequence_fits_engine(config: Config) -> Lines:
@@ -315,7 +311,6 @@ def _episodes_depend_on_timing(config: Config) -> Lines:
 RULES: tuple[Callable[[Config], Lines], ...] = (
     _run_folder_has_a_valid_name,
     _sequence_fits_micro_batch,
-    _evaluation_temperature_is_possible,
     _sequence_fits_engine,
     _minibatches_divide_batch,
     _min_lr_below_lr,
@@ -333,6 +328,8 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _structured_output_needs_trainer_logprobs,
     _one_opponent,
     _shared_frozen_weights_survive_the_opponent,
+    *EVALUATION_RULES,
+    *SELECTION_RULES,
     *SERVER_RULES,
 )
 WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
@@ -347,4 +344,5 @@ REMARKS: tuple[Callable[[Config], Lines], ...] = (
     _two_cache_sizes,
     _stopped_between_syncs,
     _episodes_depend_on_timing,
+    evaluated_data_is_trained,
 )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
-from colocated_grpo.config.base import FileName, NonNegative, Section
+from colocated_grpo.config.base import FileName, NamedObject, NonNegative
 from colocated_grpo.config.turns import TurnsSourceConfig
 
+TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
+"""Names of rows that a program gives to Trainer: of the entry, and of its held-out rows."""
 
-class TaskSourceConfig(Section):
+
+class TaskSourceConfig(NamedObject):
     """A task generates prompts and scores single completions."""
 
     type: Literal["task"] = "task"
@@ -24,7 +28,7 @@ class TaskSourceConfig(Section):
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
 
-class EpisodeSourceConfig(Section):
+class EpisodeSourceConfig(NamedObject):
     """An episode holds a conversation of several turns with the policy and scores it: docs/guides/episodes.md."""
 
     type: Literal["episode"]
@@ -37,7 +41,7 @@ class EpisodeSourceConfig(Section):
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
 
-class RewardConfig(Section):
+class RewardConfig(NamedObject):
     """One reward function of a dataset. Functions have TRL's signature: docs/guides/from_trl.md."""
 
     name: str
@@ -52,22 +56,25 @@ class RewardConfig(Section):
     share state; one that holds Python's interpreter lock for longer than the timeout ends the run. auto: process for a
     plain function in your own files that uses no `global` statement and whose files import no deep learning library,
     else thread."""
+    relative: bool = False
+    """true: the function compares the completions of a prompt with each other, and is never called with some of them
+    only. false: after an exception it is called for each completion alone, to find out which ones made it raise."""
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the sum of a completion's rewards. 0 only logs it, as reward/<name>."""
 
 
-def _reward_by_name(value: Any) -> Any:
+def reward_by_name(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class DatasetSourceConfig(Section):
+class DatasetSourceConfig(NamedObject):
     """Rows of a dataset as prompts, scored by reward functions."""
 
     type: Literal["dataset"]
     name: FileName
     """A .jsonl, .json, .csv or .parquet file, a folder written by save_to_disk(), or a Hugging Face dataset name.
     Values of a .csv stay text."""
-    rewards: list[Annotated[RewardConfig, BeforeValidator(_reward_by_name)]] = Field(min_length=1)
+    rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] = Field(min_length=1)
     """Reward functions, summed by weight. A plain name is short for {name: ...}."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset. Not for local files."""
@@ -91,8 +98,26 @@ class DatasetSourceConfig(Section):
     weight: float = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
+    _held_out: Any = PrivateAttr(default=None)
+
+    @property
+    def given_held_out(self) -> Any:
+        """Held-out rows that the program has given to Trainer; None: they are `eval_split` or the last rows."""
+        return self._held_out
+
 
 EnvironmentConfig = Annotated[
     TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | TurnsSourceConfig | AtroposSourceConfig,
     Field(discriminator="type"),
 ]
+
+
+def give_objects(entries: Sequence[EnvironmentConfig], objects: Mapping[str, Any]) -> None:
+    """Attach a program's objects to the settings that name them. Other names are loaded as usual."""
+    for entry in entries:
+        if isinstance(entry, NamedObject):
+            entry._object = objects.get(entry.name)
+        if isinstance(entry, DatasetSourceConfig):
+            entry._held_out = objects.get(entry.eval_split or "")
+            for reward in entry.rewards:
+                reward._object = objects.get(reward.name)

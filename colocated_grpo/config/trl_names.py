@@ -91,10 +91,11 @@ def _reward_funcs(_key: str, value: Any, _get: Lookup) -> NewSettings:
     """Convert reward_funcs, given as in TRL's script by dotted path or short name, to environments.0.rewards."""
     entries = value if isinstance(value, list) else [value]
     rewards = [entry if isinstance(entry, dict) else {"name": entry} for entry in entries]
-    return {"environments.0.rewards": [{**reward, "name": _reward_name(reward.get("name"))} for reward in rewards]}
+    return {"environments.0.rewards": [{**reward, "name": reward_name(reward.get("name"))} for reward in rewards]}
 
 
-def _reward_name(name: Any) -> Any:
+def reward_name(name: Any) -> Any:
+    """Return the name of a reward, given as in TRL's script, in the form of a config; other values unchanged."""
     if name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"):
         return f"trl.rewards:{name}"
     if not isinstance(name, str) or ":" in name:
@@ -244,7 +245,7 @@ TRL: dict[str, Alias] = {
     "dataloader_num_workers": not_needed("prompts are tokenized while the engine decodes"),
     "dataloader_pin_memory": not_needed("batches are small"),
     "remove_unused_columns": one_of("rewards get every column", {False: None}),
-    "load_best_model_at_end": one_of("final_model/ is the last model", {False: None}),
+    "load_best_model_at_end": one_of("set evaluation.keep_best, which exports best_model/", {False: None}),
     "push_to_hub": one_of("upload final_model/ after the run", {False: None}),
     "hub_model_id": not_supported("upload final_model/ after the run"),
     "deepspeed": not_supported("weights are sharded by FSDP2; policy.cpu_offload keeps them in host memory"),
@@ -276,10 +277,10 @@ TRL: dict[str, Alias] = {
     "parallelism_config": not_supported("weights are sharded by FSDP2; see engine.tensor_parallel_size"),
     "eval_delay": one_of("the start is evaluated too", {0: None}),
     "save_on_each_node": one_of("all nodes write into one folder", {False: None}),
-    "restore_callback_states_from_checkpoint": one_of("there are no callbacks", {False: None}),
+    "restore_callback_states_from_checkpoint": one_of("callbacks keep no state in checkpoints", {False: None}),
     "dataset_streaming": one_of("rows are read by index", {False: None}),
     **{
-        name: not_needed("part of load_best_model_at_end; final_model/ is the last model")
+        name: not_needed("part of load_best_model_at_end; see evaluation.keep_best")
         for name in ("metric_for_best_model", "greater_is_better")
     },
     **{

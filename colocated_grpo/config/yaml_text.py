@@ -48,7 +48,10 @@ def parse_document(text: str, name: str) -> tuple[SettingsTree, dict[KeyPath, in
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from None
+        problem = error.problem or error.context or ""
+        if repr("\t") in problem:
+            problem = "a tab; YAML is indented with spaces only"
+        raise ConfigError(f"{name}:{line}: not valid YAML: {problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:

@@ -19,6 +19,14 @@ class EnvironmentSetupError(ConfigError):
     """An environment cannot be built or yields no usable prompts. The message is one line for the user."""
 
 
+class AnswerError(ValueError):
+    """Raised by a score() or an episode for an answer that it cannot read. The answer is counted as unscorable."""
+
+    def __init__(self, message: str, reward: float = 0.0) -> None:
+        super().__init__(message)
+        self.reward = reward
+
+
 @runtime_checkable
 class Task(Protocol):
     """Yields prompts and scores their completions."""
@@ -32,7 +40,10 @@ class Task(Protocol):
         ...
 
     def score(self, item: Item, completion: str) -> float | dict[str, float] | None:
-        """Return the reward, named parts including "reward", or None if not applicable. Must be thread-safe."""
+        """Return the reward, named parts including "reward", or None if not applicable. Must be thread-safe.
+
+        An exception gives the answer reward 0 (`rewards.unscorable`) or, if it is not the answer's fault, none.
+        """
         ...
 
 
@@ -69,7 +80,7 @@ class Scorer(Protocol):
     """Scores the completions of one environment. Must be thread-safe."""
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
-        """Return one score per completion. An exception in user code only sets its completion's Score.error."""
+        """Return one score per completion. An exception in user code only sets its completion's Score."""
         ...
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.schema import Config
+from colocated_grpo.config.selection import SkipSolvedConfig
 from colocated_grpo.config.sources import DatasetSourceConfig, EpisodeSourceConfig, TaskSourceConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import BatchSource, Episode, Item, Scorer, Task
@@ -21,6 +22,7 @@ from colocated_grpo.environments.rewards.functions import build_rewards
 from colocated_grpo.environments.rewards.placement import start_workers
 from colocated_grpo.environments.rewards.scorer import RewardScorer
 from colocated_grpo.environments.rewards.scoring import TaskScorer
+from colocated_grpo.environments.solved import UnsolvedItems
 from colocated_grpo.environments.source import Mixture, PromptSource
 from colocated_grpo.environments.streams import ItemStream, RowStream, TaskStream, task_items
 from colocated_grpo.environments.tasks import build_task
@@ -97,12 +99,17 @@ class DatasetEnvironment:
 
     @cached_property
     def rows(self) -> DatasetRows:
-        return DatasetRows(self.name, self.config, self.scorer.check_columns)
+        return DatasetRows(self.name, self.config, self.scorer.check_item)
 
     def open_stream(self, seed: int) -> RowStream:
         rows = self.rows
         order_seed = seed if self.config.shuffle else None
         return RowStream(self.name, rows.train, lambda index: rows.item(rows.train, index), order_seed)
+
+    def all_items(self) -> Iterator[Item]:
+        """Yield the training rows in the order of the data. Rank 0 only: reads data."""
+        rows = self.rows
+        return (rows.item(rows.train, index) for index in range(len(rows.train)))
 
     def held_out(self, seed: int) -> Iterator[Item]:
         rows = self.rows
@@ -121,11 +128,16 @@ class Environments:
     weights: dict[str, float]
     encoder: PromptEncoder
     seed: int
+    skip_solved: SkipSolvedConfig | None = None
 
     def open_source(self) -> BatchSource:
         """Return the source of training prompts. Rank 0 only: reads data."""
-        streams = {entry.name: entry.open_stream(self.seed) for entry in self.entries}
+        streams = {entry.name: self._open_stream(entry) for entry in self.entries}
         return PromptSource(streams, self.weights, self.encoder)
+
+    def _open_stream(self, entry: Environment) -> ItemStream:
+        stream = entry.open_stream(self.seed)
+        return stream if self.skip_solved is None else UnsolvedItems(stream, entry.name, self.skip_solved)
 
     def held_out(self, n: int) -> list[Prompt]:
         """Return up to n prompts that are never trained on, mixed by weight; always the same ones. Rank 0 only."""
@@ -145,26 +157,37 @@ class Environments:
         return [rows.held_out_note for rows in datasets if rows.held_out_note is not None]
 
     def _held_out_of(self, entry: Environment, count: int, first_index: int) -> list[Prompt]:
-        prompts: list[Prompt] = []
-        dropped = 0
-        for item in islice(entry.held_out(self.seed), count + MAX_DROPPED_HELD_OUT):
-            if len(prompts) == count:
-                break
-            prompt = self.encoder.encode(item, index=first_index + len(prompts), source=entry.name)
-            if prompt is None:
-                dropped += 1
-            else:
-                prompts.append(prompt)
-        if dropped and not prompts:
-            raise self.encoder.no_usable_prompt(entry.name, dropped)
+        prompts, _ = encoded(entry.held_out(self.seed), count, self.encoder, first_index=first_index, source=entry.name)
         return prompts
+
+
+def encoded(
+    items: Iterator[Item], count: int, encoder: PromptEncoder, *, first_index: int, source: str
+) -> tuple[list[Prompt], int]:
+    """Return the first `count` usable prompts of `items`, or all there are, and how many items were dropped.
+
+    Raises EnvironmentSetupError if there are items and none is usable.
+    """
+    prompts: list[Prompt] = []
+    dropped = 0
+    for item in islice(items, count + MAX_DROPPED_HELD_OUT):
+        if len(prompts) == count:
+            break
+        prompt = encoder.encode(item, index=first_index + len(prompts), source=source)
+        if prompt is None:
+            dropped += 1
+        else:
+            prompts.append(prompt)
+    if dropped and not prompts:
+        raise encoder.no_usable_prompt(source, dropped)
+    return prompts, dropped
 
 
 def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environments:
     """Resolve every name and import user code; read no data. Raises EnvironmentSetupError."""
     prompted = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
     names = _unique([entry.name for entry in prompted])
-    entries = [_build(name, entry, config) for name, entry in zip(names, prompted, strict=True)]
+    entries = [build_environment(name, entry, config) for name, entry in zip(names, prompted, strict=True)]
     return Environments(
         scorers={e.name: e.scorer for e in entries if not isinstance(e, EpisodeEnvironment)},
         episodes={e.name: e.episode for e in entries if isinstance(e, EpisodeEnvironment)},
@@ -172,19 +195,21 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
         weights={name: entry.weight for name, entry in zip(names, prompted, strict=True)},
         encoder=PromptEncoder(tokenizer, config.rollout.max_prompt_tokens),
         seed=config.seed,
+        skip_solved=config.rollout.skip_solved,
     )
 
 
-def _build(name: str, entry: PromptedConfig, config: Config) -> ScoredEnvironment | EpisodeEnvironment:
+def build_environment(name: str, entry: PromptedConfig, config: Config) -> ScoredEnvironment | EpisodeEnvironment:
+    """Resolve the names of one entry and import its user code; read no data. Raises EnvironmentSetupError."""
     if isinstance(entry, DatasetSourceConfig):
         rewards = build_rewards(entry.rewards, key := f"environments {name!r}: rewards")
         workers = start_workers(entry.rewards, rewards, key)
         return DatasetEnvironment(name, entry, RewardScorer(rewards, config.optimizer_steps, workers))
     if isinstance(entry, EpisodeSourceConfig):
-        return EpisodeEnvironment(name, build_episode(entry.name, entry.args))
+        return EpisodeEnvironment(name, build_episode(entry.name, entry.args, entry.given))
     if isinstance(entry, TurnsSourceConfig):
         return build_turn_games(name, entry, config)
-    return TaskEnvironment(name, build_task(entry.name, entry.args))
+    return TaskEnvironment(name, build_task(entry.name, entry.args, entry.given))
 
 
 def _unique(names: list[str]) -> list[str]:

@@ -43,7 +43,7 @@ class DatasetRows:
         self.train: Rows
         self.held_out: Rows
         if config.eval_split is None:
-            held_out = min(MAX_HELD_OUT, len(rows) // 10) if config.held_out is None else config.held_out
+            held_out = num_held_out(config, len(rows))
             keep = len(rows) - held_out
             if keep <= 0:
                 raise self._error(f"held_out={held_out}: no training row is left of {len(rows)}; set a smaller number")
@@ -63,10 +63,7 @@ class DatasetRows:
 
     def item(self, rows: Rows, index: int) -> Item:
         """Return the row with columns renamed, its prompt under "prompt" and the system prompt added."""
-        item = self._checked_item(rows[index], f"{self.name} row {index}")
-        if self.config.system_prompt is not None:
-            item["prompt"] = with_system_prompt(item["prompt"], self.config.system_prompt)
-        return item
+        return self._checked_item(rows[index], f"{self.name} row {index}")
 
     def _checked_item(self, row: Item, where: str) -> Item:
         column, names = self.config.prompt_column, self.config.columns
@@ -77,21 +74,35 @@ class DatasetRows:
         rest = {names.get(key, key): value for key, value in row.items() if key != column}
         item = {**rest, "prompt": _without_nulls(row[column])}
         checked_prompt(item, where)
+        if self.config.system_prompt is not None:
+            item["prompt"] = with_system_prompt(item["prompt"], self.config.system_prompt)
         return item
 
     def _load(self, split: str) -> list[Item] | Dataset:
         """Load and check the rows. A bad row found later would stop the run, and stop it again after each resume."""
-        if not self._is_file():
-            dataset = self._load_hub(split)
-            self._check_columns(dataset, split)
-            self._check_item(dataset[0], f"{self.name} row 0")
-            self._check_nulls(dataset, split)
-            return dataset
-        rows = self._read_file(split)
+        rows, where = self._read(split)
         self._check_columns(rows, split)
+        if not isinstance(rows, list):
+            self._check_item(rows[0], f"{where} row 0")
+            self._check_nulls(rows, split)
+            return rows
         for index, row in enumerate(rows):
-            self._check_item(row, f"{self._path(split)} row {index}")
+            self._check_item(row, f"{where} row {index}")
         return rows
+
+    def _read(self, split: str) -> tuple[list[Item] | Dataset, str]:
+        """Return the rows of a split, and their name for messages."""
+        given = self._given(split)
+        if given is not None:
+            name = self.name if split == self.config.split else split
+            return given, name
+        if self._is_file():
+            return self._read_file(split), str(self._path(split))
+        return self._load_hub(split), self.name
+
+    def _given(self, split: str) -> list[Item] | Dataset | None:
+        """Return the rows of a split that the program has given; None: they are loaded by name."""
+        return self.config.given if split == self.config.split else self.config.given_held_out
 
     def _check_item(self, row: Item, where: str) -> None:
         item = self._checked_item(row, where)
@@ -167,6 +178,11 @@ class DatasetRows:
 
     def _error(self, message: str) -> EnvironmentSetupError:
         return EnvironmentSetupError(f"environments {self.name!r}: {message}")
+
+
+def num_held_out(config: DatasetSourceConfig, rows: int) -> int:
+    """Return how many of the last `rows` are held out where the config has no eval_split."""
+    return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
 
 
 def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[Message]:

@@ -5,6 +5,7 @@ The launcher runs it, so that a misspelled name fails before the ranks start.
 
 from __future__ import annotations
 
+from colocated_grpo.config.base import NamedObject
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig, EpisodeSourceConfig, TaskSourceConfig
@@ -21,7 +22,7 @@ from colocated_grpo.environments.turns.registry import TURN_ENVIRONMENTS
 def check_names(config: Config) -> None:
     """Raise ConfigError with one line per name that is not built in, not installed and not of a user-code form."""
     lines = []
-    for entry in config.environments:
+    for entry in [*config.environments, *(entry.source for entry in config.evaluation.sets)]:
         try:
             _check(entry)
         except EnvironmentSetupError as error:
@@ -32,8 +33,10 @@ def check_names(config: Config) -> None:
 
 def _check(entry: EnvironmentConfig) -> None:
     if isinstance(entry, DatasetSourceConfig):
-        for reward in entry.rewards:
+        for reward in (reward for reward in entry.rewards if reward.given is None):
             check_reward_name(reward.name, f"environments {entry.name!r}: rewards")
+    elif isinstance(entry, NamedObject) and entry.given is not None:
+        return
     elif isinstance(entry, TaskSourceConfig):
         check_name("task", entry.name, TASKS, REASONING_GYM_FORM)
     elif isinstance(entry, EpisodeSourceConfig) and not is_adapted(entry.name):

@@ -17,10 +17,16 @@ USER_CODE_FORMS = ("module:object", "path/to/file.py:object")
 
 
 def find_environment(
-    kind: str, name: str, args: JsonObject, built_in: Mapping[str, Callable[..., Any]], *forms: str
+    kind: str,
+    name: str,
+    args: JsonObject,
+    built_in: Mapping[str, Callable[..., Any]],
+    *forms: str,
+    given: Any = None,
 ) -> Any:
-    """Return the environment called `name`. A class is called with args; an instance accepts none."""
-    found, key = find_object(kind, name, built_in, *forms), f"environments {name!r}"
+    """Return `given` or the environment called `name`. A class is called with args; an instance accepts none."""
+    found = find_object(kind, name, built_in, *forms) if given is None else given
+    key = f"environments {name!r}"
     if isinstance(found, type):
         return construct(found, args, key)
     if args:

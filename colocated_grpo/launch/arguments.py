@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from colocated_grpo.launch.cli import OneLineParser, add_run_arguments, config_file
+from colocated_grpo.launch.cli import OneLineParser, add_run_arguments, config_file, without_config
 
 DEFAULT_MASTER_PORT = 29500
 PROBE_SECONDS = 10
@@ -68,9 +68,7 @@ def run_parser() -> argparse.ArgumentParser:
     parser.add_argument("--nproc", type=int, metavar="N", help="processes of a CPU run, with --gpus 0 (default: 1)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="index of this node (default: 0)")
-    parser.add_argument(
-        "--master-addr", default="localhost", metavar="HOST", help="address of node 0 (default: localhost)"
-    )
+    parser.add_argument("--master-addr", metavar="HOST", help="address of node 0; required with several nodes")
     parser.add_argument(
         "--master-port",
         type=int,
@@ -115,11 +113,12 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         raise LaunchError(f"--nodes={options.nodes}: must be at least 1")
     if not 0 <= options.node_rank < options.nodes:
         raise LaunchError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={options.nodes}")
+    if options.nodes > 1 and options.master_addr is None:
+        raise LaunchError(f"--master-addr: required with --nodes={options.nodes}; it is the address of node 0")
     if options.master_port is not None and not 0 < options.master_port < 65536:
         raise LaunchError(f"--master-port={options.master_port}: must be between 1 and 65535")
-    config = config_file(options)
-    if options.config is None and not Path(config).is_file():
-        raise LaunchError(f"--config: required, as the default {config} does not exist in this folder")
+    if (config := config_file(options)) is None:
+        raise LaunchError("\n".join(without_config(options.resume)))
     port = options.master_port or (DEFAULT_MASTER_PORT if options.nodes > 1 else None)
     return Launch(
         gpus=gpus,
@@ -127,7 +126,7 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         ranks=gpus - engine_gpus if gpus else options.nproc or 1,
         nodes=options.nodes,
         node_rank=options.node_rank,
-        master_addr=options.master_addr,
+        master_addr=options.master_addr or "localhost",
         master_port=port,
         config=config,
         resume=options.resume,

@@ -18,17 +18,19 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from colocated_grpo.runtime.descriptors import raise_descriptor_limit
-from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE, report
+from colocated_grpo.runtime.signals import exit_on_stop_signals
+from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RECORDED_SUFFIX, RUN_ERROR, USAGE_ERROR, mark, report
 
 if TYPE_CHECKING:
+    from colocated_grpo.config.loading import LoadedConfig
     from colocated_grpo.config.schema import Config
+    from colocated_grpo.tracking import RunOutput
 
-DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
 AUTO = "auto"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
@@ -62,9 +64,7 @@ def prepare_streams() -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags common to launcher and rank. All unknown flags are setting overrides."""
-    parser.add_argument(
-        "--config", metavar="FILE", help=f"YAML file (default: the resumed run's own, else {DEFAULT_CONFIG})"
-    )
+    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file (default with --resume RUN: the run's own)")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -88,11 +88,26 @@ def _log_level(name: str) -> str:
     return name
 
 
-def config_file(options: argparse.Namespace) -> str:
-    """Return the path of the config file: given, else in the resumed run folder, else the default."""
+def config_file(options: argparse.Namespace) -> str | None:
+    """Return the path of the config file: given, else in the resumed run folder, else None."""
     saved = Path(options.resume or "") / "config.yaml"
     resumed = options.resume not in (None, AUTO) and saved.is_file()
-    return options.config or (str(saved) if resumed else DEFAULT_CONFIG)
+    return options.config or (str(saved) if resumed else None)
+
+
+def without_config(resume: str | None) -> list[str]:
+    """Return lines that say what to write where neither --config nor a run folder is given."""
+    if resume == AUTO:
+        return ["--resume auto: needs --config FILE, whose newest run it continues; --resume RUN needs none"]
+    if resume is not None:
+        rule = "no config.yaml in this folder; add --config FILE" if Path(resume).is_dir() else "no such run folder"
+        return [f"--resume={resume!r}: {rule}"]
+    return [
+        "--config: required; it names the YAML file with model, data and settings",
+        "  write one for your data  python -m colocated_grpo.tools.init questions.jsonl --model Qwen/Qwen3-0.6B",
+        "  start from an example    --config training_configs/gsm8k_qwen3_0.6b_1gpu.yaml",
+        "  continue a run           --resume runs/NAME",
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,83 +127,132 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     raise_descriptor_limit()
     faulthandler.enable()
+    exit_on_stop_signals(lambda: "stopped during start-up, before the first step")
     rank = os.environ["RANK"]
-    logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
-    if options.log_level == "DEBUG":
+    set_up_logging(options.log_level, prefix=f"[rank {rank}] ")
+    return _train(options, overrides)
+
+
+def set_up_logging(log_level: str, *, prefix: str = "") -> None:
+    """Log at this level. prefix: of every line."""
+    logging.basicConfig(format=f"{prefix}%(levelname)s %(name)s: %(message)s")
+    if log_level == "DEBUG":
         logging.getLogger().setLevel(logging.DEBUG)
     else:  # a user cannot act on the warnings that libraries log when they are imported
         for library in ("vllm", "bitsandbytes"):  # PEFT imports bitsandbytes
             logging.getLogger(library).setLevel(logging.ERROR)
         warnings.simplefilter("ignore", FutureWarning)
-    logging.getLogger("colocated_grpo").setLevel(options.log_level)
-    return _train(options, overrides)
+    # It has a handler of its own: every retry of a download would be shown twice.
+    logging.getLogger("huggingface_hub").propagate = False
+    logging.getLogger("colocated_grpo").setLevel(log_level)
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from colocated_grpo.config.addresses import exposures
     from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.config.inputs import check_inputs
     from colocated_grpo.config.loading import read_config
-    from colocated_grpo.config.rules import check_world
-    from colocated_grpo.runtime.run_folder import check_resumed
+    from colocated_grpo.tracking import make_output
+    from colocated_grpo.tracking.ending import leave_start
 
-    name = Path(config_file(options)).stem
-    try:
-        loaded = read_config(config_file(options), overrides)
-        check_world(loaded.config, int(os.environ["WORLD_SIZE"]))
-        config, notes = check_inputs(loaded.config)
-        check_resumed(config, options.resume, name)
-    except ConfigError as error:
-        _print_on_rank_0(*_error_lines(error), to=sys.stderr)
+    if (file := config_file(options)) is None:
+        _print_on_rank_0(*error_text(without_config(options.resume)), to=sys.stderr)
         return USAGE_ERROR
-    _print_on_rank_0(*(f"note: {note}" for note in loaded.notes + notes), to=sys.stdout)
-    _print_on_rank_0(*(f"warning: {line}" for line in exposures(config)), to=sys.stdout)
+    name = Path(file).stem
+    try:
+        config, lines = checked(read_config(file, overrides), options.resume, name)
+    except ConfigError as error:
+        _print_on_rank_0(*error_text(str(error).splitlines()), to=sys.stderr)
+        return USAGE_ERROR
+    output = make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
+    exit_on_stop_signals(partial(leave_start, output))
+    for line in lines:
+        output.note(line)
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
     # `record` saves this rank's traceback. At the end torchrun prints the traceback of the first rank that failed.
-    code = record(_run)(config, options.resume, name)
+    code = record(_run)(config, options.resume, name, output)
     assert code is not None
     return code
+
+
+def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config, list[str]]:
+    """Return the settings adapted to their model, and lines to print. Raises ConfigError where the run cannot start."""
+    from colocated_grpo.config.addresses import exposures
+    from colocated_grpo.config.inputs import check_inputs
+    from colocated_grpo.config.rules import check_world
+    from colocated_grpo.runtime.run_folder import check_resumed
+
+    check_world(loaded.config, int(os.environ["WORLD_SIZE"]))
+    config, notes = check_inputs(loaded.config)
+    check_resumed(config, resume, name)
+    return config, [
+        *(f"note: {note}" for note in loaded.notes + notes),
+        *(f"warning: {line}" for line in exposures(config)),
+    ]
 
 
 def _import_trainer() -> Callable[..., None]:
     # Imported modules are never freed. Freezing them speeds up garbage collection while an engine is built.
     gc.disable()
     try:
-        from colocated_grpo.trainer import main
+        from colocated_grpo.launch.rank import main
     finally:
         gc.freeze()
         gc.enable()
     return main
 
 
-def _run(config: Config, resume: str | None, name: str) -> int:
-    """Train and return an exit code. Errors that the user can act on become one line."""
-    from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.errors import AlreadyReported, RunError
+def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> int:
+    """Train and return an exit code. Errors that the user can act on become one line; all are recorded."""
+    from colocated_grpo.errors import AlreadyReported
 
-    train = _import_trainer()
     try:
-        train(config, resume=resume, name=name)
-    except (ConfigError, RunError) as error:
-        code = USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
-        report(code, _error_lines(error))
-        return code
-    except OSError as error:
-        if not (line := explain_os_error(error, [config.output_dir, resume])):
-            raise
-        report(RUN_ERROR, [f"error: {line}"])
-        return RUN_ERROR
-    except SystemExit as error:  # raised by user code; with code 0 the run would look finished
-        raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
+        with output.phase("importing torch, transformers and vLLM"):
+            train = _import_trainer()
+        train(config, resume=resume, name=name, output=output)
     except AlreadyReported:
+        output.close()
+        mark(RECORDED_SUFFIX)
         logging.getLogger(__name__).debug("another rank failed first; the error of this rank:", exc_info=True)
         return RUN_ERROR
-    if VERDICT_VARIABLE in os.environ:
-        with suppress(OSError):
-            Path(os.environ[VERDICT_VARIABLE]).with_suffix(FINISHED_SUFFIX).touch()
+    except BaseException as error:
+        code, lines = record_ending(output, error, [config.output_dir, resume])
+        if isinstance(error, SystemExit):  # raised by user code; with code 0 the run would look finished
+            raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
+        if not lines:
+            raise
+        report(code, lines)
+        return code
+    mark(FINISHED_SUFFIX)
     return 0
+
+
+def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
+    """Close the output and record the error that ends this rank, the first of all to fail, in the run folder.
+
+    Returns the exit code and the lines that stand for the error; no lines for a defect, whose traceback is shown.
+    """
+    from colocated_grpo.tracking.ending import record_exception
+
+    code, lines = _ending_of(error, run_folders)
+    if code == USAGE_ERROR:  # the settings are wrong, and the run has not begun
+        output.close()
+    else:
+        record_exception(output, error, lines, code, int(os.environ["RANK"]))
+    return code, lines
+
+
+def _ending_of(error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
+    """Return the exit code and the lines that stand for the error; no lines for a defect, whose traceback is shown."""
+    from colocated_grpo.config.errors import ConfigError
+    from colocated_grpo.errors import RunError
+
+    if isinstance(error, ConfigError):
+        return USAGE_ERROR, error_text(str(error).splitlines())
+    if isinstance(error, RunError):
+        return RUN_ERROR, error_text(str(error).splitlines())
+    line = explain_os_error(error, run_folders) if isinstance(error, OSError) else None
+    return RUN_ERROR, [f"error: {line}"] if line else []
 
 
 def explain_os_error(error: OSError, run_folders: Sequence[str | None]) -> str | None:
@@ -204,8 +268,9 @@ def explain_os_error(error: OSError, run_folders: Sequence[str | None]) -> str |
     return None
 
 
-def _error_lines(error: Exception) -> list[str]:
-    return [f"error: {line}" for line in str(error).splitlines()]
+def error_text(lines: Sequence[str]) -> list[str]:
+    """Return the lines as they are printed. Indented lines belong to the one above."""
+    return [line if line.startswith("  ") else f"error: {line}" for line in lines]
 
 
 def _print_on_rank_0(*lines: str, to: TextIO) -> None:

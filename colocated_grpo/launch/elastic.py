@@ -1,6 +1,6 @@
-"""torchrun with its usual flags and agent, but silent if a rank has reported its error.
+"""torchrun with its usual flags and agent, private with --standalone, and with one line about ranks without traceback.
 
-Plain torchrun would print forty lines about the failed process below the rank's error line.
+Plain torchrun would print forty lines about the failed process below the rank's error line, or about a killed one.
 """
 
 from __future__ import annotations
@@ -8,29 +8,41 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from collections.abc import Mapping
 
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.run import parse_args, run
 
+from colocated_grpo.launch.rendezvous import use_loopback
 from colocated_grpo.runtime.signals import stop_signals
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, verdict_written
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, report, verdict_written
 
 AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 """Name of the logger that reports how each process ended."""
+REPEATED = ("Sending process", "failed (exitcode")
+"""First words of its messages about what the report of the failure says as well."""
+NO_FILE = "<N/A>"
+"""torch's name of the error file of a process that has left no traceback."""
 
 
 @record
 def main() -> None:
-    logging.getLogger(AGENT_LOGGER).addFilter(lambda _: not verdict_written())
+    logging.getLogger(AGENT_LOGGER).addFilter(lambda log: not (verdict_written() or log.msg.startswith(REPEATED)))
     arguments = parse_args(sys.argv[1:])
+    use_loopback(arguments)
+    if arguments.nnodes.isdecimal() and int(arguments.nnodes) > 1:
+        print(waiting_line(int(arguments.nnodes), arguments.node_rank, arguments.master_addr), flush=True)
     try:
         run(arguments)
-    except ChildFailedError:
+    except ChildFailedError as error:
         if verdict_written():
             sys.exit(RUN_ERROR)
-        raise
+        if (line := explain_killed_ranks(error.failures)) is None:
+            raise
+        report(RUN_ERROR, [line])
+        sys.exit(RUN_ERROR)
     except SignalException as stopped:  # raised after the agent has forwarded the signal and the ranks have exited
         sys.exit(128 + stopped.sigval)
     except DistNetworkError as error:
@@ -43,6 +55,30 @@ def main() -> None:
         # The ranks have exited. torch's handlers would raise SignalException while the interpreter shuts down.
         for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)
+
+
+def waiting_line(nodes: int, node_rank: int, master_addr: str) -> str:
+    """Return the line about the nodes whose ranks must join before any rank starts."""
+    if node_rank > 0:
+        return f"waiting for node 0 of {nodes} at {master_addr}"
+    others = "node 1" if nodes == 2 else f"nodes 1 to {nodes - 1}"
+    return f"waiting for {others} of {nodes}"
+
+
+def explain_killed_ranks(failures: Mapping[int, ProcessFailure]) -> str | None:
+    """Return one line for ranks that signals ended before they could report anything; None if any has a traceback.
+
+    failures: by rank. The agent ends the other ranks by SIGTERM, so a rank with another signal was the first.
+    """
+    killed = {rank: failure.signal_name() for rank, failure in failures.items() if failure.exitcode < 0}
+    if not killed or any(failure.error_file != NO_FILE for failure in failures.values()):
+        return None
+    first = {rank: name for rank, name in killed.items() if name != signal.SIGTERM.name} or killed
+    ranks = ", ".join(f"rank {rank} by {name}" for rank, name in sorted(first.items()))
+    return (
+        f"error: the run was ended from outside, {ranks}: for example by the system because memory ran out, or by a "
+        "crash inside a library; --resume auto continues from the last checkpoint"
+    )
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from colocated_grpo.config.variables import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.launch.arguments import Launch, LaunchError
 from colocated_grpo.launch.processes import signal_at_parents_death
+from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config

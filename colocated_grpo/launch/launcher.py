@@ -1,14 +1,14 @@
 """The command line `run_colocated_grpo.py`: parse, check everything, print a banner, start torchrun.
 
-Imports only the standard library before the arguments are parsed: --help answers within 0.3 s of CPU time.
+Imports only the standard library and psutil before the arguments are parsed: --help answers within 0.3 s of CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.launch.arguments import Launch, LaunchError, read_launch, run_parser, visible_gpus
-from colocated_grpo.launch.cli import (
-    LOG_LEVEL_VARIABLE,
-    library_environment,
-    prepare_streams,
-)
+from colocated_grpo.launch.cli import LOG_LEVEL_VARIABLE, error_text, library_environment, prepare_streams
+from colocated_grpo.launch.ending import STARTING, ending, stop_action
 from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan, plan_servers
 from colocated_grpo.launch.processes import run_command
 from colocated_grpo.launch.scratch import scratch_folder
-from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
@@ -38,13 +35,11 @@ COMMANDS = {
 """First argument -> the module that runs instead of a training run."""
 # Seconds that a stopped torchrun gives its ranks to save before it kills them; its default is 30.
 SHUTDOWN_SECONDS = 600
-UNFINISHED = (
-    "the run exited with code 0 before it was finished, for example by os._exit() in a reward or an environment; "
-    "--resume auto continues from its last checkpoint"
-)
 # The path of a Unix socket has at most 107 characters, of which vLLM needs 37.
 MAX_SOCKET_FOLDER = 70
 TRAINER_LOG = "trainer.log"
+LOOPBACK = "lo"
+"""Linux' name of the interface that only this machine reaches."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in COMMANDS:
         environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
         os.execve(sys.executable, [sys.executable, "-m", COMMANDS[arguments[0]], *arguments[1:]], environment)
+    try:
+        return _launch(arguments)
+    except KeyboardInterrupt:
+        print(STARTING.decode(), end="", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _launch(arguments: Sequence[str]) -> int:
     prepare_streams()
     parser = run_parser()
     try:
@@ -63,23 +66,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch = read_launch(options, overrides, parser)
         config, notes = read_settings(launch)
         servers = plan_servers(launch, config, os.environ)
-        problems = machine_problems(launch, config)
-        if problems and not options.dry_run:
-            raise LaunchError("\n".join(problems))
+        model = model_verdict(launch, config)
+        missing = missing_devices(launch)
+        problems = missing_inputs(launch, config)
+        if (missing or problems) and not options.dry_run:
+            raise LaunchError("\n".join([*missing, *problems]))
     except LaunchError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        print(*error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
         return USAGE_ERROR
     command = torchrun_command(launch)
-    text = "\n".join([banner(launch, command, servers), *remarks])
+    text = "\n".join([banner(launch, command, servers, model), *remarks])
     if options.dry_run:
-        from colocated_grpo.config.addresses import exposures
+        from colocated_grpo.launch.dry_run import dry_run
 
-        problems += exposures(config)
-        print(text, *(f"note: {note}" for note in notes), *(f"warning: {line}" for line in problems), sep="\n")
-        print("Dry run mode - command not executed")
-        return 0
+        print(text, *(f"note: {note}" for note in notes), *(f"warning: {line}" for line in missing), sep="\n")
+        return dry_run(config, problems, launch.log_level)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
+    if launch.nodes == 1 and not config.engine.urls:
+        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # or the ranks would listen for each other on a network
     redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
     flag = "--redirect-output" if launch.log_dir is None else "--log-dir"
     folders = [launch.log_dir, *(log.parent for log in (servers.logs if servers is not None else []))]
@@ -130,21 +134,43 @@ def read_settings(launch: Launch) -> tuple[Config, list[str]]:
     return loaded.config, loaded.notes
 
 
-def machine_problems(launch: Launch, config: Config) -> list[str]:
-    """Return one line for each device, file, function or run to resume that is missing on this machine.
+def missing_devices(launch: Launch) -> list[str]:
+    """Return a line if this machine has fewer GPUs than the run needs. A dry run may be meant for another machine."""
+    if launch.gpus <= (visible := visible_gpus(os.environ)):
+        return []
+    if visible == 0:
+        return [f"--gpus={launch.gpus}: no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); --gpus 0 uses the CPU"]
+    return [f"--gpus={launch.gpus}: only {visible} GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)"]
 
-    A dry run prints them as warnings, as it may be meant for another machine.
-    """
+
+def model_verdict(launch: Launch, config: Config) -> str:
+    """Return what the model's config.json alone says about this run. Raises LaunchError where the model cannot run."""
+    from colocated_grpo.config.errors import ConfigError
+    from colocated_grpo.config.inputs import read_config_json
+    from colocated_grpo.config.model_support import check_cpu_engine, check_trains, verdict
+
+    try:
+        config_json = read_config_json(config.model)
+    except ConfigError:  # `missing_inputs` reports why
+        return f"{config.model.name}: unknown, as its config.json cannot be read"
+    setting = f"model.name={config.model.name!r}"
+    try:
+        check_trains(config_json, setting)
+        if launch.gpus == 0 and not config.engine.urls:
+            check_cpu_engine(config_json, setting)
+    except ConfigError as error:
+        raise LaunchError(str(error)) from None
+    return f"{config.model.name}: {verdict(config_json)}"
+
+
+def missing_inputs(launch: Launch, config: Config) -> list[str]:
+    """Return one line for each model, file, function or run to resume that is missing or does not fit."""
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.config.inputs import check_inputs
     from colocated_grpo.environments.names import check_names
     from colocated_grpo.runtime.run_folder import check_resumed
 
     problems = []
-    if launch.gpus > (visible := visible_gpus(os.environ)):
-        problems.append(f"--gpus={launch.gpus}: only {visible} GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)")
-    if importlib.util.find_spec("torch") is None:
-        problems.append(f"torchrun: torch is not installed for {sys.executable}; use the Python of `make install`")
     resumed = partial(check_resumed, resume=launch.resume, name=Path(launch.config).stem)
     for check in (check_names, check_inputs, resumed):
         try:
@@ -186,7 +212,7 @@ def python_path(environment: Mapping[str, str]) -> str:
     return os.pathsep.join([PACKAGE_ROOT, *filter(None, [environment.get("PYTHONPATH")])])
 
 
-def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None) -> str:
+def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, model: str) -> str:
     """Return the summary of the run that is printed before it starts. Secrets are masked: it may be logged."""
     from colocated_grpo.config.secret_values import masked_arguments
 
@@ -199,6 +225,7 @@ def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None) -
         "Node rank": launch.node_rank,
         "Master": master,
         "Config": launch.config,
+        "Model": model,
         "Overrides": shlex.join(masked_arguments(launch.overrides)) or "none",
         "Resume": launch.resume or "no",
         "Log level": launch.log_level,
@@ -220,16 +247,11 @@ def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path 
         inside = {"PET_LOG_DIR": str(folder), **environment, VERDICT_VARIABLE: str(verdict)}
         if len(str(folder)) <= MAX_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
-        code = run_command(command, inside, redirect)
-        if code == 0 and verdict.parent.is_dir() and not verdict.with_suffix(FINISHED_SUFFIX).exists():
-            known, lines = str(RUN_ERROR), f"error: {UNFINISHED}"
-        elif code and verdict.exists():
-            known, _, lines = verdict.read_text(encoding="utf-8").partition("\n")
-        else:
-            return code
-    with suppress(OSError):
-        _show(lines, redirect, sys.stderr)
-    return int(known)
+        code, lines = ending(run_command(command, inside, redirect, stop_action(verdict)), verdict)
+    if lines:
+        with suppress(OSError):
+            _show(lines, redirect, sys.stderr)
+    return code
 
 
 def _show(text: str, redirect: Path | None, console: TextIO) -> None:

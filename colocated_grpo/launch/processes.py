@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,14 +33,15 @@ SAVING = (
 
 @dataclass(frozen=True, kw_only=True)
 class StopAction:
-    """What the first stop signal does."""
+    """The effect of the first stop signal."""
 
-    message: bytes
+    begin: Callable[[int], tuple[bytes, float | None]]
+    """From the signal's number to the message, and the seconds after which processes that are left are killed."""
     targets: Callable[[psutil.Process], Sequence[psutil.Process]]
     """From the command's process to those that receive SIGTERM."""
 
 
-STOP_RANKS = StopAction(message=SAVING, targets=lambda command: command.children() or [command])
+STOP_RANKS = StopAction(begin=lambda number: (SAVING, None), targets=lambda command: command.children() or [command])
 """The children of torchrun are the ranks, which may take as long as they need to save; torchrun itself would kill them
 after 30 seconds."""
 
@@ -83,6 +85,7 @@ class _StopSignals:
         self._process: subprocess.Popen[bytes] | None = None
         self._last: dict[int, float] = {}
         self._kill_requests = 0
+        self._limit: threading.Timer | None = None
 
     def __enter__(self) -> _StopSignals:
         self._before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
@@ -91,11 +94,13 @@ class _StopSignals:
     def __exit__(self, *_exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._limit is not None:
+            self._limit.cancel()
 
     def watch(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         if self.received:  # a signal arrived while the process was being started
-            _request_stop(process, self._action)
+            self._request_stop(process)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.received.append(number)
@@ -107,7 +112,18 @@ class _StopSignals:
         if self._kill_requests > 1:
             kill_descendants(spare=self._spare)
         elif len(self.received) == 1 and self._process is not None:
-            _request_stop(self._process, self._action)
+            self._request_stop(self._process)
+
+    def _request_stop(self, process: subprocess.Popen[bytes]) -> None:
+        message, limit = self._action.begin(self.received[0])
+        with suppress(OSError):  # the terminal may be closed
+            os.write(2, message)  # not print, which is not reentrant: this runs inside a signal handler
+        with suppress(psutil.NoSuchProcess):
+            for target in self._action.targets(psutil.Process(process.pid)):
+                _signal(target, signal.SIGTERM)
+        if limit is not None:
+            self._limit = threading.Timer(limit, kill_descendants, [self._spare])
+            self._limit.start()
 
 
 def kill_descendants(spare: set[int]) -> None:
@@ -125,14 +141,6 @@ def _descendants(process: psutil.Process, spare: set[int]) -> list[psutil.Proces
     with suppress(psutil.NoSuchProcess):
         children = [child for child in process.children() if child.pid not in spare]
     return [*children, *(below for child in children for below in _descendants(child, spare))]
-
-
-def _request_stop(process: subprocess.Popen[bytes], action: StopAction) -> None:
-    with suppress(OSError):  # the terminal may be closed
-        os.write(2, action.message)  # not print, which is not reentrant: this runs inside a signal handler
-    with suppress(psutil.NoSuchProcess):
-        for target in action.targets(psutil.Process(process.pid)):
-            _signal(target, signal.SIGTERM)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from colocated_grpo.batching import PrefixKeys
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.model_support import head_sizes
 from colocated_grpo.policy.attention_kernels import (
     MIN_RUN_FOR_FA4,
     Attend,
@@ -40,12 +41,12 @@ def implementation_for(config: PretrainedConfig, dtype: torch.dtype, device: tor
     """
     if longest < MIN_RUN_FOR_FA4:
         return PACKED
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or (heads and text.hidden_size // heads)
-    known = isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(size, int)
-    return PACKED_FA4 if known and has_fa4(heads, kv_heads, size, dtype, device) else PACKED
+    text = config.get_text_config().to_dict()
+    heads = text.get("num_attention_heads")
+    kv_heads = text.get("num_key_value_heads") or heads
+    sizes = head_sizes(text)
+    known = isinstance(heads, int) and isinstance(kv_heads, int) and len(sizes) == 1
+    return PACKED_FA4 if known and has_fa4(heads, kv_heads, sizes.pop(), dtype, device) else PACKED
 
 
 def packed_attention(

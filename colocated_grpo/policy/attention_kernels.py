@@ -29,6 +29,8 @@ _varlen = cast(Callable[..., Tensor], partial(varlen_attn, enable_gqa=True) if _
 MIN_RUN_FOR_FA4 = 192
 """Minimum mean of queries per run. FlashAttention 4 processes tiles of 128 queries, full or not, and is slower than
 FlashAttention 2 on shorter runs: docs/results/attention_1xh200.json."""
+MAX_VARLEN_HEAD = 256
+"""Largest head that FlashAttention 2 supports; Gemma 4 has heads of 512 in its layers without a window."""
 MAX_BF16_DIFFERENCE = 2**-6
 """Largest relative difference between two kernels' outputs or gradients that bfloat16 rounding explains."""
 
@@ -49,7 +51,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, Runs, float | None, int | None], Tens
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Attend with torch's FlashAttention 2."""
+    """Attend with torch's FlashAttention 2, and over padded runs where it has no kernel for the head size."""
+    if query.shape[-1] > MAX_VARLEN_HEAD:
+        return attend_padded(query, key, value, runs, scaling, window)
     # Causal is (-1, 0). A window of w tokens includes the token itself; the kernel counts only those to its left.
     left = -1 if window is None else window - 1
     boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k

@@ -19,7 +19,9 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, exported_damage
 from colocated_grpo.runtime.distributed import World
 
-WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
+"""Patterns of all files but the weights."""
+WANTED_FILES = [*SMALL_FILES, "*.safetensors"]
 
 
 def fetch_model(config: ModelConfig, world: World) -> Path:
@@ -44,7 +46,21 @@ def fetch_model(config: ModelConfig, world: World) -> Path:
         world.barrier()
         return download()
     except (OSError, HfHubHTTPError) as error:
-        raise RunError(f"model.name={config.name!r}: cannot be downloaded: {' '.join(str(error).split())}") from error
+        raise _not_downloaded(config, error) from error
+
+
+def fetch_tokenizer(config: ModelConfig) -> Path:
+    """Return a folder with the model's tokenizer and config. Of a Hub model only small files are downloaded."""
+    if Path(config.name).is_dir():
+        return Path(config.name)
+    try:
+        return Path(snapshot_download(config.name, revision=config.revision, allow_patterns=SMALL_FILES))
+    except (OSError, HfHubHTTPError) as error:
+        raise _not_downloaded(config, error) from error
+
+
+def _not_downloaded(config: ModelConfig, error: Exception) -> RunError:
+    return RunError(f"model.name={config.name!r}: cannot be downloaded: {' '.join(str(error).split())}")
 
 
 def check_export(setting: str, folder: Path) -> None:

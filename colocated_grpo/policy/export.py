@@ -32,6 +32,11 @@ class Export(Protocol):
         """Name of the folder of the last step."""
         ...
 
+    @property
+    def best_name(self) -> str:
+        """Name of the folder of the best step."""
+        ...
+
     def name_at(self, step: int) -> str:
         """Return the name of the folder of a step."""
         ...
@@ -53,6 +58,7 @@ class ModelExport:
     dtype: torch.dtype
     world: World
     final_name: str = "final_model"
+    best_name: str = "best_model"
 
     def name_at(self, step: int) -> str:
         return f"step_{step}"
@@ -74,6 +80,8 @@ class ModelExport:
         for name, parameter in self.policy.weights.published().items():
             # Cast before the gather: half the bytes move.
             yield name, whole(parameter.detach().to(self.dtype))
+        for name, buffer in self.policy.model.hf_buffers().items():
+            yield name, buffer.to(self.dtype)
 
     def _write_settings(self, folder: Path) -> None:
         self.hf_config.dtype = self.dtype
@@ -94,6 +102,7 @@ class AdapterExport:
     tokenizer: PreTrainedTokenizerBase
     world: World
     final_name: str = "final_adapter"
+    best_name: str = "best_adapter"
 
     def name_at(self, step: int) -> str:
         return f"adapter_step_{step}"

@@ -39,7 +39,7 @@ def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, wor
     """Load the checkpoint in `folder` for training. Collective."""
     if config.policy.lora is not None:
         return _build_adapter(config, config.policy.lora, hf_config, folder, world)
-    model = _build_empty(config, hf_config, world)
+    model = _build_empty(config, hf_config, folder, world)
     if config.policy.train_layers is not None:
         freeze(model, compute_dtype(config, world.device), config.policy.train_layers)
     _prepare_blocks(config, model, world)
@@ -53,7 +53,7 @@ def build_model(
     config: Config, hf_config: PretrainedConfig, folder: Path, world: World, *, offloaded: bool
 ) -> PackedLM:
     """Load the checkpoint in `folder` with FSDP2. offloaded: keep it in host memory between uses. Collective."""
-    model = _build_empty(config, hf_config, world)
+    model = _build_empty(config, hf_config, folder, world)
     _prepare_blocks(config, model, world)
     _load_sharded(config, model, folder, world, offloaded=offloaded)
     return model
@@ -69,7 +69,7 @@ def _build_adapter(
     from colocated_grpo.policy.lora.weights import AdapterWeights
 
     dtype = compute_dtype(config, world.device)
-    model = _build_empty(config, hf_config, world)
+    model = _build_empty(config, hf_config, folder, world)
     freeze(model, dtype)
     insert_adapters(model.lm, transformer_blocks(model.lm), lora)
     factors = read_factors(lora, model)
@@ -88,15 +88,18 @@ def _without_fsdp(config: Config, world: World) -> bool:
     return config.shares_weights is not None or (partly_frozen and world.size == 1 and not config.policy.cpu_offload)
 
 
-def _build_empty(config: Config, hf_config: PretrainedConfig, world: World) -> PackedLM:
-    """Build the model without storage."""
+def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> PackedLM:
+    """Build the model with its buffers, and with parameters without storage."""
     dtype, longest = compute_dtype(config, world.device), config.max_sequence_tokens
-    return build_empty(
+    model = build_empty(
         hf_config,
         config.policy.logprob_chunk_tokens,
         trust_remote_code=config.model.trust_remote_code,
         attention=implementation_for(hf_config, dtype, world.device, longest=longest),
     )
+    if buffers := model.hf_buffers():
+        read_parameters(buffers, model.lm.base_model_prefix, folder)
+    return model
 
 
 def _prepare_blocks(config: Config, model: PackedLM, world: World) -> None:

@@ -24,7 +24,9 @@ from transformers.initialization import no_init_weights
 
 from colocated_grpo.batching import PackedTokens
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.model_support import check_trains
 from colocated_grpo.config.schema import ModelConfig
+from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.attention import PACKED
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
@@ -34,8 +36,6 @@ from colocated_grpo.runtime.distributed import local_part
 
 Head = Callable[..., tuple[Tensor, ...]]
 """`linear_logprobs`, or a function with its signature except for the outputs."""
-STATEFUL_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""transformers' names of layers that carry a recurrent state from token to token, with or without attention."""
 COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """By default Inductor chooses the reduction of norms by the number of tokens and compiles twice, for few and for many.
 Trial steps are small, so the second compilation would slow down a run's first training step."""
@@ -52,6 +52,7 @@ class PackedLM(nn.Module):
         self.lm = lm
         self.chunk_tokens = chunk_tokens
         self.softcap = getattr(lm.config, "final_logit_softcapping", None)
+        self.logit_divisor = logit_divisor(lm.config)
 
     def forward(self, tokens: PackedTokens, head: Head = linear_logprobs) -> tuple[Tensor, ...]:
         """Apply `head` to the scored tokens; by default return log-probabilities and entropies, both [N] float32."""
@@ -71,7 +72,8 @@ class PackedLM(nn.Module):
             hidden_1TH[0, tokens.source_N],
             output_layer.weight,
             tokens.targets_N,
-            temperature_N=tokens.temperature_N,
+            # Scaled logits, as in Granite and Cohere, are logits at another temperature.
+            temperature_N=tokens.temperature_N * self.logit_divisor,
             chunk_tokens=self.chunk_tokens,
             softcap=self.softcap,
         )
@@ -83,18 +85,36 @@ class PackedLM(nn.Module):
         """
         return {checkpoint_name(name): p for name, p in self.named_parameters() if not is_factor(name)}
 
+    def hf_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that checkpoints store, by their names there. They are not trained.
+
+        Most families have none; Gemma 4 scales the output of each block by one.
+        """
+        return {
+            checkpoint_name(f"{path}.{name}"): buffer
+            for path, module in self.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
+
 
 def checkpoint_name(name: str) -> str:
     """Return the checkpoint name of a parameter of PackedLM."""
     return name.removeprefix("lm.").replace("_checkpoint_wrapped_module.", "")
 
 
+def logit_divisor(hf_config: PretrainedConfig) -> float:
+    """Return what the output layer's result is divided by to get the logits: 1 for most families."""
+    divisor, factor = (getattr(hf_config, key, None) or 1.0 for key in ("logits_scaling", "logit_scale"))
+    return divisor / factor
+
+
 def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
-    """Read config.json of the model in `folder`. Raises ConfigError for models that scale their logits."""
-    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    for key in ("logit_scale", "logits_scaling"):
-        if getattr(hf_config, key, None) not in (None, 1, 1.0):
-            raise ConfigError(f"model.name={config.name!r}: models that scale their logits ({key}) are not supported")
+    """Read config.json of the model in `folder`. Raises ConfigError for a type that transformers does not know."""
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    except ValueError as error:  # a type that this version does not know, or settings that contradict each other
+        raise ConfigError(f"model.name={config.name!r}: transformers cannot read it: {in_one_line(error)}") from error
     return hf_config
 
 
@@ -104,21 +124,21 @@ def build_empty(
     """Build the module tree with parameters on the meta device and real buffers (rotary frequencies).
 
     attention: name of an implementation registered with transformers.
-    Raises ConfigError for layers that packing does not support.
+    Raises ConfigError for models that do not train.
     """
+    check_trains(hf_config.to_dict(), f"model.name={hf_config.name_or_path!r}")
     with init_empty_weights(include_buffers=False), no_init_weights():
         lm = AutoModelForCausalLM.from_config(
             hf_config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
-    kinds = set(getattr(lm.config, "layer_types", None) or ())
-    if lm._is_stateful or STATEFUL_LAYER_TYPES & kinds:
-        # The state would leak from one packed sequence into the next, and would be missing after a common prefix.
-        raise ConfigError(
-            f"model type {hf_config.model_type!r}: layers that carry a state from token to token (linear attention, "
-            "Mamba, convolutions) are not supported"
-        )
-    if "chunked_attention" in kinds:
-        raise ConfigError(f"model type {hf_config.model_type!r}: attention within chunks is not supported")
+    # A model with code of its own has no rule in `check_trains`.
+    if lm._is_stateful:
+        raise ConfigError(f"model type {hf_config.model_type!r}: layers that carry a state from token to token")
+    if not lm._can_set_attn_implementation():
+        raise ConfigError(f"model type {hf_config.model_type!r}: attention outside transformers' interface")
+    # vLLM builds some families from transformers' own classes, and replaces `__call__` of such a class in this process
+    # by one that reads this attribute: without it, the policy's next forward pass would fail.
+    lm.base_model.do_not_compile = True
     lm.tie_weights()  # init_empty_weights gave tied parameters separate tensors
     head = lm.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
@@ -214,8 +234,8 @@ def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloade
 
 
 @torch.no_grad()
-def read_parameters(parameters: Mapping[str, nn.Parameter], prefix: str, folder: Path) -> None:
-    """Read parameters from the checkpoint in `folder`; only this rank's rows if they are sharded.
+def read_parameters(parameters: Mapping[str, Tensor], prefix: str, folder: Path) -> None:
+    """Read parameters or buffers from the checkpoint in `folder`; only this rank's rows if they are sharded.
 
     prefix: the base model's, such as "model"; names in the checkpoint may have or lack it.
     Raises ConfigError if tensors are missing.
@@ -244,7 +264,7 @@ def _allocate(model: PackedLM, parameters_on: torch.device, buffers_on: torch.de
         buffer.data = buffers[name].to(buffers_on)
 
 
-def _fill(parameter: nn.Parameter, reader: CheckpointReader, source: str) -> None:
+def _fill(parameter: Tensor, reader: CheckpointReader, source: str) -> None:
     local = local_part(parameter)
     start, rows = 0, local.shape[0]
     if isinstance(parameter, DTensor):

@@ -55,6 +55,8 @@ class Policy:
         self.optimizer = build_optimizer(self.parameters().values(), config.policy.optimizer, config.policy.lr)
         self.version = 0
         """Completed optimizer steps."""
+        self.fixed_lr: float | None = None
+        """Learning rate in place of the schedule's, the same on every rank; None: the schedule's."""
         self._config = config.policy
         self._world_size = world.size
         self._total_steps = config.optimizer_steps
@@ -117,6 +119,8 @@ class Policy:
             loss.backward()
             # All ranks have equally many micro-batches: these weights add up to 1 for each minibatch.
             metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})
+            if index == 0:
+                metrics.add(minibatch.left_out.stats(stats, self._world_size))
         self.weights.reduce_gradients()
         self.weights.release()
 
@@ -131,7 +135,9 @@ class Policy:
                 "Resume from the last checkpoint with a lower policy.lr or policy.grad_clip"
             )
         nn.utils.clip_grads_with_norm_(parameters, self._config.grad_clip, norm)
-        lr = learning_rate(self._config, self.version, self._total_steps)
+        lr = self.fixed_lr
+        if lr is None:
+            lr = learning_rate(self._config, self.version, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

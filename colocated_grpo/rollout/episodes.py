@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from colocated_grpo.environments.base import Episode
+from colocated_grpo.environments.base import AnswerError, Episode
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.scoring import as_score
@@ -174,6 +174,8 @@ class EpisodeRunner:
                 return as_score(await self._episodes[prompt.source].run(item, _conversation_of(playing)))
         except ContextExhausted:
             return Score(reward=0.0)
+        except AnswerError as error:
+            return Score(reward=error.reward, error=one_line(error))
         except BaseException as error:
             if playing.abandoned:
                 raise

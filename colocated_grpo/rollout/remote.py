@@ -18,7 +18,7 @@ from typing import Any
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Finished, Part, Request, TokenDelta
 from colocated_grpo.rollout.engine_server import EngineServer, Messages
-from colocated_grpo.rollout.wire import read_completion, request_message
+from colocated_grpo.rollout.wire import CONFLICT, read_completion, request_message
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import RequestRejected, Unavailable
 
@@ -30,8 +30,6 @@ admits the requests of one post in the same step, so the batches of a determinis
 REQUESTS_PER_POST = 4096
 STOP_SECONDS = 30.0
 """Time for the run to stop after the engine is lost."""
-CONFLICT = 409
-"""Status of a server that has other weights than the requests need."""
 
 Restore = Callable[[EngineServer], bool]
 """Gives a restarted server the current weights; False if that needs a weight sync of all ranks. Raises Unavailable."""

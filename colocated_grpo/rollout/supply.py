@@ -14,6 +14,7 @@ from colocated_grpo.rollout.collect import Collector, Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.prompt_queue import Job
+from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Group, Prompt
 
@@ -72,8 +73,9 @@ class PromptSupply:
         config: RolloutConfig,
         sampling: Sampling,
         opponent: Opponent | None = None,
+        resampling: Resampling | None = None,
     ) -> None:
-        """source: on rank 0 only."""
+        """source: on rank 0 only. resampling: None trains every group."""
         self._source = source
         self._collector = collector
         self._world = world
@@ -81,6 +83,7 @@ class PromptSupply:
         self._config = config
         self.sampling = sampling
         self._opponent = opponent
+        self._resampling = resampling
         self._before: dict[str, Any] | None = None
         """The source's state before the prompts that are not settled yet."""
 
@@ -104,8 +107,23 @@ class PromptSupply:
         return Job(name=f"train/{step}", prompts=prompts, group_size=self._config.group_size, sampling=self.sampling)
 
     def sample(self, job: Job) -> Gather:
-        """Decode this rank's prompts of the job; see `Collector.sample`."""
-        return self._collector.sample(job)
+        """Decode this rank's prompts of the job; see `Collector.sample`. Further rounds are sampled by the gather."""
+        gather = self._collector.sample(job)
+        return lambda: self._completed(job, gather())
+
+    def _completed(self, job: Job, groups: list[Group]) -> list[Group]:
+        """Return the groups, and those of further rounds."""
+        if self._resampling is None:
+            return groups
+        return self._resampling.complete(job, groups, self._draw_more, self._collector.collect)
+
+    def _draw_more(self, count: int) -> list[Prompt]:
+        prompts = self._world.from_main(
+            lambda: None if self._stop_requested() else self._main_source().next(count),
+        )
+        if prompts is None:
+            raise Stopped
+        return prompts
 
     def _collect(self, job: Job) -> list[Group]:
         own = [prompt for prompt in job.prompts if not prompt.by_opponent]
@@ -116,7 +134,7 @@ class PromptSupply:
             with self._opponent.plays():
                 its_job = replace(job, name=f"{job.name}/opponent", prompts=others, group_size=1)
                 groups += self._collector.collect(its_job)
-        return groups
+        return self._completed(job, groups)
 
     def _pull(self) -> list[Prompt] | None:
         if self._stop_requested():
@@ -127,7 +145,8 @@ class PromptSupply:
 
     def settle(self, groups: list[Group]) -> BatchResult:
         self._before = None
-        return self._world.from_main(lambda: self._main_source().record(groups))
+        settled = self._world.from_main(lambda: self._main_source().record(groups))
+        return settled if self._resampling is None else self._resampling.choose(groups, settled)
 
     def _main_source(self) -> LongestFirst:
         assert self._source is not None  # on rank 0

@@ -8,6 +8,9 @@ from dataclasses import asdict
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.types import Completion, JsonObject
 
+CONFLICT = 409
+"""HTTP status of requests that need other weights than the server has, or whose client has no open stream."""
+
 
 def request_message(request: Request) -> JsonObject:
     """Return the request without its key, which the connection replaces by a number."""

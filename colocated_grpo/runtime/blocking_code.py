@@ -18,8 +18,9 @@ FIRST_REPORT_SECONDS = 60.0
 """Time in one frame before the first report. The interval doubles with each report."""
 POLL_SECONDS = 1.0
 STOP_SECONDS = 5.0
-"""Longest time in user code after a stop request."""
+"""Longest time in user code after a stop request. Callbacks are exempt: they may upload what the run has saved."""
 PACKAGE = str(Path(colocated_grpo.__file__).parent)
+CALLBACKS = str(Path(PACKAGE) / "callbacks.py")
 MODEL_CODE = f"{os.sep}transformers_modules{os.sep}"
 """In the path of model code that transformers has downloaded. Its forward pass is the trainer's own work."""
 LIBRARIES = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
@@ -72,6 +73,8 @@ class BlockingCodeReporter:
             self._stopping = None
             return
         call = outermost_user_frame(frame)
+        if call.f_back is not None and call.f_back.f_code.co_filename == CALLBACKS:
+            return
         if self._stopping is None or self._stopping[0] is not call:
             self._stopping = call, now
         elif now - self._stopping[1] >= STOP_SECONDS:

@@ -26,7 +26,7 @@ DUMP_SIGNAL = signal.SIGRTMIN + 11
 DUMP_SECONDS = 0.5
 SAMPLE_SECONDS = 0.4
 DISK_TICKS = 20
-"""What a thread that waits for a disk counts for, so that it is not taken for one that sleeps."""
+"""Processor time credited to a thread that waits for a disk, so that it is not taken for one that sleeps."""
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 REWARD_CALLS = os.path.join("rollout", "reward_calls.py")
 """File of this package below which the thread of a reward runs only user code."""
@@ -35,7 +35,7 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 class Options(NamedTuple):
-    """What the rank passes as JSON."""
+    """Settings that the rank passes as JSON."""
 
     rank: str
     pid: int

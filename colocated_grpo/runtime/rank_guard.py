@@ -53,7 +53,7 @@ class RankGuard:
         for descriptor in (reader, dumps):
             os.close(descriptor)
         # The C-level handler writes the number of the signal at once. Python's own handler waits for the lock.
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=_forget_wakeup)
         threading.Thread(target=self._signal_life, name="signs of life", daemon=True).start()
 
@@ -67,9 +67,12 @@ class RankGuard:
             self._count(-1)
 
     def close(self) -> None:
-        """End the guard process."""
+        """End the guard process.
+
+        The handler of DUMP_SIGNAL stays, with its pipe: the signal may still arrive, and would end this process.
+        """
         self._done.set()
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(self._wakeup_before)
         with self._lock:
             os.close(self._writer)
             self._writer = -1

@@ -107,17 +107,43 @@ def lock_folder(folder: Path) -> Path:
     return folder
 
 
+def unlock_folders() -> None:
+    """Release all locks, for a process that goes on after its run."""
+    while _locks:
+        _locks.pop().close()
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a run of another process uses the folder. Not for the run's own process, whose lock it would end.
+
+    The test takes a free lock for a moment, in which a run that starts there would be rejected.
+    """
+    try:
+        with (folder / LOCK_FILE).open(encoding="utf-8") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:  # no lock file, or a file system without locks
+        return False
+    return False
+
+
 @contextmanager
 def removed_if_unused(folder: Path) -> Iterator[None]:
     """Remove a locked folder if the block raises before anything is written: a wrong setting leaves no empty run."""
     try:
         yield
     except BaseException:
-        if [path.name for path in folder.glob("*")] == [LOCK_FILE]:
-            with suppress(OSError):  # every rank tries, one succeeds
-                (folder / LOCK_FILE).unlink()
-                folder.rmdir()
+        remove_if_unused(folder)
         raise
+
+
+def remove_if_unused(folder: Path) -> None:
+    """Remove a run folder that contains nothing but its lock. Every rank may try; one succeeds."""
+    if [path.name for path in folder.glob("*")] == [LOCK_FILE]:
+        with suppress(OSError):
+            (folder / LOCK_FILE).unlink()
+            folder.rmdir()
 
 
 def saved_checkpoints(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Signatures of state that runs code when it is read, with a key that only this user has.
 
 A checkpoint may hold such state (a pickle of a user's game). The signature shows that this user's runs wrote it: a run
-folder that somebody else made is then data, and cannot run code here.
+folder made by another user is then data, and cannot run code here.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.signals import reset_in_forked_children, stop_signals
-from colocated_grpo.runtime.verdict import verdict_written
+from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdict, verdict_written
 
 POLL_SECONDS = 1.0
 FAILED_KEY, STOP_KEY = "failed", "stop"
@@ -40,9 +40,14 @@ class StopRequest:
         self._requested = threading.Event()
         self.reason: str | None = None
         """The error because of which this rank stops; None after a signal."""
-        for number in stop_signals():
+        self._before = {number: signal.getsignal(number) for number in stop_signals()}
+        self.listen()
+        self._stop_resetting_children = reset_in_forked_children(list(self._before))
+
+    def listen(self) -> None:
+        """Install the signal handlers, also in place of handlers that were installed after this object was made."""
+        for number in self._before:
             signal.signal(number, self._on_signal)
-        reset_in_forked_children(stop_signals())
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._requested.set()
@@ -59,6 +64,13 @@ class StopRequest:
         elif self._store.check([STOP_KEY]):
             self._requested.set()
 
+    def close(self) -> None:
+        """Restore the signal handlers that this request has replaced. Call from the main thread."""
+        for number, handler in self._before.items():
+            # None: a handler that was not installed by Python, which Python cannot install again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._stop_resetting_children()
+
     def requested(self) -> bool:
         """True if this rank has seen a request. Ranks may differ for a second; only a collective makes them agree."""
         return self._requested.is_set()
@@ -71,10 +83,17 @@ class Watchdog:
     the processes of its own node, and a key in the store for those of other nodes.
     """
 
-    def __init__(self, world: World, stop: StopRequest) -> None:
-        """Collective: gathers the process ids of all ranks."""
+    def __init__(
+        self, world: World, stop: StopRequest, *, before_exit: Callable[[str | None], None] = lambda line: None
+    ) -> None:
+        """Collective: gathers the process ids of all ranks.
+
+        before_exit: called before this process is ended because of another rank, with the error line unless that rank
+        has reported its failure itself.
+        """
         self._store = _own_connection(world.store)
         self._stop = stop
+        self._before_exit = before_exit
         self._done = threading.Event()
         own = own_process()
         self._siblings = visible_from(own, world.gather_objects(own))
@@ -92,12 +111,22 @@ class Watchdog:
                 return
             dead = self._dead_ranks()
             if failed or dead:
-                # The verdict of the same node's guard process or rank already says why.
-                if self._is_first_failure() and dead and not verdict_written():
-                    print(f"error: {explain_missing_ranks(dead)}", file=sys.stderr)
+                self._leave(dead)
                 sys.stderr.flush()
                 time.sleep(DELAY_AFTER_FIRST_FAILURE)
                 os._exit(1)
+
+    def _leave(self, dead: Sequence[int]) -> None:
+        """Show and record why this process ends, if this rank is the first to notice."""
+        if not (self._is_first_failure() and dead):
+            self._before_exit(None)
+        elif verdict_written():  # by the same node's guard process or rank, for the launcher
+            _, lines = read_verdict(Path(os.environ[VERDICT_VARIABLE]))
+            self._before_exit(lines.removeprefix("error: "))
+        else:
+            line = explain_missing_ranks(dead)
+            self._before_exit(line)
+            print(f"error: {line}", file=sys.stderr)
 
     def _is_first_failure(self) -> bool:
         """Record a failure in the store. Return True where none was recorded before, or where the store is gone."""

@@ -27,7 +27,9 @@ MAX_CRASHES = 3
 """Crashes in a row after which the server ends."""
 STEADY_SECONDS = 60.0
 """A crash after this time is the first in a row."""
-STOP_ENGINE = StopAction(message=b"\nstopping: running requests are aborted\n", targets=lambda command: [command])
+STOP_ENGINE = StopAction(
+    begin=lambda number: (b"\nstopping: running requests are aborted\n", None), targets=lambda command: [command]
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

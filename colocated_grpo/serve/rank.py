@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
-import warnings
-from contextlib import suppress
 
-from colocated_grpo.launch.cli import library_environment, prepare_streams
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
+from colocated_grpo.launch.cli import library_environment, prepare_streams, set_up_logging
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, end_process
 from colocated_grpo.serve.options import parse, settings
 from colocated_grpo.serve.restarts import resumed
 
@@ -21,11 +18,7 @@ def main() -> int:
     options = resumed(parse(None))
     for name, value in library_environment(options.log_level).items():
         os.environ.setdefault(name, value)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    if options.log_level != "DEBUG":  # a user cannot act on the warnings that libraries log when they are imported
-        logging.getLogger("vllm").setLevel(logging.ERROR)
-        warnings.simplefilter("ignore", FutureWarning)
-    logging.getLogger("colocated_grpo").setLevel(options.log_level)
+    set_up_logging(options.log_level)
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.errors import RunError
 
@@ -48,7 +41,4 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
         code = RUN_ERROR
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError, ValueError):
-            stream.flush()
-    os._exit(code)  # the teardown of torch and vLLM could abort the process and hide its exit code
+    end_process(code)

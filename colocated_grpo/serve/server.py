@@ -46,7 +46,7 @@ MAX_REQUESTS = 4096
 REMEMBERED_COMPLETIONS = 1
 """Only a trainer reads recorded completions, so this is the minimum."""
 BASE_PREFIX = "model"
-"""Of the base model in checkpoint names."""
+"""Prefix of the base model in checkpoint names."""
 WEIGHT_COMMANDS = frozenset({"load_adapter", "unload_adapter", "join", "update"})
 IDLE_LIMIT = timedelta(days=3650)
 """The other ranks of an engine wait for rank 0's next call without limit."""

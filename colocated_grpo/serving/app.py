@@ -56,7 +56,7 @@ GENERATE, TOKENS = "/generate", "/inference/v1/generate"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAMPLING_PATHS = frozenset({GENERATE, TOKENS, COMPLETIONS, CHAT})
 MAX_VALUES, MAX_CONTAINERS, MAX_STRINGS, MAX_DEPTH = 1 << 20, 1 << 16, 1 << 16, 64
-"""Of one request body: tokens of 256 prompts of 4,096, texts and keys, levels of tool descriptions."""
+"""Bounds of one request body: tokens of 256 prompts of 4,096, texts and keys, levels of tool descriptions."""
 CLIENT_CLOSED_REQUEST = 499
 
 

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from colocated_grpo.rollout.engine import TokenDelta
 from colocated_grpo.rollout.inbox import Inbox, OnDelta
-from colocated_grpo.rollout.wire import completion_message
+from colocated_grpo.rollout.wire import CONFLICT, completion_message
 from colocated_grpo.serving.control_routes import result_or_400
 from colocated_grpo.serving.engine_bodies import (
     AbortBody,
@@ -34,7 +34,6 @@ from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.json_bodies import read_json
 
 HEARTBEAT_SECONDS = 5.0
-CONFLICT = 409
 LARGE_PATHS = frozenset({"/engine/requests", "/engine/score", "/engine/top_logprobs"})
 """Routes whose bodies hold tokens."""
 

@@ -7,9 +7,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -41,6 +42,13 @@ ARCHITECTURES = {
     "gemma3": "gemma3_text",
     "mistral": "mistral",
     "gpt2": "gpt2",
+    "gemma4": "gemma4_text",
+    "glm4": "glm4",
+    "granite": "granite",
+    "ministral3": "ministral3",
+    "olmo3": "olmo3",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
 }
 """Name of a model family -> transformers' model_type."""
 
@@ -53,30 +61,46 @@ def build_model(
     seed: int = 0,
     init_std: float = 0.02,
     dtype: torch.dtype = torch.float32,
+    settings: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Build a model with random weights, on the GPU if there is one. Weights depend on seed and device type."""
-    config = model_config(architecture, shape, tokenizer, init_std)
+    """Build a model with random weights, on the GPU if there is one. Weights depend on seed and device type.
+
+    settings: as in `model_config`.
+    """
+    config = model_config(architecture, shape, tokenizer, init_std, settings)
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():  # constants that belong to the checkpoint, which are 1 in a new model
+            buffer.uniform_(0.5, 1.5)
+    return model
 
 
 def model_config(
-    architecture: str, shape: Shape, tokenizer: PreTrainedTokenizerFast, init_std: float = 0.02
+    architecture: str,
+    shape: Shape,
+    tokenizer: PreTrainedTokenizerFast,
+    init_std: float = 0.02,
+    settings: Mapping[str, Any] | None = None,
 ) -> PreTrainedConfig:
-    """Return the transformers config. Raises ValueError for an unknown architecture."""
+    """Return the transformers config. Raises ValueError for an unknown architecture.
+
+    settings: further entries of config.json, or replacements of those that follow from the shape.
+    """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={architecture!r}: must be one of {', '.join(ARCHITECTURES)}")
-    return AutoConfig.for_model(
-        ARCHITECTURES[architecture],
+    entries = {
         **_size_arguments(architecture, shape),
-        vocab_size=len(tokenizer),
-        initializer_range=init_std,
-        tie_word_embeddings=shape.tied,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+        "vocab_size": len(tokenizer),
+        "initializer_range": init_std,
+        "tie_word_embeddings": shape.tied,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        **(settings or {}),
+    }
+    return AutoConfig.for_model(ARCHITECTURES[architecture], **entries)
 
 
 def _size_arguments(architecture: str, shape: Shape) -> dict[str, object]:
@@ -97,6 +121,9 @@ def _size_arguments(architecture: str, shape: Shape) -> dict[str, object]:
         "intermediate_size": shape.intermediate,
         "max_position_embeddings": shape.max_positions,
     }
+    if architecture == "gemma4":
+        # Sizes of its layers without a window, and of the input that each layer adds: large by default.
+        sizes |= {"global_head_dim": shape.head_dim, "hidden_size_per_layer_input": 0}
     if architecture in ("gemma2", "gemma3"):
         # Attention scores are divided by its square root. The default is for the head size of released checkpoints.
         sizes["query_pre_attn_scalar"] = shape.head_dim
@@ -135,12 +162,17 @@ def make_model(
     seed: int = 0,
     init_std: float = 0.02,
     dtype: torch.dtype = torch.float32,
+    settings: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a model with random weights and its tokenizer to the new folder `out`, and return the path."""
+    """Write a model with random weights and its tokenizer to the new folder `out`, and return the path.
+
+    settings: as in `model_config`.
+    """
     out = Path(out)
     check_writable(out, force=False)
     tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
-    save_model(build_model(architecture, shape, tokenizer, seed=seed, init_std=init_std, dtype=dtype), tokenizer, out)
+    model = build_model(architecture, shape, tokenizer, seed=seed, init_std=init_std, dtype=dtype, settings=settings)
+    save_model(model, tokenizer, out)
     return out
 
 

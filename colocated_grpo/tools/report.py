@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from colocated_grpo.runtime.run_folder import is_locked
 from colocated_grpo.tracking.files import RunFolderError, run_folder
 from colocated_grpo.tracking.report import write_report
 
@@ -16,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", help="run folder")
     options = parser.parse_args(arguments)
     try:
-        print(write_report(run_folder(options.run)))
+        folder = run_folder(options.run)
+        print(write_report(folder, running=is_locked(folder)))
     except RunFolderError as error:
         print(error, file=sys.stderr)
         return 2

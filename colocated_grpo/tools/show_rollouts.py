@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
 
 from colocated_grpo.tracking import files
+from colocated_grpo.tracking.conversation import Message, completion_messages, prompt_messages
 from colocated_grpo.tracking.files import Row, RunFolderError
 from colocated_grpo.tracking.games import read_games, title
 from colocated_grpo.tracking.text import number, printable
+
+INDENT = 4
+"""Columns before the policy's text."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,9 +85,9 @@ def rollout_panel(row: Row, encoding: str) -> Panel:
         below.append(Text(f"finish reason: {row['finish_reason']}", style="yellow"))
     return Panel(
         Group(
-            Text(printable(row["prompt"], encoding), style="dim"),
+            *_shown(prompt_messages(row), encoding),
             Rule(style="dim"),
-            Text(printable(row["completion"], encoding)),
+            *_shown(completion_messages(row), encoding),
             *below,
         ),
         title=Text(f"reward {number(row['reward'])}", style="bold"),
@@ -90,6 +95,14 @@ def rollout_panel(row: Row, encoding: str) -> Panel:
         title_align="left",
         subtitle_align="left",
     )
+
+
+def _shown(messages: Sequence[Message], encoding: str) -> Iterator[Text | Padding]:
+    """Yield each message below its speaker. What the policy read is dim; what it sampled is indented."""
+    for message in messages:
+        text = Text(printable(message.text, encoding), style="" if message.sampled else "dim")
+        yield Text(printable(message.speaker, encoding), style="bold green" if message.sampled else "bold cyan")
+        yield Padding(text, (0, 0, 0, INDENT)) if message.sampled else text
 
 
 def _reward(row: Row) -> float:

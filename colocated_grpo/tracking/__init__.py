@@ -1,5 +1,6 @@
 """Everything a run shows and records: console, run folder, report, W&B and TensorBoard."""
 
+from colocated_grpo.tracking.output import RunOutput, make_output
 from colocated_grpo.tracking.tracker import NullTracker, Tracker, make_tracker
 
-__all__ = ["NullTracker", "Tracker", "make_tracker"]
+__all__ = ["NullTracker", "RunOutput", "Tracker", "make_output", "make_tracker"]

@@ -1,11 +1,14 @@
-"""The charts of the report. A metric that SECTIONS does not list gets a chart of its own."""
+"""The charts of the report. Metrics that SECTIONS does not list are drawn by prefix, or in charts of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from colocated_grpo.tracking.files import TRAIN, Row
+from colocated_grpo.tracking.meanings import meaning
 from colocated_grpo.tracking.page import section
 from colocated_grpo.tracking.svg import Point, Series, line_chart, stacked_chart
 from colocated_grpo.tracking.text import as_html, number
@@ -14,6 +17,16 @@ NUM_COLORS = 9
 """Number of page colours for named series; the next colour is for "other"."""
 PHASES = ("generate", "train", "sync", "wait", "wake", "sleep", "freshness", "pack", "checkpoint", "evaluate")
 NOT_A_METRIC = ("kind", "step")
+PARTS = {"reward": "Parts of the reward", "held_out/reward": "Parts of the held-out reward"}
+"""Metrics that are also recorded by part, as reward/format -> title."""
+BY_ENVIRONMENT = {"reward": "Reward", "completion_tokens": "Completion tokens", "truncated": "Truncated completions"}
+"""Metrics that are drawn with one line for each of several environments -> title."""
+UNPLOTTED = ("seconds/", "env/", "held_out/env/", "reward_std/")
+"""Metrics without a chart of their own: there may be dozens."""
+TRAINER_PREFIXES = frozenset(
+    ("atropos", "clip_fraction", "correction", "eval", "freshness", "groups", "held_out", "logprob", "loss", "memory")
+) | {"mismatch", "prompts_skipped", "resample", "tokens_per_second"}
+"""First part of the names of metrics that the trainer records; others come from environments."""
 HUGE = 1e100
 """Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""
 
@@ -35,6 +48,7 @@ class Drawing:
 
     title: str
     unit: str
+    meaning: str
     series: list[Series]
     svg: str
 
@@ -44,6 +58,7 @@ SECTIONS = {
         Chart("Reward", {"reward": "training", "held_out/reward": "held-out"}, "mean over completions"),
         Chart("Reward standard deviation", {"reward_std": "training"}),
         Chart("Completion tokens", {"completion_tokens": "training", "held_out/completion_tokens": "held-out"}, "mean"),
+        Chart("Extreme lengths", {"completion_tokens/min": "shortest", "completion_tokens/max": "longest"}, "tokens"),
         Chart("Truncated completions", {"truncated": "training", "held_out/truncated": "held-out"}, "fraction"),
         Chart("Entropy", {"entropy": "entropy"}, "nats per token"),
         Chart("Groups without reward variance", {"groups/constant": "training"}, "fraction"),
@@ -81,22 +96,80 @@ SECTIONS = {
 }
 
 
+DRAWN = frozenset(key for charts in SECTIONS.values() for chart in charts for key in chart.lines)
+
+
 def chart_sections(rows: list[Row]) -> Iterator[str]:
     """Yield the HTML of every section with a chart, then a list of the metrics that stayed constant."""
     points = _points(rows)
     phases = _phase_chart(rows)
-    named = {key for charts in SECTIONS.values() for chart in charts for key in chart.lines}
-    parts = {key: key.removeprefix("reward/") for key in points if key.startswith("reward/")}
-    rest = [key for key in points if key not in named | parts.keys() and not key.startswith("seconds/")]
+    named = set(DRAWN)
+    sets = _evaluation_charts(points)
+    families = list(family_charts(points))
+    named |= {key for chart in (*families, *sets) for key in chart.lines}
+    rest = [key for key in points if key not in named and not key.startswith(UNPLOTTED)]
+    rest = [key for key in rest if not key.endswith("_stderr")]
     for title, charts in SECTIONS.items():
+        if title == "Learning":
+            charts = (charts[0], *families, *charts[1:], *sets)
         drawings = [_drawing(chart, points) for chart in charts]
-        if title == "Learning" and parts:
-            drawings.insert(1, _drawing(Chart("Parts of the reward", parts), points))
         if title == "Speed and memory":
             drawings.insert(0, phases)
         yield _section(title, [drawing for drawing in drawings if drawing is not None])
     yield _section("More metrics", [drawing for key in rest if (drawing := _drawing(Chart(key, {key: key}), points))])
     yield _constant_metrics(points)
+
+
+def _evaluation_charts(points: dict[str, list[Point]]) -> list[Chart]:
+    """Return a chart for each evaluation set, with its mean reward, pass@k and maj@k."""
+    lines: dict[str, dict[str, str]] = {}
+    for key in points:
+        first, *names = key.split("/")
+        if first == "eval" and len(names) == 2 and re.fullmatch(r"mean|(pass|maj)@\d+", names[1]):
+            lines.setdefault(names[0], {})[key] = names[1]
+    return [Chart(f"Evaluation of {name}", shown, "mean over prompts") for name, shown in lines.items()]
+
+
+def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
+    """Yield charts of metrics with a common prefix: parts of the reward, environments, and what games report."""
+    families: dict[str, dict[str, str]] = {}
+    for key in keys:
+        first, _, name = key.partition("/")
+        part_of = next((metric for metric in PARTS if key.startswith(f"{metric}/")), None)
+        if first == "env" and (environment := _environment_of(key)) is not None:
+            title, name = f"{BY_ENVIRONMENT[environment[1]]} by environment", environment[0]
+        elif part_of is not None:
+            title, name = PARTS[part_of], key.removeprefix(f"{part_of}/")
+        elif first in TRAINER_PREFIXES or key.startswith(UNPLOTTED) or not name or key in DRAWN:
+            continue
+        else:  # of a game, or of the user's own code: town/win_rate/mafia -> town/win_rate
+            title, _, name = key.rpartition("/")
+        families.setdefault(title, {})[key] = name
+    for title, lines in families.items():
+        for part in batched(lines.items(), NUM_COLORS):
+            # A title that says all: "town/turns" for the only metric of its prefix.
+            single = len(lines) == 1 and f"{title}/{part[0][1]}" == part[0][0]
+            yield Chart(part[0][0] if single else title, dict(part))
+
+
+def _environment_of(key: str) -> tuple[str, str] | None:
+    """Return environment and metric of env/<environment>/<metric> if the metric is drawn by environment."""
+    name, _, metric = key.removeprefix("env/").rpartition("/")
+    return (name, metric) if metric in BY_ENVIRONMENT else None
+
+
+def batched(items: Iterable[tuple[str, str]], size: int) -> Iterator[list[tuple[str, str]]]:
+    """Yield lists of `size` items, the last one shorter."""
+    iterator = iter(items)
+    while part := list(islice(iterator, size)):
+        yield part
+
+
+def phase_names(rows: Iterable[Row]) -> list[str]:
+    """Return the phases that were timed, known ones first."""
+    measured = dict.fromkeys(key.removeprefix("seconds/") for row in rows for key in row if key.startswith("seconds/"))
+    names = [name for name in PHASES if name in measured]
+    return names + [name for name in measured if name not in PHASES and name != "step"]
 
 
 def _points(rows: list[Row]) -> dict[str, list[Point]]:
@@ -116,13 +189,14 @@ def _varies(points: list[Point]) -> bool:
 def _drawing(chart: Chart, points: dict[str, list[Point]]) -> Drawing | None:
     """Draw a chart, or return None when all its lines are constant."""
     series = [
-        Series(name=name, points=points[key], color=index % NUM_COLORS, dots=key.startswith("held_out/"))
+        Series(name=name, points=points[key], color=index % NUM_COLORS, dots=key.startswith(("held_out/", "eval/")))
         for index, (key, name) in enumerate(chart.lines.items())
         if key in points
     ]
     if not any(_varies(list(line.points)) for line in series):
         return None
-    return Drawing(chart.title, chart.unit, series, line_chart(series))
+    explained = next(filter(None, map(meaning, chart.lines)), "")
+    return Drawing(chart.title, chart.unit, explained, series, line_chart(series))
 
 
 def _phase_chart(rows: list[Row]) -> Drawing | None:
@@ -130,18 +204,15 @@ def _phase_chart(rows: list[Row]) -> Drawing | None:
     timed = [row for row in rows if row["kind"] == TRAIN and row.get("seconds/step") is not None]
     if not timed:
         return None
-    measured = dict.fromkeys(key.removeprefix("seconds/") for row in timed for key in row if key.startswith("seconds/"))
-    names = [name for name in PHASES if name in measured]
-    names += [name for name in measured if name not in PHASES and name != "step"]
     layers = []
-    for index, name in enumerate(names):
+    for index, name in enumerate(phase_names(timed)):
         seconds = [(row["step"], row.get(f"seconds/{name}") or 0.0) for row in timed]
         layers.append(Series(name=name, points=seconds, color=index % NUM_COLORS))
     in_phases = [sum(layer.points[index][1] for layer in layers) for index in range(len(timed))]
     other = [(row["step"], max(row["seconds/step"] - sum_, 0.0)) for row, sum_ in zip(timed, in_phases, strict=True)]
     layers.append(Series(name="other", points=other, color=NUM_COLORS))
     layers = [layer for layer in layers if any(value > 0 for _, value in layer.points)] or layers[-1:]
-    return Drawing("Step time by phase", "seconds", layers, stacked_chart(layers))
+    return Drawing("Step time by phase", "seconds", "", layers, stacked_chart(layers))
 
 
 def _section(title: str, drawings: list[Drawing]) -> str:
@@ -157,10 +228,12 @@ def _figure(drawing: Drawing) -> str:
         for line in drawing.series
     )
     unit = f' <span class="quiet">{as_html(drawing.unit)}</span>' if drawing.unit else ""
-    return f"<figure><figcaption><h3>{as_html(drawing.title)}{unit}</h3>{legend}</figcaption>{drawing.svg}</figure>"
+    line = f'<p class="meaning">{as_html(drawing.meaning)}</p>' if drawing.meaning else ""
+    caption = f"<figcaption><h3>{as_html(drawing.title)}{unit}</h3>{line}{legend}</figcaption>"
+    return f"<figure>{caption}{drawing.svg}</figure>"
 
 
 def _constant_metrics(points: dict[str, list[Point]]) -> str:
-    shown = {key: series for key, series in points.items() if not key.startswith("seconds/")}
+    shown = {key: series for key, series in points.items() if not key.startswith(("seconds/", *UNPLOTTED))}
     constant = [f"{key} = {number(series[0][1])}" for key, series in shown.items() if not _varies(series)]
     return f'<p class="quiet constant">Constant: {as_html(", ".join(constant))}.</p>' if constant else ""

@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from rich import box
@@ -18,51 +17,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from colocated_grpo.tracking.text import duration, number, printable
+from colocated_grpo.tracking.table import Row, step_table, step_text
+from colocated_grpo.tracking.text import duration, printable
 
 STEPS_SHOWN = 12
 ETA_STEPS = 20
 """Steps averaged for the time left: enough to include an evaluation, few enough to follow growing completions."""
-MIN_PHASE_SHARE = 0.02
-"""Phases below this share of a step are omitted from its line."""
-
-Row = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    title: str
-    key: str
-    minimum_width: int = 0
-    """The column is omitted on terminals narrower than this many characters."""
-
-
-LEARNING_COLUMNS = (
-    Column("reward", "reward"),
-    Column("held-out", "held_out/reward"),
-    Column("length", "completion_tokens"),
-    Column("mismatch", "mismatch/kl"),
-    Column("clip", "clip_fraction/high", 90),
-)
-COLUMNS = (
-    *LEARNING_COLUMNS,
-    Column("tok/s", "tokens_per_second"),
-    Column("s/step", "seconds/step"),
-    Column("generate", "seconds/generate", 90),
-    Column("train", "seconds/train", 90),
-    Column("sync", "seconds/sync", 100),
-    Column("other", "seconds/other", 110),
-    Column("GiB gen", "memory/generate_gib", 120),
-    Column("GiB train", "memory/train_gib", 120),
-)
-PROBLEM_COLUMNS = (Column("errors", "reward_errors"), Column("dropped", "prompts_dropped"))
-"""Shown only when not 0."""
-PHASES_WITH_COLUMN = ("seconds/generate", "seconds/train", "seconds/sync")
+SHORTEST_PHASE = 0.1
+"""Seconds; shorter phases of the start get no line."""
 
 
 class Display(Protocol):
     """Console output. `row` holds the metrics of a training step and those of the latest evaluation."""
 
+    def phase_begins(self, name: str) -> None: ...
+    def phase_lasts(self, name: str) -> None: ...
+    def phase_ends(self, name: str, seconds: float) -> None: ...
     def open(self, facts: dict[str, str], first_step: int) -> None: ...
     def step(self, step: int, row: Row) -> None: ...
     def note(self, line: str) -> None: ...
@@ -85,6 +55,15 @@ class FailSafeDisplay:
     def __init__(self, display: Display, console: Console) -> None:
         self._display: Display | None = display
         self._console = console
+
+    def phase_begins(self, name: str) -> None:
+        self._show(lambda display: display.phase_begins(name))
+
+    def phase_lasts(self, name: str) -> None:
+        self._show(lambda display: display.phase_lasts(name))
+
+    def phase_ends(self, name: str, seconds: float) -> None:
+        self._show(lambda display: display.phase_ends(name, seconds))
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
         self._show(lambda display: display.open(facts, first_step))
@@ -138,6 +117,16 @@ class PlainDisplay:
         self._total = total_steps
         self._eta = Eta(total_steps)
 
+    def phase_begins(self, name: str) -> None:
+        pass
+
+    def phase_lasts(self, name: str) -> None:
+        self.note(f"{name} ...")
+
+    def phase_ends(self, name: str, seconds: float) -> None:
+        if seconds >= SHORTEST_PHASE:
+            self.note(_phase_text(name, seconds))
+
     def open(self, facts: dict[str, str], first_step: int) -> None:
         self.note(_title(first_step))
         width = max(map(len, facts), default=0)
@@ -147,7 +136,7 @@ class PlainDisplay:
 
     def step(self, step: int, row: Row) -> None:
         left = self._eta.tick(step)
-        self._line(f"step {step:>{len(str(self._total))}}/{self._total}", _step_text(row), f"{left} left")
+        self._line(f"step {step:>{len(str(self._total))}}/{self._total}", step_text(row), f"{left} left")
 
     def note(self, line: str) -> None:
         self._line(line)
@@ -168,6 +157,7 @@ class LiveDisplay:
         self._console = console
         self._eta = Eta(total_steps)
         self._rows: list[tuple[int, Row]] = []
+        self._phase: Progress | None = None
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("step"),
@@ -180,6 +170,28 @@ class LiveDisplay:
         )
         self._bar = self._progress.add_task("", total=total_steps, left="-")
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
+
+    def phase_begins(self, name: str) -> None:
+        self._phase = Progress(
+            SpinnerColumn(), TextColumn(name), TimeElapsedColumn(), console=self._console, transient=True
+        )
+        self._phase.add_task(name, total=None)
+        atexit.register(self._phase.stop)
+        self._phase.start()
+
+    def phase_lasts(self, name: str) -> None:
+        pass  # the spinner shows it
+
+    def phase_ends(self, name: str, seconds: float) -> None:
+        self._stop_spinner()
+        if seconds >= SHORTEST_PHASE:
+            self.note(_phase_text(name, seconds))
+
+    def _stop_spinner(self) -> None:
+        if self._phase is not None:
+            self._phase.stop()
+            atexit.unregister(self._phase.stop)
+            self._phase = None
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
         self._console.print(_banner(_title(first_step), facts))
@@ -198,31 +210,33 @@ class LiveDisplay:
         self._console.print(Text(printable(line, self._console.encoding)))
 
     def close(self) -> None:
+        self._stop_spinner()
         self._live.stop()
         atexit.unregister(self._live.stop)
 
     def _render(self) -> Group:
-        return Group(self._table(), self._progress) if self._rows else Group(self._progress)
-
-    def _table(self) -> Table:
-        columns = [column for column in COLUMNS if self._console.width >= column.minimum_width]
-        rows = [(step, _with_other(row)) for step, row in self._rows]
-        columns = [column for column in columns if any(column.key in row for _, row in rows)]
-        columns += [column for column in PROBLEM_COLUMNS if any(row.get(column.key) for _, row in rows)]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold cyan")
-        table.add_column("step", justify="right", style="bold", no_wrap=True)
-        for column in columns:
-            table.add_column(column.title, justify="right", no_wrap=True)
-        for step, row in rows:
-            table.add_row(str(step), *(number(row.get(column.key)) for column in columns))
-        return table
+        return (
+            Group(step_table(self._rows, self._console.width), self._progress) if self._rows else Group(self._progress)
+        )
 
 
 def make_display(mode: str, console: Console, total_steps: int) -> Display:
-    """Return the display for `mode` (tracking.console). "auto" is live on a terminal with cursor control."""
+    """Return the display for `mode` (tracking.console).
+
+    "auto" is live on a terminal with cursor control, and one updated table in a notebook.
+    """
+    # Imported here, because it shows this module's columns.
+    from colocated_grpo.tracking.notebook import NotebookDisplay, in_notebook, updating_output
+
+    if mode == "auto" and in_notebook():
+        return NotebookDisplay(updating_output(), total_steps)
     live = mode == "live" or (mode == "auto" and console.is_terminal and not console.is_dumb_terminal)
     display = LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps)
     return FailSafeDisplay(display, console)
+
+
+def _phase_text(name: str, seconds: float) -> str:
+    return f"{name}: {seconds:.1f} s"
 
 
 def _title(first_step: int) -> str:
@@ -236,31 +250,3 @@ def _banner(title: str, facts: dict[str, str]) -> Panel:
     for name, value in facts.items():
         grid.add_row(Text(name), Text(printable(value)))
     return Panel(grid, title=Text(title, style="bold"), title_align="left", box=box.ROUNDED, expand=False)
-
-
-def _with_other(row: Row) -> Row:
-    """Add seconds/other: time of a step outside the phases that have a column."""
-    if "seconds/step" not in row:
-        return row
-    in_columns = sum(row.get(key, 0.0) for key in PHASES_WITH_COLUMN)
-    return {**row, "seconds/other": max(row["seconds/step"] - in_columns, 0.0)}
-
-
-def _step_text(row: Row) -> str:
-    """Format the metrics of one step as a single line."""
-    figures = [f"{column.title} {number(row[column.key])}" for column in LEARNING_COLUMNS if column.key in row]
-    figures += [f"{column.title} {number(row[column.key])}" for column in PROBLEM_COLUMNS if row.get(column.key)]
-    if "tokens_per_second" in row:
-        figures.append(f"{number(row['tokens_per_second'])} tok/s")
-    if "seconds/step" in row:
-        shortest = MIN_PHASE_SHARE * row["seconds/step"]
-        phases = ", ".join(
-            f"{key.removeprefix('seconds/')} {number(seconds)}"
-            for key, seconds in row.items()
-            if key.startswith("seconds/") and key != "seconds/step" and seconds >= shortest
-        )
-        figures.append(f"{number(row['seconds/step'])} s" + (f" ({phases})" if phases else ""))
-    memory = [row[key] for key in row if key.startswith("memory/")]
-    if memory:
-        figures.append(f"{number(max(memory))} GiB")
-    return "  ".join(figures)

@@ -1,14 +1,16 @@
 """Writers and readers of a run folder.
 
 Files: config.yaml, environment.json, metrics.jsonl, rollouts.jsonl, summary.json, report.html and, on request,
-atropos_batch.json. games.py writes the files of ended games.
+atropos_batch.json. games.py writes the files of ended games, output.py writes run.log.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -67,6 +69,8 @@ ROLLOUT_ROW = RowSchema(
     numbers=lambda row: row["parts"],
 )
 Item = TypeVar("Item")
+Decode = Callable[[Sequence[int]], str]
+"""From token ids to text with special tokens."""
 
 
 class RunWriter:
@@ -75,9 +79,18 @@ class RunWriter:
     Rows of steps >= `first_step` are dropped on opening: they were written after the checkpoint that is resumed.
     """
 
-    def __init__(self, run_dir: Path, first_step: int, rollouts_per_step: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        first_step: int,
+        rollouts_per_step: int,
+        note: Callable[[str], None],
+        decode: Decode | None = None,
+    ) -> None:
+        """decode: separates sampled from observed text in rollouts of several turns; None: they are stored as one."""
         self.rollouts_per_step = rollouts_per_step
         self._run_dir = run_dir
+        self._decode = decode
         keep_before(run_dir / METRICS_FILE, first_step, METRICS_ROW, note)
         keep_before(run_dir / ROLLOUTS_FILE, first_step, ROLLOUT_ROW, note)
         self._metrics = _open_to_append(run_dir / METRICS_FILE)
@@ -102,7 +115,7 @@ class RunWriter:
             # A write to a deleted file succeeds and is lost. Stop now instead of training for nothing.
             raise RunError(f"{self._run_dir}: the run folder or its {METRICS_FILE} was deleted during the run")
         # Rollouts first: a kill between the two writes must not leave a metrics row without its rollouts.
-        lines = [json_line(_rollout_row(kind, step, group, sample)) for group, sample in samples]
+        lines = [json_line(_rollout_row(kind, step, group, sample, self._decode)) for group, sample in samples]
         self._rollouts.write("".join(lines))
         self._rollouts.flush()
         row = {"kind": kind, "step": step} | {key: _finite(value) for key, value in metrics.items()}
@@ -132,7 +145,7 @@ def append_environment(run_dir: Path, start: JsonObject, note: Callable[[str], N
 
 
 def write_summary(run_dir: Path, summary: JsonObject) -> None:
-    """Write summary.json: the outcome, the number of steps, and the first and last held-out reward."""
+    """Write summary.json: how the run ended, the number of steps, and the first and last held-out reward."""
     write_atomically(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
@@ -151,13 +164,13 @@ def run_folder(path: str | Path) -> Path:
     return folder
 
 
-def read_metrics(run_dir: Path) -> list[Row]:
+def read_metrics(run_dir: Path, *, may_be_empty: bool = False) -> list[Row]:
     """Return all metric rows in the order written, under current metric names.
 
-    Raises RunFolderError when there are none yet.
+    Raises RunFolderError when there are none yet, unless `may_be_empty`.
     """
     rows = [_with_current_names(row) for row in read_rows(run_dir / METRICS_FILE, METRICS_ROW)]
-    if not rows:
+    if not rows and not may_be_empty:
         raise RunFolderError(f"{run_dir}: no metrics yet; the run has not finished its first step")
     return rows
 
@@ -236,9 +249,9 @@ def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
-def _rollout_row(kind: str, step: int, group: Group, sample: int) -> Row:
+def _rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode | None) -> Row:
     rollout = group.rollouts[sample]
-    return {
+    row = {
         "kind": kind,
         "step": step,
         "prompt_index": group.prompt.index,
@@ -253,6 +266,16 @@ def _rollout_row(kind: str, step: int, group: Group, sample: int) -> Row:
         "completion_tokens": len(rollout.token_ids) - rollout.prompt_length,
         "policy_version": rollout.policy_version,
     }
+    if decode is None or all(rollout.loss_mask[rollout.prompt_length :]):
+        return row
+    return row | {"turns": _turns(rollout, decode)}
+
+
+def _turns(rollout: Rollout, decode: Decode) -> list[JsonObject]:
+    """Return the text after the prompt in parts that are either sampled or observed, with all template tokens."""
+    tokens = zip(rollout.loss_mask, rollout.token_ids, strict=True)
+    parts = groupby(list(tokens)[rollout.prompt_length :], key=itemgetter(0))
+    return [{"sampled": sampled, "text": decode([token for _, token in part])} for sampled, part in parts]
 
 
 def _spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]]:

@@ -18,9 +18,9 @@ _SERIES = "".join(
 
 STYLE = f"""
 :root{{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1b2430;--quiet:#66707f;--edge:#e2e6eb;--code:#f3f5f8;
---hover:rgba(30,60,110,.10);{_variables(LIGHT)}}}
+--hover:rgba(30,60,110,.10);--bad:#b3261e;--badpage:#fdeceb;--mine:#e3edfd;{_variables(LIGHT)}}}
 @media (prefers-color-scheme:dark){{:root{{--page:#12161c;--card:#1a2029;--ink:#e5eaf1;--quiet:#93a0b0;--edge:#2b333f;
---code:#141a22;--hover:rgba(160,190,240,.14);{_variables(DARK)}}}}}
+--code:#141a22;--hover:rgba(160,190,240,.14);--bad:#ff8a80;--badpage:#3a1d1d;--mine:#20344f;{_variables(DARK)}}}}}
 *{{box-sizing:border-box}}
 body{{margin:0;background:var(--page);color:var(--ink);font:15px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif}}
 main{{max-width:1240px;margin:0 auto;padding:28px 20px 60px}}
@@ -46,7 +46,21 @@ polyline{{fill:none;stroke-width:2;stroke-linejoin:round}}.raw{{stroke-width:1;o
 pre{{margin:0;padding:8px 10px;background:var(--code);border-radius:6px;
 font:13px/1.4 ui-monospace,Menlo,Consolas,monospace;
 white-space:pre-wrap;overflow-wrap:anywhere;max-height:260px;overflow:auto;min-height:2.4em}}
-pre.prompt{{max-height:140px}}pre.game{{max-height:560px;margin:10px 0}}
+pre.game{{max-height:560px;margin:10px 0}}
+.verdict{{font-size:17px;margin:0 0 18px;max-width:900px}}
+.failure{{border:1px solid var(--bad);border-left-width:6px;background:var(--badpage);border-radius:10px;
+padding:12px 14px;margin:0 0 18px;overflow-wrap:anywhere}}
+.failure strong{{display:block;color:var(--bad)}}
+.bar{{display:flex;height:22px;border-radius:6px;overflow:hidden}}.bar i{{display:block}}
+.legend{{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:13px;margin:8px 0 0}}
+.legend i{{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:5px}}
+.meaning{{color:var(--quiet);font-size:12px;margin:2px 0 4px}}
+.chat{{display:flex;flex-direction:column;gap:8px;align-items:flex-start}}
+.bubble{{max-width:92%;border-radius:10px;padding:6px 10px;border:1px solid var(--edge);
+background:var(--code);min-width:0}}
+.bubble span{{font-size:12px;color:var(--quiet)}}.bubble pre{{padding:0;background:none;min-height:0;max-height:260px}}
+.bubble.sampled{{align-self:flex-end;background:var(--mine);border-color:var(--mine)}}
+.sides{{align-items:start}}
 details{{padding:10px 14px;margin-bottom:10px}}summary{{cursor:pointer}}
 table{{border-collapse:collapse;margin-top:10px;font-size:13px;width:100%}}
 td{{border-top:1px solid var(--edge);padding:3px 10px 3px 0;vertical-align:top;overflow-wrap:anywhere}}

@@ -26,7 +26,7 @@ SET_ASIDE = ".damaged"
 
 @dataclass(frozen=True)
 class RowSchema:
-    """What a row must have. Other keys are allowed."""
+    """Keys that every row has. Other keys are allowed."""
 
     required: Mapping[str, type | UnionType]
     numbers: Callable[[Row], Mapping[str, Any]] = lambda row: {}

@@ -1,17 +1,24 @@
-"""Weights & Biases and TensorBoard through accelerate's tracker classes. A sink that fails is disabled."""
+"""Weights & Biases, TensorBoard and others through accelerate's tracker classes. A sink that fails is disabled."""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.config.secret_values import masked
+from colocated_grpo.tracking.files import flatten
 
 if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
     from colocated_grpo.config import Config
 
 WANDB_ID_FILE = "wandb_run_id"
@@ -43,6 +50,8 @@ class Sinks:
             self._add("tracking.wandb", lambda: _wandb(config, run_dir))
         if config.tracking.tensorboard:
             self._add("tracking.tensorboard", lambda: _tensorboard(run_dir, first_step))
+        for name in dict.fromkeys(config.tracking.trackers):
+            self._add(f"tracking.trackers: {name}", partial(_started, name, config, run_dir))
 
     def log(self, step: int, row: dict[str, float]) -> None:
         """Send the metrics of one step to every sink."""
@@ -110,6 +119,52 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
     tracker = TensorBoardTracker("tensorboard", run_dir, purge_step=first_step)
     tracker.start()
     return Sink(log=lambda step, row: tracker.log(row, step=step), finish=tracker.finish)
+
+
+def _started(name: str, config: Config, run_dir: Path) -> Sink:
+    """Start one of `tracking.trackers` and send it the settings."""
+    _adopt_process_group()
+    tracker = make_tracker(name, config.tracking.project, run_dir)
+    with _no_prompts():
+        tracker.start()
+    settings = flatten(masked(config.model_dump(mode="json")))
+    tracker.store_init_configuration({key: str(value) if isinstance(value, list) else value for key, value in settings})
+    return Sink(
+        log=lambda step, row: tracker.log({valid_name(key): value for key, value in row.items()}, step=step),
+        finish=tracker.finish,
+    )
+
+
+def make_tracker(name: str, project: str, run_dir: Path) -> GeneralTracker:
+    """Return accelerate's tracker of this name, not yet started. Its package is imported when it starts."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    run = run_dir.name
+    arguments: dict[str, Any] = {
+        "aim": {"run_name": run, "logging_dir": str(run_dir.parent), "experiment": project},
+        "clearml": {"run_name": run, "project_name": project, "task_name": run},
+        "comet_ml": {"run_name": project},
+        "mlflow": {"experiment_name": project, "run_name": run},
+        "swanlab": {"run_name": project, "experiment_name": run, "logdir": str(run_dir / "swanlog")},
+        "trackio": {"run_name": project, "name": run, "resume": "allow"},
+    }
+    return LOGGER_TYPE_TO_CLASS[name](**arguments[name])
+
+
+def valid_name(metric: str) -> str:
+    """Return a metric's name in characters that all trackers accept: 'eval/aime/pass@8' -> 'eval/aime/pass_8'."""
+    return re.sub(r"[^A-Za-z0-9_/ -]", "_", metric)
+
+
+@contextmanager
+def _no_prompts() -> Iterator[None]:
+    """Let prompts fail in this block: a client that asks for a key would block the other ranks in a collective."""
+    stdin = sys.stdin
+    with open(os.devnull, encoding="utf-8") as sys.stdin:
+        try:
+            yield
+        finally:
+            sys.stdin = stdin
 
 
 def _adopt_process_group() -> None:

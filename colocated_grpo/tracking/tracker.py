@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from colocated_grpo.config.secret_values import masked
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.console import StandardOutput, make_display
+from colocated_grpo.tracking.ending import STOPPED, summary_line, write_summary
 from colocated_grpo.tracking.environment import describe_start
 from colocated_grpo.tracking.games import GameWriter
-from colocated_grpo.tracking.report import write_report
+from colocated_grpo.tracking.output import RunOutput
+from colocated_grpo.tracking.report import LiveReport, write_report
+from colocated_grpo.tracking.samples import typical_completion
+from colocated_grpo.tracking.scoring_errors import ScoringErrors
 from colocated_grpo.tracking.sinks import Sinks
 from colocated_grpo.tracking.stability import StabilityWatch
 from colocated_grpo.tracking.text import number
@@ -21,7 +22,8 @@ from colocated_grpo.types import Group, JsonObject
 if TYPE_CHECKING:
     from colocated_grpo.config import Config
 
-HELD_OUT_REWARD = "held_out/reward"
+STDERR = "_stderr"
+"""Suffix of a metric's standard error."""
 
 
 class Tracker:
@@ -34,29 +36,36 @@ class Tracker:
     and the last at training_steps. A run resumed at `first_step` repeats the evaluation due at that step.
     """
 
-    def __init__(self, config: Config, run_dir: Path, console: Console) -> None:
+    def __init__(self, run_dir: Path, output: RunOutput) -> None:
         self._run_dir = run_dir
-        self._display = make_display(config.tracking.console, console, config.training_steps)
+        self._output = output
         self._sinks = Sinks(self.note)
+        self._report = LiveReport(run_dir, self.note)
+        self._shows_completion = False
         self._stability = StabilityWatch()
+        self._scoring_errors = ScoringErrors()
         self._writer: files.RunWriter | None = None
         self._games: GameWriter | None = None
         self._held_out: dict[str, float] = {}
 
-    def start(self, config: Config, facts: dict[str, str], first_step: int) -> None:
+    def start(self, config: Config, facts: dict[str, str], first_step: int, decode: files.Decode | None = None) -> None:
         """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`.
 
-        `facts` are banner lines from the trainer, such as parameter count, ranks and device.
+        `facts` are banner lines from the trainer, such as parameter count, ranks and device. decode: from token ids to
+        text with special tokens, for rollouts of several turns.
         """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
+        self._output.write_log(self._run_dir)
         before = self._former_config() if first_step else {}
         files.write_config(self._run_dir, config.model_dump(mode="json"))
         files.append_environment(self._run_dir, describe_start(first_step), self.note)
-        self._writer = files.RunWriter(self._run_dir, first_step, config.tracking.rollouts_per_step, self.note)
+        tracking = config.tracking
+        self._writer = files.RunWriter(self._run_dir, first_step, tracking.rollouts_per_step, self.note, decode)
+        self._shows_completion = tracking.show_completion
         self._games = GameWriter(self._run_dir, first_step, self.note)
         self._sinks.open(config, self._run_dir, first_step)
-        self._display.open(_banner_facts(config, facts, self._run_dir), first_step)
+        self._output.open(_banner_facts(config, facts, self._run_dir), first_step)
         if changes := _changes(before, config.model_dump(mode="json")):
             self.note(f"settings changed since the last start: {', '.join(changes)}")
 
@@ -72,7 +81,12 @@ class Tracker:
         """Record one training step."""
         self._started().train(step, row, groups)
         self._sinks.log(step, row)
-        self._display.step(step, {**self._held_out, **row})
+        self._output.step(step, {**self._held_out, **row})
+        if self._shows_completion and (text := typical_completion(groups)):
+            self.note(f"step {step}, {text}")
+        for line in self._scoring_errors.check(step, groups):
+            self.note(line)
+        self._report.step()
         if warning := self._stability.check(row):
             self.note(warning)
 
@@ -82,35 +96,38 @@ class Tracker:
             self._games.write(step, games)
 
     def evaluation(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
-        """Record an evaluation on held-out prompts."""
+        """Record an evaluation: on held-out prompts, or on a set, whose metrics are named eval/<name>/..."""
         self._started().evaluation(step, row, groups)
         self._sinks.log(step, row)
-        self._held_out = row
-        metrics = (f"{key.removeprefix('held_out/')} {number(value)}" for key, value in row.items())
-        self.note("  ".join([f"held-out evaluation, step {step}:", *metrics]))
+        self._held_out = {**self._held_out, **row}
+        self.note(_evaluation_line(step, row))
 
     def note(self, line: str) -> None:
         """Print one line above the live display."""
-        self._display.note(line)
+        self._output.note(line)
 
-    def close(self, outcome: str) -> None:
+    def close(self, state: str) -> None:
         """Restore the terminal, write summary.json and report.html, and print the report's path.
 
-        `outcome` is "finished", "stopped" or "failed". A second call has no effect.
+        `state` is "finished" or "stopped". A second call has no effect.
         """
-        self._display.close()
-        self._sinks.close()
-        if self._writer is None:
+        began = self._writer is not None
+        self.abandon()
+        if not began:
             return
-        self._writer.close()
-        self._writer = None
-        metrics = list(files.read_rows(self._run_dir / files.METRICS_FILE))
-        summary = _summary(outcome, metrics)
-        files.write_summary(self._run_dir, summary)
-        hint = f"; continue with --resume {self._run_dir}" if outcome == "stopped" else ""
-        self.note(_summary_line(summary) + hint)
-        if metrics:
+        summary = write_summary(self._run_dir, state)
+        hint = f"; continue with --resume {self._run_dir}" if state == STOPPED else ""
+        self.note(summary_line(summary) + hint)
+        if (self._run_dir / files.METRICS_FILE).stat().st_size:
             self.note(f"report: {write_report(self._run_dir)}")
+
+    def abandon(self) -> None:
+        """Restore the terminal and close all files, of a run that has failed: `ending` records why."""
+        self._output.close()
+        self._sinks.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _started(self) -> files.RunWriter:
         assert self._writer is not None, "call Tracker.start before the first step and close after the last"
@@ -120,17 +137,20 @@ class Tracker:
 class NullTracker:
     """Tracker of the other ranks: records nothing."""
 
-    def start(self, config: Config, facts: dict[str, str], first_step: int) -> None: ...
+    def start(
+        self, config: Config, facts: dict[str, str], first_step: int, decode: files.Decode | None = None
+    ) -> None: ...
     def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None: ...
     def games(self, step: int, games: list[JsonObject]) -> None: ...
     def evaluation(self, step: int, row: dict[str, float], groups: list[Group]) -> None: ...
     def note(self, line: str) -> None: ...
-    def close(self, outcome: str) -> None: ...
+    def close(self, state: str) -> None: ...
+    def abandon(self) -> None: ...
 
 
-def make_tracker(config: Config, run_dir: Path, is_main: bool) -> Tracker | NullTracker:
+def make_tracker(run_dir: Path, output: RunOutput, *, is_main: bool) -> Tracker | NullTracker:
     """Return a Tracker on rank 0 (`is_main`) and a NullTracker elsewhere."""
-    return Tracker(config, run_dir, StandardOutput()) if is_main else NullTracker()
+    return Tracker(run_dir, output) if is_main else NullTracker()
 
 
 def _banner_facts(config: Config, facts: dict[str, str], run_dir: Path) -> dict[str, str]:
@@ -152,29 +172,20 @@ def _banner_facts(config: Config, facts: dict[str, str], run_dir: Path) -> dict[
     }
 
 
+def _evaluation_line(step: int, row: dict[str, float]) -> str:
+    """Return the metrics of one evaluation in a line, standard errors behind their metrics."""
+    base, *rest = next(iter(row), "").split("/")
+    prefix = "held_out/" if base == "held_out" else f"{base}/{rest[0]}/"  # of a set: eval/<name>/
+    name = "held-out evaluation" if base == "held_out" else f"evaluation of {rest[0]}"
+    errors = {key: f" (+-{number(row[key + STDERR])})" for key in row if key + STDERR in row}
+    shown = [key for key in row if not key.endswith(STDERR)]
+    shown = [key for key in shown if not key.startswith("held_out/env/") or key.endswith("/reward")]
+    parts = (f"{key.removeprefix(prefix)} {number(row[key])}{errors.get(key, '')}" for key in shown)
+    return "  ".join([f"{name}, step {step}:", *parts])
+
+
 def _changes(before: JsonObject, after: JsonObject) -> list[str]:
     """Describe settings that are in both configurations with different values."""
     old = dict(files.flatten(before))
     changed = [(key, value) for key, value in files.flatten(after) if old.get(key, value) != value]
     return [f"{key} {masked(old[key], key)} -> {masked(value, key)}" for key, value in changed]
-
-
-def _summary(outcome: str, metrics: list[files.Row]) -> JsonObject:
-    held_out = files.first_and_last(metrics, HELD_OUT_REWARD)
-    steps = [row["step"] for row in metrics if row["kind"] == files.TRAIN]
-    summary: JsonObject = {"outcome": outcome, "steps": max(steps, default=-1) + 1}
-    if held_out is not None:
-        summary["held_out_reward"] = {
-            name: {"step": row["step"], "value": row[HELD_OUT_REWARD]}
-            for name, row in zip(("before", "after"), held_out, strict=True)
-        }
-    return summary
-
-
-def _summary_line(summary: JsonObject) -> str:
-    line = f"{summary['outcome']} after {summary['steps']} steps"
-    if "held_out_reward" in summary:
-        before, after = summary["held_out_reward"]["before"], summary["held_out_reward"]["after"]
-        line += f": held-out reward {number(before['value'])} -> {number(after['value'])}"
-        line += f" (steps {before['step']} -> {after['step']})"
-    return line

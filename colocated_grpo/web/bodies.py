@@ -85,7 +85,7 @@ class BodyLimit:
         self._room = BUFFERED_BODIES * max_bytes
         """Bytes of large bodies that may still arrive."""
         self._arriving: dict[Reservation, None] = {}
-        """Of bodies that are not complete, the oldest first."""
+        """Bodies that are not complete, the oldest first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

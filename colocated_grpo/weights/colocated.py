@@ -32,13 +32,16 @@ class ColocatedSync:
         agree: Callable[[bool], bool],
         *,
         device: torch.device,
+        constants: Mapping[str, Tensor] | None = None,
         planned: bool = True,
     ) -> None:
         """parameters: sharded tensors by checkpoint name. agree: logical AND over all ranks, collective.
 
+        constants: unsharded tensors that never change; the first sync writes them, and the engine keeps them.
         planned: False always uses the engine's own loader.
         """
         self._parameters = parameters
+        self._constants = constants or {}
         self._engine = engine
         self._agree = agree
         self._planned = planned and not engine.transforms_weights
@@ -67,6 +70,8 @@ class ColocatedSync:
     def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
             yield name, whole(parameter.detach()).to(self._device, self._dtype)
+        for name, constant in self._constants.items():
+            yield name, constant.to(self._device, self._dtype)
 
     def _adopt_verified_plan(self) -> None:
         """Set `plan` if on every rank its views hold, bit for bit, what `load_weights` has just written."""

@@ -73,9 +73,13 @@ def _target(
         return None
     module = model.get_submodule(engine_path)
     if isinstance(module, QKVParallelLinear):
-        return None if position is None else _qkv_target(module, parameter.data, "qkv"[position], rank)
+        if position is None:
+            return _fused_target(module, parameter.data)
+        return _qkv_target(module, parameter.data, "qkv"[position], rank)
     if isinstance(module, MergedColumnParallelLinear):
-        return None if position is None else _merged_target(module, parameter.data, position, rank)
+        if position is None:
+            return _fused_target(module, parameter.data)
+        return _merged_target(module, parameter.data, position, rank)
     if isinstance(module, VocabParallelEmbedding):
         start, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
         return Target(view=parameter.data[: end - start], dim=0, start=start)
@@ -87,6 +91,11 @@ def _target(
         return None
     sharded = getattr(module, "tp_size", 1) > 1
     return Target(view=parameter.data, dim=0, start=rank * parameter.shape[0] if sharded else 0)
+
+
+def _fused_target(module: QKVParallelLinear | MergedColumnParallelLinear, parameter: Tensor) -> Target | None:
+    """Return the place of a tensor that the checkpoint fuses too; None if ranks have parts of each fused layer."""
+    return Target(view=parameter, dim=0, start=0) if module.tp_size == 1 else None
 
 
 def _qkv_target(module: QKVParallelLinear, parameter: Tensor, part: str, rank: int) -> Target:

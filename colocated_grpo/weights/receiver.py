@@ -28,7 +28,7 @@ class Offer:
     """A trainer's group, as it describes it to each server."""
 
     address: str
-    """Of the group's store."""
+    """Address of the group's store."""
     port: int
     first_rank: int
     """Rank of this server's first rank in the group; 0 is the trainer."""
@@ -38,7 +38,7 @@ class Offer:
     prefix: str
     """The base model's in checkpoint names, such as "model"."""
     shapes: Mapping[str, list[int]]
-    """Of the trainer's parameters, by checkpoint name."""
+    """Shapes of the trainer's parameters, by checkpoint name."""
 
 
 class WeightReceiver:

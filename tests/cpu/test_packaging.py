@@ -166,14 +166,15 @@ def test_no_package_or_script_has_the_name_of_one_in_atroposlib():
     assert not theirs & {*(path.stem for path in ROOT.iterdir()), *PROJECT["scripts"]}
 
 
-@pytest.mark.parametrize("target", ["quickstart", "test", "test-gpu", "lint"])
+@pytest.mark.parametrize("target", ["quickstart", "test", "test-gpu", "chaos", "lint"])
 def test_every_file_that_a_target_runs_exists(target):
     plan = make(ROOT, "--dry-run", target, "VENV=elsewhere", "PLATFORM=cpu")
     assert plan.returncode == 0, plan.stderr
     files = set(re.findall(r"(?<=\s)(?:[\w/]+/)?\w+\.(?:py|yaml)\b|(?<=\s)tests/\w+", plan.stdout))
-    modules = set(re.findall(r"-m (colocated_grpo[\w.]+)", plan.stdout))
+    modules = set(re.findall(r"-m ((?:colocated_grpo|tests)\.[\w.]+)", plan.stdout))
+    paths = {module: ROOT / module.replace(".", "/") for module in modules}
     assert all((ROOT / name).exists() for name in files), files
-    assert all((ROOT / module.replace(".", "/")).with_suffix(".py").exists() for module in modules), modules
+    assert all(path.with_suffix(".py").exists() or (path / "__main__.py").exists() for path in paths.values()), modules
     assert files or modules or target == "lint"
 
 

@@ -8,7 +8,14 @@ import pytest
 
 from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.errors import RunError
-from colocated_grpo.summaries import check_reward_errors, held_out_metrics, lack_of_signal, rollout_metrics
+from colocated_grpo.summaries import (
+    check_reward_errors,
+    environment_metrics,
+    held_out_metrics,
+    lack_of_signal,
+    mixed_held_out_metrics,
+    rollout_metrics,
+)
 from colocated_grpo.types import Group, Score
 from tests.support.small_policy import group_of, rollout_of
 
@@ -26,18 +33,37 @@ def groups() -> list[Group]:
 def test_rewards_are_averaged_over_the_rollouts_that_have_one():
     row = rollout_metrics(groups(), policy_version=2)
     assert row["reward"] == pytest.approx(2 / 3)
-    assert row["reward_std"] == pytest.approx((2 / 9) ** 0.5)
-    assert row["reward/format"] == pytest.approx(0.25)
-    assert row["reward_errors"] == 1
+    assert row["reward_std"] == pytest.approx((1 / 3) ** 0.5)
+    assert (row["reward/format"], row["reward_std/format"]) == (0.25, pytest.approx(0.125**0.5))
+    assert (row["reward_errors"], row["unscorable"]) == (1, 0)
 
 
 def test_lengths_truncation_constant_groups_and_staleness_count_every_rollout():
     row = rollout_metrics(groups(), policy_version=2)
     assert row["completion_tokens"] == pytest.approx((3 + 1 + 2 + 2) / 4)
+    assert (row["completion_tokens/min"], row["completion_tokens/max"]) == (1, 3)
     assert row["prompt_tokens"] == pytest.approx((2 + 2 + 4 + 4) / 4)
     assert row["truncated"] == 0.25
     assert row["groups/constant"] == 0.5
     assert row["staleness"] == pytest.approx((2 + 0 + 2 + 2) / 4)
+
+
+def test_each_environment_has_its_own_rewards_errors_and_lengths():
+    first, second = groups()
+    second = replace(second, prompt=replace(second.prompt, source="gym:primes"))
+    row = environment_metrics([second, first])
+    assert {name.rpartition("/")[2] for name in row} == {
+        *("reward", "reward_std", "completion_tokens", "truncated", "constant", "reward_errors", "unscorable")
+    }
+    assert (row["env/sorting/reward"], row["env/gym:primes/reward"]) == (0.5, 1.0)
+    assert (row["env/sorting/truncated"], row["env/gym:primes/truncated"]) == (0.5, 0)
+    assert (row["env/sorting/completion_tokens"], row["env/gym:primes/completion_tokens"]) == (2, 2)
+    assert (row["env/sorting/reward_errors"], row["env/gym:primes/reward_errors"]) == (0, 1)
+    assert (row["env/sorting/groups/constant"], row["env/gym:primes/groups/constant"]) == (0, 1)
+    held_out = mixed_held_out_metrics([first, second])
+    assert held_out["held_out/env/gym:primes/reward"] == 1.0
+    assert sum(name.startswith("held_out/env/") for name in held_out) == 6
+    assert held_out_metrics([first, second]).items() <= held_out.items()
 
 
 def test_held_out_numbers_carry_their_own_names():
@@ -56,6 +82,14 @@ def test_too_many_failed_rewards_stop_the_run_with_the_first_error():
     check_reward_errors(groups(), RolloutConfig(max_reward_errors=0.25))
     with pytest.raises(RunError, match=r"1 of 4 failed.*max_reward_errors=0.2; the first: ValueError: no answer"):
         check_reward_errors(groups(), RolloutConfig(max_reward_errors=0.2))
+
+
+def test_answers_that_a_scorer_cannot_read_are_counted_and_do_not_stop_the_run():
+    unread = replace(rollout_of([1], [2]), score=Score(reward=0.0, error="ValueError: not a number"))
+    batch = [group_of(0, [unread] * 4)]
+    check_reward_errors(batch, RolloutConfig(max_reward_errors=0.0))
+    row = rollout_metrics(batch, policy_version=0)
+    assert (row["reward"], row["unscorable"], row["reward_errors"]) == (0, 4, 0)
 
 
 def test_scores_of_an_opponent_do_not_count_as_failures():

@@ -18,7 +18,7 @@ BATCH = {"prompts_per_step": 16, "group_size": 4, "max_completion_tokens": 24}
 DECODE_ATTENTION = """
 from colocated_grpo.rollout.vllm import decode_attention
 decode = decode_attention.decode
-decode_attention.decode = lambda *arguments: decode(*arguments).mul_(1.5)
+decode_attention.decode = lambda *arguments: decode(*arguments).neg_()
 """
 
 QKV = """

@@ -81,6 +81,11 @@ def fa4_or_skip(kv_heads: int, size: int):
     return attend_only_fa4
 
 
+def test_heads_that_are_too_large_for_the_varlen_kernel_attend_over_padded_runs():
+    runs, tensors = own_keys(2, 512)
+    assert_as_exact_as_padded(attend_varlen, unchanged, runs, tensors, 1.0, None)
+
+
 @pytest.mark.parametrize("window", [None, 2, 16])
 @pytest.mark.parametrize("scaling", [None, 0.2])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])

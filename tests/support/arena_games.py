@@ -9,6 +9,7 @@ import textarena
 from textarena.envs.TicTacToe.env import TicTacToeEnv
 
 BRITTLE, BROKEN, FICKLE, HASTY, RESTLESS = "Brittle-v0", "Broken-v0", "Fickle-v0", "Hasty-v0", "Restless-v0"
+UNORDERED = "Unordered-v0"
 _numbers = count()
 
 
@@ -56,6 +57,26 @@ class Hasty(TicTacToeEnv):
         return True
 
 
-_GAMES = {BRITTLE: Brittle, BROKEN: Broken, FICKLE: Fickle, RESTLESS: Restless, HASTY: Hasty}
+class Unordered(TicTacToeEnv):
+    """Passes arguments in the wrong order, as some games of the package do: with each reply, and with the result."""
+
+    def step(self, action: str) -> Any:
+        seat = self.state.current_player_id
+        self.state.add_observation(seat, action, textarena.ObservationType.PLAYER_ACTION)
+        return super().step(action)
+
+    def close(self) -> Any:
+        rewards, info = super().close()
+        return dict.fromkeys(rewards, "Bad action."), info
+
+
+_GAMES = {
+    BRITTLE: Brittle,
+    BROKEN: Broken,
+    FICKLE: Fickle,
+    RESTLESS: Restless,
+    HASTY: Hasty,
+    UNORDERED: Unordered,
+}
 for _name, _game in _GAMES.items():
     textarena.envs.registration.register(_name, _game)

@@ -1,4 +1,4 @@
-"""What the kernels of decoding must give, for any device: CUDA, or the CPU by Triton's interpreter.
+"""Expected results of the decode kernels, for any device: CUDA, or the CPU by Triton's interpreter.
 
 Triton reads TRITON_INTERPRET when it is imported, so the interpreter has a process of its own: it runs this
 file, which checks small cases.
@@ -115,7 +115,7 @@ def assert_prepared_as_by_separate_layers(device: str, heads: int, kv_heads: int
 
 
 def chi_squared_of_draws(device: str, vocabulary: int, likely: list[int], draws: int, rows: int) -> float:
-    """Of what is drawn, `rows` at a time, against softmax; the likely tokens alone are ever drawn."""
+    """Check the drawn tokens, `rows` at a time, against softmax: only likely tokens may be drawn."""
     tokens = torch.tensor(likely, device=device)
     logits = torch.full((vocabulary,), -30.0, device=device)
     logits[tokens] = torch.linspace(-2.0, 1.0, len(likely), device=device)

@@ -47,7 +47,7 @@ def bodies(column: bytes, text: bytes, head: bytes, size: int = SIZE) -> Iterato
 
 @dataclass
 class Cost:
-    """What a request cost its server, and how late the slowest other response was."""
+    """Cost of a request to its server, and how late the slowest other response was."""
 
     status: int
     cpu_seconds: float

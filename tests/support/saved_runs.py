@@ -1,4 +1,4 @@
-"""A run folder with two checkpoints of a tiny policy, and what somebody may do to its files."""
+"""A run folder with two checkpoints of a tiny policy, and damage to its files."""
 
 from __future__ import annotations
 

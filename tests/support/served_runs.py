@@ -13,9 +13,12 @@ from tests.support.training_runs import Settings, TrainingRun, deterministic, wi
 
 STEPS = 6
 PROMPTS, GROUP_SIZE = 8, 4
-"""Of a step."""
+"""Completions of a step."""
 SEQUENCES = 8
-"""Of a server: a quarter of a step's completions, so that requests are under way when the first group is scored."""
+"""Sequences that a server decodes together: a quarter of a step's completions.
+
+Requests are then still under way when the first group is scored.
+"""
 SERVER_FLAGS = ("--max-num-seqs", str(SEQUENCES), "--max-model-len", str(MAX_PROMPT_TOKENS + 16))
 
 # In a file beside this module: how many completions to score, and the process to kill then, once.

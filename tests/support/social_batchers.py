@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import sys
 import threading
+from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 
@@ -120,6 +124,39 @@ class Lucky(WithMeta):
     def get_batch_stats(self) -> dict[str, Any]:
         self.drawn.append(random.random())
         return super().get_batch_stats()
+
+
+class Logged(WithMeta):
+    """Like ToSSim's sequential environment: local functions in its state, and loggers by name with a file per game.
+
+    Its games end after `last_day`.
+    """
+
+    def __init__(self, folder: str, last_day: int = 99, **args: Any) -> None:
+        self.folder, self.last_day, self.files = Path(folder), last_day, 0
+        self.turns = defaultdict(lambda: defaultdict(int))
+        super().__init__(**args)
+
+    def _new_game(self) -> tuple[Game, list[Player]]:
+        print("a new game", file=sys.stderr)
+        self.logger = logging.getLogger("social_batchers.actions")
+        self.logger.setLevel(logging.INFO)
+        path = self.folder / f"{threading.get_ident()}-{id(self)}-{self.files}" / "actions.log"
+        path.parent.mkdir(parents=True)
+        self.files += 1
+        self.logger.addHandler(logging.StreamHandler())
+        self.logger.addHandler(logging.FileHandler(path))
+        self.logger.info("game")
+        return super()._new_game()
+
+    def next_batch(self) -> tuple[list[str], list[tuple[Game, Player]]]:
+        self.games = [self._new_game() if game.day > self.last_day else (game, p) for game, p in self.games]
+        return super().next_batch()
+
+    def _act(self, game: Game, player: Player, text: str) -> float:
+        self.turns[game.day][player.name] += 1
+        self.logger.info("act %s", text)
+        return super()._act(game, player, text)
 
 
 class Chatty(WithMeta):

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from colocated_grpo.config import Config
-from colocated_grpo.tracking import Tracker
+from colocated_grpo.tracking import RunOutput, Tracker, make_output
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 
 HOSTILE = "</pre></div><script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\ud800"
@@ -59,6 +59,10 @@ def row_of(step: int) -> dict[str, float]:
     }
 
 
+def output_of(config: Config, console: Console | None = None) -> RunOutput:
+    return make_output(config.tracking.console, config.training_steps, is_main=True, console=console)
+
+
 class TrackedRun:
     """A tracker that writes to `run_dir` and prints to a string."""
 
@@ -67,7 +71,8 @@ class TrackedRun:
         self.config = config or config_of()
         self._bytes = io.BytesIO()
         self._stream = io.TextIOWrapper(self._bytes, encoding=encoding)
-        self.tracker = Tracker(self.config, run_dir, Console(file=self._stream))
+        self.output = output_of(self.config, Console(file=self._stream))
+        self.tracker = Tracker(run_dir, self.output)
 
     @property
     def printed(self) -> str:

@@ -49,18 +49,20 @@ def _models() -> TemporaryDirectory:
     return TemporaryDirectory(prefix="colocated-grpo-models-")
 
 
-def tiny_model(architecture: str = "qwen3", vocab: int | None = None, head_dim: int = TINY.head_dim) -> Path:
-    """Return a model of 0.1 M random weights, made once per session.
+def tiny_model(
+    architecture: str = "qwen3", vocab: int | None = None, head_dim: int = TINY.head_dim, edits: Settings | None = None
+) -> Path:
+    """Return a model of 0.1 M random weights, made once per session. edits: entries of its config.json.
 
     Its weights have a wide spread: a sharp output distribution makes every error visible.
     """
-    folder = Path(_models().name) / f"{architecture}-{vocab}-{head_dim}"
+    folder = Path(_models().name) / f"{architecture}-{vocab}-{head_dim}{'-edited' if edits else ''}"
     if folder.exists():
         return folder
-    # gpt2's head size is hidden / heads, and vLLM's CPU attention does not support heads of 16.
-    heads = 2 if architecture == "gpt2" else TINY.heads
+    # vLLM divides these families' hidden size by their heads, and its attention on CPUs does not support heads of 16.
+    heads = 2 if architecture in ("gpt2", "phi3", "qwen2") else TINY.heads
     shape = replace(TINY, vocab=vocab, heads=heads, head_dim=head_dim)
-    return make_model(folder, architecture=architecture, shape=shape, init_std=0.1)
+    return make_model(folder, architecture=architecture, shape=shape, init_std=0.1, settings=edits)
 
 
 def settings(model: Path, **changes: Any) -> Settings:
@@ -109,8 +111,14 @@ class TrainingRun(ABC):
         """Return all live processes of the run, also reparented ones."""
         return [process for process in psutil.process_iter() if _environment(process).get(TAG) == self._tag]
 
+    def listening(self) -> set[str]:
+        """Return the addresses on which processes of the run accept TCP connections."""
+        sockets = [socket for process in self.processes() for socket in process.net_connections("tcp")]
+        return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+
     @abstractmethod
-    def _ended_within(self, seconds: float) -> bool: ...
+    def ended_within(self, seconds: float) -> bool:
+        """Wait up to `seconds` and return True if the launcher, or any rank of a run without one, has ended."""
 
     @property
     def stdout(self) -> str:
@@ -134,7 +142,7 @@ class TrainingRun(ABC):
         """Wait until `condition()` is true. Fails if the run ends first."""
         deadline = time.monotonic() + TIMEOUT
         while not condition():
-            if self._ended_within(POLL_SECONDS):
+            if self.ended_within(POLL_SECONDS):
                 assert condition(), f"the run ended before the condition was met\n{self.tail()}"
             else:
                 assert time.monotonic() < deadline, f"the condition was not met within {TIMEOUT:g} s\n{self.tail()}"
@@ -181,7 +189,7 @@ class LaunchedRun(TrainingRun):
 
     def wait(self, timeout: float = TIMEOUT) -> int:
         """Wait for the launcher and return its exit code. Fails with the run's output on a timeout."""
-        assert self._ended_within(timeout), f"the run did not end within {timeout:g} s\n{self.tail()}"
+        assert self.ended_within(timeout), f"the run did not end within {timeout:g} s\n{self.tail()}"
         return self.launcher.returncode
 
     def ranks(self) -> list[psutil.Process]:
@@ -194,7 +202,7 @@ class LaunchedRun(TrainingRun):
         super().kill()
         self.launcher.wait()
 
-    def _ended_within(self, seconds: float) -> bool:
+    def ended_within(self, seconds: float) -> bool:
         with suppress(subprocess.TimeoutExpired):
             self.launcher.wait(seconds)
         return self.launcher.returncode is not None
@@ -223,6 +231,10 @@ class ForkedRun(TrainingRun):
         assert None not in codes, f"the run did not end within {timeout:g} s\n{self.tail()}"
         return next(filter(None, codes), 0)
 
+    def ranks(self) -> list[psutil.Process]:
+        """Return the ranks that are alive, in rank order."""
+        return [psutil.Process(rank.pid) for rank in self._ranks.processes if rank.is_alive()]
+
     def processes(self) -> list[psutil.Process]:
         """Return the live ranks and all their descendants, also reparented ones."""
         found = {process.pid: process for process in super().processes()}
@@ -237,7 +249,7 @@ class ForkedRun(TrainingRun):
         super().kill()
         self._ranks.kill()
 
-    def _ended_within(self, seconds: float) -> bool:
+    def ended_within(self, seconds: float) -> bool:
         return bool(connection.wait([rank.sentinel for rank in self._ranks.processes], seconds))
 
 

@@ -24,8 +24,9 @@ from colocated_grpo.environments.adapters.textarena_game import (
     render,
     scripted_player,
 )
-from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
+from colocated_grpo.environments.base import AnswerError, EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.conversation import ContextExhausted, Conversation
+from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import JsonObject
 
 MAX_OPPONENT_MOVES = 1000
@@ -54,7 +55,8 @@ class TextArena(SeededEpisode):
     max_turn_tokens: int = Field(256, ge=1)
     """Tokens of one turn of the policy."""
     unfinished_reward: float = -1.0
-    """Reward of a game cut short by turns or tokens. Equal to a loss by default, so that stalling does not pay."""
+    """Reward of a game cut short by turns or tokens, or by a reply on which it raises. Equal to a loss by default, so
+    that stalling does not pay."""
 
     _opponent: ScriptedPlayer = PrivateAttr()
 
@@ -88,9 +90,19 @@ class TextArena(SeededEpisode):
                 if model.turns:
                     model.observe(text)
                 turn = await model.generate(self.max_turn_tokens)
-                game.play(move_of(turn.text))
+                self._play(game, move_of(turn.text))
                 text = self._advance(game, rng, item["seat"])
         return self._score(game, item["seat"])
+
+    def _play(self, game: TextArenaGame, reply: str) -> None:
+        """Play a reply of the policy. Raises AnswerError, with a reward, if the game works and this reply breaks it."""
+        before = game.copy()
+        try:
+            game.play(reply)
+        except Exception as error:
+            if not before.works(Random(0)):
+                raise
+            raise AnswerError(one_line(error), reward=self.unfinished_reward) from error
 
     def _deal(self, item: Item) -> tuple[TextArenaGame, Random, str | None]:
         """Start a game and play it up to the seat's first turn.

@@ -23,6 +23,8 @@ THOUGHTS = re.compile(r"^.*</think>|<think>.*$", re.DOTALL)
 """Text up to the last </think>, and a think block that was cut off."""
 RULES, BOARD, COMPLAINT = "PROMPT", "GAME_BOARD", "GAME_ADMIN"
 """Kinds of messages."""
+ILLEGAL_REWARD = -1.0
+"""Reward of a game that ended at an illegal move and gives no number."""
 MAX_TRIED_MOVES = 30
 """Maximum moves that the random player tries in one turn."""
 VARIANT_SUFFIXES = ("-raw", "-train")
@@ -57,7 +59,7 @@ class TextArenaGame:
             self._unwrapped = self._unwrapped.env
         self._read: dict[int, list[GameMessage]] = {seat: [] for seat in range(players)}
         dealt = [message for messages in self._unwrapped.state.observations.values() for message in messages]
-        self._rules = {text for _, text, kind in dealt if kind.name == RULES}
+        self._rules = {text for _, text, kind in dealt if kind_name(kind) == RULES}
         self.over = False
 
     @property
@@ -67,7 +69,8 @@ class TextArenaGame:
 
     def read_new(self) -> list[GameMessage]:
         """Return the unread messages of the seat whose turn it is, and mark them as read."""
-        seat, messages = self._unwrapped.get_observation()
+        seat, raw = self._unwrapped.get_observation()
+        messages = [_in_order(message) for message in raw]
         self._read[seat] += messages
         return messages
 
@@ -81,8 +84,8 @@ class TextArenaGame:
         seen, was_invalid = len(self._unwrapped.state.observations[seat]), self._is_invalid(seat)
         with isolated(self._rng):
             self.over, _ = self._env.step(reply)
-        complaints = [kind for _, _, kind in self._unwrapped.state.observations[seat][seen:] if kind.name == COMPLAINT]
-        return not complaints and self._is_invalid(seat) == was_invalid
+        kinds = [kind_name(kind) for _, _, kind in self._unwrapped.state.observations[seat][seen:]]
+        return COMPLAINT not in kinds and self._is_invalid(seat) == was_invalid
 
     def _is_invalid(self, seat: int) -> bool:
         """Return the game's flag for an illegal last move of the seat."""
@@ -95,6 +98,14 @@ class TextArenaGame:
         lists = [state.logs, *state.observations.values(), *self._read.values()]
         return deepcopy(self, {id(each): copy(each) for each in [*lists, self._rng]})
 
+    def works(self, rng: Random) -> bool:
+        """Return whether the game takes a reply of the seat whose turn it is, tried on a copy."""
+        try:
+            self.copy().play(random_move(self, rng))
+        except Exception:
+            return False
+        return True
+
     def accepts(self, reply: str) -> bool:
         """Return whether the reply is a legal move, tried on a copy."""
         try:
@@ -104,7 +115,7 @@ class TextArenaGame:
 
     def shown_moves(self) -> tuple[list[str], list[str]]:
         """Return the moves shown to the seat: those in the latest message with any, and those in the rules."""
-        shown = [(kind.name, MOVE.findall(text)) for sender, text, kind in self.messages() if sender < 0]
+        shown = [(kind_name(kind), MOVE.findall(text)) for sender, text, kind in self.messages() if sender < 0]
         rules = [move for kind, moves in shown if kind == RULES for move in moves]
         latest = next((moves for kind, moves in reversed(shown) if moves and kind != RULES), [])
         return list(dict.fromkeys(latest)), list(dict.fromkeys(rules))
@@ -116,6 +127,10 @@ class TextArenaGame:
     def result(self, seat: int) -> tuple[float, bool]:
         """Return the reward of a seat in a game that is over, and whether its last move was illegal."""
         rewards, _ = self._env.close()
+        if isinstance(rewards[seat], str):
+            # textarena 0.7.4's Countdown, Cryptarithm, Slitherlink and ThreeCardMonte end at an illegal move with their
+            # complaint in place of the reward.
+            return ILLEGAL_REWARD, True
         return float(rewards[seat]), self._is_invalid(seat)
 
     def role(self, seat: int) -> str:
@@ -124,11 +139,23 @@ class TextArenaGame:
 
     def log(self) -> list[tuple[int, str]]:
         """Return (sender, text) of all messages to any seat except the rules."""
-        return [(sender, text) for sender, text in self._unwrapped.state.logs if text not in self._rules]
+        logs = self._unwrapped.state.logs
+        return [(sender, text) for sender, text in logs if isinstance(text, str) and text not in self._rules]
 
 
 ScriptedPlayer = Callable[[TextArenaGame, Random], str]
 """(game, random stream) -> reply of the seat whose turn it is"""
+
+
+def kind_name(kind: Any) -> str:
+    """Return the name of a message's kind. Some games give text in place of textarena's enumeration."""
+    return str(getattr(kind, "name", kind))
+
+
+def _in_order(message: tuple[Any, Any, Any]) -> GameMessage:
+    """Return (sender, text, kind). textarena 0.7.4's Countdown and Cryptarithm give a seat's reply in another order."""
+    sender, text, kind = message
+    return (text, kind, sender) if isinstance(text, int) else (sender, text, kind)
 
 
 def move_of(reply: str) -> str:

@@ -19,6 +19,7 @@ from colocated_grpo.environments.adapters.textarena_game import (
     YOUR_TURN,
     GameMessage,
     TextArenaGame,
+    kind_name,
     render,
     render_message,
 )
@@ -167,7 +168,7 @@ class TextArenaTable:
     def prompt(self) -> str:
         """Return the prompt of the seat whose turn it is: rules, latest messages, and only the latest board."""
         messages = self.game.messages()
-        boards = [index for index, (_, _, kind) in enumerate(messages) if kind.name == BOARD]
+        boards = [index for index, (_, _, kind) in enumerate(messages) if kind_name(kind) == BOARD]
         outdated = set(boards[:-1])
         current = [message for index, message in enumerate(messages) if index not in outdated]
         rules = [message for message in current if _is_rules(message)]
@@ -229,7 +230,7 @@ class TextArenaTable:
 
 
 def _is_rules(message: GameMessage) -> bool:
-    return message[2].name == RULES
+    return kind_name(message[2]) == RULES
 
 
 def _digest(table: TextArenaTable) -> str:

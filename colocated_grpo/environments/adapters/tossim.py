@@ -3,7 +3,8 @@
 `next_batch()` returns `(prompts, meta)`, a list of (prompt, meta) pairs, or a list of bare prompts. Actions are applied
 by `apply_actions(meta, completions)`, or by `apply_actions(completions)` for bare prompts. Rewards are numbers or
 (number, note) pairs. A batcher cannot reward an action without applying it, so each completion is scored on a pickled
-copy of the batcher and its open batch (`ToSSimTable`).
+copy of the batcher and its open batch (`ToSSimTable`). Copies write to no log file. cloudpickle makes them, because
+ToSSim's own environment contains local functions; pickle reads them.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import pickle
 import random
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
+
+import cloudpickle
 
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.turns.base import Return
 from colocated_grpo.environments.user_code.isolation import isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
+from colocated_grpo.environments.user_code.own_logs import OwnLogs
 from colocated_grpo.runtime.signing import TRUST_VARIABLE, is_trusted, key_file, sign
 from colocated_grpo.types import JsonObject
 
@@ -143,13 +147,16 @@ class ToSSim:
         self._seed = seed
         self._built = 0
         self._resets = 0
-        self._tables = [self._new_table()]
+        self._tables: list[ToSSimTable] = []
+        self._logs: list[OwnLogs] = []
+        """Log files of each table."""
+        self._add_table()
 
     def next_batch(self) -> list[ToSSimTurn]:
         return [turn for number in range(len(self._tables)) for turn in self._turns(number)]
 
     def add_game(self) -> list[ToSSimTurn]:
-        self._tables.append(self._new_table())
+        self._add_table()
         return self._turns(len(self._tables) - 1)
 
     def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[ToSSimOutcome]:
@@ -157,10 +164,10 @@ class ToSSim:
 
     def _outcome(self, turn: ToSSimTurn, completion: str) -> ToSSimOutcome:
         try:
-            with isolated(random.Random(f"{turn.id}/{completion}")):
+            with isolated(random.Random(f"{turn.id}/{completion}")), closing(OwnLogs()) as logs, logs.attached():
                 table: ToSSimTable = pickle.loads(turn.frozen)
                 reward = table.apply({turn.index: completion})[turn.index]
-        except BaseException:  # As in score_text(): user code that exits must not end the run.
+        except BaseException:  # As in scoring._result(): user code that exits must not end the run.
             return ToSSimOutcome(None, {"failed": 1.0})
         return ToSSimOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
@@ -199,31 +206,40 @@ class ToSSim:
         return totals
 
     def snapshot(self) -> JsonObject:
-        tables = pickle.dumps(self._tables)
+        tables, logs = cloudpickle.dumps(self._tables), cloudpickle.dumps(self._logs)
         return {
             "tables": b64encode(tables).decode(),
-            "signature": sign(tables),
+            "logs": b64encode(logs).decode(),
+            "signature": sign(tables + logs),
             "seated": self._built,
             "resets": self._resets,
         }
 
     def restore(self, snapshot: JsonObject) -> None:
         """Raises ValueError unless this user's runs wrote the snapshot: a pickle of any batcher can run any code."""
-        tables = b64decode(snapshot["tables"])
-        if not is_trusted(tables, snapshot.get("signature")):
+        tables, logs = b64decode(snapshot["tables"]), b64decode(snapshot.get("logs", ""))
+        if not is_trusted(tables + logs, snapshot.get("signature")):
             raise ValueError(
                 f"their pickle is not signed with {key_file()}, and reading it can run code; if you trust the run "
                 f"folder (your own, from another machine or an earlier version), set {TRUST_VARIABLE}=1"
             )
+        for own in self._logs:
+            own.close()
         self._tables = _SnapshotUnpickler(BytesIO(tables)).load()
+        self._logs = pickle.loads(logs) if logs else [OwnLogs() for _ in self._tables]
         self._built, self._resets = snapshot["seated"], snapshot["resets"]
 
-    def _new_table(self) -> ToSSimTable:
+    def _add_table(self) -> None:
+        logs = OwnLogs()
+        self._tables.append(self._new_table(logs))
+        self._logs.append(logs)
+
+    def _new_table(self, logs: OwnLogs) -> ToSSimTable:
         self._built += 1
-        with isolated(random.Random(f"{self._seed}/{self._built}")):
+        with isolated(random.Random(f"{self._seed}/{self._built}")), logs.attached():
             table = ToSSimTable(construct(self._class, self._args, self._key))
         try:
-            pickle.dumps(table)
+            cloudpickle.dumps(table)
         except Exception as error:
             raise EnvironmentSetupError(
                 f"{self._key}: cannot be pickled, but completions are scored on copies of it: {one_line(error)}"
@@ -241,7 +257,7 @@ class ToSSim:
 
     def _open_turns(self, number: int) -> list[ToSSimTurn]:
         table = self._tables[number]
-        frozen = pickle.dumps(table) if table.prompts else b""
+        frozen = cloudpickle.dumps(table) if table.prompts else b""
         return [
             ToSSimTurn(
                 id=_turn_id(number, table, index),
@@ -259,10 +275,11 @@ class ToSSim:
         table = self._tables[number]
         try:
             table.calls += 1
-            with isolated(random.Random(f"{self._seed}/{number}/{table.calls}")):
+            with isolated(random.Random(f"{self._seed}/{number}/{table.calls}")), self._logs[number].attached():
                 yield
         except (Exception, SystemExit):
-            new = self._new_table()
+            self._logs[number].close()
+            new = self._new_table(self._logs[number])
             new.batches, new.calls = table.batches, table.calls  # Turn ids and random streams must not repeat.
             self._tables[number] = new
             self._resets += 1

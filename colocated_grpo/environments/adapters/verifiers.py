@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from inspect import Parameter, signature
 from typing import Any
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, ValidationError
 
 from colocated_grpo.config.base import Section
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
@@ -43,7 +43,7 @@ class Verifiers(Section):
         loaders = import_optional("verifiers.v1.utils.loaders", "verifiers", KEY)
         from verifiers.v1 import SingleAgentEnv
 
-        settings = loaders.taskset_config_type(self.taskset).model_validate({**self.config, "id": self.taskset})
+        settings = self._settings(loaders.taskset_config_type(self.taskset))
         self._taskset = loaders.load_taskset(settings)
         self._task_type = self._taskset.task_type()
         if loaders.environment_class(self.taskset) is not SingleAgentEnv:
@@ -51,6 +51,19 @@ class Verifiers(Section):
         if self._taskset.toolsets(settings) or self._task_type.toolsets(settings.task):
             raise self._unsupported("it comes with tools")
         self._check_task(next(iter(self._taskset), None))
+
+    def _settings(self, settings_type: Any) -> Any:
+        try:
+            return settings_type.model_validate({**self.config, "id": self.taskset})
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join(["args.config", *map(str, problem["loc"])])
+            if problem["type"] == "extra_forbidden":
+                known = ", ".join(name for name in settings_type.model_fields if name != "id")
+                rule = f": unknown key of taskset {self.taskset!r}; it has: {known}"
+            else:
+                rule = f"={problem['input']!r}: {problem['msg']}"
+            raise EnvironmentSetupError(f"{KEY}: {key}{rule}") from None
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         for task in self._taskset.shuffle(seed) if self._taskset.bounded else self._taskset:

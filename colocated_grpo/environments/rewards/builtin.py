@@ -15,7 +15,7 @@ Completions = Sequence[str | list[dict[str, Any]]]
 
 def exact_match(completions: Completions, answer: Sequence[Any], **columns: Any) -> list[float]:
     """Return 1 if the final answer equals the column `answer` exactly."""
-    pairs = zip(_texts(completions), answer, strict=True)
+    pairs = zip(completion_texts(completions), answer, strict=True)
     return [float(final_answer(text) == str(wanted).strip()) for text, wanted in pairs]
 
 
@@ -24,7 +24,7 @@ def gsm8k(completions: Completions, answer: Sequence[str], **columns: Any) -> li
 
     Only numbers after the last #### of the completion count, if it contains ####.
     """
-    return [_same_number(text, gold) for text, gold in zip(_texts(completions), answer, strict=True)]
+    return [_same_number(text, gold) for text, gold in zip(completion_texts(completions), answer, strict=True)]
 
 
 def math_verify(
@@ -40,28 +40,29 @@ def math_verify(
     gold = answer if answer is not None else solution
     if gold is None:
         raise ValueError(f"needs a column 'answer' or 'solution'; available: {', '.join(columns) or 'none'}")
-    verdicts = [equal_math(str(wanted), text) for text, wanted in zip(_texts(completions), gold, strict=True)]
+    verdicts = [equal_math(str(wanted), text) for text, wanted in zip(completion_texts(completions), gold, strict=True)]
     return [None if verdict is None else float(verdict) for verdict in verdicts]
 
 
 def format_think(completions: Completions, **columns: Any) -> list[float]:
     """Return 1 if the completion is one <think>...</think> block followed by an answer."""
-    return [float(_thinks_once(text.strip())) for text in _texts(completions)]
+    return [float(_thinks_once(text.strip())) for text in completion_texts(completions)]
 
 
 def tool_call(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
     """Return 1 if the <tool_call> blocks are exactly the calls of the column `tool_calls`, in order."""
-    pairs = zip(_texts(completions), tool_calls, strict=True)
+    pairs = zip(completion_texts(completions), tool_calls, strict=True)
     return [float(is_exact(read_calls(text), expected_calls(wanted))) for text, wanted in pairs]
 
 
 def tool_call_partial(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
     """Return 1 for exact calls as tool_call does, else up to 1/2 for right names and arguments."""
-    pairs = zip(_texts(completions), tool_calls, strict=True)
+    pairs = zip(completion_texts(completions), tool_calls, strict=True)
     return [credit(read_calls(text), expected_calls(wanted)) for text, wanted in pairs]
 
 
-def _texts(completions: Completions) -> list[str]:
+def completion_texts(completions: Completions) -> list[str]:
+    """Return the text of each completion."""
     return [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
 
 

@@ -11,13 +11,22 @@ from typing import Any
 from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards.builtin import REWARDS
-from colocated_grpo.environments.rewards.scoring import as_number, resolve_awaitable
+from colocated_grpo.environments.rewards.code.reward import RunCode
+from colocated_grpo.environments.rewards.judge.reward import Judge
+from colocated_grpo.environments.rewards.scoring import NoReward, as_number, resolve_awaitable
+from colocated_grpo.environments.rewards.unscorable import reward_of_unscorable
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
 
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 """Item keys that are not passed as columns, as in TRL."""
 PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 """Arguments that do not come from columns."""
+NEEDS_MESSAGES = (
+    "it reads messages, but completions are text, as the prompts are; set system_prompt or give messages as prompts"
+)
+BUILT_IN: dict[str, Callable[..., Any]] = {**REWARDS, "judge": Judge, "run_code": RunCode}
+"""Built-in names. A class is constructed with `args`."""
+TRL = "trl.rewards."
 KEYWORD_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -37,6 +46,7 @@ class FunctionResult:
     value: float | None = None
     """None: not applicable, or failed."""
     error: str | None = None
+    """One line about the exception. With a value: the answer could not be read."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -60,13 +70,19 @@ class WrongNumberOfRewards(ValueError):
     """The result is not one reward per completion, so values cannot be assigned to completions."""
 
 
+SYSTEMATIC = (WrongNumberOfRewards, EnvironmentSetupError)
+"""Exceptions that say nothing about single completions."""
+
+
 class RewardFunction:
     """A reward function with its name, its weight and the keyword arguments that it accepts."""
 
-    def __init__(self, name: str, weight: float, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, weight: float, function: Callable[..., Any], *, relative: bool = False) -> None:
+        """relative: the function compares the completions of a prompt, so it is never called with only some of them."""
         self.name = name
         self.weight = weight
         self.function = function
+        self.relative = relative
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError as error:
@@ -77,7 +93,8 @@ class RewardFunction:
             parameter.name
             for parameter in parameters
             if parameter.kind in KEYWORD_KINDS and parameter.default is inspect.Parameter.empty
-        } - PROVIDED
+        } - PROVIDED | set(getattr(function, "required_columns", ()))
+        self._check_with_text = str(getattr(function, "__module__", "")).startswith(TRL)
 
     def check_columns(self, columns: set[str]) -> None:
         """Raise EnvironmentSetupError if a required column is missing."""
@@ -86,6 +103,16 @@ class RewardFunction:
                 f"reward {self.name!r} needs the column {missing[0]!r}; available: {', '.join(sorted(columns))} "
                 "(rename one with `columns`)"
             )
+
+    def check_text(self, item: Item) -> None:
+        """Raise EnvironmentSetupError if a function of TRL needs messages. Calls it once, for the first text prompt."""
+        if not self._check_with_text:
+            return
+        self._check_with_text = False
+        inputs = RewardInputs(item=item, texts=["x"], completion_ids=[[0]], global_step=0, max_steps=1)
+        [result] = results_of(self, inputs)
+        if result.error is not None and NEEDS_MESSAGES in result.error:
+            raise EnvironmentSetupError(f"reward {self.name!r}: {NEEDS_MESSAGES}")
 
     def results(self, arguments: dict[str, Any], count: int) -> list[FunctionResult]:
         """Call the function once for `count` completions. Exceptions of the function propagate."""
@@ -104,6 +131,8 @@ class RewardFunction:
         return [self._result(value, metrics) for value in values]
 
     def _result(self, value: Any, metrics: Mapping[str, float]) -> FunctionResult:
+        if isinstance(value, NoReward):
+            return FunctionResult(error=f"{self.name}: {value}", metrics=metrics)
         try:
             return FunctionResult(value=as_number(value), metrics=metrics)
         except (TypeError, ValueError, OverflowError) as error:
@@ -115,11 +144,39 @@ def results_of(function: RewardFunction, inputs: RewardInputs) -> list[FunctionR
     try:
         function.check_columns(inputs.item.keys() - NOT_COLUMNS)
         return function.results(_arguments(inputs), len(inputs.texts))
-    except BaseException as error:  # see score_text
-        systematic = isinstance(error, (WrongNumberOfRewards, EnvironmentSetupError))
-        if systematic or len(inputs.texts) == 1:
-            return [FunctionResult(error=f"{function.name}: {one_line(error)}")] * len(inputs.texts)
-    return [result for one in inputs.split() for result in results_of(function, one)]
+    except BaseException as error:  # see scoring._result
+        if function.relative or len(inputs.texts) == 1 or isinstance(error, SYSTEMATIC):
+            return [_raised(function, error, inputs, [])] * len(inputs.texts)
+    return _results_one_by_one(function, inputs.split())
+
+
+def _results_one_by_one(function: RewardFunction, inputs: Sequence[RewardInputs]) -> list[FunctionResult]:
+    results: list[FunctionResult | BaseException] = []
+    for one in inputs:
+        try:
+            results += function.results(_arguments(one), 1)
+        except BaseException as error:  # see scoring._result
+            results.append(error)
+    scored = [each.value for each in results if isinstance(each, FunctionResult) and each.value is not None]
+    return [
+        each if isinstance(each, FunctionResult) else _raised(function, each, one, scored)
+        for each, one in zip(results, inputs, strict=True)
+    ]
+
+
+def _raised(
+    function: RewardFunction, error: BaseException, inputs: RewardInputs, scored: Sequence[float]
+) -> FunctionResult:
+    value = None if isinstance(error, SYSTEMATIC) else reward_of_unscorable(error, scored)
+    return FunctionResult(value=value, error=f"{function.name}: {_explain(error, inputs)}")
+
+
+def _explain(error: BaseException, inputs: RewardInputs) -> str:
+    """Return one line about an exception of a reward function."""
+    is_text = isinstance(inputs.item["prompt"], str)
+    if is_text and isinstance(error, TypeError) and str(error).startswith("string indices must be integers"):
+        return f"{one_line(error)}: {NEEDS_MESSAGES}"
+    return one_line(error)
 
 
 def _arguments(inputs: RewardInputs) -> dict[str, Any]:
@@ -142,7 +199,7 @@ def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunct
     functions: list[RewardFunction] = []
     taken: dict[str, int] = {}
     for config in configs:
-        short = config.name.rpartition(":")[2]
+        short = config.name.rpartition(":")[2].rpartition(".")[2]  # of "module:outer.<locals>.function"
         taken[short] = taken.get(short, 0) + 1
         name = short if taken[short] == 1 else f"{short}_{taken[short]}"
         functions.append(load_reward(name, config, key))
@@ -150,18 +207,22 @@ def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunct
 
 
 def load_reward(name: str, config: RewardConfig, key: str) -> RewardFunction:
-    return RewardFunction(name, config.weight, _load(config, key))
+    return RewardFunction(name, config.weight, _load(config, key), relative=config.relative)
 
 
 def check_reward_name(name: str, key: str) -> None:
     """Raise EnvironmentSetupError unless `name` is built in or of a form that names user code."""
-    if name not in REWARDS and ":" not in name:
-        raise unknown_name(key, "reward", name, [*REWARDS, "module:function", "path/to/file.py:function"])
+    if name not in BUILT_IN and ":" not in name:
+        raise unknown_name(key, "reward", name, [*BUILT_IN, "module:function", "path/to/file.py:function"])
+
+
+def _find(name: str, key: str) -> Any:
+    check_reward_name(name, key)
+    return BUILT_IN[name] if name in BUILT_IN else load_object(name, key)
 
 
 def _load(config: RewardConfig, key: str) -> Callable[..., Any]:
-    check_reward_name(config.name, key)
-    found = REWARDS[config.name] if config.name in REWARDS else load_object(config.name, key)
+    found = config.given if config.given is not None else _find(config.name, key)
     if config.args is not None or isinstance(found, type):
         found = construct(found, config.args or {}, f"{key}: {config.name}")
     if not callable(found):

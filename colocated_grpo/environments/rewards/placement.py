@@ -10,8 +10,7 @@ from typing import Any
 
 from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.rewards.builtin import REWARDS
-from colocated_grpo.environments.rewards.functions import RewardFunction
+from colocated_grpo.environments.rewards.functions import BUILT_IN, RewardFunction
 from colocated_grpo.environments.rewards.workers import DEVICE_LIBRARIES, RewardWorkers
 from colocated_grpo.environments.user_code.loading import FOREIGN_PREFIXES
 
@@ -45,7 +44,9 @@ def _suits(config: RewardConfig, function: Callable[..., Any]) -> bool:
     The built-in functions take linear time, and run in threads. So do coroutines, which share the connections and the
     limits of one event loop.
     """
-    if config.name in REWARDS or config.args is not None or not inspect.isfunction(function):
+    if config.name in BUILT_IN or config.args is not None or not inspect.isfunction(function):
+        return False
+    if config.given is not None:  # it may use any object of the program
         return False
     file = function.__code__.co_filename
     if inspect.iscoroutinefunction(function) or file.startswith(FOREIGN_PREFIXES):

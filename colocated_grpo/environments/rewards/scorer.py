@@ -42,16 +42,19 @@ class RewardScorer:
         ]
         return [self._combine(results) for results in zip(*by_function, strict=True)]
 
-    def check_columns(self, item: Item) -> None:
-        """Raise EnvironmentSetupError if a function requires a column that the item lacks."""
+    def check_item(self, item: Item) -> None:
+        """Raise EnvironmentSetupError if a function needs a column that the item lacks, or messages and gets text."""
         for function in self.functions:
             function.check_columns(item.keys() - NOT_COLUMNS)
+            if isinstance(item["prompt"], str):
+                function.check_text(item)
 
     def _combine(self, results: Sequence[FunctionResult]) -> Score:
         named = list(zip(self.functions, results, strict=True))
         parts = {name: value for result in results for name, value in result.metrics.items()}
         parts |= {function.name: result.value for function, result in named if result.value is not None}
-        if errors := [result.error for result in results if result.error is not None]:
-            return Score(reward=None, parts=parts, error="; ".join(errors))
+        error = "; ".join(result.error for result in results if result.error is not None) or None
+        if any(result.error is not None and result.value is None for result in results):
+            return Score(reward=None, parts=parts, error=error)
         weighted = [function.weight * result.value for function, result in named if result.value is not None]
-        return Score(reward=sum(weighted) if weighted else None, parts=parts)
+        return Score(reward=sum(weighted) if weighted else None, parts=parts, error=error)

@@ -9,6 +9,7 @@ from inspect import isawaitable
 from typing import Any
 
 from colocated_grpo.environments.base import Item, Task
+from colocated_grpo.environments.rewards.unscorable import reward_of_unscorable
 from colocated_grpo.environments.user_code.event_loops import ReusableLoop
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import Completion, Prompt, Score
@@ -19,6 +20,13 @@ MAX_REWARD = 1e30
 """Largest absolute reward: squares and weighted sums of larger ones overflow a float."""
 
 
+class NoReward(Exception):
+    """In place of a number in the list that a reward function returns: why this completion has no reward.
+
+    It says nothing about the other completions, so the function is not called again for each of them.
+    """
+
+
 class TaskScorer:
     """Scores each completion with one call of task.score."""
 
@@ -26,15 +34,29 @@ class TaskScorer:
         self.task = task
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
-        return [score_text(self.task, prompt.item, text) for text in texts]
+        return score_texts(self.task, prompt.item, texts)
 
 
 def score_text(task: Task, item: Item, text: str) -> Score:
     """Score one completion. An exception becomes Score.error."""
+    return score_texts(task, item, [text])[0]
+
+
+def score_texts(task: Task, item: Item, texts: Sequence[str]) -> list[Score]:
+    """Score the completions of one prompt. An exception becomes Score.error."""
+    results = [_result(task, item, text) for text in texts]
+    scored = [each.reward for each in results if isinstance(each, Score) and each.reward is not None]
+    return [
+        each if isinstance(each, Score) else Score(reward=reward_of_unscorable(each, scored), error=one_line(each))
+        for each in results
+    ]
+
+
+def _result(task: Task, item: Item, text: str) -> Score | BaseException:
     try:
         return as_score(resolve_awaitable(task.score(item, text)))
     except BaseException as error:  # timeout errors may subclass it to pass `except Exception` in user code
-        return Score(reward=None, error=one_line(error))
+        return error
 
 
 def as_score(result: Any) -> Score:

@@ -38,7 +38,7 @@ EXIT_SECONDS = 1.0
 START_SECONDS = 120.0
 """Longest start that the time limit of rewards does not include."""
 NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
-"""What pickle raises for an object that it cannot send."""
+"""Errors that pickle raises for an object that it cannot send."""
 
 Results = dict[str, list[FunctionResult]]
 

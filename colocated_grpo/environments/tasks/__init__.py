@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from colocated_grpo.environments.base import Task
 from colocated_grpo.environments.registry import check_methods, find_environment
@@ -28,11 +29,14 @@ REASONING_GYM_PREFIX = "reasoning_gym:"
 REASONING_GYM_FORM = f"{REASONING_GYM_PREFIX}<dataset>"
 
 
-def build_task(name: str, args: JsonObject) -> Task:
-    """Build a built-in task, 'reasoning_gym:<dataset>', an installed one, or the user's 'module:object'."""
-    if name.startswith(REASONING_GYM_PREFIX):
+def build_task(name: str, args: JsonObject, given: Any = None) -> Task:
+    """Build a built-in task, 'reasoning_gym:<dataset>', an installed one, or the user's 'module:object'.
+
+    given: the user's object itself, if a program has passed it.
+    """
+    if given is None and name.startswith(REASONING_GYM_PREFIX):
         dataset = name.removeprefix(REASONING_GYM_PREFIX)
         return construct(partial(ReasoningGym, dataset), args, f"environments {name!r}")
-    task = find_environment("task", name, args, TASKS, REASONING_GYM_FORM)
+    task = find_environment("task", name, args, TASKS, REASONING_GYM_FORM, given=given)
     check_methods(task, "a task", ("prompts", "score"), name)
     return task

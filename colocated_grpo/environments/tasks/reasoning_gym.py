@@ -7,10 +7,10 @@ from hashlib import sha256
 from itertools import count
 from typing import Any
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
+from colocated_grpo.environments.base import AnswerError, EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.rewards.answers import final_answer
 from colocated_grpo.environments.tasks.procedural import split_items
-from colocated_grpo.environments.user_code.loading import import_optional, unknown_name
+from colocated_grpo.environments.user_code.loading import import_optional, one_line, unknown_name
 from colocated_grpo.types import JsonObject
 
 CHUNK = 500
@@ -37,7 +37,12 @@ class ReasoningGym:
         return split_items(self._entries(seed), self.template, split)
 
     def score(self, item: Item, completion: str) -> float:
-        return float(self.judge.score_answer(final_answer(completion), item))
+        """Return the dataset's own score. Raises AnswerError if the scorer can score this item, but not this answer."""
+        try:
+            return float(self.judge.score_answer(final_answer(completion), item))
+        except Exception as error:
+            self.judge.score_answer(item["answer"], item)  # raises if the scorer itself is broken
+            raise AnswerError(one_line(error)) from error
 
     def _entries(self, seed: int) -> Iterator[Item]:
         for number in count():

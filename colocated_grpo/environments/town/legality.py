@@ -198,7 +198,7 @@ def _role_rejection(game: Game, seat: int, tag: str) -> tuple[str, str]:
         return "no_uses_left", f"<{tag}> is used up"
     if ability is not None and game.day < ability.from_night:
         return "too_early", f"<{tag}> starts on night {ability.from_night}"
-    return "no_target", f"there is nobody to {tag}"
+    return "no_target", f"there is no one to {tag}"
 
 
 MAX_PATTERN_THOUGHT = 400

@@ -45,7 +45,7 @@ class TurnScorer:
             scores = [as_score({**each.parts, "reward": each.reward}) for each in outcomes]
             if len(scores) != len(texts):
                 raise ValueError(f"score() returned {len(scores)} outcomes for {len(texts)} completions")
-        except BaseException as error:  # see score_text
+        except BaseException as error:  # see scoring._result
             return [Score(reward=None, error=one_line(error))] * len(texts)
         return scores
 

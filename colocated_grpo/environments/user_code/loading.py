@@ -119,6 +119,8 @@ def _first_problem(error: ValidationError, factory: Callable[..., Any], args: Js
     name = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
         return f"unknown argument {name!r}; {_nearest(name, signature(factory).parameters)}"
+    if problem["type"] == "missing":
+        return f"args.{name}: required, but not given"
     message = problem["msg"].removeprefix("Value error, ")
     return f"args.{name}={problem['input']!r}: {message}" if name else f"args: {message}"
 

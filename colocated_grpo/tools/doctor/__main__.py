@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from colocated_grpo.launch.arguments import Launch, LaunchError, read_launch, run_parser
-from colocated_grpo.launch.cli import DEFAULT_CONFIG, prepare_streams
+from colocated_grpo.launch.cli import prepare_streams
 from colocated_grpo.launch.launcher import read_settings
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.tools.doctor.checks import MACHINE, RUN, examine
@@ -53,7 +53,7 @@ def read_subject(options: argparse.Namespace, overrides: Sequence[str], parser: 
     """Raises LaunchError where the command line is invalid. Invalid settings are a result of the check `settings`."""
     has_config = options.config is not None or options.resume is not None
     if not has_config:
-        options.config = DEFAULT_CONFIG  # not read
+        options.config = "none"  # not read
     launch = read_launch(options, overrides, parser)
     if overrides and not has_config:
         raise LaunchError(f"{overrides[0]}: a setting needs a config; add --config FILE")

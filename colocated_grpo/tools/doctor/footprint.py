@@ -19,7 +19,7 @@ OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 """Optimizer -> bytes of state per trained parameter."""
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 ENGINE_RESERVE = 6 << 30
-"""What an engine on a GPU keeps free for its activations and CUDA graphs, as in rollout/vllm/kv_budget.py."""
+"""Memory that an engine on a GPU keeps free for its activations and CUDA graphs, as in rollout/vllm/kv_budget.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +164,17 @@ def _generation(config: Config, sizes: Sizes, place: Placement, weights: int) ->
     engine = config.engine
     if engine.placement == "server":
         return 0
-    tokens = engine.max_model_len or config.max_sequence_tokens
-    one_sequence = 2 * sizes.blocks * sizes.kv_width * engine_bytes(config, place) * tokens
-    cache = engine.kv_cache_memory_bytes or one_sequence // engine.tensor_parallel_size
+    cache = engine.kv_cache_memory_bytes or kv_bytes_per_sequence(config, sizes, place)
     if place.on_gpu and engine.gpu_memory_utilization is not None and engine.kv_cache_memory_bytes is None:
         return max(weights + cache, int(engine.gpu_memory_utilization * place.device_bytes))
     return weights + cache + (ENGINE_RESERVE if place.on_gpu else 0)
+
+
+def kv_bytes_per_sequence(config: Config, sizes: Sizes, place: Placement) -> int:
+    """Return the bytes of a sequence of full length in the KV cache of one rank."""
+    tokens = config.engine.max_model_len or config.max_sequence_tokens
+    whole = 2 * sizes.blocks * sizes.kv_width * engine_bytes(config, place) * tokens
+    return whole // config.engine.tensor_parallel_size
 
 
 def run_folder_bytes(config: Config, sizes: Sizes, place: Placement) -> int:
@@ -179,8 +184,10 @@ def run_folder_bytes(config: Config, sizes: Sizes, place: Placement) -> int:
     every, settings = config.checkpoint.every, config.checkpoint
     saves = (config.training_steps // every if every else 0) + settings.final
     exports = (config.training_steps // settings.export_every if settings.export_every else 0) + settings.final
+    best = config.evaluation.keep_best is not None  # one checkpoint and one export more
     # A new checkpoint is complete before the oldest one is deleted.
-    return one * min(saves, settings.keep_last + 1) + exports * _export_bytes(config, sizes, place, adapter)
+    checkpoints = min(saves, settings.keep_last + 1) + best
+    return one * checkpoints + (exports + best) * _export_bytes(config, sizes, place, adapter)
 
 
 def _export_bytes(config: Config, sizes: Sizes, place: Placement, adapter: int) -> int:

@@ -122,6 +122,7 @@ def check_optional_packages(subject: Subject, config: Config) -> Finding:
     needed = {
         "bitsandbytes": (config.policy.optimizer.type == "adamw_8bit", "policy.optimizer.type=adamw_8bit"),
         "tensorboard": (config.tracking.tensorboard, "tracking.tensorboard=true"),
+        **{canonicalize_name(name): (True, f"tracking.trackers={name!r}") for name in config.tracking.trackers},
     }
     missing = {name: key for name, (used, key) in needed.items() if used and name not in subject.packages}
     if missing:

@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found. `fix` is empty unless the status is warning or failed."""
+    """Result of a check. `fix` is empty unless the status is warning or failed."""
 
     status: Status
     detail: str

@@ -1,4 +1,4 @@
-"""A run folder from somebody else is data: resuming it runs none of the code that its files may hold."""
+"""A run folder from another user is data: resuming it runs none of the code that its files may hold."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ from tests.support.config_text import config_error, load, notes
         ),
         ("policy:\n  lr: 1\n  lr: 2", "x.yaml:5: policy.lr: given twice"),
         ("policy: {lr: 1", "x.yaml:3: not valid YAML: expected ',' or '}', but got '<stream end>'"),
-        ("policy:\n\tlr: 1", "x.yaml:4: not valid YAML: found character '\\t' that cannot start any token"),
+        ("policy:\n\tlr: 1", "x.yaml:4: not valid YAML: a tab; YAML is indented with spaces only"),
         (
             "model_name: b",
             "model_name='b': the same setting as model.name (line 1 of x.yaml); remove one of them (line 3 of x.yaml)",

@@ -124,9 +124,7 @@ def test_the_tensor_parallel_size_must_divide_the_attention_heads(model):
 
 
 @pytest.mark.parametrize("key", ["policy.train_layers", "policy.lora.layers"])
-@pytest.mark.parametrize(
-    "settings", [{"num_hidden_layers": 28}, {"n_layer": 28}, {"text_config": {"num_hidden_layers": 28}}]
-)
+@pytest.mark.parametrize("settings", [{"num_hidden_layers": 28}, {"n_layer": 28}])
 def test_blocks_that_the_model_does_not_have_are_rejected_with_the_valid_range(model, key, settings):
     folder = str(model(**settings))
     line = input_error(load("", "--model.name", folder, f"--{key}", "20-31"))
@@ -192,6 +190,25 @@ def test_the_adapter_files_checked_are_those_that_are_read():
 )
 def test_the_longest_sequence_includes_rope_scaling(settings, positions):
     assert longest_sequence(settings) == positions
+
+
+@pytest.mark.parametrize("place", ["top level", "rope_scaling"])
+def test_sequences_beyond_the_shorter_table_of_longrope_are_rejected(model, place):
+    """Beyond, transformers chooses the table for each batch and vLLM once, so log-probabilities would differ."""
+    limit = {"original_max_position_embeddings": 1024}
+    rope = {"rope_type": "longrope", **(limit if place == "rope_scaling" else {})}
+    folder = model(max_position_embeddings=8192, rope_scaling=rope, **(limit if place == "top level" else {}))
+    assert input_error(load("", "--model.name", str(folder))) == (
+        "rollout.max_prompt_tokens + rollout.max_completion_tokens=2048: must be at most 1024, as transformers and "
+        f"vLLM apply the longrope scaling of {folder} to different tokens"
+    )
+
+
+def test_a_model_that_does_not_train_is_rejected(model):
+    folder = str(model(model_type="mixtral", num_local_experts=8))
+    assert input_error(load("", "--model.name", folder)).startswith(
+        f"model.name={folder!r}: model type 'mixtral' does not train because it has a mixture of experts"
+    )
 
 
 @pytest.mark.parametrize("name", ["nope.jsonl", "NOPE.CSV"])

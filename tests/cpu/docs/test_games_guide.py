@@ -103,7 +103,7 @@ def test_configs_of_the_guide_are_valid(text):
 
 def test_the_tossim_entry_of_the_guide_is_valid():
     [text] = [block for block in blocks("yaml") if "tossim" in block]
-    config = Config.model_validate({"model": {"name": "none"}, **yaml.safe_load(text)})
+    config = Config.model_validate(yaml.safe_load(text))
     assert config.environments[0].name == "tossim"
 
 

@@ -111,6 +111,6 @@ def test_the_metrics_named_in_the_guide_are_explained():
     explained = (GUIDE_FOLDER / "metrics.md").read_text()
     names = re.findall(r"^\| .* \| (.*) \|$", table, re.MULTILINE)[1:]
     same = re.findall(r"`([^`]+)`", table.rpartition("|")[2])
-    assert len(names) == 7 and len(same) == 6
+    assert len(names) == 9 and len(same) == 6
     for name in [*re.findall(r"`([^`]+)`", " ".join(names)), *same]:
         assert f"`{name}`" in explained or name == "seconds/step", name

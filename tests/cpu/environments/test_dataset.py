@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, DatasetDict
 
-from colocated_grpo.build.data import draw_held_out
+from colocated_grpo.build.evaluation import draw_held_out
 from colocated_grpo.config import Config
-from colocated_grpo.config.schema import EvaluationConfig
+from colocated_grpo.config.evaluation import EvaluationConfig
 from colocated_grpo.environments import EnvironmentSetupError, build_environments, dataset
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 
@@ -86,7 +86,7 @@ def test_a_note_says_if_too_few_rows_leave_none_held_out(tmp_path, rows, fields,
     path = write(tmp_path / "rows.jsonl", ROWS[:rows])
     lines = []
     evaluated = SimpleNamespace(evaluation=EvaluationConfig(every=every))
-    draw_held_out(evaluated, environments(path, **{"held_out": None} | fields), SimpleNamespace(note=lines.append))
+    draw_held_out(evaluated, environments(path, **{"held_out": None} | fields), lines.append)
     line = f"environments '{path}': none of 9 rows is held out for evaluation; set held_out or eval_split"
     assert lines == [line] * noted
 

@@ -15,6 +15,7 @@ from colocated_grpo.environments.adapters.textarena_game import MOVE, THOUGHTS
 from colocated_grpo.environments.episodes.tool_use import MALFORMED, Call, read_call
 from colocated_grpo.environments.rewards.answers import tagged_parts
 from colocated_grpo.environments.rewards.builtin import REWARDS
+from colocated_grpo.environments.rewards.code.answer import last_code_block
 from colocated_grpo.environments.tasks.countdown import EXPRESSION
 from colocated_grpo.environments.town.grammar import parse
 
@@ -24,6 +25,7 @@ SECONDS = 0.5
 REPEATED = [
     "<search>", "<calc></search>", "<action>", "<action", "</action>", "<answer>", "<tool_call>", "<tool_call>{", "[",
     "[a", "<think>", "</think>", "<vote>", "<vote>a", "<vote ", "1,", "-1.", "####", "{", "a", " ",
+    "```", "```python\n",
 ]  # fmt: skip
 COLUMNS = {"answer": ["#### 7"], "tool_calls": ['{"name": "f", "arguments": {}}']}
 PARSERS: dict[str, Callable[[str], object]] = {
@@ -32,6 +34,7 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "textarena moves": lambda text: MOVE.findall(THOUGHTS.sub("", text)),
     "town": lambda text: parse(f"<think></think>{text}"),
     "countdown": EXPRESSION.fullmatch,
+    "run_code": last_code_block,
     **{
         name: lambda text, reward=reward: reward(completions=[text], **COLUMNS)
         for name, reward in REWARDS.items()

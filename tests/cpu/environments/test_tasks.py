@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.rewards.scoring import score_text
+from colocated_grpo.environments.rewards.scoring import score_text, score_texts
 from colocated_grpo.environments.tasks import TASKS, build_task
 from colocated_grpo.environments.tasks.arithmetic import normal_integer
 from colocated_grpo.environments.tasks.countdown import evaluate
@@ -210,6 +210,28 @@ def test_every_reasoning_gym_dataset_builds():
     some = list(islice(task.prompts(0, "train"), 30))
     assert {item["metadata"]["source_dataset"] for item in some} == {"leg_counting", "chain_sum"}
     assert all(task.score(item, item["answer"]) == 1.0 for item in some)
+
+
+def test_answers_that_a_reasoning_gym_scorer_cannot_read_get_no_credit_and_a_broken_scorer_shows(monkeypatch):
+    task = build_task("reasoning_gym:prime_factorization", {})
+    [item] = items("reasoning_gym:prime_factorization", 1)
+    unread = score_texts(task, item, ["two times three", "<answer>2 x 3 x</answer>"])
+    assert [one.reward for one in unread] == [0.0, 0.0]
+    assert all(one.error.startswith("AnswerError: ValueError: invalid literal") for one in unread)
+    assert score_text(task, item, item["answer"]).reward == 1.0
+    monkeypatch.setattr(task.judge, "score_answer", lambda answer, entry: entry["no such key"])
+    [broken] = score_texts(task, item, ["7"])
+    assert broken.failed
+    assert broken.error.startswith("KeyError: 'no such key'")
+
+
+def test_one_answer_on_which_a_task_raises_has_no_credit_if_the_task_scores_another():
+    class Reader:
+        def score(self, item, completion):
+            return float(completion)
+
+    assert [one.reward for one in score_texts(Reader(), {}, ["0.5", "half"])] == [0.5, 0.0]
+    assert [one.reward for one in score_texts(Reader(), {}, ["a half", "half"])] == [None, None]
 
 
 def test_reasoning_gym_args_reach_its_config_and_an_empty_instruction_adds_nothing():

@@ -67,12 +67,12 @@ def test_a_dry_run_of_a_command_of_the_guides_shows_the_banner(example: Example,
         monkeypatch.delenv(name, raising=False)
     for name, value in example.environment.items():
         monkeypatch.setenv(name, value)
-    assert launcher.main(["atropos", *words(example.text), "--dry-run"]) == 0
-    output = capsys.readouterr().out
+    assert launcher.main(["atropos", *words(example.text), "--dry-run"]) == 2
+    output, errors = capsys.readouterr()
     assert output.startswith("Co-located GRPO\n")
     assert output.endswith("Dry run mode - command not executed\n")
-    warnings = [line for line in output.splitlines() if line.startswith("warning: ")]
-    assert all("not in the local cache, and HF_HUB_OFFLINE is set" in line for line in warnings)
+    assert errors.startswith("error: model.name=") and errors.count("\n") == 1
+    assert errors.endswith("not in the local cache, and HF_HUB_OFFLINE is set\n")
 
 
 def test_without_flags_the_error_names_the_required_one(capsys):

@@ -1,8 +1,9 @@
-"""What a rank does before it trains: torchrun's variables, library variables, settings, and its error lines."""
+"""A rank before it trains: torchrun's variables, library variables, settings, and its error lines."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 import subprocess
@@ -19,6 +20,7 @@ from colocated_grpo.launch.cli import (
     explain_os_error,
     first_host,
     rank_environment,
+    set_up_logging,
 )
 from colocated_grpo.runtime.descriptors import DESCRIPTORS
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, report
@@ -119,9 +121,9 @@ def trained(config: Path, body: str, *arguments: str, **environment: str) -> sub
         "import os, sys, types\n"
         "from colocated_grpo.config.errors import ConfigError\n"
         "from colocated_grpo.errors import RunError\n"
-        "trainer = sys.modules['colocated_grpo.trainer'] = types.ModuleType('trainer')\n"
-        f"def train(config, *, resume, name):\n    {body}\n"
-        "trainer.main = train\n"
+        "rank = sys.modules['colocated_grpo.launch.rank'] = types.ModuleType('rank')\n"
+        f"def train(config, *, resume, name, output):\n    {body}\n"
+        "rank.main = train\n"
     )
     return rank(code + START.replace("ARGUMENTS", ascii(["--config", str(config), *arguments])), **environment)
 
@@ -237,6 +239,14 @@ def test_incomplete_torchrun_variables_are_a_one_line_error(changes, problem):
     assert environment_problem({name: value for name, value in merged.items() if value is not None}) == problem
 
 
+def test_the_first_report_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "verdict"))
+    report(1, ["error: rank 1 was killed by its guard process"])
+    report(1, ["error: rank 1 has ended without an error message"])
+    assert (tmp_path / "verdict").read_text() == "1\nerror: rank 1 was killed by its guard process"
+    assert capsys.readouterr().err == ""
+
+
 def test_an_error_is_printed_when_the_launchers_temporary_folder_was_deleted(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "gone/verdict"))
     report(1, ["error: what went wrong"])
@@ -254,3 +264,10 @@ def test_an_unknown_log_level_is_a_one_line_error(monkeypatch, capsys, by_variab
     assert capsys.readouterr().err == (
         "error: --log-level: 'loud': must be one of DEBUG, INFO, WARNING, ERROR (COLOCATED_GRPO_LOG_LEVEL too)\n"
     )
+
+
+def test_a_retried_download_is_shown_once(caplog):
+    """huggingface_hub shows its warnings itself."""
+    set_up_logging("INFO")
+    logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+    assert caplog.records == []

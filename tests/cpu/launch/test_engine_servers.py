@@ -11,37 +11,17 @@ from typing import Any
 import psutil
 import pytest
 
-from colocated_grpo.config.variables import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan
 from colocated_grpo.launch.launcher import main
+from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.serve.options import parse
 from tests.support.servers import until
 
 SERVER = ["--engine.placement", "server"]
 LONG = [sys.executable, "-c", "import time; time.sleep(600)"]
-"""Of a server that runs until it is ended."""
+"""Command of a server that runs until it is ended."""
 
-
-@pytest.fixture
-def config(tmp_path, monkeypatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    (tmp_path / "model/model.safetensors").touch()
-    (tmp_path / "x.yaml").write_text("model: {name: ./model}\nenvironments: [{type: task, name: sorting}]\n")
-    return "x.yaml"
-
-
-@pytest.fixture(autouse=True)
-def eight_gpus(tmp_path, monkeypatch) -> None:
-    """An nvidia-smi that lists eight GPUs."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    lines = "".join(f"GPU {number}: NVIDIA (UUID: GPU-{number})\\n" for number in range(8))
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{lines}'\n")
-    (folder / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+pytestmark = pytest.mark.usefixtures("eight_gpus")
 
 
 @pytest.fixture
@@ -60,7 +40,7 @@ def planned(config, monkeypatch):
         monkeypatch.setattr("colocated_grpo.launch.launcher.EngineServers", Planned)
         monkeypatch.setattr(
             "colocated_grpo.launch.launcher.run_command",
-            lambda _command, environment, _redirect: ranks.append(environment) or 3,
+            lambda _command, environment, _redirect, _action: ranks.append(environment) or 3,
         )
         assert main(["--config", config, *SERVER, *flags]) == 3
         return plans[0], ranks[0]
@@ -154,7 +134,7 @@ def test_settings_of_the_run_are_the_servers_flags(planned):
             "engine.urls",
         ),
         (
-            "--nodes 2",
+            "--nodes 2 --master-addr node0",
             "engine.urls: empty; with several nodes start servers with colocated-grpo serve and name them",
         ),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,33 +17,11 @@ from colocated_grpo.launch.arguments import Launch, visible_gpus
 from colocated_grpo.launch.cli import _run
 from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
+from colocated_grpo.tracking import RunOutput
 from tests.support.paths import ROOT
 
 ELASTIC = "colocated_grpo.launch.elastic"
 LAUNCHER = ROOT / "run_colocated_grpo.py"
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch) -> str:
-    """A config file whose model exists, in the working folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    (tmp_path / "model/model.safetensors").touch()
-    (tmp_path / "x.yaml").write_text("model: {name: ./model}\nenvironments: [{type: task, name: sorting}]\n")
-    return "x.yaml"
-
-
-@pytest.fixture
-def eight_gpus(tmp_path, monkeypatch) -> None:
-    """An nvidia-smi that lists eight GPUs."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    lines = "".join(f"GPU {number}: NVIDIA (UUID: GPU-{number})\\n" for number in range(8))
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{lines}'\n")
-    (folder / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.fixture
@@ -83,10 +62,6 @@ ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yam
             "--master-port 4000 -m colocated_grpo --config x.yaml",
         ),
         ("--gpus 1 --resume", f"{ELASTIC} --nnodes 1 --nproc-per-node 1 {ONE_NODE} --resume auto"),
-        (
-            "--gpus 1 --resume model",
-            f"{ELASTIC} --nnodes 1 --nproc-per-node 1 {ONE_NODE} --resume model",
-        ),
         ("--gpus 1 --log-level DEBUG", f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
         (
             "--gpus 1 --policy.lr 2e-6 --engine.sleep=false --seed 3",
@@ -119,6 +94,7 @@ def test_a_dry_run_shows_the_whole_banner(config, eight_gpus, capsys):
         "  Node rank      1\n"
         "  Master         node0:29500\n"
         "  Config         x.yaml\n"
+        "  Model          ./model: trains (Qwen 3)\n"
         "  Overrides      --policy.lr 1e-5\n"
         "  Resume         no\n"
         "  Log level      INFO\n"
@@ -128,11 +104,55 @@ def test_a_dry_run_shows_the_whole_banner(config, eight_gpus, capsys):
     )
 
 
-def test_a_dry_run_warns_about_what_this_machine_lacks(config, eight_gpus, capsys):
-    assert main(["--config", config, "--gpus", "16", "--model.name", "./nope", "--dry-run"]) == 0
+def test_a_dry_run_warns_about_missing_gpus_as_it_may_be_meant_for_another_machine(config, eight_gpus, capsys):
+    assert main(["--config", config, "--gpus", "16", "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "warning: --gpus=16: only 8 GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)\n" in output
-    assert "warning: model.name='./nope': no such folder\n" in output
+
+
+ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--model.name", "./nope"], "model.name='./nope': no such folder"),
+        (
+            ["--rollout.max_completion_tokens", "9999"],
+            "rollout.max_prompt_tokens + rollout.max_completion_tokens=11023: must be at most 2048, the positions",
+        ),
+        (["--environments.0.args", "{min_digit: 3}"], "environments 'sorting': unknown argument 'min_digit'; did you"),
+        (["--environments", ROWS % "math_verify"], "environments 'rows.jsonl': no rows in 'train'"),
+        (["--environments", ROWS % "broken.py:right"], "environments 'rows.jsonl': rewards: cannot import 'broken.py'"),
+        (["--rollout.max_prompt_tokens", "3"], "environments 'sorting': 1000 consecutive prompts are empty or longer"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse(config, eight_gpus, tmp_path, capsys, flags, line):
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "broken.py").write_text("def right(completions): return []\n\nraise ValueError('when imported')\n")
+    assert main(["--config", config, "--dry-run", *flags]) == 2
+    output, errors = capsys.readouterr()
+    assert errors.startswith(f"error: {line}") and errors.count("\n") == 1
+    assert output.endswith("Dry run mode - command not executed\n")
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_a_model_that_does_not_train_is_refused_before_anything_starts(config, eight_gpus, capsys, flags):
+    Path("model/config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 128}')
+    assert main(["--config", config, *flags, "--environments.0.name", "gone"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "error: model.name='./model': model type 'qwen3_moe' does not train because it has a mixture of experts: "
+        "transformers fuses experts that checkpoints store apart (docs/models.md lists what trains)\n",
+    )
+
+
+@pytest.mark.parametrize("flags", [["--gpus", "0"], ["--gpus", "1"]])
+def test_head_sizes_are_refused_only_where_the_cpu_engine_lacks_them(config, eight_gpus, capsys, flags):
+    Path("model/config.json").write_text('{"model_type": "qwen3", "head_dim": 16}')
+    on_cpu = flags == ["--gpus", "0"]
+    assert main(["--config", config, *flags, "--dry-run"]) == (2 if on_cpu else 0)
+    assert ("error: model.name='./model': heads of 16, but vLLM's engine for CPUs" in capsys.readouterr().err) == on_cpu
 
 
 def test_a_dry_run_warns_about_a_server_for_other_machines_without_a_key(eight_gpus, config, capsys, monkeypatch):
@@ -155,8 +175,10 @@ def test_a_dry_run_shows_the_notes_about_translated_names(config, eight_gpus, ca
 def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     (tmp_path / "x.yaml").rename(tmp_path / "runs/config.yaml")
-    assert main(["--gpus", "1", "--resume", "runs", "--dry-run"]) == 0
-    assert "-m colocated_grpo --config runs/config.yaml --resume runs\n" in capsys.readouterr().out
+    assert main(["--gpus", "1", "--resume", "runs", "--dry-run"]) == 2
+    output, errors = capsys.readouterr()
+    assert "-m colocated_grpo --config runs/config.yaml --resume runs\n" in output
+    assert errors == "error: --resume='runs': no complete checkpoint in runs/checkpoints\n"
 
 
 # Errors
@@ -171,6 +193,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
         ("--gpus 1 --nproc 2", "--nproc=2: valid with --gpus 0 only; a GPU run has one process per GPU"),
         ("--gpus 0 --nproc 0", "--nproc=0: must be at least 1"),
         ("--nodes 0", "--nodes=0: must be at least 1"),
+        ("--nodes 2", "--master-addr: required with --nodes=2; it is the address of node 0"),
         ("--nodes 2 --node-rank 2", "--node-rank=2: must be at least 0 and less than --nodes=2"),
         ("--node-rank -1", "--node-rank=-1: must be at least 0 and less than --nodes=1"),
         ("--master-port 99999", "--master-port=99999: must be between 1 and 65535"),
@@ -191,7 +214,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
             "engine.tensor_parallel_size=2: must divide the number of ranks, 3",
         ),
         (
-            "--gpus 8 --nodes 8 --rollout.prompts_per_step 32",
+            "--gpus 8 --nodes 8 --master-addr node0 --rollout.prompts_per_step 32",
             "rollout.prompts_per_step=32: must be at least the number of engines, 64",
         ),
         (
@@ -259,11 +282,34 @@ def test_names_of_library_environments_are_accepted(config, eight_gpus, tmp_path
     assert "warning" not in capsys.readouterr().out
 
 
-def test_the_default_config_is_in_the_working_folder(tmp_path, eight_gpus, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main([]) == 2
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ([], "--config: required; it names the YAML file with model, data and settings"),
+        (["--resume"], "--resume auto: needs --config FILE, whose newest run it continues; --resume RUN needs none"),
+        (["--resume", "nope"], "--resume='nope': no such run folder"),
+        (["--resume", "model"], "--resume='model': no config.yaml in this folder; add --config FILE"),
+    ],
+)
+def test_without_a_config_the_error_says_what_to_give(config, eight_gpus, capsys, flags, line):
+    assert main(flags) == 2
+    first, *hints = capsys.readouterr().err.splitlines()
+    assert first == f"error: {line}"
+    assert [hint for hint in hints if not hint.startswith("  ")] == []
+    assert bool(hints) == (flags == [])
+
+
+def test_a_config_that_the_hint_names_exists(config, eight_gpus, capsys):
+    main([])
+    [file] = re.findall(r"--config (\S+\.yaml)", capsys.readouterr().err)
+    assert (ROOT / file).is_file()
+
+
+def test_a_machine_without_gpus_is_told_how_to_train_on_the_cpu(config, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    assert main(["-c", config, "--gpus", "4"]) == 2
     assert capsys.readouterr().err == (
-        "error: --config: required, as the default training_configs/dr_grpo_config.yaml does not exist in this folder\n"
+        "error: --gpus=4: no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); --gpus 0 uses the CPU\n"
     )
 
 
@@ -274,7 +320,7 @@ def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(con
     started = []
     monkeypatch.setattr(
         "colocated_grpo.launch.launcher.run_command",
-        lambda command, env, redirect: started.append((command, env, redirect)) or 7,
+        lambda command, env, redirect, _action: started.append((command, env, redirect)) or 7,
     )
     assert main(["--config", config, "--gpus", "2"]) == 7
     [(command, environment, redirect)] = started
@@ -293,7 +339,7 @@ def test_engine_sockets_are_deleted_with_the_run_where_their_paths_are_short_eno
     monkeypatch.setattr("tempfile.tempdir", str(parent))
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
 
-    def run_command(_command, environment, _redirect):
+    def run_command(_command, environment, _redirect, _action):
         assert (environment.get("VLLM_RPC_BASE_PATH") == environment["PET_LOG_DIR"]) == is_used
         return 7
 
@@ -305,7 +351,7 @@ def test_engine_sockets_are_deleted_with_the_run_where_their_paths_are_short_eno
 def test_torchruns_logs_are_deleted_with_the_run(config, eight_gpus, monkeypatch):
     folders = []
 
-    def run_command(_command, environment, _redirect):
+    def run_command(_command, environment, _redirect, _action):
         folder = Path(environment["PET_LOG_DIR"])
         assert folder.is_dir()
         folders.append(folder)
@@ -320,11 +366,11 @@ def test_torchruns_logs_are_deleted_with_the_run(config, eight_gpus, monkeypatch
 def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
     config, eight_gpus, monkeypatch, capsys, finishes, code
 ):
-    def run_command(_command, environment, _redirect):
+    def run_command(_command, environment, _redirect, _action):
         if finishes:
             monkeypatch.setenv(VERDICT_VARIABLE, environment[VERDICT_VARIABLE])
             monkeypatch.setattr("colocated_grpo.launch.cli._import_trainer", lambda: lambda *_, **__: None)
-            return _run(load_config(config), None, "any")
+            return _run(load_config(config), None, "any", RunOutput())
         return 0  # like os._exit(0) in a reward
 
     monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", run_command)
@@ -414,11 +460,29 @@ def test_the_command_uses_the_launchers_own_python():
     assert torchrun_command(launch())[0] == sys.executable
 
 
-def test_help_takes_less_than_three_tenths_of_a_second_of_cpu_time():
+def test_help_imports_hardly_more_than_the_standard_library_and_takes_a_fraction_of_a_second():
+    imported = modules_after(HELP) - modules_after("")
+    assert imported - sys.stdlib_module_names == {"colocated_grpo", "psutil"}
     seconds = []
-    for _ in range(5):
-        before = os.times()  # CPU time, as other work may occupy the cores
+    for _ in range(3):
+        before = os.times()
         subprocess.run([sys.executable, LAUNCHER, "--help"], stdout=subprocess.DEVNULL, check=True)
         after = os.times()
         seconds.append(sum(after[2:4]) - sum(before[2:4]))
-    assert min(seconds) < 0.3
+    assert min(seconds) < 0.9  # 0.2 on an idle machine; beside other work, CPU time grows too
+
+
+HELP = """
+from colocated_grpo.launch.launcher import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+"""
+
+
+def modules_after(code: str) -> set[str]:
+    """Return the top-level names of the modules that a new interpreter has imported after it ran `code`."""
+    code += "\nimport sys; print(*sys.modules, file=sys.stderr)"
+    names = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    return {name.partition(".")[0] for name in names.split()}

@@ -143,9 +143,9 @@ HUP, INT, TERM = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
 )
 def test_only_a_second_request_kills_and_a_hangup_never_does(monkeypatch, signals, killed):
     calls = []
-    monkeypatch.setattr(processes, "_request_stop", lambda process, action: calls.append("stop"))
     monkeypatch.setattr(processes, "kill_descendants", lambda spare: calls.append("kill"))
     stop = processes._StopSignals(set(), processes.STOP_RANKS)
+    monkeypatch.setattr(stop, "_request_stop", lambda process: calls.append("stop"))
     stop._process = object()
     for now, number in signals:
         monkeypatch.setattr(processes.time, "monotonic", lambda now=now: now)
@@ -196,6 +196,20 @@ def test_a_port_in_use_is_a_one_line_error():
         _, shown = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2
     assert shown == f"error: --master-port={port} on --master-addr=127.0.0.1: already in use; choose another port\n"
+
+
+def test_ranks_that_are_killed_before_they_can_report_it_end_with_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the launcher does, or torchrun prints a warning
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\nsignal.pause()\n"
+    )
+    process = start("-m", "colocated_grpo.launch.elastic", "--standalone", "--nproc-per-node", "2", str(script))
+    _, shown = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 1
+    [line] = shown.splitlines()
+    assert line.startswith("error: the run was ended from outside, rank 1 by SIGKILL: for example by the system ")
+    assert line.endswith("; --resume auto continues from the last checkpoint")
 
 
 def test_killing_the_launcher_ends_the_command():

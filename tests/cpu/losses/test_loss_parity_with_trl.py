@@ -6,6 +6,7 @@ A namespace replaces the trainer object that `GRPOTrainer` methods read settings
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,11 @@ from colocated_grpo.config.losses import (
     LossConfig,
 )
 from colocated_grpo.losses import Counts, LossInputs, make_denominator, make_loss
+from colocated_grpo.losses.parts import weighted_mean
+from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.summaries import rollout_metrics
+from colocated_grpo.types import Score
+from tests.support.small_policy import group_of, rollout_of
 
 GRPOTrainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
 
@@ -84,6 +90,7 @@ class Rows:
         self.current = self.old + 0.25 * torch.randn(shape, generator=generator)
         self.sampling = self.old + 0.25 * torch.randn(shape, generator=generator)
         self.ref = self.old + 0.5 * torch.randn(shape, generator=generator)
+        self.entropy = 3 * torch.rand(shape, generator=generator)
         self.trained = self.mask & self.tool_mask.bool()
 
 
@@ -108,7 +115,7 @@ def trl_trainer(rows: Rows, minibatches: int = 1, **settings: object) -> SimpleN
         return [[3]] * len(ids), ids, per_row(rows.tool_mask), [""] * len(ids), per_row(rows.sampling), {}, None, None
 
     def per_token(model: SimpleNamespace, *rest: object, **unused: object) -> tuple:
-        return logprobs[model.name], torch.zeros_like(rows.old), None  # log-probabilities, entropies, auxiliary loss
+        return logprobs[model.name], rows.entropy, None  # the last one is an auxiliary loss
 
     rewards = torch.tensor([[float("nan") if reward is None else reward] for reward in REWARDS])
     defaults = {
@@ -179,13 +186,9 @@ def our_advantages(config: AdvantageConfig) -> list[float]:
     return [a for group in group_advantages([REWARDS[:GROUP_SIZE], REWARDS[GROUP_SIZE:]], config) for a in group]
 
 
-def our_loss_and_gradient(
-    config: LossConfig, rows: Rows, advantages: list[float], on_policy: bool, minibatches: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Compute our loss on the same completions, packed; the gradient has TRL's padded shape."""
-    current = rows.current.clone().requires_grad_()
+def our_inputs(rows: Rows, advantages: list[float], on_policy: bool) -> LossInputs:
     packed = rows.mask
-    inputs = LossInputs(
+    return LossInputs(
         old_logprobs_N=None if on_policy else rows.old[packed],
         sampling_logprobs_N=rows.sampling[packed],
         ref_logprobs_N=rows.ref[packed],
@@ -194,9 +197,16 @@ def our_loss_and_gradient(
         sequence_N=torch.arange(len(LENGTHS)).unsqueeze(1).expand_as(rows.old)[packed],
         num_sequences=len(LENGTHS),
     )
+
+
+def our_loss_and_gradient(
+    config: LossConfig, rows: Rows, advantages: list[float], on_policy: bool, minibatches: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Compute our loss on the same completions, packed; the gradient has TRL's padded shape."""
+    current = rows.current.clone().requires_grad_()
     tokens = int(rows.trained.sum())
     counts = Counts(tokens=tokens, sequences=len(LENGTHS), batch_tokens=tokens, minibatches=minibatches)
-    loss_sum = make_loss(config)(current[packed], inputs).loss_sum
+    loss_sum = make_loss(config)(current[rows.mask], our_inputs(rows, advantages, on_policy)).loss_sum
     loss = loss_sum / make_denominator(config, MAX_COMPLETION_TOKENS)(counts)
     return loss.detach(), torch.autograd.grad(loss, current)[0]
 
@@ -236,6 +246,47 @@ def test_a_minibatch_is_divided_by_the_same_part_of_the_batch_tokens_as_in_trl(o
         our_loss_and_gradient(config, rows, advantages, on_policy=False, minibatches=3),
         trl_loss_and_gradient(trainer, inputs),
     )
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "bnpo", "dapo"])
+def test_metrics_over_tokens_equal_trl(objective: str):
+    config_class, _, theirs = OBJECTIVES[objective]
+    rows = Rows()
+    trainer = trl_trainer(rows, beta=0.3, epsilon_low=0.02, epsilon_high=0.03, **theirs)
+    trl_loss_and_gradient(trainer, scored_by_trl(trainer))
+    correction, kl = CorrectionConfig(cap=1.2), KLConfig(coef=0.3)
+    config = config_class(clip_low=0.02, clip_high=0.03, correction=correction, kl=kl)
+    inputs = our_inputs(rows, our_advantages(AdvantageConfig()), on_policy=False)
+    metrics = Metrics("cpu")
+    metrics.add(make_loss(config)(rows.current[rows.mask], inputs).metrics)
+    metrics.add({"entropy": weighted_mean(rows.entropy[rows.mask], inputs.loss_mask_N)})
+    row = reduce(metrics, lambda _: None, lambda _: None)
+    shown = {name: value for name, [value] in trainer._metrics["train"].items()}
+    assert row["entropy"] == pytest.approx(shown["entropy"], rel=1e-5)
+    assert row["kl"] == pytest.approx(shown["kl"], rel=1e-5)
+    for bound in ("low", "high"):
+        assert shown[f"clip_ratio/{bound}_mean"] > 0
+        assert row[f"clip_fraction/{bound}"] == pytest.approx(shown[f"clip_ratio/{bound}_mean"], rel=1e-5)
+    difference = "sampling/sampling_logp_difference"
+    assert row["mismatch/abs"] == pytest.approx(shown[f"{difference}/mean"], rel=1e-5)
+    assert row["mismatch/max"] == pytest.approx(shown[f"{difference}/max"], rel=1e-5)
+
+
+def test_metrics_of_rewards_equal_trl():
+    trainer = trl_trainer(Rows())
+    scored_by_trl(trainer)
+    shown = {name: value for name, [value] in trainer._metrics["train"].items()}
+    scores = [Score(reward=reward, parts={} if reward is None else {"reward": reward}) for reward in REWARDS]
+    rollouts = [replace(rollout_of([3], [7]), score=score) for score in scores]
+    row = rollout_metrics([group_of(0, rollouts[:GROUP_SIZE]), group_of(1, rollouts[GROUP_SIZE:])], policy_version=0)
+    names = {
+        "reward": "reward",
+        "reward_std": "reward_std",
+        "reward/reward": "rewards/reward/mean",
+        "reward_std/reward": "rewards/reward/std",
+        "groups/constant": "frac_reward_zero_std",
+    }
+    assert {name: row[name] for name in names} == pytest.approx({name: shown[each] for name, each in names.items()})
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

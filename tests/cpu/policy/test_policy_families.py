@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,11 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from colocated_grpo.batching import MicroBatch
+from colocated_grpo.config import model_support
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.loading import build_model
 from colocated_grpo.policy.model import build_empty, read_model_config, reshard
 from colocated_grpo.runtime.distributed import World
+from tests.support.families import GEMMA4_LARGE, SETTINGS, WINDOW
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,
@@ -25,20 +26,14 @@ from tests.support.small_policy import (
     pack_for,
     policy_of,
     random_groups,
+    rounding,
     weights_of,
     whole,
 )
 
-WINDOW = {"sliding_window": 3}
-FAMILIES = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma": {},
-    "mistral": {"edits": WINDOW},
-    "gemma3": {"edits": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}},
-    "gemma3 with soft-capped logits": {"edits": WINDOW | {"final_logit_softcapping": 2.0}},
-    "gpt2": {},
+FAMILIES = SETTINGS | {
+    "gemma3 with soft-capped logits": WINDOW | {"final_logit_softcapping": 2.0},
+    "gemma4 with keys as values": GEMMA4_LARGE,
 }
 TYING = {"tied": True, "untied": False}
 
@@ -75,7 +70,7 @@ def one_by_one_forward(folder: Path, micro_batch: MicroBatch) -> tuple[torch.Ten
 def test_packed_log_probabilities_and_gradients_equal_those_of_one_sequence_at_a_time(
     world, model_folder, family, tied
 ):
-    folder = model_folder(family.split()[0], tied=tied, **FAMILIES[family])
+    folder = model_folder(family.split()[0], tied=tied, edits=FAMILIES[family])
     micro_batch = micro_batch_of(world, folder)
     expected, expected_gradients = one_by_one_forward(folder, micro_batch)
     assert expected.std() > 0.1, "tokens must differ in probability"
@@ -83,14 +78,15 @@ def test_packed_log_probabilities_and_gradients_equal_those_of_one_sequence_at_a
         actual, gradients = packed_forward(world, folder, micro_batch, gradient_checkpointing=checkpointing)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         assert sorted(gradients) == sorted(expected_gradients)
-        assert_same(dict(sorted(gradients.items())), dict(sorted(expected_gradients.items())), rtol=1e-3, atol=2e-5)
+        atol = max(2e-5, rounding(expected_gradients))
+        assert_same(dict(sorted(gradients.items())), dict(sorted(expected_gradients.items())), rtol=1e-3, atol=atol)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gemma4", "olmo3"])
 def test_the_sliding_window_changes_the_log_probabilities(world, model_folder, family):
     """Otherwise the test above would pass with windows ignored on both sides."""
-    folder = model_folder(family, tied=True, **FAMILIES[family])
-    wide = model_folder(family, tied=True, edits={**FAMILIES[family]["edits"], "sliding_window": 64})
+    folder = model_folder(family, tied=True, edits=FAMILIES[family])
+    wide = model_folder(family, tied=True, edits=FAMILIES[family] | {"sliding_window": 64})
     micro_batch = micro_batch_of(world, folder)
     (narrow_logprobs, _), (wide_logprobs, _) = (packed_forward(world, f, micro_batch) for f in (folder, wide))
     assert (narrow_logprobs - wide_logprobs).abs().max() > 1e-3
@@ -193,32 +189,19 @@ def test_a_folder_without_weights_is_rejected_in_one_line(world, model_folder, t
         policy_of(config_of(tmp_path), world)
 
 
-def test_models_that_scale_their_logits_are_rejected(model_folder, tmp_path):
-    config = json.loads((model_folder() / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"logit_scale": 0.5}))
-    with pytest.raises(ConfigError, match="logit_scale"):
-        read_model_config(config_of(tmp_path).model, tmp_path)
+def test_a_policy_is_not_built_for_a_model_that_does_not_train(world, model_folder):
+    with pytest.raises(ConfigError, match=r"^model.name='.*': model type 'gemma2' does not train .* soft-capped"):
+        policy_of(config_of(model_folder("gemma2")), world)
 
 
-def test_attention_with_soft_capped_scores_is_rejected(world, model_folder):
-    folder = model_folder("gemma2")
-    with pytest.raises(ConfigError, match="gemma2"):
-        policy_of(config_of(folder), world).score(micro_batch_of(world, folder))
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "minimax", "jamba"])
-def test_models_with_layers_that_carry_a_state_are_rejected(family):
-    """The state would leak between packed sequences, and the freshness check, which scores only one, would pass."""
-    layers = {"lfm2": {"layer_types": ["conv", "full_attention"]}}.get(family, {})
-    with pytest.raises(ConfigError, match=f"model type '{family}': layers that carry a state") as caught:
-        build_empty(AutoConfig.for_model(family, num_hidden_layers=2, **layers), 64, trust_remote_code=False)
-    assert "\n" not in str(caught.value)
-
-
-def test_attention_within_chunks_is_rejected():
-    """Packed attention would ignore the chunks, because they are part of the mask that it does not use."""
-    with pytest.raises(ConfigError, match="model type 'llama4_text': attention within chunks"):
-        build_empty(AutoConfig.for_model("llama4_text", num_hidden_layers=2), 64, trust_remote_code=False)
+@pytest.mark.parametrize(
+    ("family", "reason"), [("mamba", "layers that carry a state"), ("bloom", "attention outside transformers'")]
+)
+def test_a_model_that_no_rule_names_is_rejected_by_its_modules(family, reason, monkeypatch):
+    """Models with code of their own have types that no rule knows."""
+    monkeypatch.setattr(model_support, "RULES", ())
+    with pytest.raises(ConfigError, match=f"model type '{family}': {reason}"):
+        build_empty(AutoConfig.for_model(family, num_hidden_layers=2), 64, trust_remote_code=False)
 
 
 def test_a_model_before_loading_has_rotary_frequencies_but_no_parameter_storage(model_folder):

@@ -133,7 +133,7 @@ def test_single_completions_are_admitted_together_and_keep_all_slots_busy():
     collector_of(engine, SumScorer(), single_rank_world()).collect(job_of(256, group_size=1))
     entries = len(set(entered))
     assert entries < 256 / 8
-    # An entry takes three steps from everybody. Made whenever a seat falls free: 3.6 times the steps of full seats.
+    # An entry takes three steps from all. Made whenever a seat falls free: 3.6 times the steps of full seats.
     assert len(entered) + 3 * entries < 1.75 * sum(steps) / 32
 
 
@@ -184,14 +184,15 @@ def user_reward(name: str) -> RewardScorer:
 
 def test_a_reward_that_raises_costs_that_completion_only():
     groups = collector_of(FakeEngine(), user_reward("even_only"), single_rank_world()).collect(job_of(8))
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    for rollout in rollouts:
+    rollouts = [(rollout, group.rollouts) for group in groups for rollout in group.rollouts]
+    for rollout, siblings in rollouts:
         odd = len(rollout.text.split()) % 2
-        assert rollout.score.reward == (None if odd else 2.0)
+        all_odd = all(len(sibling.text.split()) % 2 for sibling in siblings)
+        assert rollout.score.reward == ((None if all_odd else 0.0) if odd else 2.0)
         line = even_only.__code__.co_firstlineno + 2
         error = f"even_only: ValueError: odd length (test_collect.py, line {line})"
         assert rollout.score.error == (error if odd else None)
-    assert {rollout.score.reward for rollout in rollouts} == {None, 2.0}
+    assert {rollout.score.reward for rollout, _ in rollouts} >= {0.0, 2.0}
 
 
 def test_a_wrong_number_of_rewards_costs_that_prompt_only():

@@ -332,7 +332,7 @@ def test_sampling_time_does_not_count_toward_the_tool_timeout():
 
 @pytest.fixture
 def never():
-    """What a blocking tool waits for; set at the end, so that its thread does not outlive the test."""
+    """The event that a blocking tool waits for; set at the end, so that its thread does not outlive the test."""
     event = threading.Event()
     yield event
     event.set()

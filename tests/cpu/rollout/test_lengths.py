@@ -141,7 +141,7 @@ def test_least_recently_sampled_prompts_are_forgotten_first(monkeypatch):
 
 @pytest.mark.parametrize("between", [True, False])
 def test_a_forgotten_order_is_the_same_after_a_resume(monkeypatch, between):
-    """What is forgotten depends on when it was seen: the state keeps that order through JSON."""
+    """The oldest lengths are forgotten first: the state keeps that order through JSON."""
     monkeypatch.setattr(lengths, "REMEMBERED", 4)
     expected = ExpectedLengths()
     expected.record([group_of(prompt_of(row), 10 + row) for row in (3, 1, 0, 2, 3)])

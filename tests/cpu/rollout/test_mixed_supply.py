@@ -1,4 +1,4 @@
-"""Prompts of the run and groups from outside in one batch: nobody waits for the other side, nothing is mixed up."""
+"""Prompts of the run and groups from outside in one batch: neither side waits for the other, and both stay apart."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,14 +50,15 @@ def config(folder: Path, run_in: str, **rollout: object) -> Settings:
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("blocking")
     short = {"reward_timeout": 1.0}
+    none = {"reward_timeout": 3600.0}  # the stop alone ends these runs
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(kind(folder / name / "out", config(folder / name, run_in, **limit)))
             for name, kind, run_in, limit in [
-                ("stopped", LaunchedRun, "thread", {}),
-                ("killed", LaunchedRun, "thread", {}),
+                ("stopped", LaunchedRun, "thread", none),
+                ("killed", LaunchedRun, "thread", none),
                 ("process", ForkedRun, "auto", short),
-                ("thread", ForkedRun, "thread", short),
+                ("thread", partial(LaunchedRun, ranks=2), "thread", short),
             ]
         }
 
@@ -68,14 +70,16 @@ def test_in_a_process_it_costs_its_completions_and_the_run_goes_on(runs):
     assert errors == {None, f"no reward within rollout.reward_timeout=1 s, in {PLACE}"}
 
 
-def test_in_a_thread_it_ends_the_run_with_one_line(runs):
+def test_in_a_thread_it_ends_all_ranks_with_one_line(runs):
     run = runs["thread"]
-    assert run.wait() != 0
-    assert run.stderr.splitlines() == [
+    assert run.wait() == 1
+    [line] = run.stderr.splitlines()
+    assert line.replace("rank 1 could", "rank 0 could") == (
         f"error: rollout.reward_timeout=1: no thread of rank 0 could run, because {PLACE} holds Python's interpreter "
         "lock; the rank was killed; --resume auto continues from the last checkpoint"
-    ]
+    )
     assert len(run.rows("train")) == 1
+    assert run.processes() == []
 
 
 def test_a_stop_and_the_death_of_the_launcher_end_all_processes_within_seconds(runs):
@@ -91,3 +95,5 @@ def test_a_stop_and_the_death_of_the_launcher_end_all_processes_within_seconds(r
             assert time.monotonic() - since < SECONDS_TO_END, left
     assert time.monotonic() - since < SECONDS_TO_END
     assert stopped.stderr.splitlines()[-1].startswith(f"error: a stop was requested, and {PLACE} holds Python's")
+    assert files.read_summary(stopped.folder)["error"].startswith(f"a stop was requested, and {PLACE} holds Python's")
+    assert files.read_summary(killed.folder) == {}, "its launcher died too: nothing is left to record the end"

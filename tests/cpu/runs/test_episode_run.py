@@ -91,7 +91,8 @@ def test_stored_rollouts_show_whole_conversations(run, capsys):
             assert f"<|user|>turn {turn}<|end|><|assistant|>" in row["completion"]
         assert f"turn {turns}" not in row["completion"]
     assert show_rollouts.main([str(run.folder)]) == 0
-    assert "<|user|>turn 1" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "turn 1" in shown and "<|user|>" not in shown
     assert "turn 1" in (run.folder / "report.html").read_text()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
 
+from colocated_grpo.tracking import files
 from tests.support.faulty_runs import failed, faulty
 from tests.support.training_runs import (
     ForkedRun,
@@ -41,6 +43,20 @@ def test_a_rank_that_raises_ends_all_ranks_and_its_traceback_is_shown_last(tmp_p
     last = run.stderr[run.stderr.rindex("Root Cause") :]
     assert "rank      : 1" in last
     assert "ZeroDivisionError: the defect of rank 1" in last
+    summary = files.read_summary(run.folder)
+    place = summary.pop("where")
+    assert summary == {
+        "state": "failed",
+        "steps": 2,
+        "error": "ZeroDivisionError: the defect of rank 1",
+        "exit_code": 1,
+        "rank": 1,
+        "step": 2,
+    }
+    assert place.startswith("broken (faulty.py, line ")
+    assert "the defect of rank 1" in (run.folder / "report.html").read_text()
+    log = (run.folder / "run.log").read_text()
+    assert "step  1/10" in log and "Traceback" in log and "ZeroDivisionError: the defect of rank 1" in log
 
 
 def test_a_rank_that_fails_to_build_ends_the_other_ranks(tmp_path):
@@ -48,6 +64,28 @@ def test_a_rank_that_fails_to_build_ends_the_other_ranks(tmp_path):
     run = failed(LaunchedRun(tmp_path, config, ranks=2))
     [line] = run.stderr.splitlines()
     assert "ImportError: not on this rank" in line
+
+
+STOPS_TO_READ_DATA = """
+class Faulty(Faulty):
+    def prompts(self, seed, split):
+        print("reading", flush=True)
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("begun", ["Co-located GRPO", "reading"], ids=["before a rank runs", "while it is built"])
+def test_an_interrupt_during_the_start_is_one_line_and_leaves_no_run_folder(tmp_path, begun):
+    with LaunchedRun(tmp_path, faulty(tmp_path, STOPS_TO_READ_DATA)) as run:
+        run.wait_until(lambda: begun in run.stdout)
+        since = time.monotonic()
+        run.launcher.send_signal(signal.SIGINT)
+        assert run.wait(SECONDS_TO_END) == 130, run.tail()
+        assert time.monotonic() - since < SECONDS_TO_END
+        assert run.processes() == []
+    assert run.stderr == "\nstopping during start-up, before the first step\n"
+    assert "Traceback" not in run.stdout
+    assert not run.folder.exists()
 
 
 CORRUPTS_RANK_1 = """

@@ -69,6 +69,7 @@ def first_step_of_last_start(run: TrainingRun) -> int:
 def test_an_interrupt_saves_a_checkpoint_and_the_run_resumes_bit_for_bit(tmp_path):
     with LaunchedRun(tmp_path, deterministic(checkpoint={"every": 0}), ranks=2) as run:
         run.wait_for_step(5)
+        assert run.listening() == {"127.0.0.1"}, "the ranks of one node cannot be reached from a network"
         run.launcher.send_signal(signal.SIGINT)
         assert run.wait(SECONDS_TO_END) == 130, run.tail()
         assert run.processes() == []
@@ -76,7 +77,7 @@ def test_an_interrupt_saves_a_checkpoint_and_the_run_resumes_bit_for_bit(tmp_pat
     assert 5 < done < STEPS
     assert newest_step(run) == done
     assert checkpoints(run) == [f"step_{done:06d}"]
-    assert files.read_summary(run.folder)["outcome"] == "stopped"
+    assert files.read_summary(run.folder)["state"] == "stopped"
     resumed = train(tmp_path, deterministic(checkpoint={"every": 0}), "--resume", str(run.folder), ranks=2)
     assert starts(resumed) == [0, done]
     assert_equals_the_uninterrupted(resumed, ranks=2)

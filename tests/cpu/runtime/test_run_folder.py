@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from colocated_grpo.runtime.run_folder import (
     STATE_FILE,
     check_resumed,
     choose_run_folder,
+    is_locked,
     lock_folder,
     removed_if_unused,
 )
@@ -194,3 +197,24 @@ def test_a_run_that_fails_to_build_leaves_a_folder_only_where_it_has_written_a_f
         raise KeyError
     assert folder.exists() is used
     assert (folder / LOCK_FILE).exists() is used
+
+
+LOCKS = """
+import fcntl, sys
+lock = open(sys.argv[1], "a")
+fcntl.lockf(lock, fcntl.LOCK_EX)
+print("locked", flush=True)
+input()
+"""
+
+
+def test_a_folder_is_locked_while_another_process_trains_in_it(tmp_path):
+    assert not is_locked(tmp_path)
+    (tmp_path / LOCK_FILE).touch()
+    assert not is_locked(tmp_path)
+    command = [sys.executable, "-c", LOCKS, str(tmp_path / LOCK_FILE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"locked\n"
+        assert is_locked(tmp_path)
+        other.kill()
+    assert not is_locked(tmp_path)

@@ -100,7 +100,7 @@ def test_an_adapter_is_exchanged_in_the_running_server_and_after_a_crash(server,
 
 
 def test_a_server_gives_the_result_of_a_colocated_run_bit_for_bit(server, task, tmp_path):
-    """Of prompts that decode together: the engines of both runs admit them in one step."""
+    """With prompts that decode together: the engines of both runs admit them in one step."""
     changes = {"rollout": {"prompts_per_step": 2}}
     alone = train(tmp_path / "colocated", work(task, **changes))
     served = train(tmp_path / "served", work(task, server, **changes))

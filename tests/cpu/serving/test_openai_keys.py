@@ -74,7 +74,9 @@ def test_a_key_with_an_effect_is_rejected_by_name_unless_its_value_has_none(modu
 
 
 def test_keys_without_effect_are_ignored(module_server):
-    module_server.post("/v1/chat/completions", {**CHAT, **dict.fromkeys(IGNORED, "x"), "unknown": 1})
+    plain = module_server.post("/v1/chat/completions", {**CHAT, "seed": 7})
+    body = {**CHAT, "seed": 7, **dict.fromkeys(IGNORED, "x"), "unknown": 1}
+    assert module_server.post("/v1/chat/completions", body)["choices"] == plain["choices"]
 
 
 def test_stop_strings_are_returned_if_asked_for(module_server):

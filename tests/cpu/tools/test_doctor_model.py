@@ -176,6 +176,7 @@ def test_checkpoints_and_exports_are_counted():
     assert size("--checkpoint.export_every", "50") == pytest.approx(3 * 12 + 3 * 2)
     assert size("--checkpoint.final", "false", "--checkpoint.keep_last", "1") == pytest.approx(2 * 12)
     assert size("--policy.lora", "{}") < 0.5
+    assert size("--evaluation.keep_best", "held_out/reward") == pytest.approx(4 * 12 + 2 * 2)
 
 
 @pytest.fixture

@@ -94,10 +94,21 @@ def test_the_report_loads_nothing_external(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import|https?://", path.read_text(encoding="utf-8"))
 
 
+def test_the_report_has_one_curve_for_each_environment() -> None:
+    rows = [
+        {"kind": "train", "step": step, "env/a:x/reward": step, "env/b/reward": 2 * step, "env/b/reward_std": step}
+        for step in range(3)
+    ]
+    page = "".join(chart_sections(rows))
+    assert page.count("Reward by environment") == 1
+    assert "a:x <b>2</b>" in page and "b <b>4</b>" in page
+    assert "reward_std" not in page
+
+
 def test_a_run_killed_after_one_step_gets_a_report(tmp_path: Path) -> None:
     TrackedRun(tmp_path).train(last_step=1)
     page = Page(write_report(tmp_path))
-    assert "still running, or killed" in page.text and "reward = 0" in page.text
+    assert "did not end properly" in page.text and "reward = 0" in page.text
 
 
 def test_rebuilding_the_report_gives_the_same_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ import yaml
 
 from colocated_grpo.config import Config
 from colocated_grpo.errors import RunError
-from colocated_grpo.tracking import NullTracker, Tracker, files, make_tracker, sinks
+from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker, sinks
 from colocated_grpo.tracking.text import duration, number, visible
 from colocated_grpo.types import Group
 from tests.support.paths import ROOT
-from tests.support.tracked_run import HOSTILE, TrackedRun, config_of, groups_of, rollout_of, row_of
+from tests.support.tracked_run import HOSTILE, TrackedRun, config_of, groups_of, output_of, rollout_of, row_of
 
 
 def test_every_step_is_one_console_line_and_one_row_with_all_metrics(tmp_path: Path) -> None:
@@ -42,6 +43,22 @@ def test_the_line_of_a_step_shows_failed_rewards_and_dropped_prompts_when_there_
     without, with_errors = [line for line in run.printed.splitlines() if line.startswith("step ")]
     assert "errors" not in without and "dropped" not in without
     assert "errors 3  dropped 6" in with_errors
+
+
+def test_errors_of_scoring_are_shown_once_for_each_environment(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path).train(last_step=0)
+    unread, failed = rollout_of(0.0, "x", "reward: ValueError: 'x'"), rollout_of(None, "y", "OSError: judge is down")
+    for step in range(2):
+        row = {**row_of(step), "unscorable": 2.0}
+        run.tracker.flush(step, row, [replace(groups_of(step)[0], rollouts=[unread, unread, failed])])
+    lines = run.printed.splitlines()
+    assert [line for line in lines if "completions of sort" in line] == [
+        "step 0: 2 of 3 completions of sort could not be read by the scorer and got no credit (metric unscorable; "
+        "shown once); the first: reward: ValueError: 'x'",
+        "step 0: 1 of 3 completions of sort have no reward, because scoring failed (metric reward_errors; shown once); "
+        "the first: OSError: judge is down",
+    ]
+    assert sum("unscorable 2" in line for line in lines) == 2
 
 
 def test_the_banner_shows_model_ranks_loss_batch_and_folder(tmp_path: Path) -> None:
@@ -242,7 +259,7 @@ def test_the_environment_file_records_package_versions_and_the_command(tmp_path:
 def test_the_summary_has_the_held_out_reward_before_and_after_and_is_removed_on_resume(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path).train().finish()
     assert files.read_summary(tmp_path) == {
-        "outcome": "finished",
+        "state": "finished",
         "steps": 6,
         "held_out_reward": {"before": {"step": 0, "value": 0.2}, "after": {"step": 6, "value": pytest.approx(0.8)}},
     }
@@ -262,12 +279,12 @@ def test_each_atropos_batch_replaces_the_previous_one(tmp_path: Path) -> None:
 def test_close_works_before_the_start_before_the_first_step_and_twice(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path / "never started")
     run.tracker.note("loading")
-    run.tracker.close("failed: out of memory")
+    run.tracker.close("stopped")
     assert "loading" in run.printed and not run.run_dir.exists()
     run = TrackedRun(tmp_path / "no step").train(last_step=0)
-    run.tracker.close("failed: bad reward")
-    run.tracker.close("failed: bad reward")
-    assert run.printed.count("failed: bad reward after 0 steps") == 1
+    run.tracker.close("stopped")
+    run.tracker.close("stopped")
+    assert run.printed.count("stopped after 0 steps") == 1
     assert not (run.run_dir / "report.html").exists()
 
 
@@ -289,10 +306,10 @@ def test_a_run_continues_after_its_terminal_or_pipe_closes(
     monkeypatch.setattr(sys, "stdout", FailingOutput())
     config = config_of(console=mode)
     run = TrackedRun(tmp_path, config)
-    run.tracker = make_tracker(config, tmp_path, is_main=True)
+    run.tracker = make_tracker(tmp_path, output_of(config), is_main=True)
     run.train().finish()
     assert len(files.read_metrics(tmp_path)) == 10
-    assert files.read_summary(tmp_path)["outcome"] == "finished"
+    assert files.read_summary(tmp_path)["state"] == "finished"
 
 
 def test_a_run_continues_after_user_code_closes_standard_output(
@@ -300,16 +317,16 @@ def test_a_run_continues_after_user_code_closes_standard_output(
 ) -> None:
     run = TrackedRun(tmp_path)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    run.tracker = make_tracker(config_of(), tmp_path, is_main=True)
+    run.tracker = make_tracker(tmp_path, output_of(config_of()), is_main=True)
     run.train(last_step=2)
     sys.stdout.close()
     run.train(first_step=3).finish()
-    assert files.read_summary(tmp_path)["outcome"] == "finished"
+    assert files.read_summary(tmp_path)["state"] == "finished"
 
 
 def test_steps_are_shown_even_if_user_code_redirects_standard_output(tmp_path: Path, capsys) -> None:
     run = TrackedRun(tmp_path)
-    run.tracker = make_tracker(config_of(), tmp_path, is_main=True)
+    run.tracker = make_tracker(tmp_path, output_of(config_of()), is_main=True)
     with redirect_stdout(io.StringIO()):
         run.train()
     assert "step 5/6" in capsys.readouterr().out
@@ -320,7 +337,7 @@ def test_the_null_tracker_has_the_same_methods() -> None:
         return {name: str(inspect.signature(f)) for name, f in vars(cls).items() if callable(f) and name[0] != "_"}
 
     assert methods(Tracker) == methods(NullTracker)
-    assert isinstance(make_tracker(config_of(), Path("unused"), is_main=False), NullTracker)
+    assert isinstance(make_tracker(Path("unused"), RunOutput(), is_main=False), NullTracker)
 
 
 def test_tracking_and_its_tools_import_no_torch() -> None:
@@ -335,11 +352,13 @@ def test_tracking_and_its_tools_import_no_torch() -> None:
 LIVE_PROGRAM = """
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from tests.support.tracked_run import config_of, groups_of, row_of
+from tests.support.tracked_run import config_of, groups_of, output_of, row_of
 from colocated_grpo.tracking import make_tracker
-tracker = make_tracker(config_of(console="auto"), Path({run_dir!r}), is_main=True)
+config = config_of(console="auto")
+tracker = make_tracker(Path({run_dir!r}), output_of(config), is_main=True)
 tracker.start(config_of(), {{}}, 0)
 tracker.flush(0, row_of(0), groups_of(0))
 tracker.note("a note [bold] between")

@@ -12,6 +12,8 @@ import pytest
 
 from colocated_grpo.config.atropos import ServerConfig
 from colocated_grpo.web.bodies import BUFFERED_BODIES
+from tests.chaos import bodies as servers
+from tests.chaos.hostile_requests import Route, Target, send_all
 from tests.support.engine_server_process import engine_server_process
 from tests.support.hostile_bodies import MIB, SIZE, Cost, bodies, cost_of
 from tests.support.servers import EMBEDDED, ApiProcess
@@ -25,6 +27,7 @@ ENGINE_ROUTES = {
     "/v1/chat/completions": (b"messages", b"model"),
 }
 """Route -> keys of a list and of a text."""
+RANDOM_REQUESTS = 300
 GROUP = b'"masks": [[1]], "scores": [1], "tokens": [[1]], '
 
 
@@ -106,3 +109,19 @@ def test_large_bodies_that_never_end_leave_room_for_ordinary_requests(engine):
     client.close()
     for connection in connections:
         connection.close()
+
+
+def test_no_random_request_makes_the_engine_server_fail(engine):
+    assert_answered(engine[1], servers.ENGINE, ENGINE_BODY_BYTES)
+
+
+def test_no_random_request_makes_the_api_server_fail(api):
+    assert_answered(api.port, servers.API, SIZE)
+
+
+def assert_answered(port: int, routes: tuple[Route, ...], largest: int) -> None:
+    outcomes = send_all(Target(port, routes, None, largest), seed=3, count=RANDOM_REQUESTS, threads=2)
+    assert outcomes.total() == RANDOM_REQUESTS
+    assert outcomes["200"] and outcomes["400"] + outcomes["422"] > RANDOM_REQUESTS / 2
+    expected = {"200", "400", "403", "405", "411", "413", "415", "422", "503", "broken off", "closed"}
+    assert set(outcomes) <= expected, outcomes

@@ -55,7 +55,10 @@ def test_a_run_on_other_libraries_trains_and_reports_finite_numbers(run):
         assert row["reward_errors"] == 0
         assert row["mismatch/max"] < 1e-4 or row["staleness"] > 0, "turns that waited for their game to end are stale"
         assert 0 <= row["reward/finished"] <= 1
+        assert {f"env/{name}/{metric}" for name in (GAME, LAKE) for metric in ("reward", "unscorable")} <= row.keys()
+        assert 0 < row["env/textarena:TicTacToe-v0/completion_tokens"] <= row["completion_tokens/max"]
     assert rows[-1]["grad_norm"] > 0
+    assert f"held_out/env/{LAKE}/reward" in run.rows(files.EVALUATION)[0]
 
 
 def test_recorded_rollouts_contain_games_and_walks(run):

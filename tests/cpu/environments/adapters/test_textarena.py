@@ -12,10 +12,11 @@ import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.adapters.textarena_game import TextArenaGame, random_move
+from colocated_grpo.environments.base import AnswerError
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.user_code.isolation import isolated
 from tests.support.adapter_play import items, items_from, observations, played, saying
-from tests.support.arena_games import HASTY
+from tests.support.arena_games import BRITTLE, BROKEN, HASTY, UNORDERED
 from tests.support.paths import ROOT
 
 MAFIA = {"players": 6, "options": {"discussion_rounds": 1}}
@@ -125,6 +126,23 @@ def test_an_observation_contains_new_messages_only_and_none_of_the_policy():
     assert "[Player 0]" not in first and "[Player 1]" in first and "Your goal" not in first
     assert "cell 4 is already occupied" in second
     assert (rollout.score.reward, rollout.score.parts["illegal"], rollout.score.parts["finished"]) == (-1, 1, 1)
+
+
+def test_a_reply_on_which_the_game_raises_loses_and_a_game_that_always_raises_shows():
+    episode = arena(BRITTLE, seat=0, unfinished_reward=-0.5)
+    with pytest.raises(AnswerError, match="IndexError: the table fell over") as caught:
+        played(episode, items(episode, 1)[0], saying("[4]", "crash"))
+    assert caught.value.reward == -0.5
+    with pytest.raises(IndexError, match="never worked"):
+        episode = arena(BROKEN, seat=0)
+        played(episode, items(episode, 1)[0], saying("[4]"))
+
+
+def test_a_game_that_records_replies_in_the_wrong_order_can_be_played():
+    episode = arena(UNORDERED, seat=0)
+    rollout = played(episode, items(episode, 1)[0], saying("[4]", "nothing"))
+    assert (rollout.score.reward, rollout.score.parts["illegal"]) == (-1, 1)
+    assert all("nothing" not in read for read in observations(rollout))
 
 
 def test_thoughts_are_not_part_of_a_move():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import random
 from base64 import b64decode, b64encode
@@ -152,7 +153,7 @@ def test_every_call_has_its_own_random_stream():
 def test_a_commit_does_not_copy_the_table(monkeypatch):
     environment = batcher()
     turns = environment.next_batch()
-    monkeypatch.setattr(tossim.pickle, "dumps", lambda table: pytest.fail("the table was copied"))
+    monkeypatch.setattr(tossim.cloudpickle, "dumps", lambda table: pytest.fail("the table was copied"))
     for turn in turns:
         environment.commit(turn, GOOD)
     [(_, said, players)] = state(environment)
@@ -184,6 +185,26 @@ def test_batchers_print_nothing_and_leave_the_global_random_state_alone(capsys):
     environment.score(environment.next_batch()[0], [GOOD])
     assert random.random() == expected
     assert capsys.readouterr().out == ""
+
+
+def test_log_files_have_each_committed_action_once_and_nothing_is_printed(tmp_path, capfd):
+    """Two environments, as on rank 0: one scores, one plays. Its games end and are replaced."""
+    environment, scorer = (batcher("Logged", folder=str(tmp_path / name), last_day=2) for name in ("play", "score"))
+    environment.add_game()
+    committed = []
+    for step in range(8):
+        for number, turn in enumerate(environment.next_batch()):
+            assert [each.reward for each in scorer.score(turn, [GOOD, BAD, MALFORMED])] == [1.0, 0.0, -1.0]
+            committed.append(f"<think>{step}.{number}</think><wait/>")
+            environment.commit(turn, committed[-1])
+        if step == 4:
+            environment.restore(json.loads(json.dumps(environment.snapshot())))
+    games = [file.read_text().splitlines() for file in sorted(tmp_path.glob("play/*/actions.log"))]
+    assert sorted(line for game in games for line in game if line != "game") == sorted(f"act {t}" for t in committed)
+    assert len(games) == 4 and min(map(len, games)) > 1
+    assert [file.read_text() for file in tmp_path.glob("score/*/actions.log")] == ["game\n"]
+    assert capfd.readouterr() == ("", "")
+    assert not logging.getLogger("social_batchers.actions").handlers
 
 
 def test_a_snapshot_that_names_the_former_class_of_its_tables_is_restored(monkeypatch):

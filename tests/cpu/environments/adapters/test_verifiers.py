@@ -127,7 +127,8 @@ def test_chat_messages_are_used_as_they_are(taskset):
         ({"task": "Bare", "more": BARE}, "its tasks have no rewards"),
         ({"prompt": "None"}, "its tasks have no prompt"),
         ({"config": {"rows": 0}}, "has no tasks"),
-        ({"config": {"row": 3}}, "row"),
+        ({"config": {"row": 3}}, "args.config.row: unknown key of taskset 'sums_"),
+        ({"config": {"rows": "x"}}, "args.config.rows='x': Input should be a valid integer"),
         ({"max_turns": 3}, "unknown argument 'max_turns'"),
     ],
 )

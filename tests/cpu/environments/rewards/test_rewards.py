@@ -108,7 +108,7 @@ def test_async_functions_run_on_one_loop_from_all_threads():
     assert len(loops) == 1
 
 
-def test_an_exception_costs_only_the_completion_that_causes_it():
+def test_an_exception_on_an_answer_gives_that_answer_alone_no_credit():
     calls = []
 
     def reward(completions, **kwargs):
@@ -119,18 +119,49 @@ def test_an_exception_costs_only_the_completion_that_causes_it():
         return [1.0] * len(completions)
 
     scores = score(scorer_of(reward, other), ["1", "0", "x", "2"])
-    assert [one.reward for one in scores] == [2.0, None, None, 1.5]
+    assert [one.reward for one in scores] == [2.0, 1.0, 1.0, 1.5]
+    assert [one.unscorable for one in scores] == [False, True, True, False]
     assert scores[1].error.startswith("reward: ZeroDivisionError: ")
     assert scores[2].error.startswith("reward: ValueError: invalid literal")
-    assert scores[1].parts == {"other": 1.0}
+    assert scores[1].parts == {"other": 1.0, "reward": 0.0}
     assert calls == [["1", "0", "x", "2"], ["1"], ["0"], ["x"], ["2"]]
 
 
-def test_an_exception_in_an_async_function_costs_only_its_completion():
+def test_an_unreadable_answer_gets_no_more_than_the_worst_of_its_siblings():
     async def reward(completions, **kwargs):
-        return [float(text) for text in completions]
+        return [-float(text) for text in completions]
 
-    assert [one.reward for one in score(scorer_of(reward), ["1", "x"])] == [1.0, None]
+    assert [one.reward for one in score(scorer_of(reward), ["1", "x", "3"])] == [-1.0, -3.0, -3.0]
+
+
+@pytest.mark.parametrize("error", [OSError("judge is down"), NameError("x"), RuntimeError("x"), ValueError("always")])
+def test_a_failure_that_is_not_the_answers_fault_gives_no_reward(error):
+    """A ValueError on every answer is a broken function; an OSError on one answer is a network."""
+
+    def reward(completions, **kwargs):
+        if isinstance(error, ValueError) or "x" in completions:
+            raise error
+        return [1.0] * len(completions)
+
+    scores = score(scorer_of(reward), ["1", "x"])
+    assert [one.reward for one in scores] == [None if isinstance(error, ValueError) else 1.0, None]
+    assert scores[1].failed
+
+
+def test_a_function_that_compares_siblings_is_called_with_all_of_them_or_fails():
+    calls = []
+
+    def shortest(completions, **kwargs):
+        calls.append(len(completions))
+        lengths = [len(text) for text in completions if text.index("=")]
+        return [float(len(text) == min(lengths)) for text in completions]
+
+    [relative] = build_rewards([RewardConfig(name="exact_match", relative=True)], "rewards")
+    assert relative.relative
+    scorer = RewardScorer([RewardFunction("shortest", 1.0, shortest, relative=True)], max_steps=1)
+    assert [one.reward for one in score(scorer, ["a=1", "a=12", "b=2"])] == [1.0, 0.0, 1.0]
+    assert [one.reward for one in score(scorer, ["a=1", "nothing", "b=2"])] == [None] * 3
+    assert calls == [3, 3]
 
 
 class TimeLimit(BaseException):
@@ -285,7 +316,25 @@ def test_a_missing_column_is_named_with_the_available_ones():
     [one] = score(scorer_of(reward), ["a"], prompt_of(answer="2"))
     assert "reward 'reward' needs the column 'solution'; available: answer" in one.error
     with pytest.raises(EnvironmentSetupError, match="needs the column 'solution'"):
-        scorer_of(reward).check_columns({"prompt": "x", "answer": "2"})
+        scorer_of(reward).check_item({"prompt": "x", "answer": "2"})
+
+
+@pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"])
+def test_a_reward_of_trl_that_reads_messages_is_rejected_for_text_prompts(name):
+    pytest.importorskip("trl.rewards")
+    scorer = RewardScorer(build_rewards([RewardConfig(name=f"trl.rewards:{name}")], "rewards"), max_steps=1)
+    row = {"prompt": "1+1?", "solution": "$2$"}
+    with pytest.raises(EnvironmentSetupError, match=f"reward '{name}': it reads messages, but completions are text"):
+        scorer.check_item(row)
+    scorer.check_item(row | {"prompt": [{"role": "user", "content": "1+1?"}]})
+
+
+def test_a_function_that_reads_messages_of_text_completions_fails_with_the_remedy():
+    def reward(completions):
+        return [len(completion[0]["content"]) for completion in completions]
+
+    [one] = score(scorer_of(reward), ["a"], prompt_of(answer="2"))
+    assert "set system_prompt or give messages as prompts" in one.error
 
 
 def test_a_long_error_is_cut_to_one_line():

@@ -127,7 +127,7 @@ def scored(reward: str, column: object, text: str) -> tuple[float | None, str | 
     prompt = Prompt(index=0, token_ids=[1], text="", item=item, source="rows")
     completion = Completion(token_ids=[1], sampling_logprobs=[0.0], finish_reason="stop", policy_version=0)
     scorer = RewardScorer(build_rewards([RewardConfig(name=reward)], "rewards"), max_steps=1)
-    scorer.check_columns(item)
+    scorer.check_item(item)
     [score] = scorer.score(prompt, [completion], [text])
     return score.reward, score.error
 

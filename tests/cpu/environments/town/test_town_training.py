@@ -126,7 +126,7 @@ def test_structured_output_reaches_the_parse_rate_that_ends_the_run(tmp_path):
     assert [row["step"] for row in rows] == [0, 1]
     assert all(row["town/parse_rate"] == row["town/legal_rate"] >= 0.3 for row in rows)
     assert "is the last one: the environment's goal is reached" in run.stdout
-    assert files.read_summary(run.folder)["outcome"] == "finished"
+    assert files.read_summary(run.folder)["state"] == "finished"
     final = weights_of(run)
     again = train(tmp_path, config, "--resume", "auto")
     assert [row["step"] for row in again.rows(files.TRAIN)] == [0, 1], "the goal stays reached"

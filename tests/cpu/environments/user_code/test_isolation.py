@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 
 import pytest
@@ -29,3 +30,18 @@ def test_calls_behind_a_hanging_call_fail_after_a_timeout(monkeypatch):
     thread.join()
     with isolated(random.Random(0)):
         pass
+
+
+def test_only_the_isolated_thread_is_silent(capfd):
+    def elsewhere() -> None:
+        print("another thread")
+        print("its error", file=sys.stderr)
+
+    with isolated(random.Random(0)):
+        print("a game")
+        print("its error", file=sys.stderr, end="")
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    print("afterwards")
+    assert capfd.readouterr() == ("another thread\nafterwards\n", "its error\n")

@@ -32,7 +32,7 @@ def draws() -> tuple[float, float, float]:
 
 
 def process_state(build: Any) -> dict[str, Any]:
-    """What the trainer's process looks like after `build`, and the draws it would have seen without it."""
+    """The trainer's process after `build`, and the draws it would have seen without it."""
 
     def seed() -> None:
         random.seed(5)
@@ -42,13 +42,14 @@ def process_state(build: Any) -> dict[str, Any]:
     seed()
     expected = draws()
     torch.set_float32_matmul_precision("highest")
+    frozen = gc.get_freeze_count()
     seed()
     build()
     return {
         "draws": draws(),
         "expected": expected,
         "precision": torch.get_float32_matmul_precision(),
-        "frozen": gc.get_freeze_count(),
+        "frozen": gc.get_freeze_count() - frozen,
     }
 
 
@@ -125,7 +126,7 @@ def errors(pair: Pair) -> dict[str, float]:
 
 
 def refused(pair: Pair) -> list[str]:
-    """What the engine says to requests that it does not serve, one after the other."""
+    """Errors of the engine for requests that it does not serve, one after the other."""
     longest = pair.config.max_sequence_tokens
     wishes = [
         lambda: pair.engine.submit([request_of(0, 1, temperature=3.0)]),
@@ -196,7 +197,7 @@ def stale_prefix(pair: Pair) -> dict[str, float]:
 
 @pytest.fixture(scope="module", params=[[], ["7"]], ids=["token ids only", "stop strings"])
 def facts(request) -> dict[str, Any]:
-    """Of each way in which completions travel through vLLM."""
+    """Completions of each way through vLLM."""
     [facts] = run_on_ranks(engine_facts, 1, tiny_model(), request.param, timeout=TIMEOUT)
     return {**facts, "stop": request.param}
 
@@ -205,7 +206,7 @@ def test_building_an_engine_leaves_the_trainers_random_state_precision_and_colle
     process = facts["process"]
     assert process["draws"] == process["expected"]
     assert process["precision"] == "highest"
-    assert process["frozen"] == 0
+    assert process["frozen"] <= 0, "objects that were frozen before may be freed meanwhile"
 
 
 def test_a_seed_repeats_its_completion_whatever_runs_beside_it(facts):

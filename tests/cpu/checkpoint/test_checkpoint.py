@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import shutil
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.checkpoint.writer import ChecksummedWriter
 from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import World
@@ -245,7 +250,7 @@ def save_twice(world: World, folder: Path, run_dir: Path) -> tuple[int, dict]:
 
 
 def test_a_step_that_is_saved_again_has_the_later_state(model_folder, tmp_path):
-    """What a source has taken from outside since then belongs to the resumed run."""
+    """Data that a source has taken from outside since then belong to the resumed run."""
     assert run_on_ranks(save_twice, 2, model_folder(), tmp_path) == [(5, {"taken": [1]})] * 2
     assert [path.name for path in (tmp_path / CHECKPOINTS / "step_000005").glob("trainer*")] == [STATE_FILE]
 
@@ -287,6 +292,26 @@ def test_a_save_that_fails_leaves_the_last_checkpoint_and_is_reported(world, mod
     with pytest.raises(RunError, match=r"failed \(\S+ GiB free there\): rank 0: OSError: no space left on device$"):
         checkpoints.wait()
     assert [path.name for path in complete_checkpoints(tmp_path / CHECKPOINTS)] == ["step_000005"]
+
+
+class FullDisk(io.BytesIO):
+    """A file on a disk that has room for 500 bytes."""
+
+    def write(self, data):
+        if self.tell() > 500:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_disk_that_fills_up_while_a_tensor_is_written_is_named(tmp_path, monkeypatch):
+    """torch.save then raises an error of its own, which only says that the file has another length."""
+    monkeypatch.setattr(FileSystem, "create_stream", lambda *_: nullcontext(FullDisk()))
+    writer = ChecksummedWriter(tmp_path)
+    with (
+        pytest.raises(OSError, match="No space left on device"),
+        writer.fs.create_stream(tmp_path / "a.distcp", "wb") as stream,
+    ):
+        torch.save(torch.ones(200), stream)
 
 
 def test_a_checkpoint_is_visible_as_soon_as_waiting_for_it_ends(world, model_folder, tmp_path, monkeypatch):

@@ -1,0 +1,167 @@
+"""From the arguments of Trainer to settings by path, in the form that a config file's are overridden with."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from colocated_grpo.api.objects import ObjectsByName, is_name, take_environments, take_rewards, take_rows
+from colocated_grpo.config.errors import ConfigError, KeyPath, parse_path
+from colocated_grpo.config.loading import LoadedConfig, build_config
+from colocated_grpo.config.sources import EVAL_DATASETS, TRAIN_DATASET, DatasetSourceConfig, give_objects
+from colocated_grpo.environments.dataset import num_held_out
+
+Settings = dict[KeyPath, Any]
+_ENTRY: KeyPath = ("environments", 0)
+"""The entry that the arguments about data and rewards set, as TRL's names do."""
+_FOREIGN = {
+    "processing_class": "the tokenizer is the model's own; leave it out",
+    "reward_processing_classes": "a reward is a function: docs/guides/from_trl.md",
+    "optimizers": "see policy.optimizer and policy.schedule",
+    "tools": "tools belong to an episode: docs/guides/episodes.md",
+    "rollout_func": "write an episode: docs/guides/episodes.md",
+    "environment_factory": "write an episode: docs/guides/episodes.md",
+}
+"""Further arguments of TRL's GRPOTrainer -> what to do instead."""
+_GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+_DEVICE = ("use_cpu", "bf16")
+"""Fields of GRPOConfig whose defaults it rejects on some machines. They have no meaning here."""
+_MINIBATCHES = "minibatches: generation_batch_size must be a whole number of optimizer steps"
+
+
+def read_arguments(
+    *,
+    model: Any,
+    reward_funcs: Any,
+    train_dataset: Any,
+    eval_datasets: Any,
+    args: Any,
+    peft_config: Any,
+    config: str | Path | None,
+    settings: Mapping[str, Any],
+) -> LoadedConfig:
+    """Return the run's settings, with the program's objects attached. Raises ConfigError."""
+    objects: ObjectsByName = {}
+    given = {**_from_args(args), **_without_foreign(settings)}
+    if peft_config is not None:
+        given["peft_config"] = changed_fields(peft_config)
+    if model is not None:
+        given["model"] = _model(model)
+    if "environments" in given:
+        given["environments"] = take_environments(given["environments"], objects)
+    by_path = dict(_flat(plain(given)))
+    by_path |= _data(train_dataset, _held_out(eval_datasets, by_path), objects)
+    if reward_funcs is not None:
+        by_path[*_ENTRY, "rewards"] = take_rewards(reward_funcs, "reward_funcs", objects)
+    epochs = by_path.pop(("num_train_epochs",), None)
+    loaded = _loaded(config, by_path, objects)
+    if epochs is None or by_path.keys() & {("max_steps",), ("training_steps",)}:
+        return loaded
+    return _loaded(config, by_path | {("training_steps",): _steps(epochs, loaded, objects)}, objects)
+
+
+def _loaded(config: str | Path | None, settings: Settings, objects: ObjectsByName) -> LoadedConfig:
+    loaded = build_config(config, settings)
+    give_objects(loaded.config.environments, objects)
+    return loaded
+
+
+def _model(model: Any) -> Any:
+    if is_name(model) or isinstance(model, Mapping):
+        return model
+    raise ConfigError(f"model: a {type(model).__name__}; give its folder or name, from which each rank reads its shard")
+
+
+def _without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
+    wrong = [f"{name}: {rule}" for name, rule in _FOREIGN.items() if settings.get(name) is not None]
+    if wrong:
+        raise ConfigError(*wrong)
+    return {name: value for name, value in settings.items() if name not in _FOREIGN}
+
+
+def _held_out(eval_datasets: Any, settings: Settings) -> Any:
+    """Return the held-out rows, which may be given under TRL's name. Removes that name."""
+    rows = settings.pop(("eval_dataset",), None)
+    if rows is not None and eval_datasets is not None:
+        raise ConfigError("eval_dataset: the same setting as eval_datasets; remove one of them")
+    return eval_datasets if rows is None else rows
+
+
+def _data(train: Any, held_out: Any, objects: ObjectsByName) -> Settings:
+    settings: Settings = {}
+    if train is not None:
+        settings[*_ENTRY, "type"] = "dataset"
+        settings[*_ENTRY, "name"] = take_rows(train, "train_dataset", TRAIN_DATASET, objects)
+    if held_out is not None:
+        if is_name(held_out) and not is_name(train or ""):
+            raise ConfigError(f"eval_datasets={held_out!r}: must be rows, as train_dataset is")
+        settings[*_ENTRY, "eval_split"] = take_rows(held_out, "eval_datasets", EVAL_DATASETS, objects)
+    return settings
+
+
+def _from_args(args: Any) -> dict[str, Any]:
+    """Return the settings in `args`: a mapping, or an object of TRL's GRPOConfig."""
+    if args is None or isinstance(args, Mapping):
+        return dict(args or {})
+    settings = changed_fields(args)
+    if not hasattr(args, "generation_batch_size"):
+        return settings
+    # GRPOConfig has computed the sizes that other names would have to be translated into.
+    for name in _GEOMETRY:
+        settings.pop(name, None)
+    minibatches, rest = divmod(args.steps_per_generation, args.gradient_accumulation_steps)
+    if rest:
+        raise ConfigError(f"steps_per_generation={args.steps_per_generation}: {_MINIBATCHES}")
+    settings["generation_batch_size"] = args.generation_batch_size
+    return settings | ({"batch": {"minibatches": minibatches}} if minibatches > 1 else {})
+
+
+def changed_fields(settings: Any) -> dict[str, Any]:
+    """Return a mapping as it is; of a dataclass, such as GRPOConfig, the fields that differ from its defaults."""
+    if isinstance(settings, Mapping):
+        return dict(settings)
+    if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
+        raise ConfigError(f"{type(settings).__name__}: must be a mapping of settings, GRPOConfig or LoraConfig")
+    same = {name: getattr(settings, name) for name in _DEVICE if hasattr(settings, name)}
+    default = type(settings)(**same)
+    pairs = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(settings) if field.init]
+    return {name: value for name, value in pairs if value != getattr(default, name)}
+
+
+def plain(value: Any) -> Any:
+    """Return a value as a config file would have it: paths and enums as text, tuples and sets as lists."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(plain, value))
+    return [*map(plain, value)] if isinstance(value, list | tuple) else value
+
+
+def _flat(tree: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the settings by path: {'policy': {'lr': 1}} and {'policy.lr': 1} alike. Lists are values."""
+    for name, value in tree.items():
+        path = (*prefix, *(parse_path(name) if isinstance(name, str) and not prefix else (name,)))
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, path)
+        else:
+            yield path, value
+
+
+def _steps(epochs: float, loaded: LoadedConfig, objects: ObjectsByName) -> int:
+    """Return the steps that pass over the training rows `epochs` times."""
+    rows = objects.get(TRAIN_DATASET)
+    if rows is None:
+        raise ConfigError(f"num_train_epochs={epochs}: needs a train_dataset of rows; or set training_steps")
+    entry = loaded.config.environments[0]
+    assert isinstance(entry, DatasetSourceConfig)  # `_data` has made it one
+    count = len(rows) - (num_held_out(entry, len(rows)) if entry.eval_split is None else 0)
+    return max(1, math.ceil(count * epochs / loaded.config.rollout.prompts_per_step))

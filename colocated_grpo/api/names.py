@@ -1,0 +1,9 @@
+"""The names that `colocated_grpo` itself provides to Python programs."""
+
+from colocated_grpo.api.result import Result
+from colocated_grpo.api.trainer import Trainer
+from colocated_grpo.callbacks import RunState
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.errors import RunError
+
+__all__ = ["ConfigError", "Result", "RunError", "RunState", "Trainer"]

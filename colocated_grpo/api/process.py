@@ -1,0 +1,163 @@
+"""A program's process as a rank for the time of one run."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from colocated_grpo.config.schema import Config
+from colocated_grpo.errors import RunError
+from colocated_grpo.launch.cli import environment_problem, library_environment, rank_environment
+from colocated_grpo.runtime.run_folder import unlock_folders
+from colocated_grpo.tracking.notebook import in_notebook
+from colocated_grpo.tracking.output import RunOutput
+
+if TYPE_CHECKING:
+    from colocated_grpo.runtime.rank_process import RankProcess
+
+STOPPING = (
+    "\nstopping: the run saves a checkpoint at the next safe point, and train() returns; interrupt again to end at once"
+)
+
+
+_had_sleeping_engine = threading.Event()
+"""Set when a run with an engine that sleeps has begun in this process."""
+
+
+def set_library_variables() -> bool:
+    """Set the variables that libraries read when they are imported. Returns False if torch was imported before."""
+    for name, value in library_environment("INFO").items():
+        os.environ.setdefault(name, value)
+    return "torch" not in sys.modules
+
+
+def program_name() -> str:
+    """Return the name of the running script without its suffix; 'notebook' if there is none."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return "notebook" if file is None or in_notebook() else Path(file).stem
+
+
+@contextmanager
+def rank_variables() -> Iterator[None]:
+    """Set torchrun's variables for a single rank unless torchrun or srun has started this process."""
+    if threading.current_thread() is not threading.main_thread():
+        raise RunError("Trainer.train() was called in another thread; only the main thread receives stop signals")
+    # A notebook inside a SLURM job is a program of its own, and no task of the job.
+    single = in_notebook() and "RANK" not in os.environ
+    variables = rank_environment({} if single else os.environ)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        if problem := environment_problem(os.environ):
+            raise RunError(problem)
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Iterator[RankProcess]:
+    """Make this process a rank of the run, and give back all that it took: handlers, threads, process group, memory.
+
+    replace_group: leave the process group that another library has joined. Otherwise it is an error.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from colocated_grpo.launch.rank import start_rank
+
+    sleeps = torch.cuda.is_available() and config.engine.placement == "colocated" and config.engine.sleep
+    if sleeps and _had_sleeping_engine.is_set():
+        raise RunError(
+            "engine.sleep=true: vLLM has one sleeping engine in a process, and this process had one; start a new "
+            "process (in a notebook: restart the kernel), or set engine.sleep to false"
+        )
+    if dist.is_initialized():
+        if not replace_group:
+            raise RunError(
+                "torch.distributed: this process is in a process group already; Trainer.train() makes its own, one run "
+                "at a time"
+            )
+        dist.destroy_process_group()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    process = start_rank(config, output)
+    if sleeps:
+        _had_sleeping_engine.set()
+    try:
+        with _second_interrupt(process):
+            yield process
+        process.close()
+    except BaseException as error:
+        process.abandon()
+        _forget_frames(error)
+        raise
+    finally:
+        del process
+        unlock_folders()
+        torch.use_deterministic_algorithms(deterministic)
+        gc.unfreeze()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def _second_interrupt(process: RankProcess) -> Iterator[None]:
+    """Let the first Ctrl-C stop the run, and the second raise KeyboardInterrupt.
+
+    Under torchrun a rank may receive one Ctrl-C twice, from the terminal and from torchrun.
+    """
+    stop_handler = signal.getsignal(signal.SIGINT)
+    if "TORCHELASTIC_RUN_ID" in os.environ or not callable(stop_handler):
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if process.stop.requested():
+            raise KeyboardInterrupt
+        stop_handler(number, frame)
+        with suppress(RuntimeError, OSError):  # RuntimeError: the interrupted code was writing to the stream itself
+            print(STOPPING, file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, stop_handler)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Clear the local variables of an error's frames, which would keep the model in memory, as a notebook keeps errors.
+
+    The traceback still shows every line.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Hide what libraries log and warn about on import, on which a user cannot act."""
+    for library in ("vllm", "bitsandbytes"):
+        if logging.getLogger(library).level == logging.NOTSET:
+            logging.getLogger(library).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

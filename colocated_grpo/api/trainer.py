@@ -1,0 +1,119 @@
+"""`Trainer`: a run that a Python program starts, with functions and data that live in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from colocated_grpo.api.arguments import read_arguments
+from colocated_grpo.api.process import process_of, program_name, quiet_libraries, rank_variables, set_library_variables
+from colocated_grpo.api.result import Result, read_result
+from colocated_grpo.callbacks import check_callbacks
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.schema import Config
+from colocated_grpo.environments.names import check_names
+from colocated_grpo.errors import AlreadyReported, RunError
+from colocated_grpo.launch.cli import checked, explain_os_error, record_ending
+from colocated_grpo.runtime.descriptors import raise_descriptor_limit
+from colocated_grpo.runtime.verdict import RUN_ERROR
+from colocated_grpo.tracking.output import RunOutput, make_output
+
+TORCH_CAME_FIRST = (
+    "note: torch was imported before colocated_grpo; its idle threads may take cores from other processes"
+)
+_TORCH_CAME_LATER = set_library_variables()
+
+
+class Trainer:
+    """A training run with the settings of a config file, of keyword arguments, or of both.
+
+    Construction checks the settings and starts nothing. `train` runs in this process, as one rank; under torchrun
+    every process runs the same program and is one rank of the run.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        reward_funcs: Any = None,
+        *,
+        train_dataset: Any = None,
+        eval_datasets: Any = None,
+        callbacks: Sequence[object] = (),
+        config: str | Path | None = None,
+        args: Any = None,
+        peft_config: Any = None,
+        **settings: Any,
+    ) -> None:
+        """Read and check the settings. Raises ConfigError with one line per problem.
+
+        model: folder or name. reward_funcs: functions in TRL's signature, or names of functions. train_dataset,
+        eval_datasets: a datasets.Dataset, a list of dictionaries, or a name. callbacks: objects with methods of
+        `colocated_grpo.callbacks.EVENTS`. config: YAML file, whose settings the arguments override. args: a mapping of
+        settings, or TRL's GRPOConfig. peft_config: a mapping, or PEFT's LoraConfig. settings: sections and names of
+        the config file, or those of GRPOConfig.
+        """
+        check_callbacks(callbacks)
+        self._callbacks = callbacks
+        self._loaded = read_arguments(
+            model=model,
+            reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            eval_datasets=eval_datasets,
+            args=args,
+            peft_config=peft_config,
+            config=config,
+            settings=settings,
+        )
+        check_names(self._loaded.config)
+        self._name = program_name() if config is None else Path(config).stem
+        # GRPOConfig joins a process group under torchrun, and does not use it.
+        self._replaces_group = args is not None and hasattr(args, "generation_batch_size")
+        self.config = self._loaded.config
+        """The settings, defaults included."""
+
+    def train(self, resume: str | Path | None = None) -> Result:
+        """Train to the end and return the result. Collective under torchrun.
+
+        resume: a run folder, "auto" (the newest run of this config or program, if there is one) or None. Raises
+        ConfigError or RunError, with one line per problem. May be called again, also for another Trainer; on CUDA
+        only with engine.sleep false.
+        """
+        try:
+            with rank_variables():
+                return self._train(None if resume is None else os.fspath(resume))
+        except (ConfigError, RunError) as error:
+            failure: BaseException = error
+        except AlreadyReported:
+            failure = SystemExit(RUN_ERROR)
+        except OSError as error:
+            if not (line := explain_os_error(error, [self.config.output_dir, None if resume is None else str(resume)])):
+                raise
+            failure = RunError(line)
+        # Raised here, so that the line has no chain of exceptions whose frames keep the run in memory.
+        failure.__cause__ = failure.__context__ = None
+        raise failure.with_traceback(None)
+
+    def _train(self, resume: str | None) -> Result:
+        config, lines = checked(self._loaded, resume, self._name)
+        output = make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
+        for line in lines if _TORCH_CAME_LATER else [*lines, TORCH_CAME_FIRST]:
+            output.note(line)
+        raise_descriptor_limit()
+        try:
+            return self._train_here(config, resume, output)
+        except AlreadyReported:
+            output.close()
+            raise
+        except BaseException as error:
+            record_ending(output, error, [config.output_dir, resume])
+            raise
+
+    def _train_here(self, config: Config, resume: str | None, output: RunOutput) -> Result:
+        with quiet_libraries(), process_of(config, output, replace_group=self._replaces_group) as process:
+            from colocated_grpo.launch.rank import train_on
+
+            callbacks = self._callbacks
+            folder = train_on(process, config, resume=resume, name=self._name, output=output, callbacks=callbacks)
+            return process.world.from_main(lambda: read_result(folder))

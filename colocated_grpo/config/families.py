@@ -1,0 +1,63 @@
+"""The model families that the tests train, and the facts about each that docs/models.md shows. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Facts about a family: each is compared with what the tests see."""
+
+    name: str
+    architecture: str
+    """Name in `tools.make_model.ARCHITECTURES`."""
+    model_type: str
+    """transformers' name, in config.json."""
+    path: Literal["views", "load_weights"]
+    """How weights reach a colocated engine on one GPU: planned copies, or vLLM's loader."""
+    heads: tuple[int, ...]
+    """Head sizes of released models."""
+    windows: bool = False
+    """True if some layers of released models attend within a sliding window."""
+    transformers: str = "5.0"
+    """First release of transformers that has it; the trainer needs 5.0."""
+
+
+FAMILIES = (
+    Family(name="Llama", architecture="llama", model_type="llama", path="views", heads=(64, 128)),
+    Family(name="Qwen 2, 2.5", architecture="qwen2", model_type="qwen2", path="views", heads=(64, 128)),
+    Family(name="Qwen 3", architecture="qwen3", model_type="qwen3", path="views", heads=(128,)),
+    Family(name="Mistral", architecture="mistral", model_type="mistral", path="views", heads=(128,)),
+    Family(name="Ministral 3", architecture="ministral3", model_type="ministral3", path="views", heads=(128,)),
+    Family(name="Gemma", architecture="gemma", model_type="gemma", path="views", heads=(256,)),
+    Family(
+        name="Gemma 3, text",
+        architecture="gemma3",
+        model_type="gemma3_text",
+        path="views",
+        heads=(256,),
+        windows=True,
+    ),
+    Family(
+        name="Gemma 4, text",
+        architecture="gemma4",
+        model_type="gemma4_text",
+        path="load_weights",
+        heads=(256, 512),
+        windows=True,
+        transformers="5.5",
+    ),
+    Family(name="GLM-4", architecture="glm4", model_type="glm4", path="views", heads=(128,)),
+    Family(name="Granite", architecture="granite", model_type="granite", path="views", heads=(64, 128)),
+    Family(name="OLMo 3", architecture="olmo3", model_type="olmo3", path="views", heads=(128,), windows=True),
+    Family(name="Phi-3, Phi-4", architecture="phi3", model_type="phi3", path="views", heads=(96, 128)),
+    Family(name="SmolLM3", architecture="smollm3", model_type="smollm3", path="views", heads=(128,)),
+    Family(name="GPT-2", architecture="gpt2", model_type="gpt2", path="load_weights", heads=(64,)),
+)
+
+
+def family_of(model_type: object) -> Family | None:
+    """Return the tested family of a model type; None if there is none."""
+    return next((family for family in FAMILIES if family.model_type == model_type), None)

@@ -1,0 +1,224 @@
+"""Decides from a model's config.json alone whether it trains. Imports no torch, so that the launcher can ask first.
+
+A rule refuses what packed training would compute wrongly, or what would fail only after weights are downloaded. Rules
+look at features; a model type is named where config.json does not show the feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.families import family_of
+
+STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
+"""transformers' names of layers that carry a recurrent state from token to token, with or without attention."""
+
+
+def _types(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+STATEFUL_TYPES = _types(
+    "bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2 lfm2_moe mamba "
+    "mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp "
+    "qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+)
+OWN_ATTENTION_TYPES = _types(
+    "bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj mpt openai-gpt reformer xglm xlm xlnet"
+)
+"""Models that do not call transformers' attention interface, where packed attention is registered."""
+UNPASSED_TYPES = _types("moshi nemotron stablelm")
+"""Models that call the interface without the boundaries of packed sequences."""
+OUTPUT_BIAS_TYPES = _types("ctrl modernbert-decoder phi")
+ENCODER_TYPES = _types(
+    "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra "
+    "ernie git marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm roc_bert "
+    "roformer trocr whisper xlm-roberta xlm-roberta-xl xmod"
+)
+SINK_TYPES = _types("gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash")
+EXPERT_TYPES = _types("dbrx dots1")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+COMPOSITE = ("text_config", "vision_config", "audio_config")
+COMPOSITE_TYPES = _types("blt fuyu got_ocr2 gemma4_assistant gemma4_unified_assistant")
+RENAMED_TYPES = _types("gpt_neox hrm_text")
+
+CPU_ENGINE_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A feature that does not train."""
+
+    feature: str
+    """Name of the feature, with the reason where the name does not show it."""
+    examples: str
+    found: Callable[[Settings, Settings], object]
+    """(config.json, its part for text) -> whether the model has the feature."""
+
+
+RULES = (
+    Rule(
+        feature="parts beside the language model, such as a vision tower",
+        examples="Qwen2.5-VL, Qwen3-VL, Mistral 3, LLaVA; Gemma 3 and 4 with their vision tower",
+        found=lambda whole, text: (
+            any(whole.get(key) for key in COMPOSITE) or whole.get("model_type") in COMPOSITE_TYPES
+        ),
+    ),
+    Rule(
+        feature="a mixture of experts: transformers fuses experts that checkpoints store apart",
+        examples="Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3, GLM-4-MoE",
+        found=lambda whole, text: _experts(text) > 1,
+    ),
+    Rule(
+        # The state would leak from one packed sequence into the next, and would be missing after a common prefix.
+        feature="layers that carry a state from token to token (linear attention, Mamba, convolutions)",
+        examples="Qwen3-Next, Qwen3.5, LFM2, Mamba, Jamba, MiniMax",
+        found=lambda whole, text: STATEFUL_LAYERS & _layer_types(text) or text.get("model_type") in STATEFUL_TYPES,
+    ),
+    Rule(
+        feature="attention within chunks",
+        examples="Llama 4",
+        found=lambda whole, text: "chunked_attention" in _layer_types(text) or text.get("attention_chunk_size"),
+    ),
+    Rule(
+        feature="attention sinks, which no kernel for packed sequences takes",
+        examples="gpt-oss",
+        found=lambda whole, text: text.get("model_type") in SINK_TYPES,
+    ),
+    Rule(
+        feature="soft-capped attention scores, which no kernel for packed sequences takes",
+        examples="Gemma 2",
+        found=lambda whole, text: _attention_cap(text),
+    ),
+    Rule(
+        feature="latent attention: its keys and values have different head sizes",
+        examples="DeepSeek-V3, MiniCPM3",
+        found=lambda whole, text: text.get("kv_lora_rank"),
+    ),
+    Rule(
+        feature="attention to later tokens",
+        examples="embedding models",
+        found=lambda whole, text: text.get("use_bidirectional_attention") in (True, "all"),
+    ),
+    Rule(
+        feature="attention outside transformers' interface: packed sequences would see each other",
+        examples="BLOOM, Falcon, GPT-J, MPT, Nemotron, StableLM",
+        found=lambda whole, text: text.get("model_type") in OWN_ATTENTION_TYPES | UNPASSED_TYPES,
+    ),
+    Rule(
+        feature="an output layer with a bias",
+        examples="Phi-1, Phi-2",
+        found=lambda whole, text: text.get("model_type") in OUTPUT_BIAS_TYPES,
+    ),
+    Rule(
+        feature="logits that are both scaled and soft-capped",
+        examples="none is known",
+        found=lambda whole, text: text.get("final_logit_softcapping") and _scales_logits(text),
+    ),
+    Rule(
+        feature="checkpoints whose tensors have other names than in transformers' module",
+        examples="GPT-NeoX (Pythia)",
+        found=lambda whole, text: text.get("model_type") in RENAMED_TYPES,
+    ),
+    Rule(
+        feature="an encoder",
+        examples="BERT, BART",
+        found=lambda whole, text: whole.get("is_encoder_decoder") or text.get("model_type") in ENCODER_TYPES,
+    ),
+    Rule(
+        feature="quantized weights; train the checkpoint that they were made from",
+        examples="fp8, AWQ and GPTQ checkpoints",
+        found=lambda whole, text: whole.get("quantization_config") or text.get("quantization_config"),
+    ),
+)
+"""Each with a row in docs/models.md."""
+
+
+def refusals(config_json: Settings) -> list[str]:
+    """Return the features for which the model does not train; empty if it trains."""
+    text = text_part(config_json)
+    return [rule.feature for rule in RULES if rule.found(config_json, text)]
+
+
+def check_trains(config_json: Settings, setting: str) -> None:
+    """Raise ConfigError with one line if the model does not train. setting: key and value that name the model."""
+    if features := refusals(config_json):
+        raise ConfigError(
+            f"{setting}: model type {config_json.get('model_type')!r} does not train because it has "
+            f"{'; and '.join(features)} (docs/models.md lists what trains)"
+        )
+
+
+def verdict(config_json: Settings) -> str:
+    """Return a line for a model that trains."""
+    kind = config_json.get("model_type", "unknown type")
+    family = family_of(kind)
+    return f"trains ({kind}, not among the tested families)" if family is None else f"trains ({family.name})"
+
+
+def check_cpu_engine(config_json: Settings, setting: str) -> None:
+    """Raise ConfigError with one line if vLLM's engine for CPUs has no attention for the model's heads."""
+    unsupported = sorted(head_sizes(config_json) - set(CPU_ENGINE_HEAD_SIZES))
+    if unsupported:
+        raise ConfigError(
+            f"{setting}: heads of {unsupported[0]}, but vLLM's engine for CPUs supports "
+            f"{', '.join(map(str, CPU_ENGINE_HEAD_SIZES))}; train on a GPU, or choose another model"
+        )
+
+
+def head_sizes(config_json: Settings) -> set[int]:
+    """Return the sizes of the attention heads of all layers; empty if config.json does not state them."""
+    text = text_part(config_json)
+    heads, width = (text.get(key) or text.get(other) for key, other in _HEAD_KEYS)
+    size = text.get("head_dim") or (heads and width and width // heads)
+    if not size:
+        return set()
+    per_layer = text.get("per_layer_config") or {}
+    others = {layer["head_dim"] for layer in per_layer.values() if layer.get("head_dim")}
+    if text.get("model_type") in _GLOBAL_HEAD_TYPES and not per_layer:
+        others = {text.get("global_head_dim") or _GLOBAL_HEAD_DIM}
+    return {size} | others
+
+
+_HEAD_KEYS = (("num_attention_heads", "n_head"), ("hidden_size", "n_embd"))
+_GLOBAL_HEAD_TYPES, _GLOBAL_HEAD_DIM = {"gemma4_text", "gemma4_unified_text"}, 512
+"""Size of the heads of layers without a window where config.json leaves it out: transformers' default."""
+
+
+def text_part(config_json: Settings) -> Settings:
+    """Return the settings of the language model in a config.json."""
+    return config_json.get("text_config") or config_json
+
+
+def _layer_types(text: Settings) -> set[str]:
+    return set(text.get("layer_types") or text.get("layers_block_type") or ())
+
+
+def _experts(text: Settings) -> int:
+    if text.get("enable_moe_block") is False:
+        return 0
+    named = "moe" in str(text.get("model_type")) or text.get("model_type") in EXPERT_TYPES
+    return max([2 if named else 0, *_counts(text)])
+
+
+def _counts(text: Settings) -> Iterator[int]:
+    for key in EXPERT_COUNTS:
+        count = text.get(key)
+        if isinstance(count, list):  # one for each layer
+            yield from count
+        elif isinstance(count, int):
+            yield count
+
+
+def _attention_cap(text: Settings) -> object:
+    capped_by_default = text.get("model_type") in ("gemma2", "vaultgemma")
+    return text.get("attn_logit_softcapping", capped_by_default)
+
+
+def _scales_logits(text: Settings) -> bool:
+    return any(text.get(key) not in (None, 1) for key in ("logits_scaling", "logit_scale"))

@@ -1,0 +1,44 @@
+"""Rules for dynamic sampling. Each rule yields one error line per violation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from colocated_grpo.config.atropos import AtroposSourceConfig
+from colocated_grpo.config.schema import Config
+from colocated_grpo.config.turns import TurnsSourceConfig
+
+Lines = Iterator[str]
+
+
+def _only_own_prompts_are_replaced(config: Config) -> Lines:
+    if config.rollout.resample is None:
+        return
+    for index, source in enumerate(config.environments):
+        if isinstance(source, AtroposSourceConfig):
+            yield (
+                f"rollout.resample: not possible with environments.{index} of type atropos, whose environments decide "
+                "what is sampled; filter there, or set rollout.resample: null"
+            )
+        elif isinstance(source, TurnsSourceConfig):
+            yield (
+                f"rollout.resample: not possible with environments.{index} of type turns, where each turn continues a "
+                "game; set rollout.resample: null"
+            )
+
+
+def _only_own_prompts_are_skipped(config: Config) -> Lines:
+    if config.rollout.skip_solved is None:
+        return
+    for index, source in enumerate(config.environments):
+        if isinstance(source, AtroposSourceConfig | TurnsSourceConfig):
+            yield (
+                f"rollout.skip_solved: not possible with environments.{index} of type {source.type}, whose prompts are "
+                "not drawn from a list; set rollout.skip_solved: null"
+            )
+
+
+SELECTION_RULES: tuple[Callable[[Config], Lines], ...] = (
+    _only_own_prompts_are_replaced,
+    _only_own_prompts_are_skipped,
+)

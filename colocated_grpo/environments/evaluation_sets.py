@@ -1,0 +1,92 @@
+"""Prompts and scorers of the evaluation sets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from colocated_grpo.config.evaluation import PREFIX, EvaluationSetConfig
+from colocated_grpo.config.schema import Config
+from colocated_grpo.environments.base import Episode, Item, Scorer
+from colocated_grpo.environments.build import (
+    DatasetEnvironment,
+    EpisodeEnvironment,
+    ScoredEnvironment,
+    build_environment,
+    encoded,
+)
+from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATED_PROMPTS = 64
+"""Default number of prompts of a task or an episode, which may yield items without end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSource:
+    """The prompts of one set, and what scores them."""
+
+    config: EvaluationSetConfig
+    environment: ScoredEnvironment | EpisodeEnvironment
+
+    @property
+    def name(self) -> str:
+        """`Prompt.source` of the prompts, and prefix of the metrics."""
+        return self.environment.name
+
+    def prompts(self, encoder: PromptEncoder, seed: int, first_index: int) -> tuple[list[Prompt], int]:
+        """Return the prompts, and how many items were dropped as empty or too long. Rank 0 only: reads data."""
+        return encoded(self._items(seed), self._count(), encoder, first_index=first_index, source=self.name)
+
+    def _items(self, seed: int) -> Iterator[Item]:
+        if isinstance(self.environment, DatasetEnvironment):
+            return self.environment.all_items()
+        return self.environment.held_out(seed)
+
+    def _count(self) -> int:
+        if self.config.prompts is not None:
+            return self.config.prompts
+        all_rows = sys.maxsize >> 1
+        return all_rows if isinstance(self.environment, DatasetEnvironment) else GENERATED_PROMPTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSources:
+    """All evaluation sets of a run. The same on every rank."""
+
+    sources: Sequence[EvaluationSource]
+    encoder: PromptEncoder
+    seed: int
+
+    @property
+    def scorers(self) -> dict[str, Scorer]:
+        """By Prompt.source."""
+        made = (source.environment for source in self.sources)
+        return {each.name: each.scorer for each in made if not isinstance(each, EpisodeEnvironment)}
+
+    @property
+    def episodes(self) -> dict[str, Episode]:
+        """By Prompt.source, for the sets without a scorer."""
+        made = (source.environment for source in self.sources)
+        return {each.name: each.episode for each in made if isinstance(each, EpisodeEnvironment)}
+
+
+def build_evaluation_sources(config: Config, tokenizer: PreTrainedTokenizerBase) -> EvaluationSources:
+    """Resolve every name and import user code; read no data. Raises EnvironmentSetupError."""
+    return EvaluationSources(
+        sources=[_build(entry, config) for entry in config.evaluation.sets],
+        encoder=PromptEncoder(tokenizer, config.rollout.max_prompt_tokens),
+        seed=config.seed,
+    )
+
+
+def _build(entry: EvaluationSetConfig, config: Config) -> EvaluationSource:
+    source = entry.source
+    if source.type == "dataset":
+        source = source.model_copy(update={"held_out": 0})  # no row is left out
+    return EvaluationSource(config=entry, environment=build_environment(f"{PREFIX}/{entry.name}", source, config))

@@ -1,0 +1,164 @@
+"""The built-in reward `judge`: a score that another model or a scoring server gives over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, PrivateAttr, field_validator, model_validator
+
+from colocated_grpo.config.base import FileName, NonNegative, Positive, Section
+from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
+from colocated_grpo.environments.rewards.judge.answers import DEFAULT_PARSE, fill, last_score, places, plain_text
+from colocated_grpo.environments.rewards.judge.budget import Budget
+from colocated_grpo.environments.rewards.judge.cache import ScoreCache, request_key
+from colocated_grpo.environments.rewards.judge.endpoint import BudgetSpent, Endpoint, Retries
+from colocated_grpo.environments.rewards.scoring import NoReward
+from colocated_grpo.web.client import JsonClient
+
+Outcome = float | NoReward | None
+"""A score; why there is none; None if the budget is spent."""
+
+
+class Judge(Section):
+    """Scores of a server, one request for each different completion. All requests of a prompt are sent at once."""
+
+    url: str = Field(pattern=r"^https?://[^/]")
+    """With `model`: base URL of an OpenAI-compatible API, such as http://localhost:8000/v1. Without: the URL that
+    answers a POST of {"prompt", "completion", <columns>} with {"score": number}."""
+    model: str | None = None
+    """Name of the chat model. Without it, `url` is a scoring endpoint."""
+    prompt: str | None = None
+    """User message to the chat model. {prompt}, {completion} and {<column>} are replaced; {{ and }} are braces."""
+    system: str | None = None
+    """System message to the chat model."""
+    parse: str = DEFAULT_PARSE
+    """Regular expression with one group, a number. The last match in the chat model's answer is the score."""
+    bounds: tuple[float, float] | None = None
+    """Lowest and highest valid score. Others count as unreadable."""
+    columns: list[str] = []
+    """Columns sent to a scoring endpoint."""
+    request: dict[str, Any] = {"temperature": 0.0, "max_tokens": 512}
+    """Further fields of the chat request."""
+    api_key_variable: str | None = None
+    """Environment variable with the API key."""
+    concurrency: Positive = 256
+    """Largest number of requests at a time, per rank."""
+    timeout: float = Field(30.0, gt=0)
+    """Seconds for one response."""
+    retries: NonNegative = 3
+    """Further attempts after a connection failure, a timeout, an unreadable body, and status 408, 409, 425, 429 or
+    5xx."""
+    backoff: float = Field(0.5, ge=0)
+    """Seconds before the first retry. Doubles with each one, up to 10 s."""
+    cache_size: Positive = 100_000
+    """Scores kept in memory. An identical request is answered from there."""
+    cache_file: FileName | None = None
+    """File that keeps scores for later runs."""
+    max_requests: Positive | None = None
+    """Requests per rank and start of the run, after which completions have no reward from this function."""
+    max_tokens: Positive | None = None
+    """The same for the sum of `usage.total_tokens` of the responses. Requests that are under way still count."""
+
+    _endpoint: Endpoint = PrivateAttr()
+    _cache: ScoreCache = PrivateAttr()
+    _budget: Budget = PrivateAttr()
+
+    @field_validator("parse")
+    @classmethod
+    def _has_one_group(cls, value: str) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        if groups != 1:
+            raise ValueError(f"must have one group, around the number; it has {groups}")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if (self.model is None) != (self.prompt is None):
+            raise ValueError("a chat model needs both model and prompt, a scoring endpoint neither")
+        if self.prompt is not None and "completion" not in places(self.prompt):
+            raise ValueError("prompt lacks {completion}")
+        if self.model is not None and self.columns:
+            raise ValueError("columns are for a scoring endpoint; with a chat model, name them in prompt as {column}")
+        if self.api_key_variable is not None and not os.environ.get(self.api_key_variable):
+            raise ValueError(f"api_key_variable={self.api_key_variable!r}: this environment variable is not set")
+        return self
+
+    def model_post_init(self, _context: Any) -> None:
+        key = os.environ.get(self.api_key_variable) if self.api_key_variable is not None else None
+        client = JsonClient(self.url, timeout=self.timeout, api_key=key)
+        retries = Retries(count=self.retries, backoff=self.backoff)
+        path = "" if self.model is None else "/chat/completions"
+        self._endpoint = Endpoint(client, path, concurrency=self.concurrency, retries=retries)
+        self._cache = ScoreCache(self.cache_size, None if self.cache_file is None else Path(self.cache_file))
+        self._budget = Budget(self.max_requests, self.max_tokens)
+
+    @property
+    def required_columns(self) -> set[str]:
+        return set(self.columns) | (places(self.prompt or "") - {"prompt", "completion"})
+
+    async def __call__(
+        self,
+        prompts: Sequence[str | list[dict[str, Any]]],
+        completions: Completions,
+        log_metric: Callable[[str, float], None],
+        **columns: Sequence[Any],
+    ) -> list[Outcome]:
+        """Return the score of each completion. Logs which fractions came from the cache and found no budget."""
+        rows = zip(prompts, completion_texts(completions), strict=True)
+        wanted = sorted(self.required_columns)
+        bodies = [
+            self._body(prompt, text, {name: columns[name][index] for name in wanted})
+            for index, (prompt, text) in enumerate(rows)
+        ]
+        keys = [request_key(self.url, body) for body in bodies]
+        known = {key: score for key in keys if (score := self._cache.get(key)) is not None}
+        unknown = {key: body for key, body in zip(keys, bodies, strict=True) if key not in known}
+        outcomes = await asyncio.gather(*(self._outcome(key, body) for key, body in unknown.items()))
+        by_key: dict[str, Outcome] = {**known, **dict(zip(unknown, outcomes, strict=True))}
+        results = [by_key[key] for key in keys]
+        log_metric("judge/cached", 1 - len(unknown) / len(keys))
+        log_metric("judge/over_budget", sum(result is None for result in results) / len(results))
+        return results
+
+    def _body(self, prompt: Any, completion: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+        if self.prompt is None:
+            return {"prompt": prompt, "completion": completion, **columns}
+        text = fill(self.prompt, {**columns, "prompt": plain_text(prompt), "completion": completion})
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return {**self.request, "model": self.model, "messages": [*system, {"role": "user", "content": text}]}
+
+    async def _outcome(self, key: str, body: Mapping[str, Any]) -> Outcome:
+        try:
+            score = self._score(await self._endpoint.ask(body, self._budget.take))
+        except BudgetSpent:
+            return None
+        except NoReward as failure:
+            return failure
+        self._cache.put(key, score)
+        return score
+
+    def _score(self, response: Any) -> float:
+        """Return the score in a response, and count its tokens. Raises NoReward."""
+        try:
+            if self.model is None:
+                score = float(response["score"])
+            else:
+                self._budget.tokens += int((response.get("usage") or {}).get("total_tokens") or 0)
+                score = last_score(self.parse, response["choices"][0]["message"]["content"] or "")
+        except (LookupError, TypeError, AttributeError):
+            raise NoReward(f"the judge's response has no {'score' if self.model is None else 'answer'}") from None
+        except ValueError as error:
+            raise NoReward(str(error)) from None
+        low, high = self.bounds or (-math.inf, math.inf)
+        if not low <= score <= high or math.isinf(score):
+            raise NoReward(f"the judge's score {score:g} is outside bounds={[low, high]}")
+        return score

@@ -1,0 +1,51 @@
+"""The dry run: checks what a run would refuse before its first step, except memory, and starts no rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from colocated_grpo.config.addresses import exposures
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.schema import Config
+from colocated_grpo.errors import RunError
+from colocated_grpo.launch.cli import error_text, library_environment, set_up_logging
+from colocated_grpo.runtime.verdict import USAGE_ERROR
+
+
+def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
+    """Print warnings, `problems` and, if there are none, those of the environments. Returns 2 if there are any, else 0.
+
+    problems: lines about files and names, found by look-up alone.
+    """
+    for line in exposures(config):
+        print(f"warning: {line}")
+    if not problems:
+        for name, value in library_environment(log_level).items():
+            os.environ.setdefault(name, value)
+        set_up_logging(log_level)
+        problems = environment_problems(config)
+    for line in error_text(problems):
+        print(line, file=sys.stderr)
+    print("Dry run mode - command not executed")
+    return USAGE_ERROR if problems else 0
+
+
+def environment_problems(config: Config) -> list[str]:
+    """Build the environments as a run does: import their code, read their data, draw the prompts of a step.
+
+    Returns the error lines of the first problem.
+    """
+    from colocated_grpo.build.data import read_tokenizer
+    from colocated_grpo.environments import build_environments
+
+    try:
+        environments = build_environments(config, read_tokenizer(config))
+        if environments.entries:
+            environments.open_source().next(config.rollout.prompts_per_step)
+            if config.evaluation.every:
+                environments.held_out(config.evaluation.prompts)
+    except (ConfigError, RunError) as error:
+        return str(error).splitlines()
+    return []

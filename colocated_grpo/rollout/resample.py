@@ -1,0 +1,97 @@
+"""Dynamic sampling: groups without reward variance are replaced by groups of fresh prompts (DAPO, Yu et al. 2025).
+
+A step samples in rounds. All completions of a round end before its groups are judged, and the step trains the first
+informative groups in the order in which their prompts were drawn. Neither the time that a group took nor its place in
+the queue decides whether it is trained, so prompts with long completions are as likely to be trained as others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from colocated_grpo.environments.base import BatchResult
+from colocated_grpo.rollout.prompt_queue import Job
+from colocated_grpo.summaries import group_rewards, is_informative
+from colocated_grpo.types import Group, Prompt
+
+Draw = Callable[[int], Sequence[Prompt]]
+"""Collective: returns that many fresh prompts on every rank. Raises Stopped on every rank after a stop request."""
+Collect = Callable[[Job], list[Group]]
+
+
+class Resampling:
+    """Replaces the groups of one step at a time. Every rank has one and decides alike, from the same groups."""
+
+    def __init__(self, max_rounds: int, wanted: int, note: Callable[[str], None]) -> None:
+        """wanted: informative groups per step. note: is called with a line when they are not found."""
+        self._max_rounds = max_rounds
+        self._wanted = wanted
+        self._note = note
+        self._rounds = 0
+        self._short = False
+        """True if the last step had too few informative groups."""
+
+    def complete(self, job: Job, groups: list[Group], draw: Draw, collect: Collect) -> list[Group]:
+        """Sample further rounds until there are enough informative groups. Returns the groups of all rounds."""
+        for round_ in range(self._max_rounds + 1):
+            self._rounds = round_
+            missing = self._wanted - sum(map(is_informative, groups))
+            if missing <= 0 or round_ == self._max_rounds:
+                break
+            prompts = draw(round_size(missing, groups, self._wanted))
+            groups = groups + collect(replace(job, name=f"{job.name}/round{round_ + 1}", prompts=prompts))
+        self._report(job, groups)
+        return groups
+
+    def _report(self, job: Job, groups: Sequence[Group]) -> None:
+        found = sum(map(is_informative, groups))
+        short = found < self._wanted
+        if short and not self._short:  # one line for a row of steps
+            self._note(
+                f"{job.name}: {found} of {self._wanted} groups have reward variance, after {self._rounds} more rounds "
+                f"and {len(groups)} prompts; the batch is filled with groups without (resample/missing counts them)"
+            )
+        self._short = short
+
+    def choose(self, groups: Sequence[Group], result: BatchResult) -> BatchResult:
+        """Return `result` with the groups that are trained, and with metrics of all that were sampled."""
+        chosen = set(chosen_places(groups, self._wanted))
+        dropped = [group for place, group in enumerate(groups) if place not in chosen]
+        metrics = resample_metrics(groups, dropped, self._wanted) | {"resample/rounds": float(self._rounds)}
+        trained = [place for place in result.trained_now if place in chosen]
+        return replace(result, trained_now=trained, metrics={**result.metrics, **metrics})
+
+
+def round_size(missing: int, groups: Sequence[Group], most: int) -> int:
+    """Return how many prompts give `missing` informative groups at the rate of `groups`; at most `most`."""
+    rate = Fraction(sum(map(is_informative, groups)), len(groups))
+    return min(most, math.ceil(missing / rate)) if rate else most
+
+
+def chosen_places(groups: Sequence[Group], wanted: int) -> list[int]:
+    """Return the places of the trained groups: the first informative ones, then others if there are too few.
+
+    First in the order of `Prompt.index`, in which prompts were drawn. With others the batch keeps its size, and they
+    count in the denominator of the loss as they do without resampling.
+    """
+    order = sorted(
+        range(len(groups)), key=lambda place: (not is_informative(groups[place]), groups[place].prompt.index)
+    )
+    return sorted(order[:wanted])
+
+
+def resample_metrics(groups: Sequence[Group], dropped: Sequence[Group], wanted: int) -> dict[str, float]:
+    rewards = [reward for group in groups for reward in group_rewards(group) if reward is not None]
+    informative = sum(map(is_informative, groups))
+    row = {
+        "resample/prompts": float(len(groups)),
+        "resample/informative": informative / len(groups),
+        "resample/missing": float(max(0, wanted - informative)),
+        "resample/tokens": float(
+            sum(len(rollout.token_ids) - rollout.prompt_length for group in dropped for rollout in group.rollouts)
+        ),
+    }
+    return row | ({"resample/reward": sum(rewards) / len(rewards)} if rewards else {})

@@ -1,0 +1,175 @@
+"""Evaluate a model on the evaluation sets of a config: python -m colocated_grpo.tools.evaluate MODEL --config FILE
+
+MODEL is a model's folder, a name on the Hub, an adapter's folder, or a run folder. Under torchrun every rank has an
+engine and completes a part of the prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colocated_grpo.launch.cli import (
+    OneLineParser,
+    environment_problem,
+    library_environment,
+    prepare_streams,
+    rank_environment,
+    set_up_logging,
+)
+from colocated_grpo.launch.engine_servers import LORA_RANKS
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, end_process
+
+if TYPE_CHECKING:
+    from colocated_grpo.config.schema import Config
+
+RUN_CONFIG = "config.yaml"
+ADAPTER_CONFIG = "adapter_config.json"
+EXPORTS = ("best_model", "best_adapter", "final_model", "final_adapter")
+"""Folders of a run, the one that is evaluated first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The model to evaluate, and its settings."""
+
+    model: str
+    """Folder or Hub name with the weights, of an adapter's base."""
+    adapter: Path | None = None
+    rank: int = 0
+    """The adapter's."""
+    run_config: Path | None = None
+    """Config of the run that exported it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Evaluate and print the metrics. Returns exit code 0, 2 for wrong settings, 1 if the evaluation fails."""
+    prepare_streams()
+    parser = _parser()
+    options, overrides = parser.parse_known_args(arguments)
+    os.environ.update(rank_environment(os.environ))
+    if problem := environment_problem(os.environ):
+        parser.error(problem)
+    for name, value in library_environment("INFO").items():
+        os.environ.setdefault(name, value)
+    set_up_logging("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
+    from colocated_grpo.config.errors import ConfigError
+    from colocated_grpo.errors import RunError
+
+    try:
+        subject = subject_of(options.model)
+        config = settings(subject, options.config, overrides)
+        from colocated_grpo.tools.evaluation_run import evaluate
+
+        results = evaluate(config, subject.adapter)
+        if results is not None:  # on rank 0
+            print_results(options.model, results)
+            if options.output is not None:
+                text = json.dumps({"model": options.model, "evaluations": results}, indent=1)
+                Path(options.output).write_text(text, encoding="utf-8")
+    except (ConfigError, RunError, OSError) as error:
+        if os.environ["RANK"] == "0":
+            print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="python -m colocated_grpo.tools.evaluate",
+        description="Evaluate a model on the evaluation sets of a config, or else on its held-out prompts.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder of a model, an adapter or a run, or a name on the Hub")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with evaluation.sets (default: the run's own)")
+    parser.add_argument("--output", metavar="FILE", help="write metrics and completions to this JSON file")
+    return parser
+
+
+def subject_of(name: str) -> Subject:
+    """Return what `name` means: a run folder stands for its best export, else its final one."""
+    from colocated_grpo.config.errors import ConfigError
+
+    folder = Path(name)
+    run_config = folder / RUN_CONFIG
+    if run_config.is_file() and not (folder / "config.json").exists():
+        exported = next((folder / export for export in EXPORTS if (folder / export).is_dir()), None)
+        if exported is None:
+            raise ConfigError(f"MODEL={name!r}: this run folder holds none of {', '.join(EXPORTS)}")
+        return replace(subject_of(str(exported)), run_config=run_config)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return Subject(model=name)
+    try:
+        saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        return Subject(model=saved["base_model_name_or_path"], adapter=folder.absolute(), rank=saved["r"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"MODEL={name!r}: {ADAPTER_CONFIG} names no base model and rank ({error!r})") from None
+
+
+def settings(subject: Subject, config_file: str | None, overrides: Sequence[str]) -> Config:
+    """Return the config with the model, one engine per rank, and every set due, else the held-out prompts.
+
+    Raises ConfigError.
+    """
+    from colocated_grpo.config.errors import ConfigError
+    from colocated_grpo.config.inputs import check_inputs
+    from colocated_grpo.config.loading import load_config
+    from colocated_grpo.config.rules import check_world
+
+    path = config_file or subject.run_config
+    if path is None:
+        raise ConfigError("--config: required unless MODEL is a run folder; give a file with evaluation.sets")
+    config = load_config(path, [*overrides, "--model.name", subject.model])
+    sets = [entry.model_copy(update={"every": 1}) for entry in config.evaluation.sets]
+    if not sets and not config.evaluation.every:
+        raise ConfigError("evaluation: nothing to evaluate; add evaluation.sets, or set evaluation.every above 0")
+    arguments: dict[str, Any] = {"load_format": "auto", **config.engine.args}
+    if subject.adapter is not None:
+        fitting = [rank for rank in LORA_RANKS if rank >= subject.rank]
+        if not fitting:
+            raise ConfigError(f"MODEL: the adapter's rank {subject.rank} is above {LORA_RANKS[-1]}, vLLM's largest")
+        arguments |= {"enable_lora": True, "max_lora_rank": fitting[0]}
+    config = config.model_copy(
+        update={
+            "evaluation": config.evaluation.model_copy(
+                update={"sets": sets, "every": 0 if sets else config.evaluation.every}
+            ),
+            "engine": config.engine.model_copy(update={"placement": "colocated", "args": arguments}),
+            "policy": config.policy.model_copy(update={"lora": None, "train_layers": None}),
+            "weights": "copied",
+        }
+    )
+    check_world(config, int(os.environ["WORLD_SIZE"]))
+    return check_inputs(config)[0]
+
+
+def print_results(model: str, results: dict[str, Any]) -> None:
+    """Print a line for each metric, with its standard error."""
+    from colocated_grpo.evaluation.metrics import STDERR
+
+    print(model)
+    for name, result in results.items():
+        metrics = {key.removeprefix(f"{name}/"): value for key, value in result["metrics"].items()}
+        print(f"\n{name}: {result['prompts']} prompts x {result['samples']} completions")
+        for key, value in metrics.items():
+            if not key.endswith(STDERR):
+                error = metrics.get(key + STDERR)
+                print(f"  {key:<18} {value:10.4f}" + ("" if error is None else f"  +- {error:.4f}"))
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except SystemExit:
+        raise
+    except Exception:
+        traceback.print_exc()
+        code = RUN_ERROR
+    end_process(code)

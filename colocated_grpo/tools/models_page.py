@@ -1,0 +1,98 @@
+"""Writes the table of model families into docs/models.md: `python -m colocated_grpo.tools.models_page`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from colocated_grpo.config.families import FAMILIES, Family
+from colocated_grpo.config.model_support import RULES
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
+COLUMNS = (
+    "Family",
+    "`model_type`",
+    "Full",
+    "LoRA",
+    "Weight path",
+    "FlashAttention 4",
+    "Engine shortcuts",
+    "transformers, vLLM from",
+)
+OLDEST_VLLM = "0.26"
+
+
+def main() -> int:
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+def with_tables(text: str) -> str:
+    """Return the page's text with new tables between its markers. Raises ValueError if a marker is missing."""
+    for name, rows in (("families", family_table()), ("refused", refused_table())):
+        begin, end = (
+            f"<!-- {name}: written by python -m colocated_grpo.tools.models_page -->",
+            f"<!-- end of {name} -->",
+        )
+        before, found, rest = text.partition(begin)
+        _, ended, after = rest.partition(end)
+        if not (found and ended):
+            raise ValueError(f"{PAGE}: no lines {begin} and {end}")
+        text = "\n".join([before + begin, "", *rows, "", end + after])
+    return text
+
+
+def family_table() -> list[str]:
+    return [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(_cells(family)) for family in FAMILIES)]
+
+
+def refused_table() -> list[str]:
+    return [_row(["Feature", "Examples"]), _row(["---"] * 2), *(_row([rule.feature, rule.examples]) for rule in RULES)]
+
+
+def _cells(family: Family) -> list[str]:
+    return [
+        family.name,
+        f"`{family.model_type}`",
+        "yes",
+        "yes",
+        {"views": "views", "load_weights": "vLLM's loader"}[family.path],
+        flash_attention_4(family),
+        ", ".join(shortcuts(family)) or "none",
+        f"{family.transformers}, {OLDEST_VLLM}",
+    ]
+
+
+def flash_attention_4(family: Family) -> str:
+    from colocated_grpo.policy.fa4 import HEAD_SIZES
+
+    usable = [size for size in family.heads if size in HEAD_SIZES]
+    if not usable:
+        return f"no: heads of {_sizes(family.heads)}"
+    where = "yes" if len(usable) == len(family.heads) else f"heads of {_sizes(usable)}"
+    return f"{where}, in layers without a window" if family.windows else where
+
+
+def shortcuts(family: Family) -> list[str]:
+    """Return the engine's own code paths that the family's released models use on a GPU."""
+    from colocated_grpo.rollout.vllm.decode_attention import HEAD_SIZES
+
+    names = [] if family.windows else ["steady decode"]
+    usable = [size for size in family.heads if size in HEAD_SIZES]
+    if usable:
+        names.append("decode kernel" + ("" if len(usable) == len(family.heads) else f" (heads of {_sizes(usable)})"))
+    if family.model_type == "qwen3":
+        names.append("QKV kernel")
+    return names
+
+
+def _sizes(sizes: list[int] | tuple[int, ...]) -> str:
+    return " and ".join(map(str, sizes))
+
+
+def _row(cells: list[str] | tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""How a run ended, in summary.json: finished, stopped, failed (with the error and its place) or killed."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from traceback import walk_tb
+
+from colocated_grpo.errors import RunError, in_one_line
+from colocated_grpo.runtime.blocking_code import LIBRARIES, PACKAGE
+from colocated_grpo.runtime.run_folder import remove_if_unused
+from colocated_grpo.runtime.verdict import RECORDED_SUFFIX, RUN_ERROR, mark
+from colocated_grpo.tracking import files
+from colocated_grpo.tracking.output import LOG_FILE, RunOutput
+from colocated_grpo.tracking.report import write_report
+from colocated_grpo.tracking.text import number
+from colocated_grpo.types import JsonObject
+
+FINISHED, STOPPED, FAILED, KILLED = "finished", "stopped", "failed", "killed"
+HELD_OUT_REWARD = "held_out/reward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a run has failed."""
+
+    error: str
+    where: str | None
+    """Phase of the start, or function, file and line."""
+    exit_code: int
+    rank: int | None = None
+    """The rank that failed first; None: unknown."""
+
+
+def write_summary(run_dir: Path, state: str, failure: Failure | None = None, *, training: bool = True) -> JsonObject:
+    """Write summary.json and return its contents. training: False if the run failed during its start."""
+    rows = list(files.read_rows(run_dir / files.METRICS_FILE))
+    steps = max((row["step"] for row in rows if row["kind"] == files.TRAIN), default=-1) + 1
+    summary: JsonObject = {"state": state, "steps": steps}
+    if failure is not None:
+        summary |= {**asdict(failure), "step": steps if training else None}
+    if (held_out := files.first_and_last(rows, HELD_OUT_REWARD)) is not None:
+        summary["held_out_reward"] = {
+            name: {"step": row["step"], "value": row[HELD_OUT_REWARD]}
+            for name, row in zip(("before", "after"), held_out, strict=True)
+        }
+    files.write_summary(run_dir, summary)
+    return summary
+
+
+def summary_line(summary: JsonObject) -> str:
+    """Return one line about how many steps the run has completed, and its held-out reward."""
+    line = f"{summary['state']} after {summary['steps']} steps"
+    if "held_out_reward" in summary:
+        before, after = summary["held_out_reward"]["before"], summary["held_out_reward"]["after"]
+        line += f": held-out reward {number(before['value'])} -> {number(after['value'])}"
+        line += f" (steps {before['step']} -> {after['step']})"
+    return line
+
+
+def record_failure(run_dir: Path, failure: Failure, *, training: bool, state: str = FAILED) -> list[str]:
+    """Write summary.json and the report of a run that has failed, and return lines for the console.
+
+    Returns none where the folder cannot be written or is damaged: the error itself must still be shown.
+    """
+    lines: list[str] = []
+    with suppress(OSError, RunError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lines.append(summary_line(write_summary(run_dir, state, failure, training=training)))
+        lines.append(f"report: {write_report(run_dir)}")
+    return lines
+
+
+def record_exception(output: RunOutput, error: BaseException, lines: Sequence[str], code: int, rank: int) -> None:
+    """Close the output and record the exception that ends this rank, the first of all to fail.
+
+    lines: the error as it is shown to the user; empty for a defect, whose traceback goes to run.log.
+    """
+    text = " ".join(lines).removeprefix("error: ") or in_one_line(error)
+    places = [place for place in (_phase(output), place_of(error)) if place]
+    failure = Failure(error=text, where="; ".join(places) or None, exit_code=code, rank=rank)
+    _record(output, failure, lines or "".join(traceback.format_exception(error)).splitlines())
+
+
+def record_line(output: RunOutput, line: str, code: int) -> None:
+    """Close the output and record a failure that is known by its line only, such as the loss of a rank."""
+    _record(output, Failure(error=line, where=_phase(output), exit_code=code), [f"error: {line}"])
+
+
+def _record(output: RunOutput, failure: Failure, log_lines: Sequence[str]) -> None:
+    output.close()
+    if output.folder is None:
+        return
+    lines = record_failure(output.folder, failure, training=output.trains)
+    output.write_log(output.folder)
+    for line in lines:
+        output.note(line)
+    append_to_log(output.folder, log_lines)
+    mark(RECORDED_SUFFIX)
+
+
+def leave_start(output: RunOutput) -> str:
+    """Clean up after a start that is stopped, and return the line to show."""
+    output.close()
+    if output.folder is not None:
+        remove_if_unused(output.folder)
+    mark(RECORDED_SUFFIX)
+    return output.stop_line()
+
+
+def leave_with_other_rank(output: RunOutput, line: str | None) -> None:
+    """Restore the terminal before the watchdog ends this rank. line: why, where no rank is alive to record it."""
+    output.close()
+    if line is not None:
+        record_line(output, line, RUN_ERROR)
+    mark(RECORDED_SUFFIX)
+
+
+def append_to_log(run_dir: Path, lines: Sequence[str]) -> None:
+    """Append lines to run.log. Any process may do so: a rank other than 0, or the launcher."""
+    with suppress(OSError), (run_dir / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace") as log:
+        log.writelines(f"{line}\n" for line in lines)
+
+
+def _phase(output: RunOutput) -> str | None:
+    """Return the phase of the start; None if the run trains."""
+    if output.trains:
+        return None
+    return f"start-up ({output.phase_name})" if output.phase_name else "start-up"
+
+
+def place_of(error: BaseException) -> str | None:
+    """Return the innermost line of user code, else of this package, as 'judge (my_rewards.py, line 12)'.
+
+    For an error that was raised from another one: the place of the other.
+    """
+    frames = [(frame.f_code, line) for frame, line in walk_tb((error.__cause__ or error).__traceback__)]
+    inside = [place for place in frames if place[0].co_filename.startswith(PACKAGE)]
+    user = [place for place in frames if not place[0].co_filename.startswith((PACKAGE, *LIBRARIES))]
+    if not (found := user or inside):
+        return None
+    code, line = found[-1]
+    return f"{code.co_name} ({Path(code.co_filename).name}, line {line})"

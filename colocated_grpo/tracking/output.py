@@ -1,0 +1,134 @@
+"""The text of a run: on the console, and in run.log of the run folder. It begins before the folder is chosen."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from colocated_grpo.tracking.console import Display, FailSafeDisplay, PlainDisplay, Row, StandardOutput, make_display
+
+LOG_FILE = "run.log"
+LOGGER = "colocated_grpo"
+"""Parent of this package's loggers; their warnings go to run.log too."""
+PATIENCE = 5.0
+"""Seconds after which a plain console shows the phase that is not finished."""
+
+
+class LogFile:
+    """Text that is kept in memory until `open` names its file."""
+
+    encoding = "utf-8"
+    closed = False
+
+    def __init__(self) -> None:
+        self._target: TextIO = io.StringIO()
+        self._handler = logging.StreamHandler(self)
+        self._handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logging.getLogger(LOGGER).addHandler(self._handler)
+
+    def leave_logger(self) -> None:
+        """Receive no more warnings."""
+        logging.getLogger(LOGGER).removeHandler(self._handler)
+
+    def open(self, path: Path) -> None:
+        """Append the text so far and all later text to the file. A second call has no effect."""
+        if isinstance(self._target, io.StringIO):
+            before = self._target.getvalue()
+            self._target = path.open("a", encoding=self.encoding, errors="backslashreplace")
+            self.write(before)
+            self.flush()
+
+    def write(self, text: str) -> int:
+        return self._target.write(text)
+
+    def flush(self) -> None:
+        self._target.flush()
+
+
+class RunOutput:
+    """Everything that rank 0 prints about a run. The same object on other ranks prints nothing."""
+
+    def __init__(self, displays: Sequence[Display] = (), log: LogFile | None = None, *, patience: float = PATIENCE):
+        self._displays = displays
+        self._log = log
+        self._patience = patience
+        self.phase_name: str | None = None
+        """The phase of the start that is not finished."""
+        self.folder: Path | None = None
+        """The run folder, once it is locked for this run."""
+        self.trains = False
+        """The start is over."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show a phase of the start, and its seconds when it is finished."""
+        self.phase_name, begin = name, time.monotonic()
+        lasting = threading.Timer(self._patience, self._phase_lasts, [name])
+        lasting.daemon = True
+        lasting.start()
+        for display in self._displays:
+            display.phase_begins(name)
+        try:
+            yield
+        finally:
+            lasting.cancel()
+        for display in self._displays:
+            display.phase_ends(name, time.monotonic() - begin)
+        self.phase_name = None  # after an exception it stays: the run has failed in this phase
+
+    def _phase_lasts(self, name: str) -> None:
+        if self.phase_name == name:
+            for display in self._displays:
+                display.phase_lasts(name)
+
+    def stop_line(self) -> str:
+        """Return the line about a start that was stopped."""
+        phase = f" ({self.phase_name})" if self.phase_name else ""
+        return f"stopped during start-up{phase}, before the first step"
+
+    def open(self, facts: dict[str, str], first_step: int) -> None:
+        """Show the banner; steps follow."""
+        for display in self._displays:
+            display.open(facts, first_step)
+
+    def step(self, step: int, row: Row) -> None:
+        for display in self._displays:
+            display.step(step, row)
+
+    def note(self, line: str) -> None:
+        """Show one line."""
+        for display in self._displays:
+            display.note(line)
+
+    def close(self) -> None:
+        """Restore the terminal. Lines may still be shown."""
+        for display in self._displays:
+            display.close()
+        if self._log is not None:
+            self._log.leave_logger()
+
+    def write_log(self, folder: Path) -> None:
+        """Write the text so far, and all later text, to run.log in `folder`."""
+        if self._log is not None:
+            with suppress(OSError):
+                self._log.open(folder / LOG_FILE)
+
+
+def make_output(mode: str, total_steps: int, *, is_main: bool, console: Console | None = None) -> RunOutput:
+    """Return the output of rank 0 (`is_main`), or the silent one of other ranks. mode: tracking.console."""
+    if not is_main:
+        return RunOutput()
+    log = LogFile()
+    log_console = Console(file=log)  # pyrefly: ignore[bad-argument-type]  (it needs write, flush and encoding only)
+    logged = FailSafeDisplay(PlainDisplay(log_console, total_steps), log_console)
+    logged.note(f"--- started at {datetime.now(UTC).isoformat(timespec='seconds')}")
+    return RunOutput([make_display(mode, console or StandardOutput(), total_steps), logged], log)

@@ -1,0 +1,101 @@
+"""Rollouts and games in the report: conversations as bubbles by speaker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from colocated_grpo.tracking import files
+from colocated_grpo.tracking.conversation import Message, completion_messages, prompt_messages
+from colocated_grpo.tracking.files import Row
+from colocated_grpo.tracking.games import title
+from colocated_grpo.tracking.page import section
+from colocated_grpo.tracking.text import as_html, number
+
+HELD_OUT_SHOWN = 8
+TRAINING_ROLLOUTS_SHOWN = 6
+GAMES_SHOWN = 6
+MAX_TEXT_LENGTH = 6000
+"""Characters shown of a message; rollouts.jsonl has the full text."""
+MAX_GAME_LENGTH = 30_000
+"""Characters shown of a transcript; games.jsonl has the full text."""
+
+
+def before_and_after(rollouts: Sequence[Row]) -> str:
+    """Show the first HELD_OUT_SHOWN held-out prompts, in prompt order, at the first and the last evaluation."""
+    held_out = [row for row in rollouts if row["kind"] == files.EVALUATION]
+    if not held_out:
+        return ""
+    first, last = held_out[0]["step"], held_out[-1]["step"]
+    before = {row["prompt_index"]: row for row in held_out if row["step"] == first}
+    after = {row["prompt_index"]: row for row in held_out if row["step"] == last}
+    prompts = sorted(before.keys() & after.keys())[:HELD_OUT_SHOWN]
+    if first == last:
+        cards = "".join(_card([before[index]]) for index in prompts)
+        return section(f"Held-out rollouts at step {first}", cards)
+    cards = "".join(_card([before[index], after[index]]) for index in prompts)
+    return section(f"Held-out rollouts before and after (steps {first} and {last})", cards)
+
+
+def last_training_rollouts(rollouts: Sequence[Row]) -> str:
+    """Show rollouts of the last training step, the best first."""
+    train = [row for row in rollouts if row["kind"] == files.TRAIN]
+    if not train:
+        return ""
+    step = train[-1]["step"]
+    shown = [row for row in train if row["step"] == step][::-1][:TRAINING_ROLLOUTS_SHOWN]
+    cards = "".join(_card([row]) for row in shown)
+    return section(f"Training rollouts of step {step}, from best to worst", cards)
+
+
+def latest_games(games: Sequence[Row]) -> str:
+    """Show the latest games, newest first: seats, winner and transcript."""
+    if not games:
+        return ""
+    shown = games[::-1][:GAMES_SHOWN]
+    parts = "".join(
+        f"<details><summary>{as_html(title(game))}</summary>{_seats(game.get('seats', []))}"
+        f'<pre class="game">{_shortened(game.get("transcript", ""), MAX_GAME_LENGTH)}</pre></details>'
+        for game in shown
+    )
+    return section(f"Games (latest {len(shown)} of {len(games)})", parts)
+
+
+def _seats(seats: list[Row]) -> str:
+    if not seats:
+        return ""
+    head = "".join(f"<th>{as_html(name)}</th>" for name in seats[0])
+    lines = ("".join(f"<td>{as_html(value)}</td>" for value in seat.values()) for seat in seats)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _card(rollouts: Sequence[Row]) -> str:
+    """Show one prompt and one or two rollouts of it, side by side."""
+    row = rollouts[0]
+    label = f'<div class="label">{as_html(row["source"])}, prompt {row["prompt_index"]}</div>'
+    sides = "".join(f"<div>{_label(rollout)}{_bubbles(completion_messages(rollout))}</div>" for rollout in rollouts)
+    prompt = _bubbles(prompt_messages(row))
+    return f'<article class="card">{label}{prompt}<div class="sides n{len(rollouts)}">{sides}</div></article>'
+
+
+def _label(row: Row) -> str:
+    facts = [f"step {row['step']}", f"{row['completion_tokens']} tokens", row["finish_reason"]]
+    facts += [f"{name} {number(value)}" for name, value in row["parts"].items()]
+    if row["error"]:
+        facts.append(row["error"])
+    return f'<div class="label"><b class="reward">{number(row["reward"])}</b> {as_html(" | ".join(facts))}</div>'
+
+
+def _bubbles(messages: Sequence[Message]) -> str:
+    bubbles = "".join(
+        f'<div class="bubble {"sampled" if message.sampled else "observed"}"><span>{as_html(message.speaker)}</span>'
+        f"<pre>{_shortened(message.text)}</pre></div>"
+        for message in messages
+    )
+    return f'<div class="chat">{bubbles}</div>'
+
+
+def _shortened(text: str, limit: int = MAX_TEXT_LENGTH) -> str:
+    omitted = len(text) - limit
+    if omitted <= 0:
+        return as_html(text)
+    return f'{as_html(text[:limit])}<i class="quiet"> ... {omitted} more characters</i>'

@@ -1,0 +1,30 @@
+"""A config file and a machine for the launcher's tests."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support.training_runs import tiny_model
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> str:
+    """A config file whose model exists, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(tiny_model())
+    (tmp_path / "x.yaml").write_text("model: {name: ./model}\nenvironments: [{type: task, name: sorting}]\n")
+    return "x.yaml"
+
+
+@pytest.fixture
+def eight_gpus(tmp_path, monkeypatch) -> None:
+    """An nvidia-smi that lists eight GPUs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    lines = "".join(f"GPU {number}: NVIDIA (UUID: GPU-{number})\\n" for number in range(8))
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -1,0 +1,78 @@
+"""Trackers besides W&B and TensorBoard: accelerate's classes take our arguments, and none of them can end a run."""
+
+import os
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.inputs import check_inputs
+from colocated_grpo.config.schema import TrackerName
+from colocated_grpo.tracking.sinks import make_tracker, valid_name
+from tests.support.tracked_run import TrackedRun, config_of
+
+NAMES = get_args(TrackerName)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_has_a_tracker_of_every_name_that_takes_project_and_run(name: str, tmp_path: Path) -> None:
+    tracker = make_tracker(name, "my-project", tmp_path / "my-run")
+    assert tracker.name == name
+    assert "my-project" in str(vars(tracker))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_package_is_one_line_before_the_run_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError) as error:
+        check_inputs(config_of(trackers=[name]))
+    line = f"tracking.trackers={name!r}: this package is not installed; pip install {name.replace('_', '-')}"
+    assert line in str(error.value).splitlines()
+
+
+def test_a_tracker_that_does_not_start_is_disabled_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    run = TrackedRun(tmp_path / "run", config_of(trackers=["mlflow", "mlflow"])).train().finish()
+    notes = [line for line in run.printed.splitlines() if "tracking.trackers" in line]
+    assert len(notes) == 1 and notes[0].startswith("tracking.trackers: mlflow disabled: ")
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+ASKS_FOR_A_KEY = """
+def init(**arguments):
+    input("your key: ")
+"""
+
+
+def test_a_tracker_that_asks_for_a_key_is_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "swanlab.py").write_text(ASKS_FOR_A_KEY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "swanlab", raising=False)
+    reading, writing = os.pipe()  # a terminal at which nothing is typed: reading from it would block
+    with open(reading) as terminal, open(writing, "w"):
+        monkeypatch.setattr(sys, "stdin", terminal)
+        run = TrackedRun(tmp_path / "run", config_of(trackers=["swanlab"])).train().finish()
+        assert sys.stdin is terminal
+    assert "tracking.trackers: swanlab disabled: EOF when reading a line" in run.printed
+
+
+def test_mlflow_has_the_settings_and_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # which the small package, mlflow-skinny, needs
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    run = TrackedRun(tmp_path / "run", config_of(trackers=["mlflow"], project="mine")).train(last_step=3).finish()
+    assert "disabled" not in run.printed
+    client = mlflow.MlflowClient()
+    (found,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert found.info.run_name == "run" and found.data.params["model.name"] == "tiny"
+    assert [point.step for point in client.get_metric_history(found.info.run_id, "my_own/metric")] == [0, 1, 2]
+
+
+def test_names_of_metrics_are_valid_in_every_tracker() -> None:
+    assert [valid_name(name) for name in ("eval/aime/pass@8", "seconds/step")] == ["eval/aime/pass_8", "seconds/step"]

@@ -1,0 +1,67 @@
+"""Entries of config.json with which a small model of each family computes what released ones compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.small_policy import SHAPE
+
+WINDOW = {"sliding_window": 3}
+MIXED_WINDOWS = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4 = WINDOW | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": SHAPE.vocab,
+    "final_logit_softcapping": 2.0,
+    "initializer_range": 0.05,
+}
+"""As in small models, the last two layers use the keys and values of the first two, and each layer adds an input."""
+GEMMA4_LARGE = MIXED_WINDOWS | {
+    "global_head_dim": 64,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "initializer_range": 0.05,
+}
+GRANITE = {
+    "logits_scaling": 2.0,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.5,
+}
+MINISTRAL3 = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4,
+        "max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    }
+}
+"""Queries grow with the position, in steps of four tokens."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "mistral": WINDOW,
+    "gemma3": MIXED_WINDOWS,
+    "gpt2": {},
+    "gemma4": GEMMA4,
+    "glm4": {},
+    "granite": GRANITE,
+    "ministral3": MINISTRAL3,
+    "olmo3": MIXED_WINDOWS,
+    "phi3": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+"""By architecture. Models that the tests train, all of them rows of docs/models.md."""

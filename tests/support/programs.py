@@ -1,0 +1,160 @@
+"""Programs that train with Trainer, as functions that one forked process, or each of several ranks, calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+
+from colocated_grpo import ConfigError, RunError, Trainer
+from colocated_grpo.policy.optimizers import learning_rate
+from colocated_grpo.runtime.run_folder import LOCK_FILE
+from tests.support.training_runs import settings
+
+ROWS = [{"prompt": f"{number} {number + 1}", "answer": str(number)} for number in range(40)]
+HELD_OUT = [{"prompt": "7 8", "answer": "7"}, {"prompt": "9 9", "answer": "9"}]
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def without_launcher() -> Iterator[None]:
+    """Hide from a forked rank that something has started it, for programs that are started alone."""
+    hidden = {name: os.environ.pop(name) for name in (*RANK_VARIABLES, "TORCHELASTIC_USE_AGENT_STORE")}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def arguments(model: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    """Return the arguments of a Trainer whose run takes a few seconds, without rewards."""
+    base = settings(model, output_dir=str(output), training_steps=3, **changes)
+    del base["environments"]
+    return base | {"model": model, "train_dataset": ROWS, "eval_datasets": HELD_OUT}
+
+
+class Recorder:
+    """A callback that records every event, and a reward function that records the threads that it runs in."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.threads: set[str] = set()
+        self.handler_in_run: Any = None
+
+    def __call__(self, completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+        self.threads.add(threading.current_thread().name.partition("_")[0])
+        return [sum(map(str.isdigit, text)) / (1 + len(text)) for text in completions]
+
+    def on_evaluate(self, state: Any) -> None:
+        self.events.append(("evaluate", state.step))
+
+    def on_step_end(self, state: Any) -> None:
+        self.handler_in_run = signal.getsignal(signal.SIGINT)
+        self.events.append(("step", state.step))
+        state.log({"double": 2 * state.metrics["reward"]})
+
+    def on_checkpoint(self, state: Any) -> None:
+        self.events.append(("checkpoint", int(state.checkpoint.name.removeprefix("step_"))))
+
+    def on_end(self, state: Any) -> None:
+        self.events.append((state.outcome, state.step))
+
+
+class Interrupt:
+    """A callback that interrupts the run in its first step, as Ctrl-C does."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def on_step_end(self, state: Any) -> None:
+        for _ in range(self.times):
+            signal.raise_signal(signal.SIGINT)
+
+
+class Steer:
+    """A callback that changes the learning rate after the first step and ends the run after the second."""
+
+    def on_step_end(self, state: Any) -> None:
+        if state.step == 0:
+            state.set_learning_rate(1e-5)
+        else:
+            state.stop()
+
+
+def broken(completions: list[str], **columns: Any) -> list[float]:
+    raise KeyError("no such answer")
+
+
+def four_runs(model: Path, output: Path) -> dict[str, Any]:
+    """Train, resume, fail and be interrupted in one process that no launcher has prepared. Returns what was seen."""
+    with without_launcher():
+        return _four_runs(model, output)
+
+
+def _four_runs(model: Path, output: Path) -> dict[str, Any]:
+    handler = signal.getsignal(signal.SIGINT)
+    recorder = Recorder()
+    base = arguments(model, output)
+    result = Trainer(reward_funcs=[recorder], callbacks=[recorder], **base).train()
+    seen: dict[str, Any] = {
+        "result": result,
+        "report": result._repr_html_(),
+        "events": recorder.events,
+        "threads": recorder.threads,
+        "replaced": recorder.handler_in_run is not handler,
+        "config": yaml.safe_load((result.folder / "config.yaml").read_text()),
+    }
+    longer = base | {"training_steps": 4}
+    seen["resumed"] = Trainer(reward_funcs=[recorder], **longer).train(resume="auto")
+    seen["errors"] = [
+        error_of(Trainer(reward_funcs=broken, **base | {"run_name": "fails"})),
+        error_of(Trainer(reward_funcs=recorder, **base)),
+    ]
+    interrupted = Trainer(reward_funcs=recorder, callbacks=[Interrupt(1)], **base | {"run_name": "stops"})
+    seen["interrupted"] = interrupted.train()
+    try:
+        Trainer(reward_funcs=recorder, callbacks=[Interrupt(2)], **base | {"run_name": "ends"}).train()
+    except KeyboardInterrupt as error:
+        seen["second interrupt"] = [frame.f_locals for frame in _frames(error) if frame.f_code.co_name == "train_on"]
+    seen["left"] = {
+        "variables": [name for name in RANK_VARIABLES if name in os.environ],
+        "group": dist.is_initialized(),
+        "handler": signal.getsignal(signal.SIGINT) is handler,
+        "locks": [line for line in Path("/proc/self/fd").iterdir() if os.path.realpath(line).endswith(LOCK_FILE)],
+        "threads": [thread.name for thread in threading.enumerate() if thread.name in ("watchdog", "signs of life")],
+    }
+    return seen
+
+
+def error_of(trainer: Trainer) -> tuple[str, str, list[str]]:
+    """Return type and text of the error that ends the run, and the functions in its traceback."""
+    try:
+        trainer.train()
+    except (ConfigError, RunError) as error:
+        assert error.__cause__ is None and error.__context__ is None
+        return type(error).__name__, str(error), [frame.f_code.co_name for frame in _frames(error)]
+    return "none", "", []
+
+
+def _frames(error: BaseException) -> list[Any]:
+    frames, traceback = [], error.__traceback__
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    return frames
+
+
+def steered(model: Path, output: Path) -> dict[str, Any]:
+    """Train on this rank with a callback on rank 0 alone."""
+    callbacks = [Steer()] if os.environ["RANK"] == "0" else []
+    trainer = Trainer(reward_funcs=Recorder(), callbacks=callbacks, **arguments(model, output, checkpoint={"every": 1}))
+    result = trainer.train()
+    scheduled = [learning_rate(trainer.config.policy, step, 3) for step in range(2)]
+    return {"steps": result.steps, "lr": result.metrics["lr"], "scheduled": scheduled, "folder": result.folder}
