@@ -95,6 +95,7 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Ite
         dist.destroy_process_group()
     deterministic = torch.are_deterministic_algorithms_enabled()
     process = start_rank(config, output)
+    process.stop.listen()
     if sleeps:
         _had_sleeping_engine.set()
     try:

@@ -101,7 +101,9 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     with model_folder(options, world) as model, tempfile.TemporaryDirectory(prefix="benchmark-growth-") as scratch:
         config = growth_config(options, model, sizes, world.size)
         output = make_output(config.tracking.console, config.training_steps, is_main=world.is_main)
-        run = build_run(config, Path(scratch) / "run", world, StopRequest(world.store), output)
+        stop = StopRequest(world.store)
+        stop.listen()
+        run = build_run(config, Path(scratch) / "run", world, stop, output)
         run.tracker.start(config, facts_of(run), run.start)
         settle_garbage_collector()
         for index, size in enumerate(sizes):

@@ -15,27 +15,27 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import derive_seed, seed_everything, use_deterministic_kernels
 from colocated_grpo.runtime.rank_process import RankProcess
 from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
-from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import FOLDER_SUFFIX, TRAINING_SUFFIX, mark
 from colocated_grpo.tracking import RunOutput
-from colocated_grpo.tracking.ending import FAILED, STOPPED, leave_start, leave_with_other_rank
+from colocated_grpo.tracking.ending import FAILED, STOPPED, leave_with_other_rank
 from colocated_grpo.trainer import settle_garbage_collector, train
 
 
 def main(config: Config, *, resume: str | None, name: str, output: RunOutput) -> None:
     """Train `config` on this rank, in a process that ends with the run. Collective.
 
+    Until the first step, a stop signal keeps the handlers of the caller: there is nothing to save.
+
     name: first part of a new run folder's name. resume: a run folder, 'auto' (the newest run of this config) or None.
     output: its `folder` is set, and whether the run trains; the caller records a failure there.
     """
     process = start_rank(config, output)
-    exit_on_stop_signals(partial(leave_start, output))
     train_on(process, config, resume=resume, name=name, output=output, on_start=process.stop.listen)
     process.close()
 
 
 def start_rank(config: Config, output: RunOutput) -> RankProcess:
-    """Join the ranks of a run. Collective."""
+    """Join the ranks of a run. Stop signals keep their handlers. Collective."""
     if config.deterministic:
         use_deterministic_kernels()
     with output.phase("waiting for the other ranks"):

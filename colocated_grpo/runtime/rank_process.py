@@ -16,7 +16,7 @@ from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_mi
 
 
 class RankProcess:
-    """One run's hold on this process. Construction is collective, and replaces the handlers of the stop signals.
+    """One run's hold on this process. Construction is collective.
 
     A process that ends with its run calls `close` after a run without errors, and exits after any other. A process that
     goes on calls `abandon` then.

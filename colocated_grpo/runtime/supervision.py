@@ -33,7 +33,10 @@ class ProcessId(NamedTuple):
 
 
 class StopRequest:
-    """Turns SIGTERM, SIGINT or SIGHUP on any rank into a request that every rank stops at its next safe point."""
+    """Turns SIGTERM, SIGINT or SIGHUP on any rank into a request that every rank stops at its next safe point.
+
+    The signals keep their handlers until `listen` is called.
+    """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = _own_connection(store)
@@ -41,11 +44,10 @@ class StopRequest:
         self.reason: str | None = None
         """The error because of which this rank stops; None after a signal."""
         self._before = {number: signal.getsignal(number) for number in stop_signals()}
-        self.listen()
         self._stop_resetting_children = reset_in_forked_children(list(self._before))
 
     def listen(self) -> None:
-        """Install the signal handlers, also in place of handlers that were installed after this object was made."""
+        """Install the signal handlers. Call from the main thread, once there is something to save."""
         for number in self._before:
             signal.signal(number, self._on_signal)
 

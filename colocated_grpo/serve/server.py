@@ -75,7 +75,9 @@ def serve(config: Config, options: ServeOptions) -> int:
     }
     ranks = EveryRank(commands, _idle_group(world), WEIGHT_COMMANDS)
     if world.is_main:
-        return _lead(config, options, model, engine, ranks, StopRequest(world.store), facts)
+        stop = StopRequest(world.store)
+        stop.listen()
+        return _lead(config, options, model, engine, ranks, stop, facts)
     ranks.follow()
     return 0
 

@@ -31,6 +31,7 @@ def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
     """
     world = init_world()
     stop = StopRequest(world.store)
+    stop.listen()
     watchdog = Watchdog(world, stop)
     model = read_model_files(config, world)
     environments = build_environments(config, model.tokenizer)

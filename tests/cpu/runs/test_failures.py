@@ -66,17 +66,17 @@ def test_a_rank_that_fails_to_build_ends_the_other_ranks(tmp_path):
     assert "ImportError: not on this rank" in line
 
 
-STOPS_TO_READ_DATA = """
+STOPS_IN_ITS_CONSTRUCTOR = """
 class Faulty(Faulty):
-    def prompts(self, seed, split):
-        print("reading", flush=True)
+    def __init__(self):
+        print("constructing", flush=True)
         threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize("begun", ["Co-located GRPO", "reading"], ids=["before a rank runs", "while it is built"])
+@pytest.mark.parametrize("begun", ["Co-located GRPO", "constructing"], ids=["before a rank runs", "while it is built"])
 def test_an_interrupt_during_the_start_is_one_line_and_leaves_no_run_folder(tmp_path, begun):
-    with LaunchedRun(tmp_path, faulty(tmp_path, STOPS_TO_READ_DATA)) as run:
+    with LaunchedRun(tmp_path, faulty(tmp_path, STOPS_IN_ITS_CONSTRUCTOR)) as run:
         run.wait_until(lambda: begun in run.stdout)
         since = time.monotonic()
         run.launcher.send_signal(signal.SIGINT)

@@ -21,6 +21,7 @@ STARTED = 60.0
 
 def watched(world: World) -> tuple[StopRequest, Watchdog]:
     stop = StopRequest(world.store)
+    stop.listen()
     return stop, Watchdog(world, stop)
 
 
@@ -141,6 +142,7 @@ def test_a_signal_to_one_rank_is_seen_by_all(number):
 def end_forked_children(world: World, number: signal.Signals) -> list[int]:
     """Signal forked children immediately after the fork. Return their exit codes."""
     stop = StopRequest(world.store)
+    stop.listen()
     endings = []
     for _ in range(20):
         child = os.fork()
@@ -164,12 +166,28 @@ def test_stop_signals_end_forked_children_of_a_reward(number):
 def stops_on_ignored_hangup(world: World) -> bool:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = StopRequest(world.store)
+    stop.listen()
     os.kill(os.getpid(), signal.SIGHUP)
     return stop.requested()
 
 
 def test_a_rank_under_nohup_keeps_ignoring_hangups():
     assert run_on_ranks(stops_on_ignored_hangup, 1) == [False]
+
+
+def handler_before_and_after_listening(world: World) -> list[object]:
+    start = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    own = signal.getsignal(signal.SIGTERM)
+    stop = StopRequest(world.store)
+    made = signal.getsignal(signal.SIGTERM) is own
+    stop.listen()
+    listening = signal.getsignal(signal.SIGTERM) is not own
+    signal.signal(signal.SIGTERM, start)
+    return [made, listening]
+
+
+def test_the_start_keeps_its_handlers_until_the_run_listens():
+    assert run_on_ranks(handler_before_and_after_listening, 1) == [[True, True]]
 
 
 def leave_one_after_the_other(world: World, first_has_left) -> int:
