@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.support.training_runs import tiny_model
 def config(tmp_path, monkeypatch) -> str:
     """A config file whose model exists, in the working folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").symlink_to(tiny_model())
+    shutil.copytree(tiny_model(), tmp_path / "model")  # some tests write into it
     (tmp_path / "x.yaml").write_text("model: {name: ./model}\nenvironments: [{type: task, name: sorting}]\n")
     return "x.yaml"
 
