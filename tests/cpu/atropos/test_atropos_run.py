@@ -117,10 +117,10 @@ def test_a_run_stopped_while_waiting_for_a_batch_trains_every_received_batch_aft
         config["rollout"] |= {"max_prompt_tokens": 2, "max_completion_tokens": 2}
         post_batch(api)
         run = stack.enter_context(ForkedRun(tmp_path, config, ranks=2))
-        run.wait_until(lambda: _registered(api))
+        run.wait_for_step(0)
         run.terminate()
         assert run.wait(60) == 0
-        assert files.read_summary(run.folder)["state"] == "stopped"
+        assert files.read_summary(run.folder) == {"state": "stopped", "steps": 1}
         post_batch(api)
         resumed = stack.enter_context(ForkedRun(tmp_path, config, "--resume", "auto", ranks=2))
         resumed.finish()
@@ -227,8 +227,3 @@ def assert_has_vllms_format(response: dict[str, Any]) -> None:
     assert not any("0" in text for text in response["text"])
     for tokens, logprobs in zip(response["token_ids"], response["logprobs"], strict=True):
         assert [int(token) for [entry] in logprobs for token in entry] == tokens
-
-
-def _registered(api: ApiProcess) -> bool:
-    with urlopen(f"{api.url}/info", timeout=5) as response:
-        return json.load(response)["batch_size"] == 4 * GROUP
