@@ -51,11 +51,11 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engine = build_engine(config, policy, folder, world)
     engine.wake("weights")
-    planned = copy_into(engine, policy.weights.published(), world)
+    planned = copy_into(engine, policy.weights.published(), policy.model.conversion, world)
     first = seconds_of(planned.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
     seconds = slowest_median(planned.sync, world, options.repeats)
     publish_seconds = slowest_median(policy.weights.publish, world, options.repeats)
-    loading = copy_into(engine, policy.weights.published(), world, planned=False)
+    loading = copy_into(engine, policy.weights.published(), policy.model.conversion, world, planned=False)
     load_seconds = slowest_median(loading.sync, world, max(3, options.repeats // 3))
     dtype = next(engine.model.parameters()).dtype
     moved = policy.num_parameters() * dtype.itemsize

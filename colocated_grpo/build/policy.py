@@ -18,6 +18,7 @@ from colocated_grpo.config.turns import OpponentConfig
 from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.checkpoint_files import fetch_model
+from colocated_grpo.policy.conversion import Conversion
 from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
 from colocated_grpo.policy.loading import build_model, compute_dtype, dtype_of
 from colocated_grpo.policy.lora.weights import AdapterWeights
@@ -93,23 +94,26 @@ def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
 
 def build_sync(config: Config, policy: Policy, engine: LocalEngine, world: World) -> WeightSync:
     """Return the sync from the policy into the engine. With `weights: shared` both use one copy from here on."""
-    copies = copy_into(engine, policy.weights.published(), world, constants=policy.model.hf_buffers())
-    return share(copies, partial(adopt, policy.model)) if config.weights == "shared" else copies
+    model = policy.model
+    copies = copy_into(engine, policy.weights.published(), model.conversion, world, constants=model.hf_buffers())
+    return share(copies, partial(adopt, model)) if config.weights == "shared" else copies
 
 
 def copy_into(
     engine: LocalEngine,
     parameters: Mapping[str, Tensor],
+    conversion: Conversion,
     world: World,
     *,
     constants: Mapping[str, Tensor] | None = None,
     planned: bool = True,
 ) -> ColocatedSync:
-    """Return a sync of these sharded parameters into the engine. constants, planned: as in ColocatedSync."""
+    """Return a sync of these sharded parameters into the engine. Other arguments: as in ColocatedSync."""
     return ColocatedSync(
         parameters,
         engine,
         lambda ok: all(world.gather_objects(ok)),
+        conversion,
         device=world.device,
         constants=constants,
         planned=planned,
@@ -134,7 +138,7 @@ def build_opponent(
         sync.sync()  # writes them otherwise
         engine.weights_changed(policy.version)
 
-    into_engine = copy_into(engine, shards, world)
+    into_engine = copy_into(engine, shards, policy.model.conversion, world)
     return FrozenOpponent(
         shards, policy.weights.published(), into_engine, engine.weights_changed, restore_policy, config.refresh_every
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.errors import RunError
+from colocated_grpo.policy.conversion import Conversion, read_conversion
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, exported_damage
 from colocated_grpo.runtime.distributed import World
 
@@ -73,7 +74,10 @@ def check_export(setting: str, folder: Path) -> None:
 
 
 class CheckpointReader:
-    """Tensors of a checkpoint by name. `read` loads only the requested rows from disk."""
+    """Tensors of a checkpoint by the names of the module's parameters. `read` loads only the requested rows from disk.
+
+    Experts that are stored one by one are read as one tensor, whose rows are the experts.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._readers: dict[str, Callable[[slice], Tensor]] = {}
@@ -87,6 +91,25 @@ class CheckpointReader:
                 self._add_torch(file)
         if not self._readers:
             raise ConfigError(f"model.name={str(folder)!r}: the folder has no *.safetensors or pytorch_model*.bin")
+        self._convert(read_conversion(folder))
+
+    def _convert(self, conversion: Conversion) -> None:
+        stored, shapes = self._readers, self.shapes
+        self._readers, self.shapes = {}, {}
+        experts: dict[str, dict[int, dict[int, str]]] = {}
+        for name in stored:
+            piece = conversion.piece(name)
+            if piece.expert is None:
+                self._readers[piece.name], self.shapes[piece.name] = stored[name], shapes[name]
+            else:
+                experts.setdefault(piece.name, {}).setdefault(piece.expert, {})[piece.part] = name
+        for name, matrices in experts.items():
+            table = [[parts[part] for part in sorted(parts)] for _, parts in sorted(matrices.items())]
+            first = [shapes[part] for part in table[0]]
+            self.shapes[name] = torch.Size([len(table), sum(shape[0] for shape in first), *first[0][1:]])
+            self._readers[name] = lambda rows, table=table: torch.stack(
+                [torch.cat([stored[part](slice(None)) for part in parts]) for parts in table[rows]]
+            )
 
     def _add_safetensors(self, file: Path) -> None:
         handle = safe_open(file, framework="pt")

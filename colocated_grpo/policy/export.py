@@ -79,9 +79,9 @@ class ModelExport:
     def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.policy.weights.published().items():
             # Cast before the gather: half the bytes move.
-            yield name, whole(parameter.detach().to(self.dtype))
+            yield from self.policy.model.conversion.stored(name, whole(parameter.detach().to(self.dtype)))
         for name, buffer in self.policy.model.hf_buffers().items():
-            yield name, buffer.to(self.dtype)
+            yield name, buffer
 
     def _write_settings(self, folder: Path) -> None:
         self.hf_config.dtype = self.dtype

@@ -30,6 +30,7 @@ from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.attention import PACKED
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
+from colocated_grpo.policy.conversion import conversion_of
 from colocated_grpo.policy.logprobs import linear_logprobs
 from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.runtime.distributed import local_part
@@ -53,6 +54,8 @@ class PackedLM(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.softcap = getattr(lm.config, "final_logit_softcapping", None)
         self.logit_divisor = logit_divisor(lm.config)
+        self.conversion = conversion_of(lm.config.model_type)
+        """From these parameters to the tensors of a checkpoint."""
 
     def forward(self, tokens: PackedTokens, head: Head = linear_logprobs) -> tuple[Tensor, ...]:
         """Apply `head` to the scored tokens; by default return log-probabilities and entropies, both [N] float32."""

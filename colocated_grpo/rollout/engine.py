@@ -112,7 +112,10 @@ class LocalEngine(RolloutEngine, Protocol):
     """An engine in this process, whose weights this process writes."""
 
     transforms_weights: bool
-    """True if weights change shape or type after loading (quantisation); only `load_weights` can then write them."""
+    """True if weights change layout or type after loading (quantisation, experts on the CPU).
+
+    Only `load_weights` can write them then.
+    """
 
     @property
     def model(self) -> nn.Module:

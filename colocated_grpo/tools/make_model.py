@@ -44,6 +44,11 @@ ARCHITECTURES = {
     "gpt2": "gpt2",
     "gemma4": "gemma4_text",
     "glm4": "glm4",
+    "glm4_moe": "glm4_moe",
+    "mixtral": "mixtral",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2_moe",
+    "qwen3_moe": "qwen3_moe",
     "granite": "granite",
     "ministral3": "ministral3",
     "olmo3": "olmo3",
@@ -121,6 +126,8 @@ def _size_arguments(architecture: str, shape: Shape) -> dict[str, object]:
         "intermediate_size": shape.intermediate,
         "max_position_embeddings": shape.max_positions,
     }
+    if architecture == "olmoe":
+        del sizes["head_dim"]  # its heads divide the hidden size
     if architecture == "gemma4":
         # Sizes of its layers without a window, and of the input that each layer adds: large by default.
         sizes |= {"global_head_dim": shape.head_dim, "hidden_size_per_layer_input": 0}

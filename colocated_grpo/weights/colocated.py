@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colocated_grpo.policy.conversion import Conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import whole
 from colocated_grpo.weights.buckets import Bucket, ShardSlice, gather, make_buckets, shard_slices
@@ -30,13 +31,15 @@ class ColocatedSync:
         parameters: Mapping[str, Tensor],
         engine: LocalEngine,
         agree: Callable[[bool], bool],
+        conversion: Conversion,
         *,
         device: torch.device,
         constants: Mapping[str, Tensor] | None = None,
         planned: bool = True,
     ) -> None:
-        """parameters: sharded tensors by checkpoint name. agree: logical AND over all ranks, collective.
+        """parameters: sharded tensors by name. agree: logical AND over all ranks, collective.
 
+        conversion: to the tensors that the engine's loader knows.
         constants: unsharded tensors that never change; the first sync writes them, and the engine keeps them.
         planned: False always uses the engine's own loader.
         """
@@ -44,6 +47,7 @@ class ColocatedSync:
         self._constants = constants or {}
         self._engine = engine
         self._agree = agree
+        self._conversion = conversion
         self._planned = planned and not engine.transforms_weights
         self._device = device
         self._dtype = next(engine.model.parameters()).dtype
@@ -69,9 +73,9 @@ class ColocatedSync:
 
     def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
-            yield name, whole(parameter.detach()).to(self._device, self._dtype)
+            yield from self._conversion.stored(name, whole(parameter.detach()).to(self._device, self._dtype))
         for name, constant in self._constants.items():
-            yield name, constant.to(self._device, self._dtype)
+            yield name, constant.to(self._device)
 
     def _adopt_verified_plan(self) -> None:
         """Set `plan` if on every rank its views hold, bit for bit, what `load_weights` has just written."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.errors import in_one_line
+from colocated_grpo.policy.conversion import read_conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.stores import connect_store
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices
@@ -48,6 +49,7 @@ class WeightReceiver:
         """folder: the model that the engine has loaded. agree: logical AND over the engine's ranks, collective."""
         self._engine = engine
         self._folder = folder
+        self._conversion = read_conversion(folder)
         self._device = device
         self._agree = agree
         self._dtype = next(engine.model.parameters()).dtype
@@ -81,12 +83,17 @@ class WeightReceiver:
             raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
         try:
             if self._plan is None:
-                self._engine.load_weights(pair for bucket in self._received() for pair in full_tensors(*bucket))
+                self._engine.load_weights(self._stored())
             else:
                 self._write(self._plan)
         except RuntimeError as error:
             self._leave()
             raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None
+
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self._received():
+            for name, value in full_tensors(*bucket):
+                yield from self._conversion.stored(name, value)
 
     def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
         assert self._group is not None

@@ -48,6 +48,15 @@ MINISTRAL3 = {
 }
 """Queries grow with the position, in steps of four tokens."""
 
+UNTIED = {"tie_word_embeddings": False}
+"""As all released models of the family: vLLM has no tied ones."""
+TWO_OF_FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
+ALIGNED = {"intermediate_size": 48}
+"""Rows of whole 16 bytes, which grouped matrix products need."""
+SMALL_EXPERTS = {"moe_intermediate_size": 32}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 32}
+DENSE_FIRST_LAYER = {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -63,5 +72,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "olmo3": MIXED_WINDOWS,
     "phi3": {},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "qwen3_moe": TWO_OF_FOUR | SMALL_EXPERTS | {"norm_topk_prob": True},
+    "qwen2_moe": TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT,
+    "olmoe": TWO_OF_FOUR | ALIGNED | UNTIED,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2} | ALIGNED,
+    "glm4_moe": DENSE_FIRST_LAYER | SMALL_EXPERTS | UNTIED,
 }
 """By architecture. Models that the tests train, all of them rows of docs/models.md."""

@@ -60,7 +60,8 @@ def tiny_model(
     if folder.exists():
         return folder
     # vLLM divides these families' hidden size by their heads, and its attention on CPUs does not support heads of 16.
-    heads = 2 if architecture in ("gpt2", "phi3", "qwen2") else TINY.heads
+    divided = ("gpt2", "olmoe", "phi3", "qwen2", "qwen2_moe")
+    heads = 2 if architecture in divided else TINY.heads
     shape = replace(TINY, vocab=vocab, heads=heads, head_dim=head_dim)
     return make_model(folder, architecture=architecture, shape=shape, init_std=0.1, settings=edits)
 

@@ -32,11 +32,8 @@ from tests.support.families import GEMMA4, SETTINGS
 MODELS = Path(transformers.__file__).parent / "models"
 EXPERTS, COMPOSITE, STATE = "a mixture of experts", "parts beside the language model", "layers that carry a state"
 REFUSED = {
-    "qwen3_moe": EXPERTS,
-    "olmoe": EXPERTS,
-    "mixtral": EXPERTS,
     "deepseek_v3": EXPERTS,
-    "glm4_moe": EXPERTS,
+    "granitemoe": EXPERTS,
     "dbrx": EXPERTS,
     "qwen2_5_vl": COMPOSITE,
     "qwen3_vl": COMPOSITE,

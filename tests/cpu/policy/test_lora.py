@@ -83,7 +83,9 @@ def ours(policy: Policy, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Ten
 def pefts(folder: Path, policy: Policy, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the same with PEFT's own module around transformers' model, one sequence at a time."""
     base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).eval()
+    # PEFT's "all-linear" means routers and experts too.
+    targets = list(adapted_layers(policy.model)) if frozen_experts(policy.model) else "all-linear"
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets)).eval()
     factors = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
     assert factors.keys() == policy.parameters().keys()
     for name, value in policy.parameters().items():

@@ -1,0 +1,107 @@
+"""Checkpoints whose tensors differ from the module's parameters: other names, and experts stored one by one.
+
+transformers has the table, `conversion_mapping`. Its loader reads whole checkpoints; `CheckpointReader` reads rows.
+
+Shapes: E experts, R rows and C columns of one expert's matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+
+from colocated_grpo.config.errors import ConfigError
+
+_MERGES = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+"""Supported operations, each with its dimension: experts are stacked, after their matrices were joined row by row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The part of a module's parameter that one stored tensor fills."""
+
+    name: str
+    """Of the parameter."""
+    expert: int | None = None
+    """None: the whole parameter."""
+    part: int = 0
+    """Position among the matrices of one expert: gate 0, up 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """A parameter [E, R, C] whose experts' matrices are stored one by one."""
+
+    parameter: str
+    """Part of its name, such as 'mlp.experts.gate_up_proj'."""
+    stored: tuple[str, ...]
+    """Parts of the stored names, with * for the expert: 'mlp.experts.*.gate_proj.weight', then up_proj's."""
+
+    def piece(self, stored_name: str) -> Piece | None:
+        for part, pattern in enumerate(self.stored):
+            if match := re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), stored_name):
+                name = stored_name[: match.start()] + self.parameter + stored_name[match.end() :]
+                return Piece(name=name, expert=int(match[1]), part=part)
+        return None
+
+    def split(self, name: str, value_ERC: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stored tensors of the parameter `name`."""
+        for expert, value_RC in enumerate(value_ERC):
+            for pattern, part in zip(self.stored, value_RC.chunk(len(self.stored)), strict=True):
+                yield name.replace(self.parameter, pattern.replace("*", str(expert))), part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """How a model type is stored. Without renames and merges: as in the module."""
+
+    renames: tuple[tuple[str, str], ...] = ()
+    """Pairs of parts of names: in the checkpoint, in the module."""
+    merges: tuple[Merge, ...] = ()
+
+    def piece(self, stored_name: str) -> Piece:
+        """Return what a stored tensor fills."""
+        for stored, own in self.renames:
+            stored_name = stored_name.replace(stored, own)
+        pieces = (merge.piece(stored_name) for merge in self.merges)
+        return next(filter(None, pieces), Piece(name=stored_name))
+
+    def stored(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that a checkpoint has for a whole parameter; views of it."""
+        merge = next((merge for merge in self.merges if merge.parameter in name), None)
+        for stored_name, part in [(name, value)] if merge is None else merge.split(name, value):
+            for stored, own in reversed(self.renames):
+                stored_name = stored_name.replace(own, stored)
+            yield stored_name, part
+
+
+def read_conversion(folder: Path) -> Conversion:
+    """Return the conversion of the model in `folder`. Raises ConfigError."""
+    return conversion_of(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type"))
+
+
+@cache
+def conversion_of(model_type: str | None) -> Conversion:
+    """Return the conversion of a model type. Raises ConfigError for a layout that cannot be read row by row."""
+    renames, merges = [], []
+    for entry in (get_checkpoint_conversion_mapping(model_type) if model_type else None) or []:
+        if isinstance(entry, WeightConverter) and _operations(entry) in _MERGES:
+            [parameter] = entry.target_patterns
+            merges.append(Merge(parameter=parameter, stored=tuple(entry.source_patterns)))
+        elif type(entry) is WeightRenaming and not set("\\^$(*") & set(entry.source_patterns[0]):
+            renames.append((entry.source_patterns[0], entry.target_patterns[0]))
+        else:
+            raise ConfigError(f"model type {model_type!r}: its checkpoints store tensors in a layout that is not known")
+    return Conversion(renames=tuple(renames), merges=tuple(merges))
+
+
+def _operations(entry: WeightConverter) -> list[tuple[type, int | None]]:
+    return [(type(operation), getattr(operation, "dim", None)) for operation in entry.operations]
