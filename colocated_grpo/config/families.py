@@ -21,6 +21,7 @@ class Family:
     """Head sizes of released models."""
     windows: bool = False
     """True if some layers of released models attend within a sliding window."""
+    experts: bool = False
     transformers: str = "5.0"
     """First release of transformers that has it; the trainer needs 5.0."""
 
@@ -54,13 +55,34 @@ FAMILIES = (
     Family(name="OLMo 3", architecture="olmo3", model_type="olmo3", path="views", heads=(128,), windows=True),
     Family(name="Phi-3, Phi-4", architecture="phi3", model_type="phi3", path="views", heads=(96, 128)),
     Family(name="SmolLM3", architecture="smollm3", model_type="smollm3", path="views", heads=(128,)),
-    Family(name="Qwen 3 MoE", architecture="qwen3_moe", model_type="qwen3_moe", path="load_weights", heads=(128,)),
     Family(
-        name="Qwen 1.5 and 2 MoE", architecture="qwen2_moe", model_type="qwen2_moe", path="load_weights", heads=(128,)
+        name="Qwen 3 MoE",
+        architecture="qwen3_moe",
+        model_type="qwen3_moe",
+        path="load_weights",
+        heads=(128,),
+        experts=True,
     ),
-    Family(name="OLMoE", architecture="olmoe", model_type="olmoe", path="load_weights", heads=(128,)),
-    Family(name="Mixtral", architecture="mixtral", model_type="mixtral", path="load_weights", heads=(128,)),
-    Family(name="GLM-4.5 MoE", architecture="glm4_moe", model_type="glm4_moe", path="load_weights", heads=(128,)),
+    Family(
+        name="Qwen 1.5 and 2 MoE",
+        architecture="qwen2_moe",
+        model_type="qwen2_moe",
+        path="load_weights",
+        heads=(128,),
+        experts=True,
+    ),
+    Family(name="OLMoE", architecture="olmoe", model_type="olmoe", path="load_weights", heads=(128,), experts=True),
+    Family(
+        name="Mixtral", architecture="mixtral", model_type="mixtral", path="load_weights", heads=(128,), experts=True
+    ),
+    Family(
+        name="GLM-4.5 MoE",
+        architecture="glm4_moe",
+        model_type="glm4_moe",
+        path="load_weights",
+        heads=(128,),
+        experts=True,
+    ),
     Family(name="GPT-2", architecture="gpt2", model_type="gpt2", path="load_weights", heads=(64,)),
 )
 

@@ -55,7 +55,7 @@ def _cells(family: Family) -> list[str]:
         family.name,
         f"`{family.model_type}`",
         "yes",
-        "yes",
+        "yes, experts stay frozen" if family.experts else "yes",
         {"views": "views", "load_weights": "vLLM's loader"}[family.path],
         flash_attention_4(family),
         ", ".join(shortcuts(family)) or "none",

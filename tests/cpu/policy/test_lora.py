@@ -48,6 +48,10 @@ SHARED = ("llama", "qwen2", "qwen3", "gemma", "mistral", "gemma3", "gpt2")
 """Families that are also trained with one copy of the weights for policy and engine."""
 
 
+LAYERS = {"glm4_moe": {"exclude_modules": ["gate_proj", "up_proj", "down_proj"]}}
+"""PEFT takes the shared layers of this family for its experts."""
+
+
 def lora_config(folder: Path, *, dtype: str = "float32", weights: str = "copied", **lora: Any) -> Config:
     """Two minibatches of several micro-batches each."""
     return config_of(
@@ -83,7 +87,7 @@ def ours(policy: Policy, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Ten
 def pefts(folder: Path, policy: Policy, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the same with PEFT's own module around transformers' model, one sequence at a time."""
     base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    # PEFT's "all-linear" means routers and experts too.
+    # With experts, PEFT's "all-linear" means experts and routers too.
     targets = list(adapted_layers(policy.model)) if frozen_experts(policy.model) else "all-linear"
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets)).eval()
     factors = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
@@ -100,7 +104,7 @@ def pefts(folder: Path, policy: Policy, micro_batch: MicroBatch) -> tuple[Tensor
 )
 def test_log_probabilities_and_gradients_equal_pefts(world, model_folder, family, weights):
     folder = model_folder(family, edits=FAMILIES[family])
-    config = lora_config(folder, weights=weights)
+    config = lora_config(folder, weights=weights, **LAYERS.get(family, {}))
     policy = policy_of(config, world)
     move(policy)
     (micro_batch,) = pack_for(world, random_groups(3, 3), config_of(folder)).minibatches[0].micro_batches
