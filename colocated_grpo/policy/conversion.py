@@ -29,7 +29,7 @@ class Piece:
     """The part of a module's parameter that one stored tensor fills."""
 
     name: str
-    """Of the parameter."""
+    """Parameter that it fills."""
     expert: int | None = None
     """None: the whole parameter."""
     part: int = 0
