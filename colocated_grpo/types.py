@@ -33,6 +33,8 @@ class Prompt:
     """Regular expression that constrains the completions; None: unconstrained."""
     by_opponent: bool = False
     """Completed once by the frozen opponent, so that a game can go on, and not trained."""
+    template: JsonObject = field(default_factory=dict)
+    """Arguments of the chat template besides the messages, also for later messages of an episode: tools, variables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,9 +117,17 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[in
 def build_data(config: Config, model: ModelFiles, world: World, tracker: Tracker | NullTracker) -> Data:
     """Collective. User code is imported on every rank; datasets are read on rank 0 only."""
     environments = build_environments(config, model.tokenizer)
-    source = LongestFirst(environments.open_source()) if world.is_main and environments.entries else None
+    source = open_source(environments, tracker.note) if world.is_main and environments.entries else None
     evaluated = read_evaluated(config, model.tokenizer, environments, world, tracker.note)
     return Data(environments=environments, source=source, evaluated=evaluated)
+
+
+def open_source(environments: Environments, note: Callable[[str], None]) -> LongestFirst:
+    """Return the source of training prompts. Rank 0 only: reads data."""
+    source = environments.open_source()
+    for line in environments.filter_notes():
+        note(line)
+    return LongestFirst(source)
 
 
 def build_collector(

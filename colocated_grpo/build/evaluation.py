@@ -54,6 +54,8 @@ def _draw(
         if config.evaluation.interval(source.config):
             prompts[source.name], dropped = source.prompts(sources.encoder, config.seed, first_index)
             first_index += len(prompts[source.name])
+            for line in source.filter_notes():
+                note(line)
             if dropped:
                 note(
                     f"evaluation set {source.config.name!r}: {dropped} prompts are left out, as they are empty or "

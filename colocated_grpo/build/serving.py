@@ -95,7 +95,15 @@ class Serving:
         )
         self.source.connect()
         tokenizer = copy.deepcopy(tokenizer)
-        sampler = Sampler(self._engines, self._top_logprobs, tokenizer, origins, self._limits, self._note)
+        sampler = Sampler(
+            self._engines,
+            self._top_logprobs,
+            tokenizer,
+            origins,
+            self._limits,
+            self._note,
+            config.model.chat_template_kwargs,
+        )
         self._servers.append(listen(sampler, config, atropos.server, self._limits))
         ports = ", ".join(map(str, self._servers[0].ports))
         self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")

@@ -10,7 +10,7 @@ from colocated_grpo.config.errors import ConfigError, KeyPath, SettingLocation, 
 from colocated_grpo.config.inputs import DATA_SUFFIXES, is_inline
 from colocated_grpo.config.lora import DEFAULT_INIT
 from colocated_grpo.config.schema import Config
-from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig
+from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig, prompt_functions
 from colocated_grpo.config.tree import assign, lookup
 from colocated_grpo.config.turns import INITIAL, TurnsSourceConfig
 
@@ -65,6 +65,9 @@ def _file_names(config: Config, tree: SettingsTree) -> Iterator[tuple[KeyPath, s
 
 
 def _names_of(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]:
+    for path, name in prompt_functions(source):
+        if _names_code(name):
+            yield path, name
     if isinstance(source, DatasetSourceConfig):
         yield ("name",), source.name
         if source.eval_split is not None and source.eval_split.lower().endswith(DATA_SUFFIXES):

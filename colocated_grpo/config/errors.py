@@ -84,6 +84,7 @@ _RULES = {
     "dict_type": "must be a mapping",
     "model_type": "must be a mapping of settings",
     "model_attributes_type": "must be a mapping of settings",
+    "union_tag_not_found": "needs {discriminator}",
     "string_pattern_mismatch": "must match {pattern}",
     "too_short": "needs at least {min_length} entry",
 }

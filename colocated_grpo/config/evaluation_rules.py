@@ -38,7 +38,7 @@ def _answers_are_known(config: Config) -> Lines:
 def _sources_of_sets_are_whole(config: Config) -> Lines:
     for index, entry in enumerate(config.evaluation.sets):
         plain = type(entry.source).model_fields
-        for name in ("eval_split", "held_out", "shuffle", "weight"):
+        for name in ("eval_split", "held_out", "shuffle", "curriculum", "weight"):
             value = getattr(entry.source, name, None)
             if name in plain and value != plain[name].default:
                 yield (

@@ -14,12 +14,12 @@ from colocated_grpo.config.adapter_files import CONFIG_FILE, WEIGHTS_FILE, with_
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import NamedObject
 from colocated_grpo.config.code_names import check_code_name
-from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.errors import ConfigError, dotted
 from colocated_grpo.config.layers import layers_text, out_of_range
 from colocated_grpo.config.lora import DEFAULT_INIT
 from colocated_grpo.config.model_support import check_trains, text_part
 from colocated_grpo.config.schema import Config, ModelConfig
-from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig, EnvironmentConfig
+from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig, EnvironmentConfig, prompt_functions
 from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
@@ -296,6 +296,8 @@ def _check_source(key: str, source: EnvironmentConfig) -> Iterator[str]:
         yield from _check_key(f"{key}.api_key_variable", source.api_key_variable)
         yield from _check_key(f"{key}.server.api_key_variable", source.server.api_key_variable)
         return
+    for path, name in prompt_functions(source):
+        yield from check_code_name(f"{key}.{dotted(path)}", name)
     if not isinstance(source, DatasetSourceConfig):
         if not isinstance(source, NamedObject) or source.given is None:
             yield from check_code_name(f"{key}.name", source.name)

@@ -19,6 +19,7 @@ from colocated_grpo.config.lora import LEARNING_RATE, LoRAConfig
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.config.selection import ResampleConfig, SkipSolvedConfig
 from colocated_grpo.config.sources import EnvironmentConfig
+from colocated_grpo.config.templates import TemplateVariables
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
 MIN_TEMPERATURE = 0.01
@@ -43,6 +44,9 @@ class ModelConfig(Section):
     """Run Python code that comes with the checkpoint. Only for repositories you trust."""
     chat_template: FileName | None = None
     """Chat template: Jinja text, or the path of a file with it. Default: the tokenizer's own."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, such as {enable_thinking: false}, in prompts of every environment and evaluation
+    set, and in chat requests to the engine's server that do not set them."""
 
 
 class OptimizerConfig(Section):

@@ -1,11 +1,13 @@
-"""Rules for dynamic sampling. Each rule yields one error line per violation."""
+"""Rules for dynamic sampling and the order of rows. Each rule yields one error line per violation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
+from colocated_grpo.config.rows import ColumnCurriculumConfig
 from colocated_grpo.config.schema import Config
+from colocated_grpo.config.sources import DatasetSourceConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
 
 Lines = Iterator[str]
@@ -38,7 +40,18 @@ def _only_own_prompts_are_skipped(config: Config) -> Lines:
             )
 
 
+def _hard_rows_are_drawn(config: Config) -> Lines:
+    for index, source in enumerate(config.environments):
+        curriculum = source.curriculum if isinstance(source, DatasetSourceConfig) else None
+        if isinstance(curriculum, ColumnCurriculumConfig) and (curriculum.steps or 0) >= config.training_steps:
+            yield (
+                f"environments.{index}.curriculum.steps={curriculum.steps}: must be below training_steps="
+                f"{config.training_steps}, or the hardest rows would never be drawn"
+            )
+
+
 SELECTION_RULES: tuple[Callable[[Config], Lines], ...] = (
     _only_own_prompts_are_replaced,
     _only_own_prompts_are_skipped,
+    _hard_rows_are_drawn,
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import FileName, NamedObject, NonNegative
+from colocated_grpo.config.errors import KeyPath
+from colocated_grpo.config.rows import ConditionConfig, CurriculumConfig
+from colocated_grpo.config.templates import TemplateVariables, Tool
 from colocated_grpo.config.turns import TurnsSourceConfig
 
 TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
@@ -24,6 +27,13 @@ class TaskSourceConfig(NamedObject):
     installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
     args: dict[str, Any] = {}
     """Keyword arguments of the task's class."""
+    system_prompt: str | None = None
+    """System message put before each prompt that has none, as the model reads it; `score` gets the item unchanged."""
+    tools: list[Tool] = []
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item go before."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
+    `chat_template_kwargs` of an item go before."""
     weight: float = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
@@ -37,6 +47,13 @@ class EpisodeSourceConfig(NamedObject):
     of an installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
     args: dict[str, Any] = {}
     """Keyword arguments of the episode's class."""
+    system_prompt: str | None = None
+    """System message put before each prompt that has none, as the model reads it; `run` gets the item unchanged."""
+    tools: list[Tool] = []
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item go before."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
+    `chat_template_kwargs` of an item go before."""
     weight: float = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
@@ -95,6 +112,19 @@ class DatasetSourceConfig(NamedObject):
     prompts that rewards receive."""
     shuffle: bool = True
     """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data."""
+    tools: list[Tool] = []
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. A column `tools` goes before."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}. A
+    column `chat_template_kwargs` goes before."""
+    where: dict[str, ConditionConfig] = {}
+    """Conditions on columns, as they are named in the data; rows that do not meet all of them are left out. A value, a
+    list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
+    filter: str | None = None
+    """Function 'package.module:function' or 'path/to/file.py:function' that gets a row as a dictionary and returns
+    true if it is kept. It is called for the rows that meet `where`."""
+    curriculum: CurriculumConfig | None = None
+    """Order of the rows by difficulty: docs/guides/prompts.md. null: `shuffle` alone decides."""
     weight: float = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
@@ -110,6 +140,16 @@ EnvironmentConfig = Annotated[
     TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | TurnsSourceConfig | AtroposSourceConfig,
     Field(discriminator="type"),
 ]
+
+
+def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield place and name of each function that describes tools or filters rows."""
+    if isinstance(source, TaskSourceConfig | EpisodeSourceConfig | DatasetSourceConfig):
+        for number, tool in enumerate(source.tools):
+            if isinstance(tool, str):
+                yield ("tools", number), tool
+    if isinstance(source, DatasetSourceConfig) and source.filter is not None:
+        yield ("filter",), source.filter
 
 
 def give_objects(entries: Sequence[EnvironmentConfig], objects: Mapping[str, Any]) -> None:

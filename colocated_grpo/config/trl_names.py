@@ -192,7 +192,7 @@ TRL: dict[str, Alias] = {
     "pad_to_multiple_of": not_needed("sequences are packed without padding"),
     "ds3_gather_for_generation": not_needed("weights are sharded by FSDP2"),
     "generation_kwargs": not_supported("see rollout: temperature, top_p, top_k, min_p, repetition_penalty, stop"),
-    "chat_template_kwargs": not_supported("model.chat_template replaces the tokenizer's template"),
+    "chat_template_kwargs": renamed("model.chat_template_kwargs"),
     "vllm_model_impl": one_of("vLLM's own models", {"vllm": None}),
     "vllm_structured_outputs_regex": not_supported("see structured of environments with type: turns"),
     **{

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
+from colocated_grpo.config.rows import ColumnCurriculumConfig
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.selection import SkipSolvedConfig
 from colocated_grpo.config.sources import DatasetSourceConfig, EpisodeSourceConfig, TaskSourceConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import BatchSource, Episode, Item, Scorer, Task
+from colocated_grpo.environments.curriculum import EasyToHard, RestingItems
 from colocated_grpo.environments.dataset import DatasetRows
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.prompts import PromptEncoder
@@ -22,10 +24,12 @@ from colocated_grpo.environments.rewards.functions import build_rewards
 from colocated_grpo.environments.rewards.placement import start_workers
 from colocated_grpo.environments.rewards.scorer import RewardScorer
 from colocated_grpo.environments.rewards.scoring import TaskScorer
+from colocated_grpo.environments.row_filter import Keep, load_filter
 from colocated_grpo.environments.solved import UnsolvedItems
 from colocated_grpo.environments.source import Mixture, PromptSource
 from colocated_grpo.environments.streams import ItemStream, RowStream, TaskStream, task_items
 from colocated_grpo.environments.tasks import build_task
+from colocated_grpo.environments.templates import build_template, check_is_read
 from colocated_grpo.environments.turns.registry import build_turn_games
 from colocated_grpo.types import Prompt
 
@@ -92,19 +96,25 @@ class EpisodeEnvironment:
 class DatasetEnvironment:
     """Rows yield the prompts, reward functions score the completions. Rows are loaded on first use, on rank 0 only."""
 
-    def __init__(self, name: str, config: DatasetSourceConfig, scorer: RewardScorer) -> None:
+    def __init__(self, name: str, config: DatasetSourceConfig, scorer: RewardScorer, keep: Keep | None = None) -> None:
+        """keep: the function that the setting `filter` names."""
         self.name = name
         self.config = config
         self.scorer = scorer
+        self._keep = keep
 
     @cached_property
     def rows(self) -> DatasetRows:
-        return DatasetRows(self.name, self.config, self.scorer.check_item)
+        return DatasetRows(self.name, self.config, self.scorer.check_item, self._keep)
 
-    def open_stream(self, seed: int) -> RowStream:
-        rows = self.rows
+    def open_stream(self, seed: int) -> ItemStream:
+        rows, curriculum = self.rows, self.config.curriculum
         order_seed = seed if self.config.shuffle else None
-        return RowStream(self.name, rows.train, lambda index: rows.item(rows.train, index), order_seed)
+        to_item = partial(rows.item, rows.train)
+        if isinstance(curriculum, ColumnCurriculumConfig):
+            return EasyToHard(self.name, rows.train, to_item, order_seed, rows.difficulties(curriculum), curriculum)
+        stream = RowStream(self.name, rows.train, to_item, order_seed)
+        return stream if curriculum is None else RestingItems(stream, self.name, curriculum)
 
     def all_items(self) -> Iterator[Item]:
         """Yield the training rows in the order of the data. Rank 0 only: reads data."""
@@ -151,6 +161,11 @@ class Environments:
             prompts += self._held_out_of(entry, mixture.counts[entry.name], first_index=len(prompts))
         return prompts
 
+    def filter_notes(self) -> list[str]:
+        """Return log lines on rows that filters have left out. Rank 0 only: reads data."""
+        datasets = [entry.rows for entry in self.entries if isinstance(entry, DatasetEnvironment)]
+        return [line for rows in datasets for line in rows.filter_notes]
+
     def held_out_notes(self) -> list[str]:
         """Return log lines for datasets too small to hold out rows by default. Rank 0 only: reads data."""
         datasets = [entry.rows for entry in self.entries if isinstance(entry, DatasetEnvironment)]
@@ -187,13 +202,15 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     """Resolve every name and import user code; read no data. Raises EnvironmentSetupError."""
     prompted = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
     names = _unique([entry.name for entry in prompted])
+    for name in config.model.chat_template_kwargs:
+        check_is_read(tokenizer, f"model.chat_template_kwargs.{name}", name)
     entries = [build_environment(name, entry, config) for name, entry in zip(names, prompted, strict=True)]
     return Environments(
         scorers={e.name: e.scorer for e in entries if not isinstance(e, EpisodeEnvironment)},
         episodes={e.name: e.episode for e in entries if isinstance(e, EpisodeEnvironment)},
         entries=entries,
         weights={name: entry.weight for name, entry in zip(names, prompted, strict=True)},
-        encoder=PromptEncoder(tokenizer, config.rollout.max_prompt_tokens),
+        encoder=build_encoder(config, tokenizer, dict(zip(names, prompted, strict=True))),
         seed=config.seed,
         skip_solved=config.rollout.skip_solved,
     )
@@ -204,12 +221,22 @@ def build_environment(name: str, entry: PromptedConfig, config: Config) -> Score
     if isinstance(entry, DatasetSourceConfig):
         rewards = build_rewards(entry.rewards, key := f"environments {name!r}: rewards")
         workers = start_workers(entry.rewards, rewards, key)
-        return DatasetEnvironment(name, entry, RewardScorer(rewards, config.optimizer_steps, workers))
+        scorer = RewardScorer(rewards, config.optimizer_steps, workers)
+        return DatasetEnvironment(name, entry, scorer, load_filter(entry, f"environments {name!r}"))
     if isinstance(entry, EpisodeSourceConfig):
         return EpisodeEnvironment(name, build_episode(entry.name, entry.args, entry.given))
     if isinstance(entry, TurnsSourceConfig):
         return build_turn_games(name, entry, config)
     return TaskEnvironment(name, build_task(entry.name, entry.args, entry.given))
+
+
+def build_encoder(
+    config: Config, tokenizer: PreTrainedTokenizerBase, entries: Mapping[str, PromptedConfig]
+) -> PromptEncoder:
+    """Build the encoder of these sources. Raises EnvironmentSetupError if the chat template ignores a setting."""
+    variables = config.model.chat_template_kwargs
+    templates = {name: build_template(entry, name, tokenizer, variables) for name, entry in entries.items()}
+    return PromptEncoder(tokenizer, config.rollout.max_prompt_tokens, templates)
 
 
 def _unique(names: list[str]) -> list[str]:

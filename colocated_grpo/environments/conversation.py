@@ -52,6 +52,7 @@ class Conversation:
     def __init__(self, prompt: Prompt, codec: ChatCodec, room: int, sample: SampleFn) -> None:
         """room: token budget after the prompt, for sampled and observed tokens together."""
         self._codec = codec
+        self._template = prompt.template
         self._sample = sample
         self._max_tokens = len(prompt.token_ids) + room
         # Segments are appended whole and never modified, since rollout() may run in another thread at the same time.
@@ -92,7 +93,7 @@ class Conversation:
         """
         if self._last is None or not self._segments[-1].sampled:
             raise RuntimeError("observe() must follow generate(); pass all messages in one call")
-        token_ids = self._codec.observation(messages, self._last.token_ids[-1])
+        token_ids = self._codec.observation(messages, self._last.token_ids[-1], self._template)
         if len(token_ids) >= self.room:
             raise self._context_exhausted(f"an observation of {len(token_ids)} tokens and a message")
         self._segments.append(_observed(token_ids))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from colocated_grpo.config.rows import ColumnCurriculumConfig
 from colocated_grpo.config.sources import DatasetSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.chat import Message
-from colocated_grpo.environments.prompts import checked_prompt
+from colocated_grpo.environments.prompts import checked_prompt, template_arguments
+from colocated_grpo.environments.row_filter import Keep, RowFilter, column_values, difficulties, select
 from colocated_grpo.environments.streams import Rows
+from colocated_grpo.environments.templates import PLAIN, TOOLS, VARIABLES, with_system_prompt
 from colocated_grpo.environments.user_code.loading import one_line
 
 if TYPE_CHECKING:
@@ -34,20 +36,25 @@ TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
 class DatasetRows:
     """The rows of one environment, divided into training and held-out rows."""
 
-    def __init__(self, name: str, config: DatasetSourceConfig, check: Callable[[Item], None]) -> None:
-        """check: raises EnvironmentSetupError if the rewards cannot score an item."""
+    def __init__(
+        self, name: str, config: DatasetSourceConfig, check: Callable[[Item], None], keep: Keep | None = None
+    ) -> None:
+        """check: raises EnvironmentSetupError if the rewards cannot score an item. keep: the function `filter`."""
         self.name = name
         self.config = config
         self._check = check
+        self._filter = RowFilter(config.where, keep, config.filter)
+        self.filter_notes: list[str] = []
+        """A line for the log on the rows of each split that were left out."""
         rows = self._load(config.split)
-        self.train: Rows
-        self.held_out: Rows
+        self.train: list[Item] | Dataset
+        self.held_out: list[Item] | Dataset
         if config.eval_split is None:
             held_out = num_held_out(config, len(rows))
-            keep = len(rows) - held_out
-            if keep <= 0:
+            count = len(rows) - held_out
+            if count <= 0:
                 raise self._error(f"held_out={held_out}: no training row is left of {len(rows)}; set a smaller number")
-            self.train, self.held_out = _slice(rows, 0, keep), _slice(rows, keep, len(rows))
+            self.train, self.held_out = _slice(rows, 0, count), _slice(rows, count, len(rows))
         else:
             self.train, self.held_out = rows, self._load(config.eval_split)
 
@@ -74,6 +81,7 @@ class DatasetRows:
         rest = {names.get(key, key): value for key, value in row.items() if key != column}
         item = {**rest, "prompt": _without_nulls(row[column])}
         checked_prompt(item, where)
+        template_arguments(PLAIN, item, where)
         if self.config.system_prompt is not None:
             item["prompt"] = with_system_prompt(item["prompt"], self.config.system_prompt)
         return item
@@ -82,13 +90,35 @@ class DatasetRows:
         """Load and check the rows. A bad row found later would stop the run, and stop it again after each resume."""
         rows, where = self._read(split)
         self._check_columns(rows, split)
+        rows, numbers = self._filtered(rows, split)
         if not isinstance(rows, list):
-            self._check_item(rows[0], f"{where} row 0")
-            self._check_nulls(rows, split)
+            self._check_item(rows[0], f"{where} row {numbers[0]}")
+            self._check_nulls(rows, numbers, split)
+            self._check_json(rows, numbers, where)
             return rows
-        for index, row in enumerate(rows):
-            self._check_item(row, f"{where} row {index}")
+        for number, row in zip(numbers, rows, strict=True):
+            self._check_item(row, f"{where} row {number}")
         return rows
+
+    def _filtered(self, rows: list[Item] | Dataset, split: str) -> tuple[list[Item] | Dataset, Sequence[int]]:
+        """Return the rows that meet `where` and `filter`, and their numbers in the data."""
+        try:
+            numbers, note = self._filter.kept(rows)
+        except ValueError as error:
+            raise self._error(f"{split!r}: {error}") from error
+        if note is None:
+            return rows, numbers
+        if not numbers:
+            raise self._error(f"{split!r}: {note}; the first row is {repr(dict(rows[0]))[:200]}")
+        self.filter_notes.append(f"environments {self.name!r}: {split!r}: {note}")
+        return select(rows, numbers), numbers
+
+    def difficulties(self, curriculum: ColumnCurriculumConfig) -> list[float]:
+        """Return a number for each training row, larger for harder ones."""
+        try:
+            return difficulties(column_values(self.train, curriculum.column), curriculum)
+        except ValueError as error:
+            raise self._error(f"curriculum: {error}") from None
 
     def _read(self, split: str) -> tuple[list[Item] | Dataset, str]:
         """Return the rows of a split, and their name for messages."""
@@ -111,14 +141,23 @@ class DatasetRows:
         except EnvironmentSetupError as error:
             raise EnvironmentSetupError(f"environments {where!r}: {error}") from None
 
-    def _check_nulls(self, rows: Dataset, split: str) -> None:
+    def _check_nulls(self, rows: Dataset, numbers: Sequence[int], split: str) -> None:
         """Raise for a null prompt. Columns are typed, so once row 0 is valid, only a null can be bad."""
         # The Arrow column is scanned without decoding its rows. datasets does not annotate that format.
         column: Any = rows.select_columns([self.config.prompt_column]).with_format("arrow")
         for number, table in enumerate(column.iter(NULL_CHECK_ROWS)):
             if (prompts := table[self.config.prompt_column]).null_count:
-                index = number * NULL_CHECK_ROWS + prompts.is_null().index(True).as_py()
+                index = numbers[number * NULL_CHECK_ROWS + prompts.is_null().index(True).as_py()]
                 raise self._error(f"row {index} of {split!r}: column {self.config.prompt_column!r} is null")
+
+    def _check_json(self, rows: Dataset, numbers: Sequence[int], where: str) -> None:
+        """Raise for text that the chat template cannot get. Values that are not text are typed, as those of row 0."""
+        for column in rows.column_names:
+            key = self.config.columns.get(column, column)
+            if key in (TOOLS, VARIABLES):
+                for number, value in zip(numbers, column_values(rows, column), strict=True):
+                    if isinstance(value, str):
+                        template_arguments(PLAIN, {key: value}, f"{where} row {number}")
 
     def _check_columns(self, rows: Rows, split: str) -> None:
         """Raise unless there is a row, and the first one has every column named in the config."""
@@ -127,9 +166,13 @@ class DatasetRows:
         first = rows[0]
         if self.config.prompt_column not in first:
             raise self._missing_column("prompt_column", self.config.prompt_column, first)
-        for column in self.config.columns:
+        curriculum = self.config.curriculum
+        named = [("columns", column) for column in self.config.columns]
+        named += [("where", column) for column in self.config.where]
+        named += [("curriculum", curriculum.column)] if isinstance(curriculum, ColumnCurriculumConfig) else []
+        for key, column in named:
             if column not in first:
-                raise self._missing_column("columns", column, first)
+                raise self._missing_column(key, column, first)
 
     def _is_file(self) -> bool:
         return Path(self.config.name).suffix.lower() in READERS
@@ -185,14 +228,6 @@ def num_held_out(config: DatasetSourceConfig, rows: int) -> int:
     return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
 
 
-def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[Message]:
-    """Return chat messages that begin with the system prompt. The prompt's own system message takes precedence."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": system_prompt}, *messages]
-
-
 def _without_nulls(prompt: Any) -> Any:
     """Drop null fields of messages: columnar formats give all messages the same keys, and templates print None."""
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
@@ -200,7 +235,7 @@ def _without_nulls(prompt: Any) -> Any:
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
-def _slice(rows: list[Item] | Dataset, start: int, stop: int) -> Rows:
+def _slice(rows: list[Item] | Dataset, start: int, stop: int) -> list[Item] | Dataset:
     if isinstance(rows, list):
         return rows[start:stop]
     return cast("Dataset", rows.select(range(start, stop)))  # annotated as Dataset | DatasetDict

@@ -14,6 +14,7 @@ from colocated_grpo.environments.build import (
     DatasetEnvironment,
     EpisodeEnvironment,
     ScoredEnvironment,
+    build_encoder,
     build_environment,
     encoded,
 )
@@ -42,6 +43,10 @@ class EvaluationSource:
     def prompts(self, encoder: PromptEncoder, seed: int, first_index: int) -> tuple[list[Prompt], int]:
         """Return the prompts, and how many items were dropped as empty or too long. Rank 0 only: reads data."""
         return encoded(self._items(seed), self._count(), encoder, first_index=first_index, source=self.name)
+
+    def filter_notes(self) -> list[str]:
+        """Return log lines on rows that filters have left out. Rank 0 only: reads data."""
+        return self.environment.rows.filter_notes if isinstance(self.environment, DatasetEnvironment) else []
 
     def _items(self, seed: int) -> Iterator[Item]:
         if isinstance(self.environment, DatasetEnvironment):
@@ -80,13 +85,17 @@ def build_evaluation_sources(config: Config, tokenizer: PreTrainedTokenizerBase)
     """Resolve every name and import user code; read no data. Raises EnvironmentSetupError."""
     return EvaluationSources(
         sources=[_build(entry, config) for entry in config.evaluation.sets],
-        encoder=PromptEncoder(tokenizer, config.rollout.max_prompt_tokens),
+        encoder=build_encoder(config, tokenizer, {_name(entry): entry.source for entry in config.evaluation.sets}),
         seed=config.seed,
     )
+
+
+def _name(entry: EvaluationSetConfig) -> str:
+    return f"{PREFIX}/{entry.name}"
 
 
 def _build(entry: EvaluationSetConfig, config: Config) -> EvaluationSource:
     source = entry.source
     if source.type == "dataset":
         source = source.model_copy(update={"held_out": 0})  # no row is left out
-    return EvaluationSource(config=entry, environment=build_environment(f"{PREFIX}/{entry.name}", source, config))
+    return EvaluationSource(config=entry, environment=build_environment(_name(entry), source, config))

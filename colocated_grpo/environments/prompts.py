@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.chat import Message, render_tokens
+from colocated_grpo.environments.templates import PLAIN, TOOLS, PromptTemplate, with_system_prompt
 from colocated_grpo.environments.user_code.loading import one_line
-from colocated_grpo.types import Prompt
+from colocated_grpo.types import JsonObject, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,8 +29,15 @@ class PromptEncoder:
     tokenizer has a chat template. Text that contains special tokens counts as rendered and is encoded as is.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int,
+        templates: Mapping[str, PromptTemplate] = MappingProxyType({}),
+    ) -> None:
+        """templates: what each source adds to the chat template."""
         self.tokenizer = tokenizer
+        self._templates = templates
         self.max_prompt_tokens = max_prompt_tokens
         # Only tokens such as <|im_start|> or [INST] prove that a template was applied: some tokenizers pad with "!".
         self._markers = [token for token in tokenizer.all_special_tokens if token[0] in "<[" and len(token) > 2]
@@ -39,7 +49,9 @@ class PromptEncoder:
         # A chat template would turn empty text into a prompt that trains. Tokenizing megabytes takes seconds each time.
         if _is_blank(prompt) or sum(map(len, _texts(prompt))) > self._max_characters:
             return None
-        text, token_ids = self._render(prompt, source)
+        template = self._templates.get(source, PLAIN)
+        arguments = template_arguments(template, item, source)
+        text, token_ids = self._render(prompt, template, arguments, source)
         if not 1 <= len(token_ids) <= self.max_prompt_tokens:
             return None
         return Prompt(
@@ -50,6 +62,7 @@ class PromptEncoder:
             source=source,
             pattern=item.get(PATTERN_KEY),
             by_opponent=item.get(BY_OPPONENT_KEY, False),
+            template=arguments,
         )
 
     def no_usable_prompt(self, source: str, attempts: int) -> EnvironmentSetupError:
@@ -59,11 +72,14 @@ class PromptEncoder:
             f"rollout.max_prompt_tokens={self.max_prompt_tokens}; raise the limit or shorten the prompts"
         )
 
-    def _render(self, prompt: str | list[Message], source: str) -> tuple[str, list[int]]:
+    def _render(
+        self, prompt: str | list[Message], template: PromptTemplate, arguments: JsonObject, source: str
+    ) -> tuple[str, list[int]]:
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
                 return prompt, list(self.tokenizer.encode(prompt))
             if any(marker in prompt for marker in self._markers):
+                _check_not_needed(template, source)
                 return prompt, list(self.tokenizer.encode(prompt, add_special_tokens=False))
             prompt = [{"role": "user", "content": prompt}]
         elif self.tokenizer.chat_template is None:
@@ -71,16 +87,35 @@ class PromptEncoder:
                 f"environments {source!r}: prompts are chat messages and the tokenizer has no chat template; "
                 "set model.chat_template or use text prompts"
             )
+        if template.system_prompt is not None:
+            prompt = with_system_prompt(prompt, template.system_prompt)
         try:
-            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **arguments)
             # Not encode(text): in some tokenizers the template's special tokens have ids but no text form.
-            token_ids = render_tokens(self.tokenizer, prompt)
+            token_ids = render_tokens(self.tokenizer, prompt, arguments)
         except Exception as error:  # a template is third-party code and may raise anything
             raise EnvironmentSetupError(
                 f"environments {source!r}: the chat template rejects a prompt that ends with "
                 f"{repr(prompt[-1])[:80]}: {one_line(error)}"
             ) from error
         return cast(str, text), token_ids
+
+
+def _check_not_needed(template: PromptTemplate, source: str) -> None:
+    """Raise for settings that do not reach a prompt to which no chat template is applied."""
+    for name in [TOOLS] * bool(template.tools) + ["system_prompt"] * bool(template.system_prompt):
+        raise EnvironmentSetupError(
+            f"environments {source!r}: {name}: a prompt contains special tokens, so no chat template is applied to it; "
+            f"write them into the prompts and remove {name}"
+        )
+
+
+def template_arguments(template: PromptTemplate, item: Item, source: str) -> JsonObject:
+    """Return the arguments of the chat template for an item. Raises EnvironmentSetupError if they are malformed."""
+    try:
+        return template.arguments(item)
+    except ValueError as error:
+        raise EnvironmentSetupError(f"environments {source!r}: {error}; rename or remove it") from None
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:

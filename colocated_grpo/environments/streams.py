@@ -139,9 +139,7 @@ class RowStream(FixedItems):
         return self.size
 
     def take(self) -> Item:
-        epoch, position = divmod(self.taken, self.size)
-        index = position if self.seed is None else epoch_order(self.size, self.seed, epoch)[position]
-        item = self.to_item(index)
+        item = self.to_item(row_at(self.size, self.seed, self.taken))
         self.taken += 1
         return item
 
@@ -170,6 +168,12 @@ def sample_digest(rows: Rows) -> str:
         # repr() of a value that JSON lacks, such as an image, may differ between processes: hash its type only.
         hashed.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
     return hashed.hexdigest()
+
+
+def row_at(size: int, seed: int | None, taken: int) -> int:
+    """Return the index of the row that follows `taken` others, in passes over `size` rows. seed: None is in order."""
+    epoch, position = divmod(taken, size)
+    return position if seed is None else epoch_order(size, seed, epoch)[position]
 
 
 @lru_cache(maxsize=4)

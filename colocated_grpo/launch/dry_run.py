@@ -35,7 +35,7 @@ def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
 def environment_problems(config: Config) -> list[str]:
     """Build the environments as a run does: import their code, read their data, draw the prompts of a step.
 
-    Returns the error lines of the first problem.
+    Prints how many rows are left out. Returns the error lines of the first problem.
     """
     from colocated_grpo.build.data import read_tokenizer
     from colocated_grpo.environments import build_environments
@@ -44,6 +44,8 @@ def environment_problems(config: Config) -> list[str]:
         environments = build_environments(config, read_tokenizer(config))
         if environments.entries:
             environments.open_source().next(config.rollout.prompts_per_step)
+            for line in environments.filter_notes():
+                print(f"note: {line}")
             if config.evaluation.every:
                 environments.held_out(config.evaluation.prompts)
     except (ConfigError, RunError) as error:

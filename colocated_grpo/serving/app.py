@@ -215,7 +215,7 @@ async def _encode_chat(sampler: Sampler, body: ChatBody) -> list[int]:
         **(body.chat_template_kwargs or {}),
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
         "continue_final_message": body.continue_final_message,
-        "tools": body.tools,
+        "tools": body.tools or None,  # some templates describe an empty list, too
     }
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
     return await sampler.codec.encode_chat(messages, settings)

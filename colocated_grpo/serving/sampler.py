@@ -20,7 +20,7 @@ from colocated_grpo.serving.load_balancer import LoadBalancer, result_of
 from colocated_grpo.serving.origins import Origin, Origins
 from colocated_grpo.serving.request_bodies import SamplingParameters
 from colocated_grpo.serving.text_codec import TextCodec, Tokenizer
-from colocated_grpo.types import Completion
+from colocated_grpo.types import Completion, JsonObject
 
 TopLogprobs = list[dict[int, float]]
 """For each position the most likely tokens with their log-probabilities, the actual token first."""
@@ -60,11 +60,13 @@ class Sampler:
         origins: Origins,
         limits: Limits,
         note: Callable[[str], None],
+        template_variables: JsonObject | None = None,
     ) -> None:
-        """top_logprobs: thread-safe `RolloutEngine.top_logprobs` of the first engine. note: logs one line."""
+        """top_logprobs: thread-safe `RolloutEngine.top_logprobs` of the first engine. note: logs one line.
+        template_variables: variables of the chat template that hold where a request does not set them."""
         self._engines = engines
         self._top_logprobs = top_logprobs
-        self.codec = TextCodec(tokenizer, limits)
+        self.codec = TextCodec(tokenizer, limits, template_variables or {})
         self._origins = origins
         self._limits = limits
         self._note = note

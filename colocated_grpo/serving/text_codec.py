@@ -34,9 +34,11 @@ class Tokenizer(Protocol):
 class TextCodec:
     """The model's tokenizer and chat template. Encoding raises InvalidRequest for text that cannot be served."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, template_variables: JsonObject) -> None:
+        """template_variables: variables of the chat template that hold where a request does not set them."""
         self._tokenizer = tokenizer
         self._limits = limits
+        self._template_variables = template_variables
 
     @cached_property
     def _second(self) -> Tokenizer:
@@ -59,6 +61,7 @@ class TextCodec:
             raise InvalidRequest("this model has no chat template; use /v1/completions or set model.chat_template")
         if reserved := RESERVED_TEMPLATE_ARGUMENTS & settings.keys():
             raise InvalidRequest(f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be set")
+        settings = {**self._template_variables, **settings}
         length = sum(len(message.get("content") or "") for message in messages)
         if length <= SHORT_CHARACTERS and len(messages) <= SHORT_MESSAGES:
             text = _render(self._tokenizer, messages, settings)

@@ -14,8 +14,9 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import longest_sequence, read_config_json
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import Item
-from colocated_grpo.environments.dataset import READERS, with_system_prompt
+from colocated_grpo.environments.dataset import READERS
 from colocated_grpo.environments.rewards.functions import check_reward_name
+from colocated_grpo.environments.templates import with_system_prompt
 from colocated_grpo.tools.doctor.footprint import Placement
 from colocated_grpo.tools.doctor.parameters import Sizes, sizes_of
 from colocated_grpo.tools.init.columns import Reward, builtin_reward, prompt_column
@@ -114,7 +115,7 @@ def _count_tokens(
         prompt = row[column]
         if reward.system_prompt is not None and isinstance(prompt, str | list):
             prompt = with_system_prompt(prompt, reward.system_prompt)
-        encoded = encoder.encode({"prompt": prompt}, index=0, source=column)
+        encoded = encoder.encode({**row, "prompt": prompt}, index=0, source=column)
         prompts.append(0 if encoded is None else len(encoded.token_ids))
     answer = "answer" if reward.rename is None else reward.rename[0]
     return prompts, [len(tokenizer.encode(str(row[answer]))) for row in sampled if answer in row]

@@ -1,0 +1,146 @@
+"""What the chat template gets besides the messages of a prompt: tools, variables, a system message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from colocated_grpo.config.sources import DatasetSourceConfig, EpisodeSourceConfig, TaskSourceConfig
+from colocated_grpo.config.templates import Tool, check_variables, read_json
+from colocated_grpo.config.turns import TurnsSourceConfig
+from colocated_grpo.environments.base import EnvironmentSetupError, Item
+from colocated_grpo.environments.chat import Message
+from colocated_grpo.environments.user_code.loading import load_object, one_line
+from colocated_grpo.types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOOLS, VARIABLES = "tools", "chat_template_kwargs"
+"""Keys of an item, and arguments of TRL, for what the chat template gets. Either may be JSON text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTemplate:
+    """What the prompts of one environment add to the chat template. An item's own tools and variables go before."""
+
+    tools: Sequence[JsonObject] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+
+    def arguments(self, item: Item) -> JsonObject:
+        """Return arguments of apply_chat_template(). Raises ValueError if those of the item are malformed."""
+        given = item_tools(item)
+        tools = self.tools if given is None else given
+        variables = {**self.variables, **item_variables(item)}
+        return {**variables, TOOLS: list(tools)} if tools else variables  # templates describe an empty list, too
+
+
+TemplatedConfig = TaskSourceConfig | EpisodeSourceConfig | DatasetSourceConfig
+PLAIN = PromptTemplate()
+
+
+def item_tools(item: Item) -> list[JsonObject] | None:
+    """Return the tools of an item; None if it has none of its own. Raises ValueError."""
+    tools = _parsed(item, TOOLS)
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{TOOLS} must be a list of JSON schemas, which the chat template reads, got {_shown(tools)}")
+    return tools
+
+
+def item_variables(item: Item) -> JsonObject:
+    """Return the variables of the chat template that an item sets. Raises ValueError."""
+    variables = _parsed(item, VARIABLES)
+    if variables is None:
+        return {}
+    if not isinstance(variables, dict):
+        raise ValueError(f"{VARIABLES} must be a mapping, got {_shown(variables)}")
+    try:
+        return check_variables(variables)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLES}: {error}") from None
+
+
+def _parsed(item: Item, key: str) -> Any:
+    """Return a value of an item without its null fields, which columnar formats add to mappings of one column."""
+    try:
+        return without_nulls(read_json(item.get(key) or None))
+    except ValueError as error:
+        raise ValueError(f"{key} is text that is not JSON: {error}") from None
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of JSON without the entries of mappings that are null, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[Message]:
+    """Return chat messages that begin with the system prompt. The prompt's own system message takes precedence."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def build_template(
+    entry: TemplatedConfig | TurnsSourceConfig,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    variables: Mapping[str, Any],
+) -> PromptTemplate:
+    """Return what the prompts of an entry add to the chat template. Imports the functions that `tools` names.
+
+    variables: those of all entries. Raises EnvironmentSetupError if the chat template ignores a setting of the entry.
+    """
+    if isinstance(entry, TurnsSourceConfig):
+        return PromptTemplate(variables=variables)
+    key = f"environments {name!r}"
+    if entry.tools:
+        check_is_read(tokenizer, f"{key}: {TOOLS}", TOOLS)
+    for variable in entry.chat_template_kwargs:
+        check_is_read(tokenizer, f"{key}: {VARIABLES}.{variable}", variable)
+    if entry.system_prompt is not None and tokenizer.chat_template is None:
+        raise EnvironmentSetupError(
+            f"{key}: system_prompt: the tokenizer has no chat template; set model.chat_template"
+        )
+    return PromptTemplate(
+        tools=[_schema(tool, f"{key}: {TOOLS}.{number}") for number, tool in enumerate(entry.tools)],
+        variables={**variables, **entry.chat_template_kwargs},
+        system_prompt=None if isinstance(entry, DatasetSourceConfig) else entry.system_prompt,  # rows have it already
+    )
+
+
+def check_is_read(tokenizer: PreTrainedTokenizerBase, key: str, name: str) -> None:
+    """Raise EnvironmentSetupError if no chat template of the tokenizer contains `name`: it would have no effect."""
+    templates = tokenizer.chat_template
+    if templates is None:
+        raise EnvironmentSetupError(f"{key}: the tokenizer has no chat template that could read it; remove it")
+    texts = templates.values() if isinstance(templates, dict) else [templates]
+    if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
+        raise EnvironmentSetupError(
+            f"{key}: the model's chat template does not read {name!r}, so it would have no effect; remove it, or set "
+            "model.chat_template"
+        )
+
+
+def _schema(tool: Tool, key: str) -> JsonObject:
+    """Return the JSON schema of a tool. transformers makes that of a function from its type hints and docstring."""
+    if isinstance(tool, dict):
+        return tool
+    function = load_object(tool, key)
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(function)
+    except Exception as error:  # DocstringParsingException, TypeHintParsingException, and what inspect raises
+        raise EnvironmentSetupError(f"{key}={tool!r}: no JSON schema can be made of it: {one_line(error)}") from error
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]
