@@ -15,6 +15,7 @@ from colocated_grpo.config.errors import ConfigError, KeyPath, parse_path
 from colocated_grpo.config.loading import LoadedConfig, build_config
 from colocated_grpo.config.sources import EVAL_DATASETS, TRAIN_DATASET, DatasetSourceConfig, give_objects
 from colocated_grpo.environments.dataset import num_held_out
+from colocated_grpo.environments.row_filter import RowFilter, load_filter
 
 Settings = dict[KeyPath, Any]
 _ENTRY: KeyPath = ("environments", 0)
@@ -163,5 +164,10 @@ def _steps(epochs: float, loaded: LoadedConfig, objects: ObjectsByName) -> int:
         raise ConfigError(f"num_train_epochs={epochs}: needs a train_dataset of rows; or set training_steps")
     entry = loaded.config.environments[0]
     assert isinstance(entry, DatasetSourceConfig)  # `_data` has made it one
-    count = len(rows) - (num_held_out(entry, len(rows)) if entry.eval_split is None else 0)
+    key = "environments.0"
+    try:
+        kept, _ = RowFilter(entry, load_filter(entry, key)).kept(rows)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    count = len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)
     return max(1, math.ceil(count * epochs / loaded.config.rollout.prompts_per_step))

@@ -30,10 +30,11 @@ class TaskSourceConfig(NamedObject):
     system_prompt: str | None = None
     """System message put before each prompt that has none, as the model reads it; `score` gets the item unchanged."""
     tools: list[Tool] = []
-    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item go before."""
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
+    precedence."""
     chat_template_kwargs: TemplateVariables = {}
     """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
-    `chat_template_kwargs` of an item go before."""
+    `chat_template_kwargs` of an item take precedence."""
     weight: float = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
@@ -50,10 +51,11 @@ class EpisodeSourceConfig(NamedObject):
     system_prompt: str | None = None
     """System message put before each prompt that has none, as the model reads it; `run` gets the item unchanged."""
     tools: list[Tool] = []
-    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item go before."""
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
+    precedence."""
     chat_template_kwargs: TemplateVariables = {}
     """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
-    `chat_template_kwargs` of an item go before."""
+    `chat_template_kwargs` of an item take precedence."""
     weight: float = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
@@ -113,10 +115,11 @@ class DatasetSourceConfig(NamedObject):
     shuffle: bool = True
     """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data."""
     tools: list[Tool] = []
-    """Tools that the chat template describes to the model: docs/guides/prompts.md. A column `tools` goes before."""
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. A column `tools` takes
+    precedence."""
     chat_template_kwargs: TemplateVariables = {}
     """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}. A
-    column `chat_template_kwargs` goes before."""
+    column `chat_template_kwargs` takes precedence."""
     where: dict[str, ConditionConfig] = {}
     """Conditions on columns, as they are named in the data; rows that do not meet all of them are left out. A value, a
     list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""

@@ -43,7 +43,7 @@ class EasyToHard(RowStream):
         self._drawn = 0
         """Rows drawn since the first pass of the stage began."""
         self._rates: list[float] = []
-        """Pass rates of the latest prompts of the stage, at most config.window."""
+        """Pass rates of the latest prompts of the stage, at most config.window; none if steps decide."""
 
     @property
     def max_attempts(self) -> int:
@@ -66,8 +66,9 @@ class EasyToHard(RowStream):
             f"curriculum/{self.name}/rows": float(self._rows_of_stage),
         }
         self._steps += 1
-        rates = [rate for group in groups if (rate := pass_rate(group, self._config.pass_reward)) is not None]
-        self._rates = (self._rates + rates)[-self._config.window :]
+        if self._config.high is not None:
+            rates = [rate for group in groups if (rate := pass_rate(group, self._config.pass_reward)) is not None]
+            self._rates = (self._rates + rates)[-self._config.window :]
         self._go_to(self._next_stage())
         return replace(result, metrics=result.metrics | metrics)
 

@@ -43,7 +43,7 @@ class DatasetRows:
         self.name = name
         self.config = config
         self._check = check
-        self._filter = RowFilter(config.where, keep, config.filter)
+        self._filter = RowFilter(config, keep)
         self.filter_notes: list[str] = []
         """A line for the log on the rows of each split that were left out."""
         rows = self._load(config.split)

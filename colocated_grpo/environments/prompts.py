@@ -35,7 +35,7 @@ class PromptEncoder:
         max_prompt_tokens: int,
         templates: Mapping[str, PromptTemplate] = MappingProxyType({}),
     ) -> None:
-        """templates: what each source adds to the chat template."""
+        """templates: additions to the chat template by source."""
         self.tokenizer = tokenizer
         self._templates = templates
         self.max_prompt_tokens = max_prompt_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,12 +33,13 @@ def load_filter(config: DatasetSourceConfig, key: str) -> Keep | None:
 
 
 class RowFilter:
-    """The conditions of an entry, applied one after the other; remembers how many rows each of them left out."""
+    """The conditions of an entry, `where` and `filter`, applied one after the other."""
 
-    def __init__(self, where: Mapping[str, ConditionConfig], keep: Keep | None, keep_name: str | None) -> None:
-        self._where = where
+    def __init__(self, config: DatasetSourceConfig, keep: Keep | None) -> None:
+        """keep: the function that `config.filter` names."""
+        self._where = config.where
         self._keep = keep
-        self._keep_name = keep_name
+        self._keep_name = config.filter
 
     def kept(self, rows: list[Item] | Dataset) -> tuple[list[int], str | None]:
         """Return the numbers of the rows that meet all conditions, and a line on the others, None if there are none.
@@ -126,16 +127,15 @@ def select(rows: list[Item] | Dataset, numbers: Sequence[int]) -> list[Item] | D
 def difficulties(values: Sequence[Any], config: ColumnCurriculumConfig) -> list[float]:
     """Return a number for each row, larger for harder ones. Raises ValueError."""
     found = [_difficulty(value, config) for value in values]
-    unknown = [number for number, difficulty in enumerate(found) if difficulty is None]
-    if not unknown:
+    if None not in found:
         return cast("list[float]", found)
-    value = values[unknown[0]]
-    what = f"row {unknown[0]}: {config.column!r} is {'null' if value is None else repr(value)[:60]}"
+    value = values[found.index(None)]
+    what = f"column {config.column!r} has {'null' if value is None else repr(value)[:60]}"
     if isinstance(config.order, list):
         raise ValueError(f"{what}, which `order` does not list; add it, or leave such rows out by `where`")
     distinct = sorted({repr(value) for value in values if value is not None})
     raise ValueError(
-        f"{what}, not a number; leave such rows out by `where`, or set `order` to the values, the easiest first: "
+        f"{what}, which is not a number; leave such rows out by `where`, or set `order` to the values, the easiest first: "
         f"{', '.join(distinct[:10])}{', ...' * (len(distinct) > 10)}"
     )
 

@@ -1,4 +1,4 @@
-"""What the chat template gets besides the messages of a prompt: tools, variables, a system message."""
+"""Tools, variables and a system message for the chat template, which gets them besides the messages of a prompt."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOOLS, VARIABLES = "tools", "chat_template_kwargs"
-"""Keys of an item, and arguments of TRL, for what the chat template gets. Either may be JSON text."""
+"""Keys of an item for the chat template, named as in TRL. Either value may be JSON text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """What the prompts of one environment add to the chat template. An item's own tools and variables go before."""
+    """Additions of one environment to the chat template. Tools and variables of an item take precedence."""
 
     tools: Sequence[JsonObject] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def build_template(
     tokenizer: PreTrainedTokenizerBase,
     variables: Mapping[str, Any],
 ) -> PromptTemplate:
-    """Return what the prompts of an entry add to the chat template. Imports the functions that `tools` names.
+    """Return the additions of an entry to the chat template. Imports the functions that `tools` names.
 
     variables: those of all entries. Raises EnvironmentSetupError if the chat template ignores a setting of the entry.
     """
