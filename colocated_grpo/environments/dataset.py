@@ -238,6 +238,8 @@ def _without_nulls(prompt: Any) -> Any:
 def _slice(rows: list[Item] | Dataset, start: int, stop: int) -> list[Item] | Dataset:
     if isinstance(rows, list):
         return rows[start:stop]
+    if start == stop:
+        return []  # Dataset.select() raises for an empty range at the end
     return cast("Dataset", rows.select(range(start, stop)))  # annotated as Dataset | DatasetDict
 
 

@@ -135,7 +135,7 @@ def difficulties(values: Sequence[Any], config: ColumnCurriculumConfig) -> list[
         raise ValueError(f"{what}, which `order` does not list; add it, or leave such rows out by `where`")
     distinct = sorted({repr(value) for value in values if value is not None})
     raise ValueError(
-        f"{what}, which is not a number; leave such rows out by `where`, or set `order` to the values, the easiest first: "
+        f"{what}, which is not a number; leave such rows out by `where`, or list the values in `order`, easiest first: "
         f"{', '.join(distinct[:10])}{', ...' * (len(distinct) > 10)}"
     )
 

@@ -1,0 +1,107 @@
+"""A run with tools, filtered rows, a mixture and two curricula: what it sampled, and that it resumes bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from colocated_grpo.tracking import files
+from tests.support.templates import TEMPLATE, WEATHER
+from tests.support.training_runs import (
+    Settings,
+    TrainingRun,
+    deterministic,
+    train,
+    weights_of,
+    without_wall_clock,
+)
+
+STEPS, EVERY = 6, 3
+REWARD = "def short(completions, **columns):\n    return [float(len(text) < 7) for text in completions]\n"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "rewards.py").write_text(REWARD)
+    graded = [{"prompt": f"sort {row}", "level": row % 4} for row in range(24)]
+    few = [{"prompt": f"turn {row}"} for row in range(5)]
+    for name, rows in (("graded", graded), ("few", few)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def config(data: Path, **checkpoint: object) -> Settings:
+    rewards = [{"name": f"{data}/rewards.py:short", "run_in": "thread"}]
+    graded = {
+        "name": str(data / "graded.jsonl"),
+        "where": {"level": [1, 2, 3]},
+        "curriculum": {"type": "column", "column": "level", "stages": 3, "steps": 4},
+        "tools": [WEATHER],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "weight": 2,
+    }
+    few = {"name": str(data / "few.jsonl"), "curriculum": {"type": "pass_rate", "low": 0.3, "high": 0.7}}
+    changes = deterministic(
+        environments=[{"type": "dataset", "rewards": rewards, "held_out": 0, **entry} for entry in (graded, few)],
+        training_steps=STEPS,
+        rollout={"prompts_per_step": 6, "group_size": 2, "max_prompt_tokens": 48},
+        evaluation={"every": 0},
+        checkpoint={"every": EVERY, **checkpoint},
+        tracking={"rollouts_per_step": 12},
+    )
+    changes["model"]["chat_template"] = TEMPLATE
+    return changes
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory) -> TrainingRun:
+    return train(tmp_path_factory.mktemp("whole"), config(data, keep_last=10))
+
+
+def test_the_policy_reads_what_the_settings_say(whole, data):
+    graded = str(data / "graded.jsonl")
+    rollouts = files.read_rollouts(whole.folder)
+    assert Counter(row["source"] == graded for row in rollouts) == {True: STEPS * 4 * 2, False: STEPS * 2 * 2}
+    for row in rollouts:
+        if row["source"] == graded:
+            assert row["prompt"].startswith("<|system|>weather <|end|><|user|>sort ")
+            assert row["prompt"].endswith("<|end|><|assistant|><think></think>")
+        else:
+            assert row["prompt"].startswith("<|user|>turn ") and row["prompt"].endswith("<|end|><|assistant|>")
+    note = f"environments '{graded}': 'train': 18 of 24 rows are kept; left out: 6 by where.level (rows 0, 4, 8, ...)"
+    assert note in whole.stdout
+
+
+def test_rows_become_harder_and_prompts_rest(whole, data):
+    graded, few = (f"curriculum/{data}/{name}.jsonl" for name in ("graded", "few"))
+    rows = whole.rows(files.TRAIN)
+    assert [row[f"{graded}/stage"] for row in rows] == [1, 1, 2, 2, 3, 3]
+    assert [row[f"{graded}/rows"] for row in rows] == [6, 6, 12, 12, 18, 18]
+    numbers = [
+        (row["step"], int(row["prompt"].partition("sort ")[2].partition("<")[0]))
+        for row in files.read_rollouts(whole.folder)
+        if "sort " in row["prompt"]
+    ]
+    assert max(number % 4 for step, number in numbers if step < 2) == 1
+    assert max(number % 4 for step, number in numbers if step < 4) == 2
+    assert max(number % 4 for _, number in numbers) == 3
+    assert any(row[f"{few}/passed_over"] for row in rows)
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(whole, data, tmp_path):
+    """The copy is what a kill after step 3 leaves: in the middle of a stage, with prompts that rest."""
+    copy = tmp_path / "run"
+    shutil.copytree(whole.folder, copy)
+    for step in range(EVERY + 1, STEPS + 1):
+        shutil.rmtree(copy / f"checkpoints/step_{step:06d}", ignore_errors=True)
+    shutil.rmtree(copy / "final_model")
+    resumed = train(tmp_path, config(data), "--resume", str(copy))
+    assert [start["first_step"] for start in files.read_environment(copy)] == [0, EVERY]
+    assert files.read_rollouts(resumed.folder) == files.read_rollouts(whole.folder)
+    assert without_wall_clock(resumed.rows(files.TRAIN)) == without_wall_clock(whole.rows(files.TRAIN))
+    assert weights_of(resumed) == weights_of(whole)
