@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -10,8 +11,12 @@ from transformers.utils import get_json_schema
 from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.environments.conversation import Conversation
 from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
+from colocated_grpo.serving.limits import Limits
+from colocated_grpo.serving.text_codec import TextCodec
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.types import Completion, Score
 from tests.support.config_text import config_error, load
 from tests.support.templates import CODE, TEMPLATE, WEATHER, tool_tokenizer
 
@@ -184,13 +189,39 @@ def test_evaluation_sets_have_settings_of_their_own(rows):
     assert (prompt.text, dropped) == ("<|system|>weather <|end|><|user|>hi<|end|><|assistant|><think></think>", 0)
 
 
+async def _says_a(_token_ids, _max_tokens):
+    said = [*TOKENIZER.encode("a"), TOKENIZER.eos_token_id]
+    return Completion(token_ids=said, sampling_logprobs=[0.0] * len(said), finish_reason="stop", policy_version=0)
+
+
 def test_later_messages_of_an_episode_are_rendered_with_the_same_settings():
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "x"}]
-    template = {"tools": [WEATHER], **QUIET}
-    whole = list(TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **template))
-    observed = ChatCodec(TOKENIZER).observation("x", TOKENIZER.encode("a")[-1], template)
-    assert TOKENIZER.decode(observed) == "<|end|><|user|>x<|end|><|assistant|><think></think>"
-    assert whole[len(whole) - len(observed) :] == observed
+    prompt = first({**EPISODE, "tools": [WEATHER], "chat_template_kwargs": QUIET})
+    conversation = Conversation(prompt, ChatCodec(TOKENIZER), 100, _says_a)
+    asyncio.run(conversation.generate())
+    conversation.observe("x")
+    rollout = conversation.rollout(Score(reward=0.0), temperature=1.0)
+    chat = [{"role": "user", "content": prompt.item["prompt"]}, {"role": "assistant", "content": "a"}]
+    whole = TOKENIZER.apply_chat_template(
+        [*chat, {"role": "user", "content": "x"}],
+        add_generation_prompt=True,
+        return_dict=False,
+        tools=[WEATHER],
+        **QUIET,
+    )
+    observed = TOKENIZER.encode("<|user|>x<|end|><|assistant|><think></think>")
+    assert rollout.token_ids[-len(observed) :] == list(whole)[-len(observed) :] == observed
+
+
+def test_a_chat_request_is_rendered_like_a_prompt_and_may_change_the_variables():
+    """The tokens that the server samples from are those that a prompt of the run has."""
+    limits = Limits(max_tokens=200, longest_token=15, vocab_size=999, stop_token_ids=(), seed=0)
+    codec = TextCodec(TOKENIZER, limits, QUIET)
+    prompt = first({**SORTING, "tools": [WEATHER]}, model={"chat_template_kwargs": QUIET})
+    messages = [{"role": "user", "content": prompt.item["prompt"]}]
+    request = {"tools": [WEATHER], "add_generation_prompt": True}
+    assert asyncio.run(codec.encode_chat(messages, request)) == prompt.token_ids
+    loud = asyncio.run(codec.encode_chat(messages, {**request, "enable_thinking": True}))
+    assert TOKENIZER.decode(loud) == prompt.text.removesuffix("<think></think>")
 
 
 def test_the_setting_of_trl_is_that_of_the_model_and_may_be_json_text():
