@@ -25,7 +25,7 @@ UNPLOTTED = ("seconds/", "env/", "held_out/env/", "reward_std/")
 """Metrics without a chart of their own: there may be dozens."""
 TRAINER_PREFIXES = frozenset(
     ("atropos", "clip_fraction", "correction", "eval", "freshness", "groups", "held_out", "logprob", "loss", "memory")
-) | {"mismatch", "prompts_skipped", "resample", "tokens_per_second"}
+) | {"curriculum", "mismatch", "prompts_skipped", "resample", "tokens_per_second"}
 """First part of the names of metrics that the trainer records; others come from environments."""
 HUGE = 1e100
 """Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""

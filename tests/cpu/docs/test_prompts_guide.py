@@ -1,0 +1,111 @@
+"""The guide to prompts: its configs draw prompts, its tables and its log line are what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from colocated_grpo.build.data import open_source
+from colocated_grpo.config.errors import parse_path, setting_names
+from colocated_grpo.config.schema import Config
+from colocated_grpo.config.sources import DatasetSourceConfig
+from colocated_grpo.environments import build_environments
+from tests.support.config_text import load, notes
+from tests.support.paths import ROOT
+from tests.support.templates import tool_tokenizer
+
+PAGE = (ROOT / "docs/guides/prompts.md").read_text()
+FIRST, TOOLS, *CURRICULA = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+PART = r"\d+ by (where\.\w+|filter [\w.:]+) \(rows \d+(, \d+)*(, \.\.\.)?\)"
+LINE = re.compile(rf"environments 'questions\.jsonl': 'train': \d+ of \d+ rows are kept; left out: {PART}(, {PART})*")
+ROWS = [
+    {
+        "prompt": f"{'long ' * (100 * (row % 7 == 0))}x+{row}",
+        "level": row % 5,
+        "subject": "ab"[row % 3 == 0],
+        "answer": "1",
+    }
+    for row in range(60)
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The working folder, with the modules of the guide and data for its configs."""
+    monkeypatch.chdir(tmp_path)
+    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        name = re.match(r"# (\w+\.py)\n", code)[1]
+        Path(name).write_text(code)
+    rows = [{**row, "subject": "algebra" if row["subject"] == "a" else "logic"} for row in ROWS]
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("requests.jsonl").write_text('{"prompt": "wait 3 minutes", "tool_calls": {"name": "timer"}}\n' * 4)
+
+
+def opened(text):
+    lines: list[str] = []
+    source = open_source(build_environments(load(text, alone=True), tool_tokenizer()), lines.append)
+    return source, lines
+
+
+def test_the_first_config_filters_mixes_and_begins_with_easy_rows():
+    source, [line] = opened(FIRST)
+    prompts = source.next(12)
+    rows = [prompt for prompt in prompts if prompt.source == "questions.jsonl"]
+    assert len(rows) == 9
+    assert {(prompt.item["level"], prompt.item["subject"]) for prompt in rows} == {(1, "algebra")}
+    assert all(len(prompt.item["prompt"][1]["content"]) < 400 for prompt in rows)
+    assert rows[0].text.startswith("<|system|>Put the final answer into \\boxed{}.<|end|><|user|>x+")
+    assert all(prompt.text.endswith("<think></think>") for prompt in prompts)
+    [shown] = re.findall(r"```\n(environments .*?)\n```", PAGE)
+    assert LINE.fullmatch(shown) and LINE.fullmatch(line), (shown, line)
+
+
+def test_the_tools_of_the_guide_reach_the_template():
+    [prompt] = opened(TOOLS)[0].next(1)
+    assert prompt.text.startswith("<|system|>weather timer <|end|><|user|>wait 3 minutes")
+    assert [tool["function"]["name"] for tool in prompt.template["tools"]] == ["weather", "timer"]
+
+
+def test_each_condition_of_the_table_keeps_what_it_says():
+    rows = re.findall(r"^\| `(level: .*?)` \| (.*) \|$", PAGE, re.MULTILINE)
+    kept = {}
+    for condition, _ in rows:
+        where = yaml.safe_load(condition)
+        entry = {"type": "dataset", "name": "questions.jsonl", "rewards": ["exact_match"], "held_out": 0}
+        config = Config(model={"name": "x"}, environments=[{**entry, "where": where}])
+        prompts = open_source(build_environments(config, tool_tokenizer()), lambda line: None).next(40)
+        kept[condition] = {prompt.item["level"] for prompt in prompts}
+    assert list(kept.values()) == [{3}, {1, 2}, {1, 2, 3}]
+
+
+@pytest.mark.parametrize("text", CURRICULA, ids=["column", "pass_rate"])
+def test_the_curricula_draw_prompts_and_have_the_metrics_of_the_table(text):
+    entry = {"type": "dataset", "name": "questions.jsonl", "rewards": ["exact_match"], **yaml.safe_load(text)}
+    config = Config(model={"name": "x"}, environments=[entry], training_steps=200)
+    source = open_source(build_environments(config, tool_tokenizer()), lambda line: None)
+    assert len(source.next(5)) == 5
+    named = re.findall(r"^\| `curriculum/<environment>/(\w+)` \|", PAGE, re.MULTILINE)
+    assert named == ["stage", "rows", "resting", "passed_over"]
+    metrics = [name for name in source.record([]).metrics if name.startswith("curriculum/")]
+    half = named[:2] if "column" in text else named[2:]
+    assert sorted(metrics) == sorted(f"curriculum/questions.jsonl/{name}" for name in half)
+
+
+def test_settings_named_in_the_guide_exist():
+    settings = {path for path, _ in setting_names(Config)}
+    named = re.findall(r"`((?:model|rollout)\.\w[\w.]*)`", PAGE)
+    assert len(named) > 4
+    assert [name for name in named if parse_path(name) not in settings] == []
+    for name in ("tools", "chat_template_kwargs", "system_prompt", "where", "filter", "curriculum", "weight"):
+        assert f"`{name}`" in PAGE and name in DatasetSourceConfig.model_fields
+
+
+def test_the_name_of_trl_is_translated():
+    assert "TRL's `chat_template_kwargs`" in PAGE
+    assert notes("chat_template_kwargs: {enable_thinking: false}") == [
+        "translated names: chat_template_kwargs -> model.chat_template_kwargs"
+    ]
