@@ -24,7 +24,7 @@ _FOREIGN = {
     "processing_class": "the tokenizer is the model's own; leave it out",
     "reward_processing_classes": "a reward is a function: docs/guides/from_trl.md",
     "optimizers": "see policy.optimizer and policy.schedule",
-    "tools": "tools belong to an episode: docs/guides/episodes.md",
+    "tools": "an episode calls tools (docs/guides/episodes.md); environments.0.tools describes them to the model",
     "rollout_func": "write an episode: docs/guides/episodes.md",
     "environment_factory": "write an episode: docs/guides/episodes.md",
 }

@@ -154,10 +154,10 @@ class DatasetRows:
         """Raise for text that the chat template cannot get. Values that are not text are typed, as those of row 0."""
         for column in rows.column_names:
             key = self.config.columns.get(column, column)
-            if key in (TOOLS, VARIABLES):
+            is_text = "string" in getattr(rows.features[column], "dtype", "")
+            if key in (TOOLS, VARIABLES) and is_text:
                 for number, value in zip(numbers, column_values(rows, column), strict=True):
-                    if isinstance(value, str):
-                        template_arguments(PLAIN, {key: value}, f"{where} row {number}")
+                    template_arguments(PLAIN, {key: value}, f"{where} row {number}")
 
     def _check_columns(self, rows: Rows, split: str) -> None:
         """Raise unless there is a row, and the first one has every column named in the config."""
