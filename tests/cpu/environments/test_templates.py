@@ -137,12 +137,12 @@ def test_a_renamed_column_is_no_longer_read(rows):
 )
 def test_a_malformed_column_is_named_before_training_starts(rows, tmp_path, added, message):
     with pytest.raises(EnvironmentSetupError, match=message):
-        first(rows({}, added))
+        environments(rows({}, added)).open_source()
     if all(isinstance(value, str) for value in added.values()):
         (tmp_path / "hub").mkdir()
         (tmp_path / "rows.jsonl").rename(tmp_path / "hub/train.jsonl")
         with pytest.raises(EnvironmentSetupError, match=message):
-            first({"type": "dataset", "name": str(tmp_path / "hub"), "rewards": ["format_think"]})
+            environments({"type": "dataset", "name": str(tmp_path / "hub"), "rewards": ["format_think"]}).open_source()
 
 
 def test_a_setting_that_the_template_does_not_read_is_rejected(rows):
