@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -166,10 +166,18 @@ def batched(items: Iterable[tuple[str, str]], size: int) -> Iterator[list[tuple[
 
 
 def phase_names(rows: Iterable[Row]) -> list[str]:
-    """Return the phases that were timed, known ones first."""
-    measured = dict.fromkeys(key.removeprefix("seconds/") for row in rows for key in row if key.startswith("seconds/"))
+    """Return the phases that took time, known ones first."""
+    timed = (key for row in rows for key in row if key.startswith("seconds/") and row[key])
+    measured = dict.fromkeys(key.removeprefix("seconds/") for key in timed)
     names = [name for name in PHASES if name in measured]
     return names + [name for name in measured if name not in PHASES and name != "step"]
+
+
+def phase_colors(rows: Sequence[Row]) -> dict[str, int]:
+    """Return a colour for each phase, the longest first: with many phases only short ones share a colour."""
+    seconds = {name: sum(row.get(f"seconds/{name}") or 0.0 for row in rows) for name in phase_names(rows)}
+    longest_first = sorted(seconds, key=lambda name: -seconds[name])
+    return {name: index % NUM_COLORS for index, name in enumerate(longest_first)}
 
 
 def _points(rows: list[Row]) -> dict[str, list[Point]]:
@@ -204,10 +212,10 @@ def _phase_chart(rows: list[Row]) -> Drawing | None:
     timed = [row for row in rows if row["kind"] == TRAIN and row.get("seconds/step") is not None]
     if not timed:
         return None
-    layers = []
-    for index, name in enumerate(phase_names(timed)):
+    layers, colors = [], phase_colors(timed)
+    for name in phase_names(timed):
         seconds = [(row["step"], row.get(f"seconds/{name}") or 0.0) for row in timed]
-        layers.append(Series(name=name, points=seconds, color=index % NUM_COLORS))
+        layers.append(Series(name=name, points=seconds, color=colors[name]))
     in_phases = [sum(layer.points[index][1] for layer in layers) for index in range(len(timed))]
     other = [(row["step"], max(row["seconds/step"] - sum_, 0.0)) for row, sum_ in zip(timed, in_phases, strict=True)]
     layers.append(Series(name="other", points=other, color=NUM_COLORS))

@@ -7,7 +7,7 @@ MEANINGS = {
     "reward/<name>": (
         "mean of one reward function before its weight, of one part of a score, or of a value passed to log_metric"
     ),
-    "reward_std": "their standard deviations over all completions of the step (unbiased)",
+    "reward_std": "standard deviation of the reward, or of one part, over all completions of the step (unbiased)",
     "reward_errors": "completions without a reward because scoring failed",
     "groups/constant": "fraction of groups whose rewards are all equal, or all missing; they give no learning signal",
     "truncated": "fraction of completions cut at rollout.max_completion_tokens",

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.charts import NUM_COLORS, phase_names
+from colocated_grpo.tracking.charts import NUM_COLORS, phase_colors, phase_names
 from colocated_grpo.tracking.files import Row
 from colocated_grpo.tracking.page import section
 from colocated_grpo.tracking.text import as_html, duration, number
@@ -96,7 +96,7 @@ def _time_bar(train: Sequence[Row]) -> str:
     if not total:
         return ""
     shares = {name: sum(row.get(f"seconds/{name}") or 0.0 for row in timed) / total for name in phase_names(timed)}
-    colors = {name: index % NUM_COLORS for index, name in enumerate(shares)} | {"other": NUM_COLORS}
+    colors = phase_colors(timed) | {"other": NUM_COLORS}
     shown = {name: share for name, share in shares.items() if share >= SMALLEST_SHARE}
     if (other := 1 - sum(shown.values())) >= SMALLEST_SHARE:
         shown["other"] = other

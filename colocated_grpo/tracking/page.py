@@ -26,10 +26,10 @@ body{{margin:0;background:var(--page);color:var(--ink);font:15px/1.45 system-ui,
 main{{max-width:1240px;margin:0 auto;padding:28px 20px 60px}}
 h1{{font-size:26px;margin:0 0 2px}}h2{{font-size:18px;margin:36px 0 12px}}h3{{font-size:14px;margin:0;flex-basis:100%}}
 .quiet{{color:var(--quiet);font-weight:400}}p.quiet{{margin:0 0 18px}}p.constant{{margin-top:18px}}
-.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(178px,1fr));gap:12px}}
+.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(160px,1fr));gap:12px}}
 .tile,figure,.card,details{{background:var(--card);border:1px solid var(--edge);border-radius:10px}}
 .tile{{padding:12px 14px;display:flex;flex-direction:column}}
-.tile span,.tile small{{color:var(--quiet);font-size:13px}}.tile strong{{font-size:18px;white-space:nowrap}}
+.tile span,.tile small{{color:var(--quiet);font-size:13px}}.tile strong{{font-size:16px;white-space:nowrap}}
 .charts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,380px),1fr));gap:14px}}
 figure{{margin:0;padding:12px 12px 6px}}
 figcaption{{display:flex;flex-wrap:wrap;gap:2px 12px;font-size:13px;min-height:44px;align-content:flex-start}}

@@ -12,7 +12,7 @@ def number(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     size = abs(value)
-    if size >= 10_000:
+    if size >= 1000:
         return f"{value:,.0f}"
     if size >= 100 or value == int(value):
         return f"{value:.0f}" if value == int(value) else f"{value:.1f}"

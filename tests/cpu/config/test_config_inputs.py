@@ -205,9 +205,9 @@ def test_sequences_beyond_the_shorter_table_of_longrope_are_rejected(model, plac
 
 
 def test_a_model_that_does_not_train_is_rejected(model):
-    folder = str(model(model_type="mixtral", num_local_experts=8))
+    folder = str(model(model_type="dbrx", num_local_experts=8))
     assert input_error(load("", "--model.name", folder)).startswith(
-        f"model.name={folder!r}: model type 'mixtral' does not train because it has a mixture of experts"
+        f"model.name={folder!r}: model type 'dbrx' does not train because it has a mixture of experts"
     )
 
 

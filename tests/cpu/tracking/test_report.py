@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from colocated_grpo.tools import compare_runs, report, show_rollouts
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.charts import chart_sections
+from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, phase_colors
 from colocated_grpo.tracking.report import write_report
 from colocated_grpo.tracking.svg import MAX_POINTS, Series, downsample, line_chart, nice_ticks, stacked_chart
 from colocated_grpo.types import Group
@@ -123,6 +123,13 @@ def test_the_phases_of_a_step_add_up_to_its_total_time() -> None:
     rows = [{"kind": "train", "step": step, **row_of(step)} for step in range(2)]
     html = "".join(chart_sections(rows))
     assert "total: 1\nother: 0.250\ntrain: 0.250\ngenerate: 0.500" in html
+
+
+def test_the_longest_phases_have_colours_of_their_own_and_phases_without_time_are_left_out() -> None:
+    seconds = {f"seconds/phase{index}": float(index) for index in range(14)}
+    colors = phase_colors([{"kind": "train", "step": 0, **seconds}])
+    assert "phase0" not in colors
+    assert [colors[f"phase{index}"] for index in range(13, 13 - NUM_COLORS, -1)] == list(range(NUM_COLORS))
 
 
 def test_a_null_metric_leaves_a_gap_and_not_a_zero() -> None:

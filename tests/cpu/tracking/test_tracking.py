@@ -23,6 +23,7 @@ from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make
 from colocated_grpo.tracking.text import duration, number, visible
 from colocated_grpo.types import Group
 from tests.support.paths import ROOT
+from tests.support.servers import until
 from tests.support.tracked_run import HOSTILE, TrackedRun, config_of, groups_of, output_of, rollout_of, row_of
 
 
@@ -399,7 +400,8 @@ def test_wandb_offline_writes_to_the_run_folder(tmp_path: Path, monkeypatch: pyt
     run.finish()
     assert "tracking.wandb disabled" not in run.printed
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
-    assert b"my_own/metric" in written.read_bytes()
+    # W&B's own process writes the file, and may be a moment behind.
+    until(lambda: b"my_own/metric" in written.read_bytes(), 30)
     assert (tmp_path / "run" / "wandb_run_id").read_text() in written.name
 
 
