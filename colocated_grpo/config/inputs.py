@@ -15,6 +15,7 @@ from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import NamedObject
 from colocated_grpo.config.code_names import check_code_name
 from colocated_grpo.config.errors import ConfigError, dotted
+from colocated_grpo.config.hub import check_hub
 from colocated_grpo.config.layers import layers_text, out_of_range
 from colocated_grpo.config.lora import DEFAULT_INIT
 from colocated_grpo.config.model_support import check_trains, text_part
@@ -58,6 +59,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     missing += _check_adapter(config)
     missing += _check_key("engine.api_key_variable", config.engine.api_key_variable)
     missing += _check_trackers(config)
+    missing += check_hub(config.hub)
     if missing:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)

@@ -14,6 +14,7 @@ from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import FileName, Fraction, NonNegative, Positive, Section
 from colocated_grpo.config.engine import EngineConfig
 from colocated_grpo.config.evaluation import EvaluationConfig
+from colocated_grpo.config.hub import HubConfig
 from colocated_grpo.config.layers import Layers
 from colocated_grpo.config.lora import LEARNING_RATE, LoRAConfig
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
@@ -277,6 +278,8 @@ class Config(Section):
     """Check after weight syncs that the engine computes with the policy's weights."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exports."""
+    hub: HubConfig | None = None
+    """Push the model or adapter to the Hugging Face Hub: docs/guides/sharing.md. null: off."""
     tracking: TrackingConfig = TrackingConfig()
     """Console, W&B, TensorBoard, other trackers and logged rollouts."""
 
