@@ -217,6 +217,11 @@ class TrackingConfig(Section):
     than letters, digits, `_`, `-`, `/` and spaces."""
     project: str = Field("colocated_grpo", min_length=1)
     """Project of `trackers`; the experiment in MLflow."""
+    completions_every: NonNegative = 0
+    """Steps between tables of completions, with prompts and rewards, that are sent to W&B, trackio, SwanLab, MLflow,
+    ClearML and Comet. 0: none. rollouts.jsonl has completions of every step (rollouts_per_step)."""
+    completions_rows: int = Field(16, ge=1, le=1000)
+    """Completions in such a table, evenly spaced from the worst to the best reward."""
     profile_step: NonNegative | None = None
     """Step (from 0) whose training phase is profiled on rank 0, into profile/ in the run folder. null: none."""
     rollouts_per_step: NonNegative = 4

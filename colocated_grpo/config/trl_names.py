@@ -209,7 +209,7 @@ TRL: dict[str, Alias] = {
     "off_policy_mask_threshold": not_supported("loss.correction limits off-policy weights"),
     "use_bias_correction_kl": Alias(_bias_correction_of_kl),
     "max_tool_calling_iterations": not_supported("an episode limits its own turns: docs/guides/episodes.md"),
-    "log_completions": not_needed(_ROLLOUTS),
+    "log_completions": one_of("tracking.completions_every", {True: 10, False: None}),
     "num_completions_to_print": not_needed(_ROLLOUTS),
     "log_unique_prompts": not_needed(_ROLLOUTS),
     "log_multimodal": not_needed(_ROLLOUTS),
