@@ -29,7 +29,7 @@ LONGEST_ERROR = 300
 class _Job:
     title: str
     folder: Path | None
-    """What is pushed; None: the repository is created."""
+    """Files to push; None: the repository is created."""
     by_hand: str = ""
     """Said after a failure."""
 
