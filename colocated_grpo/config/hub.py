@@ -17,7 +17,7 @@ Lines = Iterator[str]
 
 
 class HubConfig(Section):
-    repo: str = Field(pattern=r"^([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}$")
+    repo: str
     """Model repository, OWNER/NAME; NAME alone belongs to the owner of the token. It is created if it does not exist.
     The token is read from HF_TOKEN, or from what `hf auth login` has stored."""
     private: bool = True

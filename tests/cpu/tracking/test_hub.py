@@ -144,4 +144,7 @@ def test_a_push_without_effect_or_without_a_token_is_refused(monkeypatch, tmp_pa
     ]
     monkeypatch.setattr("huggingface_hub.get_token", lambda: TOKEN)
     assert [*check_hub(config().hub)] == []
-    assert "Repo_id cannot end by '.git'" in str([*check_hub(config(repo="me/x.git").hub)])
+    [line] = check_hub(config(repo="me/my model").hub)
+    assert line.startswith(
+        "hub.repo='me/my model': Repo id must use alphanumeric chars, '-', '_' or '.'. The name cannot"
+    )
