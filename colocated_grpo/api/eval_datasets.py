@@ -12,14 +12,14 @@ from colocated_grpo.config.inputs import DATA_SUFFIXES
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.sources import EVAL_DATASETS, DatasetSourceConfig
 
-_SHARED = {"rewards", "prompt_column", "columns", "system_prompt"}
+_SHARED = {"rewards", "prompt_column", "columns", "system_prompt", "tools", "chat_template_kwargs"}
 """Settings that the sets take from the training data."""
 
 
 def evaluation_sets(datasets: Mapping[Any, Any], config: Config, objects: ObjectsByName) -> dict[KeyPath, Any]:
     """Return the settings by which each dataset is a set of its own, after the sets of `config`.
 
-    The sets have the rewards, the columns and the system prompt of the training data, and are sampled as held-out
+    The sets have the rewards, the columns and the template settings of the training data, and are sampled as held-out
     prompts are. No training rows are held out unless a setting says so. Raises ConfigError.
     """
     entry, evaluation = config.environments[0], config.evaluation

@@ -58,6 +58,7 @@ class Session:
         assert config.engine.max_model_len is not None  # chat_config has set it
         self._context = config.engine.max_model_len
         self._seed = config.seed
+        self._variables = config.model.chat_template_kwargs
         self._system = system
         self._temperature = temperature
         self._max_tokens = max_tokens
@@ -89,7 +90,7 @@ class Session:
         if not self.has_template:
             return self._model.tokenizer.encode(messages[-1]["content"])
         try:
-            return render_tokens(self._model.tokenizer, messages)
+            return render_tokens(self._model.tokenizer, messages, self._variables)
         except Exception as error:  # a template is a program: it may raise anything
             raise NoReply(f"the chat template rejects these messages: {in_one_line(error)}") from None
 

@@ -62,7 +62,7 @@ def greedy(adapter: Path, tokens: int) -> str:
     base = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model())
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
-    prompt = torch.tensor([render_tokens(tokenizer, messages)])
+    prompt = torch.tensor([render_tokens(tokenizer, messages, {})])
     model = PeftModel.from_pretrained(base, adapter)
     sampled = model.generate(input_ids=prompt, do_sample=False, max_new_tokens=tokens)[0, prompt.shape[1] :]
     return tokenizer.decode(sampled, skip_special_tokens=True)
