@@ -36,6 +36,9 @@ from colocated_grpo.summaries import (
 from colocated_grpo.tracking.ending import FINISHED, STOPPED
 from colocated_grpo.types import Group
 
+PUSH_SECONDS = 5.0
+"""Seconds between two looks at a stop request while the last push goes on."""
+
 
 class PatienceOver(Exception):
     """The last evaluation.patience evaluations were not better than the best one before them."""
@@ -57,6 +60,8 @@ def train(run: Run) -> str:
     ended = run.goal_reached or run.best.exhausted
     steps = run.start if ended else max(run.start, config.training_steps)
     goal_reached = run.goal_reached
+    if run.hub is not None and run.world.is_main:
+        run.hub.start()
     if run.start and not run.world.from_main(lambda: all_exported(run, run.start)):
         maybe_export(run, run.start)  # the run was killed after this step's checkpoint and before its export
     for step in range(run.start, steps):
@@ -83,10 +88,11 @@ def train(run: Run) -> str:
             if run.checkpoints.due(step + 1):
                 with run.clock.time("checkpoint"):
                     save(run, step + 1, goal_reached=settled.finished)
-        row |= throughput(run, groups, batch)
+        row |= throughput(run, groups, batch) | ({} if run.hub is None else run.hub.metrics())
         run.tracker.games(step, settled.games)
         run.tracker.flush(step, row | run.callbacks.step_ended(step, row), groups)
         maybe_export(run, step + 1)
+        maybe_push(run, step + 1)
         if settled.finished:
             run.tracker.note(f"step {step} is the last one: the environment's goal is reached")
             steps, goal_reached = step + 1, True
@@ -259,6 +265,26 @@ def maybe_export(run: Run, step: int) -> None:
             export_to(run, export, export.name_at(step))
 
 
+def maybe_push(run: Run, step: int) -> None:
+    """Export the policy for the Hub and push it in the background, unless the former push is not complete. Collective.
+
+    With an adapter this is the adapter.
+    """
+    hub = run.hub
+    if hub is not None and hub.due(step) and run.world.from_main(lambda: hub.free(step)):
+        run.exports[0].write(hub.staging(step))
+        run.world.from_main(lambda: hub.push(step))
+
+
+def push_final(run: Run, steps: int) -> None:
+    """Push the final export and wait until that is done, has failed, or a stop is requested. Collective."""
+    hub = run.hub
+    if hub is not None:
+        run.world.from_main(lambda: hub.push_final(run.folder / run.exports[0].final_name, steps))
+        while run.world.from_main(lambda: hub.pending(PUSH_SECONDS, stopped=run.stop.requested())):
+            pass
+
+
 def all_exported(run: Run, step: int) -> bool:
     return all((run.folder / export.name_at(step)).exists() for export in run.exports)
 
@@ -282,4 +308,5 @@ def finish(run: Run, steps: int, goal_reached: bool) -> None:
         save(run, steps, goal_reached=goal_reached)
         for export in run.exports:
             export_to(run, export, export.final_name)
+        push_final(run, steps)
     run.checkpoints.wait()

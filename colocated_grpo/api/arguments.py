@@ -10,6 +10,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from colocated_grpo.api.eval_datasets import evaluation_sets
 from colocated_grpo.api.objects import ObjectsByName, is_name, take_environments, take_rewards, take_rows
 from colocated_grpo.config.errors import ConfigError, KeyPath, parse_path
 from colocated_grpo.config.loading import LoadedConfig, build_config
@@ -55,11 +56,18 @@ def read_arguments(
         given["model"] = _model(model)
     if "environments" in given:
         given["environments"] = take_environments(given["environments"], objects)
+    held_out = _held_out(eval_datasets, given)
     by_path = dict(_flat(plain(given)))
-    by_path |= _data(train_dataset, _held_out(eval_datasets, by_path), objects)
+    several = held_out if isinstance(held_out, Mapping) else None
+    by_path |= _data(train_dataset, held_out if several is None else None, objects)
     if reward_funcs is not None:
         by_path[*_ENTRY, "rewards"] = take_rewards(reward_funcs, "reward_funcs", objects)
     epochs = by_path.pop(("num_train_epochs",), None)
+    if several is not None:
+        # Read without the sets first, so that no metric of theirs can be the one that is kept.
+        nothing_kept = {("evaluation", "keep_best"): None, ("evaluation", "patience"): None}
+        alone = _loaded(config, by_path | nothing_kept, objects)
+        by_path |= evaluation_sets(several, alone.config, objects)
     loaded = _loaded(config, by_path, objects)
     if epochs is None or by_path.keys() & {("max_steps",), ("training_steps",)}:
         return loaded
@@ -69,6 +77,7 @@ def read_arguments(
 def _loaded(config: str | Path | None, settings: Settings, objects: ObjectsByName) -> LoadedConfig:
     loaded = build_config(config, settings)
     give_objects(loaded.config.environments, objects)
+    give_objects([entry.source for entry in loaded.config.evaluation.sets], objects)
     return loaded
 
 
@@ -85,9 +94,9 @@ def _without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _FOREIGN}
 
 
-def _held_out(eval_datasets: Any, settings: Settings) -> Any:
+def _held_out(eval_datasets: Any, given: dict[str, Any]) -> Any:
     """Return the held-out rows, which may be given under TRL's name. Removes that name."""
-    rows = settings.pop(("eval_dataset",), None)
+    rows = given.pop("eval_dataset", None)
     if rows is not None and eval_datasets is not None:
         raise ConfigError("eval_dataset: the same setting as eval_datasets; remove one of them")
     return eval_datasets if rows is None else rows

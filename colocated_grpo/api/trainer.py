@@ -49,10 +49,10 @@ class Trainer:
         """Read and check the settings. Raises ConfigError with one line per problem.
 
         model: folder or name. reward_funcs: functions in TRL's signature, or names of functions. train_dataset,
-        eval_datasets: a datasets.Dataset, a list of dictionaries, or a name. callbacks: objects with methods of
-        `colocated_grpo.callbacks.EVENTS`. config: YAML file, whose settings the arguments override. args: a mapping of
-        settings, or TRL's GRPOConfig. peft_config: a mapping, or PEFT's LoraConfig. settings: sections and names of
-        the config file, or those of GRPOConfig.
+        eval_datasets: a datasets.Dataset, a list of dictionaries, or a name; or several of them by name, each an
+        evaluation set. callbacks: objects with methods of `colocated_grpo.callbacks.EVENTS`. config: YAML file, whose
+        settings the arguments override. args: a mapping of settings, or TRL's GRPOConfig. peft_config: a mapping, or
+        PEFT's LoraConfig. settings: sections and names of the config file, or those of GRPOConfig.
         """
         check_callbacks(callbacks)
         self._callbacks = callbacks

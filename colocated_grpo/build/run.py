@@ -57,6 +57,7 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker
+from colocated_grpo.tracking.hub import Hub
 
 if TYPE_CHECKING:
     from colocated_grpo.build.serving import Serving
@@ -92,6 +93,8 @@ class Run:
     best: Best
     checkpoints: Checkpoints
     exports: list[Export]
+    hub: Hub | None
+    """None: nothing is pushed."""
     tracker: Tracker | NullTracker
     callbacks: Callbacks
     start: int
@@ -102,6 +105,8 @@ class Run:
     def close(self) -> None:
         with suppress(RunError):  # of a checkpoint that was being written when the run failed
             self.checkpoints.wait()
+        if self.hub is not None:
+            self.hub.close()
         self.supply.close()
         self.collector.close()
         self.engine.close()
@@ -177,6 +182,7 @@ def build_run(
         best=best,
         checkpoints=checkpoints,
         exports=build_exports(config, policy, model, world),
+        hub=None if config.hub is None else Hub(config, config.hub, folder, tracker.note),
         tracker=tracker,
         callbacks=Callbacks(callbacks, config, folder, world, tracker.note, policy.fixed_lr),
         start=start,

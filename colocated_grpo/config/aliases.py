@@ -95,7 +95,7 @@ _TOSSIM: dict[str, Alias] = {
     "early_stop_parse_rate": not_supported("see stop_at_parse_rate of environments with type: turns"),
     "early_stop_consecutive_ticks": not_supported("see stop_after of environments with type: turns"),
     "quant_mode": not_supported("policy.compute_dtype sets the training type, engine.args.quantization the engine's"),
-    "output_hub_repo": not_supported("upload final_model/ after the run"),
+    "output_hub_repo": renamed("hub.repo"),
     "verbosity_penalty": not_supported(_GAME),
     "num_games": not_supported(_GAME),
     "num_concurrent_games": not_supported(_GAME),

@@ -15,11 +15,18 @@ from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import NamedObject
 from colocated_grpo.config.code_names import check_code_name
 from colocated_grpo.config.errors import ConfigError, dotted
+from colocated_grpo.config.hub import check_hub
 from colocated_grpo.config.layers import layers_text, out_of_range
 from colocated_grpo.config.lora import DEFAULT_INIT
 from colocated_grpo.config.model_support import check_trains, text_part
 from colocated_grpo.config.schema import Config, ModelConfig
-from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig, EnvironmentConfig, prompt_functions
+from colocated_grpo.config.sources import (
+    EVAL_DATASETS,
+    TRAIN_DATASET,
+    DatasetSourceConfig,
+    EnvironmentConfig,
+    prompt_functions,
+)
 from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
@@ -52,6 +59,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     missing += _check_adapter(config)
     missing += _check_key("engine.api_key_variable", config.engine.api_key_variable)
     missing += _check_trackers(config)
+    missing += check_hub(config.hub)
     if missing:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)
@@ -307,7 +315,7 @@ def _check_source(key: str, source: EnvironmentConfig) -> Iterator[str]:
             yield from _check_reward(f"{key}.rewards.{number}", reward.name)
     if source.given is not None:
         return
-    if source.name == TRAIN_DATASET:
+    if source.name == TRAIN_DATASET or source.name.startswith(f"{EVAL_DATASETS}["):
         yield f"{key}.name={source.name!r}: rows of the program that began the run; continue it with that program"
         return
     there, readable = Path(source.name).is_file(), source.name.lower().endswith(DATA_SUFFIXES)

@@ -32,6 +32,9 @@ from colocated_grpo.config.yaml_text import parse_document, parse_value
 DEFAULT_TASK = "arithmetic"
 """Task of a config file without environments. Its prompts are generated, so nothing is downloaded."""
 SHIPPED = Path("training_configs")
+"""Folder of the configs that come with the package: in a checkout, and where that is not the working folder in
+_INSTALLED."""
+_INSTALLED = Path(__file__).parents[1] / SHIPPED
 LISTS = {
     "policy.lora.target_modules",
     "policy.lora.exclude_modules",
@@ -64,9 +67,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 
     Overrides are command-line arguments: ["--policy.lr", "2e-6", "--engine.sleep=false"].
     """
+    path = _shipped(Path(path))
     return _complete(
-        *_read_file(Path(path)),
-        Path(path).parent,
+        *_read_file(path),
+        path.parent,
         [
             (key, parse_value(text), SettingLocation(where="command line", on_command_line=True, text=text))
             for key, text in parse_overrides(overrides)
@@ -77,9 +81,16 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 def build_config(path: str | Path | None, settings: Mapping[KeyPath, Any]) -> LoadedConfig:
     """Return the settings of a file, if one is given, overridden by those of a program, and notes about them."""
     location = SettingLocation(where="argument", on_command_line=True)
-    tree, locations = ({}, {}) if path is None else _read_file(Path(path))
-    folder = Path() if path is None else Path(path).parent
+    path = None if path is None else _shipped(Path(path))
+    tree, locations = ({}, {}) if path is None else _read_file(path)
+    folder = Path() if path is None else path.parent
     return _complete(tree, locations, folder, [(key, value, location) for key, value in settings.items()])
+
+
+def _shipped(path: Path) -> Path:
+    """Return the config of this name that comes with the package if training_configs/NAME is no file here."""
+    installed = _INSTALLED / path.name
+    return installed if path.parent == SHIPPED and not path.exists() and installed.is_file() else path
 
 
 def _read_file(path: Path) -> tuple[SettingsTree, dict[KeyPath, SettingLocation]]:
@@ -148,7 +159,7 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         shipped = SHIPPED / path.name
-        near = f"; did you mean {shipped}?" if shipped.is_file() else ""
+        near = f"; did you mean {shipped}?" if shipped.is_file() or _shipped(shipped) != shipped else ""
         raise ConfigError(f"config='{path}': no such file{near}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"config='{path}': not UTF-8 text (byte {error.start})") from None

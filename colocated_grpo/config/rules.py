@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from colocated_grpo.config.engine import EngineConfig
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.evaluation_rules import EVALUATION_RULES, evaluated_data_is_trained
+from colocated_grpo.config.hub import HUB_RULES
 from colocated_grpo.config.layers import layers_text
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.selection_rules import SELECTION_RULES
@@ -329,6 +330,7 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _one_opponent,
     _shared_frozen_weights_survive_the_opponent,
     *EVALUATION_RULES,
+    *HUB_RULES,
     *SELECTION_RULES,
     *SERVER_RULES,
 )

@@ -14,6 +14,7 @@ from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import FileName, Fraction, NonNegative, Positive, Section
 from colocated_grpo.config.engine import EngineConfig
 from colocated_grpo.config.evaluation import EvaluationConfig
+from colocated_grpo.config.hub import HubConfig
 from colocated_grpo.config.layers import Layers
 from colocated_grpo.config.lora import LEARNING_RATE, LoRAConfig
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
@@ -216,6 +217,11 @@ class TrackingConfig(Section):
     than letters, digits, `_`, `-`, `/` and spaces."""
     project: str = Field("colocated_grpo", min_length=1)
     """Project of `trackers`; the experiment in MLflow."""
+    completions_every: NonNegative = 0
+    """Steps between tables of completions, with prompts and rewards, that are sent to W&B, trackio, SwanLab, MLflow,
+    ClearML and Comet. 0: none. rollouts.jsonl has completions of every step (rollouts_per_step)."""
+    completions_rows: int = Field(16, ge=1, le=1000)
+    """Completions in such a table, evenly spaced from the worst to the best reward."""
     profile_step: NonNegative | None = None
     """Step (from 0) whose training phase is profiled on rank 0, into profile/ in the run folder. null: none."""
     rollouts_per_step: NonNegative = 4
@@ -277,6 +283,8 @@ class Config(Section):
     """Check after weight syncs that the engine computes with the policy's weights."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exports."""
+    hub: HubConfig | None = None
+    """Push the model or adapter to the Hugging Face Hub: docs/guides/sharing.md. null: off."""
     tracking: TrackingConfig = TrackingConfig()
     """Console, W&B, TensorBoard, other trackers and logged rollouts."""
 

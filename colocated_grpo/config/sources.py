@@ -15,7 +15,8 @@ from colocated_grpo.config.templates import TemplateVariables, Tool
 from colocated_grpo.config.turns import TurnsSourceConfig
 
 TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
-"""Names of rows that a program gives to Trainer: of the entry, and of its held-out rows."""
+"""Names of rows that a program gives to Trainer: of the entry, and of its held-out rows. eval_datasets[NAME]: of the
+evaluation set NAME."""
 
 
 class TaskSourceConfig(NamedObject):

@@ -209,7 +209,7 @@ TRL: dict[str, Alias] = {
     "off_policy_mask_threshold": not_supported("loss.correction limits off-policy weights"),
     "use_bias_correction_kl": Alias(_bias_correction_of_kl),
     "max_tool_calling_iterations": not_supported("an episode limits its own turns: docs/guides/episodes.md"),
-    "log_completions": not_needed(_ROLLOUTS),
+    "log_completions": one_of("tracking.completions_every", {True: 10, False: None}),
     "num_completions_to_print": not_needed(_ROLLOUTS),
     "log_unique_prompts": not_needed(_ROLLOUTS),
     "log_multimodal": not_needed(_ROLLOUTS),
@@ -246,8 +246,8 @@ TRL: dict[str, Alias] = {
     "dataloader_pin_memory": not_needed("batches are small"),
     "remove_unused_columns": one_of("rewards get every column", {False: None}),
     "load_best_model_at_end": one_of("set evaluation.keep_best, which exports best_model/", {False: None}),
-    "push_to_hub": one_of("upload final_model/ after the run", {False: None}),
-    "hub_model_id": not_supported("upload final_model/ after the run"),
+    "push_to_hub": one_of("set hub.repo, to which the model is pushed", {False: None}),
+    "hub_model_id": renamed("hub.repo"),
     "deepspeed": not_supported("weights are sharded by FSDP2; policy.cpu_offload keeps them in host memory"),
     "resume_from_checkpoint": not_supported("start with --resume RUN"),
     "tf32": not_needed("policy.compute_dtype sets the type of the forward pass"),
@@ -284,7 +284,7 @@ TRL: dict[str, Alias] = {
         for name in ("metric_for_best_model", "greater_is_better")
     },
     **{
-        f"hub_{name}": not_needed("part of push_to_hub; upload final_model/ after the run")
+        f"hub_{name}": not_needed("see hub: docs/guides/sharing.md")
         for name in ("token", "private_repo", "strategy", "always_push", "revision")
     },
     **{

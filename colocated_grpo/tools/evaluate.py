@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,29 +23,11 @@ from colocated_grpo.launch.cli import (
     rank_environment,
     set_up_logging,
 )
-from colocated_grpo.launch.engine_servers import LORA_RANKS
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, end_process
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
-
-RUN_CONFIG = "config.yaml"
-ADAPTER_CONFIG = "adapter_config.json"
-EXPORTS = ("best_model", "best_adapter", "final_model", "final_adapter")
-"""Folders of a run, the one that is evaluated first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """The model to evaluate, and its settings."""
-
-    model: str
-    """Folder or Hub name with the weights, of an adapter's base."""
-    adapter: Path | None = None
-    rank: int = 0
-    """The adapter's."""
-    run_config: Path | None = None
-    """Config of the run that exported it."""
+    from colocated_grpo.tools.subject import Subject
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logging("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.errors import RunError
+    from colocated_grpo.tools.subject import subject_of
 
     try:
         subject = subject_of(options.model)
@@ -93,26 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def subject_of(name: str) -> Subject:
-    """Return what `name` means: a run folder stands for its best export, else its final one."""
-    from colocated_grpo.config.errors import ConfigError
-
-    folder = Path(name)
-    run_config = folder / RUN_CONFIG
-    if run_config.is_file() and not (folder / "config.json").exists():
-        exported = next((folder / export for export in EXPORTS if (folder / export).is_dir()), None)
-        if exported is None:
-            raise ConfigError(f"MODEL={name!r}: this run folder holds none of {', '.join(EXPORTS)}")
-        return replace(subject_of(str(exported)), run_config=run_config)
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return Subject(model=name)
-    try:
-        saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        return Subject(model=saved["base_model_name_or_path"], adapter=folder.absolute(), rank=saved["r"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"MODEL={name!r}: {ADAPTER_CONFIG} names no base model and rank ({error!r})") from None
-
-
 def settings(subject: Subject, config_file: str | None, overrides: Sequence[str]) -> Config:
     """Return the config with the model, one engine per rank, and every set due, else the held-out prompts.
 
@@ -120,32 +82,19 @@ def settings(subject: Subject, config_file: str | None, overrides: Sequence[str]
     """
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.config.inputs import check_inputs
-    from colocated_grpo.config.loading import load_config
     from colocated_grpo.config.rules import check_world
+    from colocated_grpo.tools.subject import read_settings
 
     path = config_file or subject.run_config
     if path is None:
         raise ConfigError("--config: required unless MODEL is a run folder; give a file with evaluation.sets")
-    config = load_config(path, [*overrides, "--model.name", subject.model])
+    config = read_settings(subject, path, overrides)
     sets = [entry.model_copy(update={"every": 1}) for entry in config.evaluation.sets]
     if not sets and not config.evaluation.every:
         raise ConfigError("evaluation: nothing to evaluate; add evaluation.sets, or set evaluation.every above 0")
-    arguments: dict[str, Any] = {"load_format": "auto", **config.engine.args}
-    if subject.adapter is not None:
-        fitting = [rank for rank in LORA_RANKS if rank >= subject.rank]
-        if not fitting:
-            raise ConfigError(f"MODEL: the adapter's rank {subject.rank} is above {LORA_RANKS[-1]}, vLLM's largest")
-        arguments |= {"enable_lora": True, "max_lora_rank": fitting[0]}
-    config = config.model_copy(
-        update={
-            "evaluation": config.evaluation.model_copy(
-                update={"sets": sets, "every": 0 if sets else config.evaluation.every}
-            ),
-            "engine": config.engine.model_copy(update={"placement": "colocated", "args": arguments}),
-            "policy": config.policy.model_copy(update={"lora": None, "train_layers": None}),
-            "weights": "copied",
-        }
-    )
+    every = 0 if sets else config.evaluation.every
+    evaluation = config.evaluation.model_copy(update={"sets": sets, "every": every})
+    config = config.model_copy(update={"evaluation": evaluation})
     check_world(config, int(os.environ["WORLD_SIZE"]))
     return check_inputs(config)[0]
 

@@ -8,19 +8,18 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.build.data import Data, ModelFiles, build_collector, read_model_files
+from colocated_grpo.build.data import Data, build_collector, read_model_files
 from colocated_grpo.build.evaluation import evaluation_sets, read_evaluated
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments import build_environments
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import EvaluationSet, Evaluator
-from colocated_grpo.policy.loading import compute_dtype, dtype_of
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.rollout.vllm.kv_budget import GRAPH_STEP, MAX_NUM_SEQS, MIN_NUM_SEQS
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog
+from colocated_grpo.tools.subject_engine import subject_engine
 from colocated_grpo.types import Group, JsonObject
 
 
@@ -39,7 +38,7 @@ def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
     data = Data(environments=environments, source=None, evaluated=evaluated)
     sets = evaluation_sets(config, evaluated, model.stop_token_ids)
     config = with_batch_size(config, sets, world)
-    engine = _engine(config, model, adapter, world)
+    engine = subject_engine(config, model, adapter, world)
     inbox = Inbox()
     collector = build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop, nullcontext)
     evaluator = Evaluator(sets, collector, world)
@@ -69,17 +68,6 @@ def with_batch_size(config: Config, sets: Sequence[EvaluationSet], world: World)
     largest = max(ceil(len(each.prompts) / engines) * each.samples for each in sets)
     size = min(max(ceil(largest / GRAPH_STEP) * GRAPH_STEP, MIN_NUM_SEQS), MAX_NUM_SEQS)
     return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": size})})
-
-
-def _engine(config: Config, model: ModelFiles, adapter: Path | None, world: World) -> VLLMEngine:
-    dtype = dtype_of(config.engine.dtype, auto=compute_dtype(config, world.device))
-    engine = VLLMEngine(config, model.folder, dtype, world)
-    if adapter is not None:
-        try:
-            engine.adapters.load(adapter.name, str(adapter))
-        except ValueError as error:
-            raise RunError(str(error)) from None
-    return engine
 
 
 def _lines(group: Group) -> list[JsonObject]:

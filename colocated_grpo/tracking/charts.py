@@ -24,8 +24,8 @@ BY_ENVIRONMENT = {"reward": "Reward", "completion_tokens": "Completion tokens", 
 UNPLOTTED = ("seconds/", "env/", "held_out/env/", "reward_std/")
 """Metrics without a chart of their own: there may be dozens."""
 TRAINER_PREFIXES = frozenset(
-    ("atropos", "clip_fraction", "correction", "eval", "freshness", "groups", "held_out", "logprob", "loss", "memory")
-) | {"curriculum", "mismatch", "prompts_skipped", "resample", "tokens_per_second"}
+    ("atropos", "clip_fraction", "correction", "eval", "freshness", "groups", "held_out", "hub", "logprob", "loss")
+) | {"curriculum", "memory", "mismatch", "prompts_skipped", "resample", "tokens_per_second"}
 """First part of the names of metrics that the trainer records; others come from environments."""
 HUGE = 1e100
 """Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""

@@ -98,7 +98,7 @@ class RunWriter:
 
     def train(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a training step, and rollouts evenly spaced from the worst to the best reward."""
-        self._write(TRAIN, step, metrics, _spread_by_reward(groups, self.rollouts_per_step))
+        self._write(TRAIN, step, metrics, spread_by_reward(groups, self.rollouts_per_step))
 
     def evaluation(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of an evaluation, and the first sample of HELD_OUT_ROLLOUTS fixed prompts."""
@@ -278,7 +278,7 @@ def _turns(rollout: Rollout, decode: Decode) -> list[JsonObject]:
     return [{"sampled": sampled, "text": decode([token for _, token in part])} for sampled, part in parts]
 
 
-def _spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]]:
+def spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]]:
     """Return (group, sample index) of `count` rollouts, evenly spaced in reward order, worst and best included.
 
     A rollout without a reward sorts as the worst, so that failures are stored.

@@ -8,13 +8,15 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.config.secret_values import masked
 from colocated_grpo.tracking.files import flatten
+from colocated_grpo.tracking.tables import WRITERS, Table, completions_table
+from colocated_grpo.types import Group
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -31,6 +33,8 @@ class Sink:
     """One external tracker. `log` takes a step and its metrics."""
 
     log: Callable[[int, dict[str, float]], None]
+    table: Callable[[int, Table], None] | None = None
+    """Takes a step and completions of it; None: the tracker has no tables."""
     finish: Callable[[], None]
 
 
@@ -40,12 +44,14 @@ class Sinks:
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._sinks: dict[str, Sink] = {}
+        self._tables_every = self._table_rows = 0
 
     def open(self, config: Config, run_dir: Path, first_step: int) -> None:
         """Start the enabled sinks. Not collective, but call it after the process group exists.
 
         Without one, accelerate would create its own.
         """
+        self._tables_every, self._table_rows = config.tracking.completions_every, config.tracking.completions_rows
         if config.tracking.wandb != "off":
             self._add("tracking.wandb", lambda: _wandb(config, run_dir))
         if config.tracking.tensorboard:
@@ -58,6 +64,21 @@ class Sinks:
         for name, sink in list(self._sinks.items()):
             with self._disable_on_failure(name):
                 sink.log(step, row)
+
+    def completions(self, step: int, groups: list[Group]) -> None:
+        """Send a table of completions to the sinks that have tables, if one is due."""
+        with_tables = [name for name, sink in self._sinks.items() if sink.table is not None]
+        if not with_tables or not self._tables_every or step % self._tables_every:
+            return
+        table = completions_table(step, groups, self._table_rows)
+        for name in with_tables:
+            sink = self._sinks[name]
+            assert sink.table is not None
+            try:
+                sink.table(step, table)
+            except Exception as error:  # as for metrics, which this sink still gets
+                self._sinks[name] = replace(sink, table=None)
+                self._note(f"{name}: tables of completions disabled: {_reason(error)}")
 
     def close(self) -> None:
         """Finish pending uploads, at most WANDB_SECONDS, and close every sink."""
@@ -77,8 +98,11 @@ class Sinks:
             yield
         except Exception as error:
             self._sinks.pop(name, None)
-            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            self._note(f"{name} disabled: {reason}")
+            self._note(f"{name} disabled: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _wandb(config: Config, run_dir: Path) -> Sink:
@@ -109,7 +133,11 @@ def _wandb(config: Config, run_dir: Path) -> Sink:
     tracker.run.define_metric("step")
     tracker.run.define_metric("*", step_metric="step")
     # The step is sent as a metric: W&B drops rows below its highest step, and a resumed run starts below it.
-    return Sink(log=lambda step, row: tracker.log({**row, "step": step}), finish=tracker.finish)
+    return Sink(
+        log=lambda step, row: tracker.log({**row, "step": step}),
+        table=partial(WRITERS["wandb"], tracker),
+        finish=tracker.finish,
+    )
 
 
 def _tensorboard(run_dir: Path, first_step: int) -> Sink:
@@ -131,6 +159,7 @@ def _started(name: str, config: Config, run_dir: Path) -> Sink:
     tracker.store_init_configuration({key: str(value) if isinstance(value, list) else value for key, value in settings})
     return Sink(
         log=lambda step, row: tracker.log({valid_name(key): value for key, value in row.items()}, step=step),
+        table=partial(WRITERS[name], tracker) if name in WRITERS else None,
         finish=tracker.finish,
     )
 

@@ -81,6 +81,7 @@ class Tracker:
         """Record one training step."""
         self._started().train(step, row, groups)
         self._sinks.log(step, row)
+        self._sinks.completions(step, groups)
         self._output.step(step, {**self._held_out, **row})
         if self._shows_completion and (text := typical_completion(groups)):
             self.note(f"step {step}, {text}")

@@ -209,7 +209,9 @@ def test_every_console_script_points_to_a_function():
 def test_an_installed_package_has_its_data_files():
     package, data = ROOT / "colocated_grpo", PYPROJECT["tool"]["setuptools"]["package-data"]
     included = {file for name, patterns in data.items() for p in patterns for file in files_of(name, p)}
-    assert included == {file for file in package.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+    found = (Path(folder) / name for folder, _, names in os.walk(package, followlinks=True) for name in names)
+    assert included == {file for file in found if file.suffix not in (".py", ".pyc")}
+    assert {file.name for file in included} > {file.name for file in (ROOT / "training_configs").iterdir()}
 
 
 def files_of(package: str, pattern: str) -> list[Path]:

@@ -16,6 +16,7 @@ import yaml
 from colocated_grpo import ConfigError, RunError, Trainer
 from colocated_grpo.policy.optimizers import learning_rate
 from colocated_grpo.runtime.run_folder import LOCK_FILE
+from colocated_grpo.tracking import files
 from tests.support.training_runs import settings
 
 ROWS = [{"prompt": f"{number} {number + 1}", "answer": str(number)} for number in range(40)]
@@ -152,9 +153,21 @@ def _frames(error: BaseException) -> list[Any]:
 
 
 def steered(model: Path, output: Path) -> dict[str, Any]:
-    """Train on this rank with a callback on rank 0 alone."""
+    """Train on this rank with a callback on rank 0 alone, and with several datasets to evaluate."""
     callbacks = [Steer()] if os.environ["RANK"] == "0" else []
-    trainer = Trainer(reward_funcs=Recorder(), callbacks=callbacks, **arguments(model, output, checkpoint={"every": 1}))
+    given = arguments(model, output, checkpoint={"every": 1})
+    given["eval_datasets"] = {"two": HELD_OUT, "three": [*HELD_OUT, ROWS[3]]}
+    trainer = Trainer(reward_funcs=Recorder(), callbacks=callbacks, **given)
     result = trainer.train()
     scheduled = [learning_rate(trainer.config.policy, step, 3) for step in range(2)]
-    return {"steps": result.steps, "lr": result.metrics["lr"], "scheduled": scheduled, "folder": result.folder}
+    return {
+        "steps": result.steps,
+        "lr": result.metrics["lr"],
+        "scheduled": scheduled,
+        "folder": result.folder,
+        "evaluated": {tuple(name.split("/")[:2]) for row in evaluations(result.folder) for name in row if "/" in name},
+    }
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in files.read_metrics(folder) if row["kind"] == files.EVALUATION]

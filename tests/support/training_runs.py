@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -220,11 +220,19 @@ class AtroposCommandRun(LaunchedRun):
 class ForkedRun(TrainingRun):
     """A CPU run without a launcher, whose ranks are forked."""
 
-    def __init__(self, output_dir: Path, config: Settings, *flags: str, ranks: int = 1, name: str = "run") -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        config: Settings,
+        *flags: str,
+        ranks: int = 1,
+        name: str = "run",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(output_dir, config, name)
         arguments = ["--config", str(self.config_file), *flags]
-        tag = {TAG: self._tag}
-        self._ranks = start_module("colocated_grpo", arguments, ranks, self._stdout, self._stderr, tag)
+        variables = {TAG: self._tag, **(environment or {})}
+        self._ranks = start_module("colocated_grpo", arguments, ranks, self._stdout, self._stderr, variables)
 
     def wait(self, timeout: float = TIMEOUT) -> int:
         """Wait for all ranks and return the first nonzero exit code, or 0. Fails with the run's output on a timeout."""

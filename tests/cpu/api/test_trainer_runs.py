@@ -87,11 +87,24 @@ def test_the_process_is_left_as_it_was(seen):
     assert seen["left"] == {"variables": [], "group": False, "handler": True, "locks": [], "threads": []}
 
 
-def test_a_callback_on_rank_0_changes_the_learning_rate_and_ends_the_run_on_all_ranks(tmp_path):
-    with Ranks(steered, 2, tiny_model(), tmp_path) as ranks:
+@pytest.fixture(scope="module")
+def steered_run(tmp_path_factory):
+    with Ranks(steered, 2, tiny_model(), tmp_path_factory.mktemp("steered")) as ranks:
         first, second = ranks.results(TIMEOUT)
     assert first == second
+    return first
+
+
+def test_a_callback_on_rank_0_changes_the_learning_rate_and_ends_the_run_on_all_ranks(steered_run):
+    first = steered_run
     assert (first["steps"], first["lr"]) == (2, 1e-5)
     assert 1e-5 not in first["scheduled"]
     checkpoints = first["folder"] / "checkpoints"
     assert [read_record(path)["state"]["learning_rate"] for path in sorted(checkpoints.glob("step_*"))] == [1e-5, 1e-5]
+
+
+def test_each_of_several_datasets_is_evaluated_as_a_set(steered_run):
+    assert steered_run["evaluated"] == {("eval", "two"), ("eval", "three")}, "and no rows are held out"
+    rollouts = [row for row in files.read_rollouts(steered_run["folder"]) if row["kind"] == files.EVALUATION]
+    assert {row["source"] for row in rollouts} == {"eval/two", "eval/three"}
+    assert len({row["prompt_index"] for row in rollouts}) == 2 + 3

@@ -140,6 +140,24 @@ def test_entries_of_environments_may_hold_objects():
     assert (second.given, second.given_held_out, second.rewards[0].given) == (ROWS, ROWS[:3], right)
 
 
+def test_several_datasets_are_evaluation_sets_with_the_rewards_and_columns_of_the_training_data(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        "environments: [{type: dataset, name: rows.jsonl, rewards: [exact_match], columns: {answer: solution}}]\n"
+        "evaluation: {samples_per_prompt: 2, temperature: 0.5, sets: [{name: easy, source: {name: sorting}}]}\n"
+    )
+    settings = {"evaluation": {"keep_best": "eval/hard/pass@2"}, "num_train_epochs": 1}
+    config = trainer(right, config=file, eval_datasets={"hard": ROWS[:2], "file": "hard.jsonl"}, **settings).config
+    easy, hard, from_file = config.evaluation.sets
+    assert (easy.name, hard.name, from_file.name) == ("easy", "hard", "file")
+    assert (hard.samples, hard.temperature, hard.source.columns) == (2, 0.5, {"answer": "solution"})
+    assert (hard.source.given, hard.source.rewards[0].given) == (ROWS[:2], right)
+    assert (from_file.source.name, from_file.source.given) == ("hard.jsonl", None)
+    assert config.environments[0].held_out == 0
+    assert config.training_steps == 2, "no row is held out"
+    assert trainer(eval_dataset={"hard": ROWS[:2]}).config.evaluation.sets[0].name == "hard", "TRL's name"
+
+
 def test_steps_follow_from_epochs_and_rows():
     assert trainer(num_train_epochs=2, rollout={"prompts_per_step": 16}).config.training_steps == 6  # 45 of 50 rows
     assert trainer(num_train_epochs=2, eval_datasets=ROWS[:4]).config.training_steps == 4  # all rows, 32 a step
@@ -188,6 +206,12 @@ def test_the_config_of_peft_is_read():
         ({"train_dataset": ["one"]}, "train_dataset: entry 0 is a str; must be a datasets.Dataset or a list of dict"),
         ({"train_dataset": iter(ROWS)}, "train_dataset: a list_iterator; must be a datasets.Dataset or a list of dict"),
         ({"eval_datasets": "x.jsonl"}, "eval_datasets='x.jsonl': must be rows, as train_dataset is"),
+        ({"eval_datasets": {}}, "eval_datasets={}: must have an entry, or be left out"),
+        ({"eval_datasets": {"a": [3]}}, "eval_datasets[a]: entry 0 is a int; must be a datasets.Dataset or a list of"),
+        (
+            {"eval_datasets": {"a": "openai/gsm8k"}},
+            "eval_datasets[a]='openai/gsm8k': must be rows or a file (.jsonl, .json, .csv, .parquet); write a dataset",
+        ),
         ({"processing_class": object()}, "processing_class: the tokenizer is the model's own; leave it out"),
         ({"args": 3}, "int: must be a mapping of settings, GRPOConfig or LoraConfig"),
         (
@@ -209,7 +233,7 @@ def test_only_the_program_can_continue_a_run_with_its_objects(tmp_path):
     """The command line finds neither the functions of a program nor its rows."""
     [entry] = trainer().config.environments
     saved = tmp_path / "config.yaml"
-    settings = trainer().config.model_dump(mode="json")
+    settings = trainer("exact_match", eval_datasets={"a": ROWS}).config.model_dump(mode="json")
     settings["environments"][0]["rewards"][0]["name"] = "__main__:right"
     saved.write_text(yaml.safe_dump(settings))
     with pytest.raises(ConfigError) as caught:
@@ -218,5 +242,7 @@ def test_only_the_program_can_continue_a_run_with_its_objects(tmp_path):
         "environments.0.rewards.0='__main__:right': an object of the program that began the run; continue it with that "
         "program",
         "environments.0.name='train_dataset': rows of the program that began the run; continue it with that program",
+        "evaluation.sets.0.source.name='eval_datasets[a]': rows of the program that began the run; continue it with "
+        "that program",
     ]
     assert entry.given == ROWS

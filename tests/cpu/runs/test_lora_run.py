@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from itertools import pairwise
@@ -17,13 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.config import Config
-from colocated_grpo.config.adapter_files import WEIGHTS_FILE
+from colocated_grpo.config.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from colocated_grpo.launch.cli import library_environment
+from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
 from tests.support.engines import PROBE
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks, start_module
 from tests.support.training_runs import (
     ForkedRun,
     LaunchedRun,
@@ -181,6 +183,21 @@ def test_vllm_loads_the_exported_adapter_and_computes_what_peft_computes(merged,
 def held_out(run: TrainingRun, step: int) -> list[tuple[str, float]]:
     rows = [row for row in files.read_rollouts(run.folder) if row["kind"] == files.EVALUATION and row["step"] == step]
     return [(row["completion"], row["reward"]) for row in rows]
+
+
+def test_the_tool_evaluates_an_adapters_folder_as_the_run_did(merged, tmp_path):
+    out, err, results = tmp_path / "out", tmp_path / "err", tmp_path / "results.json"
+    adapter = shutil.copytree(merged.folder / "final_adapter", tmp_path / "moved")
+    saved = json.loads((adapter / CONFIG_FILE).read_text())
+    (adapter / CONFIG_FILE).write_text(json.dumps(saved | {"base_model_name_or_path": "no/longer/here"}))
+    (adapter / CHECKSUMS_FILE).unlink()
+    arguments = [str(adapter), "--config", str(merged.config_file), "--output", str(results)]
+    arguments += ["--model.name", str(tiny_model())]  # where the base is now
+    with start_module("colocated_grpo.tools.evaluate", arguments, 1, out, err) as rank:
+        assert rank.exit_codes(180) == [0], err.read_text()
+    measured = json.loads(results.read_text())["evaluations"]["held_out"]
+    assert measured["metrics"]["held_out/reward"] == merged.rows(files.EVALUATION)[-1]["held_out/reward"]
+    assert [(row["completion"], row["reward"]) for row in measured["completions"]] == held_out(merged, STEPS)
 
 
 def continuing(adapter: Path, **lora: Any) -> Settings:

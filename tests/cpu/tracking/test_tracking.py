@@ -396,13 +396,25 @@ def read_all(descriptor: int) -> str:
 
 def test_wandb_offline_writes_to_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clear_wandb_settings(monkeypatch, tmp_path)
-    run = TrackedRun(tmp_path / "run", config_of(wandb="offline")).train()
+    tables = {"completions_every": 4, "completions_rows": 3}
+    run = TrackedRun(tmp_path / "run", config_of(wandb="offline", **tables)).train()
     run.finish()
     assert "tracking.wandb disabled" not in run.printed
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     # W&B's own process writes the file, and may be a moment behind.
     until(lambda: b"my_own/metric" in written.read_bytes(), 30)
     assert (tmp_path / "run" / "wandb_run_id").read_text() in written.name
+    sent = sorted(written.parent.glob("files/media/table/completions*.json"), key=lambda path: path.stat().st_mtime_ns)
+    first, second = (json.loads(path.read_text()) for path in sent)
+    assert first["columns"] == [
+        *("step", "prompt", "completion", "reward", "reward/correct", "environment", "finish_reason")
+    ]
+    assert [(row[0], row[2], row[3]) for row in second["data"]] == [
+        (4, "step 4 sample 0", 0.0),
+        (4, "step 4 sample 1", 1.1),
+        (4, "step 4 sample 3", 2.3),
+    ]
+    assert [row[0] for row in first["data"]] == [0, 0, 0]
 
 
 def test_wandb_online_without_an_api_key_is_one_line_and_the_run_continues(

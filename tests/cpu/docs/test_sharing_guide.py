@@ -1,0 +1,56 @@
+"""The guide to trackers, the Hub and chat: its YAML loads, its tables and commands are right."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import get_args
+
+from colocated_grpo.config.errors import parse_path, setting_names
+from colocated_grpo.config.schema import Config, TrackerName
+from colocated_grpo.policy.export import AdapterExport, ModelExport
+from colocated_grpo.tools.chat import QUIT, RESET, _parser
+from colocated_grpo.tracking.tables import LONGEST_TEXT, WRITERS, completions_table
+from tests.support.config_text import load
+from tests.support.paths import ROOT
+from tests.support.tracked_run import groups_of
+
+GUIDE = (ROOT / "docs/guides/sharing.md").read_text()
+
+
+def section(heading: str) -> str:
+    return GUIDE.split(f"## {heading}\n")[1].split("\n## ")[0]
+
+
+def test_the_yaml_loads_and_every_named_setting_exists():
+    [text] = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
+    config = load(text)
+    assert config.hub is not None
+    assert (config.hub.repo, config.hub.every, config.hub.private) == ("me/my-model", 50, True)
+    assert (config.tracking.completions_every, config.tracking.completions_rows) == (10, 16)
+    settings = {path for path, _ in setting_names(Config)}
+    named = re.findall(r"`(?:--)?((?:tracking|hub|policy)\.\w[\w.]*)", GUIDE)
+    assert len(named) > 4
+    assert [name for name in named if parse_path(name) not in settings] == []
+
+
+def test_the_table_of_trackers_and_the_columns_are_complete():
+    rows = section("Tables of completions")
+    cells = " ".join(re.findall(r"^\| ([^|]+) \| (?!none)", rows, re.MULTILINE)).lower().replace("&", "and")
+    spelled = {"wandb": "w&b".replace("&", "and"), "comet_ml": "comet"}
+    assert all(spelled.get(name, name) in cells for name in WRITERS)
+    assert {"aim"} == set(get_args(TrackerName)) - set(WRITERS)
+    columns = completions_table(0, groups_of(0), 4).columns
+    assert all(f"`{name}`" in rows for name in columns if not name.startswith("reward/"))
+    assert f"{LONGEST_TEXT:,} characters" in rows
+
+
+def test_the_folders_and_commands_are_right():
+    for name in (ModelExport.final_name, AdapterExport.final_name, ModelExport.best_name):
+        assert f"`{name}/`" in GUIDE
+    commands = re.findall(r"-m colocated_grpo\.tools\.chat (.*)", section("Chat"))
+    assert len(commands) == 4
+    for command in commands:
+        options, overrides = _parser().parse_known_args(shlex.split(command))
+        assert options.model and not overrides
+    assert all(f"`{name}`" in section("Chat") for name in (RESET, QUIT[0]))

@@ -1,0 +1,150 @@
+"""Pushes with the real client to a small Hub on this machine: what arrives, and what failures cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from colocated_grpo.config import Config
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.hub import check_hub
+from colocated_grpo.config.rules import check
+from colocated_grpo.tracking.hub import STAGING, Hub
+from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
+from tests.support.servers import free_port
+from tests.support.tracked_run import config_of, finished_run
+
+WEIGHTS = b"weights" * 1000
+
+
+def config(**hub: object) -> Config:
+    return Config.model_validate({**config_of().model_dump(), "hub": {"repo": "me/taught", "every": 2, **hub}})
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    folder = finished_run(tmp_path_factory.mktemp("runs") / "run")
+    (folder / "final_model").mkdir()
+    fill(folder / "final_model")
+    return folder
+
+
+def fill(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(WEIGHTS)
+    (folder / "config.json").write_text("{}")
+    (folder / "checksums.json").write_text("{}")
+    return folder
+
+
+class Pushes:
+    """A run's pushes, and the lines that it shows."""
+
+    def __init__(self, run_dir: Path, **settings: object) -> None:
+        self.lines: list[str] = []
+        configured = config(**settings)
+        assert configured.hub is not None
+        self.hub = Hub(configured, configured.hub, run_dir, self.lines.append)
+
+    def push(self, step: int) -> None:
+        fill(self.hub.staging(step))
+        self.hub.push(step)
+
+    def finish(self) -> float:
+        """Wait for all pushes, and return how many have failed."""
+        while self.hub.pending(60.0, stopped=False):
+            pass
+        return self.hub.metrics()["hub/failed"]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with fake_hub() as server:
+        for name, value in server.variables.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def test_steps_and_the_final_model_are_pushed_one_after_the_other(run_dir, server: FakeHub):
+    pushes = Pushes(run_dir)
+    assert [step for step in range(1, 7) if pushes.hub.due(step)] == [2, 4], "the last one is pushed as the final one"
+    server.block.clear()
+    pushes.hub.start()
+    assert pushes.hub.free(2), "creating the repository is no push"
+    pushes.push(2)
+    assert not pushes.hub.free(4)
+    assert pushes.lines == ["hub: step 4 is not pushed, as step 2 is still being pushed"]
+    pushes.hub.push_final(run_dir / "final_model", 6)
+    server.block.set()
+    assert pushes.finish() == 0
+    assert server.messages == ["step 2 of run", "final_model of run"]
+    assert server.private == {"me/taught": True}
+    files = server.repositories["me/taught"]
+    assert set(files) == {"README.md", "reward.svg", "config.json", "model.safetensors"}
+    assert files["model.safetensors"] == WEIGHTS
+    assert pushes.lines[1].startswith(f"hub: pushed step 2: {server.url}/me/taught/commit/")
+    assert not any((run_dir / STAGING).iterdir())
+    assert {path.name for path in (run_dir / "final_model").iterdir()} == set(files) - {"README.md", "reward.svg"} | {
+        "checksums.json"
+    }
+
+
+def test_a_failed_push_is_a_line_and_the_next_one_succeeds(run_dir, server: FakeHub):
+    server.failure = lambda path: 500 if "commit" in path else None
+    pushes = Pushes(run_dir)
+    pushes.push(2)
+    assert pushes.finish() == 1
+    server.failure = lambda path: None
+    pushes.hub.push_final(run_dir / "final_model", 6)
+    assert pushes.finish() == 1
+    failed, pushed = pushes.lines
+    assert failed.startswith("warning: hub: step 2: failed, number 1 in this run: HfHubHTTPError: ")
+    assert failed.endswith("; the run goes on")
+    assert pushed.startswith("hub: pushed final_model: ")
+
+
+def test_a_slow_push_is_ended_and_a_wrong_token_is_noted_at_the_start(run_dir, server: FakeHub, monkeypatch):
+    server.block.clear()
+    pushes = Pushes(run_dir, timeout=3.0)
+    pushes.hub.push_final(run_dir / "final_model", 6)
+    assert pushes.finish() == 1
+    by_hand = f"push it with: hf upload me/taught {run_dir}/final_model; the run goes on"
+    assert pushes.lines == [
+        f"warning: hub: final_model: failed, number 1 in this run: longer than hub.timeout=3 s; {by_hand}"
+    ]
+    monkeypatch.setenv("HF_TOKEN", "hf_wrongwrongwrong")
+    pushes.hub.start()
+    assert pushes.finish() == 2
+    assert "repository me/taught: failed, number 2 in this run: " in pushes.lines[1]
+    assert "hf_wrong" not in "".join(pushes.lines) and TOKEN not in "".join(pushes.lines)
+
+
+def test_an_unreachable_hub_and_a_run_that_ends_first_cost_a_line_each(run_dir, server: FakeHub, monkeypatch):
+    server.block.clear()
+    ended = Pushes(run_dir)
+    ended.push(2)
+    ended.hub.close()
+    assert ended.lines == ["warning: hub: step 2: failed, number 1 in this run: the run ended first; the run goes on"]
+    assert not (run_dir / STAGING).exists()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    refused = Pushes(run_dir)
+    refused.push(2)
+    assert refused.finish() == 1
+    assert "Connection refused" in refused.lines[0]
+
+
+def test_a_push_without_effect_or_without_a_token_is_refused(monkeypatch, tmp_path):
+    without = config(every=0).model_dump() | {"checkpoint": {"final": False}}
+    with pytest.raises(ConfigError, match=r"hub.repo=me/taught: nothing would be pushed; set hub.every above 0"):
+        check(Config.model_validate(without))
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert [*check_hub(config().hub)] == [
+        "hub.repo='me/taught': no token; set HF_TOKEN to one that may write, or run `hf auth login`"
+    ]
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: TOKEN)
+    assert [*check_hub(config().hub)] == []
+    [line] = check_hub(config(repo="me/my model").hub)
+    assert line.startswith(
+        "hub.repo='me/my model': Repo id must use alphanumeric chars, '-', '_' or '.'. The name cannot"
+    )
