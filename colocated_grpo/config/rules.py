@@ -302,10 +302,9 @@ def _stopped_between_syncs(config: Config) -> Lines:
 
 
 def _episodes_depend_on_timing(config: Config) -> Lines:
-    played = [source.type for source in config.environments if source.type in ("agent", "episode")]
-    if config.deterministic and played:
+    if config.deterministic and (played := {s.type for s in config.environments} & {"agent", "episode"}):
         yield (
-            f"deterministic: true with type: {played[0]}: which turns are decoded together depends on how long tools "
+            f"deterministic: true with type: {min(played)}: which turns are decoded together depends on how long tools "
             "take, and changes rounding; a resumed run may differ in the last bits of a log-probability"
         )
 
