@@ -15,7 +15,7 @@ def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, f
     """Rewards, lengths and staleness of one training batch. policy_version: of the weights to be trained."""
     rollouts = _rollouts(groups)
     sampled = [rollout for rollout in rollouts if len(rollout.token_ids) > rollout.prompt_length]
-    lengths = [_completion_tokens(rollout) for rollout in rollouts]
+    lengths = [rollout.completion_tokens for rollout in rollouts]
     row = {
         **{f"reward_std/{name}": _std(values) for name, values in _parts(rollouts).items()},
         "completion_tokens/min": float(min(lengths)),
@@ -74,8 +74,9 @@ def _averages(rollouts: Sequence[Rollout]) -> dict[str, float]:
     rewards = _rewards(rollouts)
     return {
         **({"reward": _mean(rewards)} if rewards else {}),
-        "completion_tokens": _mean(map(_completion_tokens, rollouts)),
+        "completion_tokens": _mean(rollout.completion_tokens for rollout in rollouts),
         "truncated": _mean(rollout.finish_reason == "length" for rollout in rollouts),
+        **({"sequences": _mean(len(r.sequences) for r in rollouts)} if any(r.further for r in rollouts) else {}),
     }
 
 
@@ -94,10 +95,6 @@ def _parts(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
         for name, value in rollout.score.parts.items():
             parts.setdefault(name, []).append(value)
     return parts
-
-
-def _completion_tokens(rollout: Rollout) -> int:
-    return len(rollout.token_ids) - rollout.prompt_length
 
 
 def is_informative(group: Group) -> bool:

@@ -237,7 +237,8 @@ def profile_folder(run: Run, step: int) -> Path | None:
 def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
     """Seconds and memory by phase, and tokens per second of the whole step over all ranks."""
     row = run.clock.read()
-    tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tokens = sum(len(sequence.token_ids) for rollout in rollouts for sequence in rollout.sequences)
     trained = batch.num_tokens * run.config.batch.epochs
     row["tokens_per_second"] = tokens / row["seconds/step"]
     row["tokens_per_second/train"] = trained / row["seconds/train"]

@@ -100,6 +100,18 @@ class Rollout:
     must then give the same log-probabilities, up to rounding."""
     ref_logprobs: list[float] | None = None
     """From the environment, 0.0 where loss_mask is False. None: computed by the trainer's reference model."""
+    further: list[Rollout] = field(default_factory=list)
+    """Sequences of the same episode whose prompts do not extend this one. They are trained with the same advantage."""
+
+    @property
+    def sequences(self) -> list[Rollout]:
+        """The training sequences of the episode."""
+        return [self, *self.further]
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens after the prompts of all sequences, sampled and observed."""
+        return sum(len(one.token_ids) - one.prompt_length for one in self.sequences)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

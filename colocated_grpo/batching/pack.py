@@ -95,9 +95,11 @@ def pack(
     config: with max_tokens_per_micro_batch decided, not 'auto'.
     policy_version: of the weights to be trained; their plain samples are marked on-policy. None: mark none.
     Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
+    An episode of several sequences counts as that many siblings, each with the episode's advantage.
     """
     budget = config.max_tokens_per_micro_batch
     assert budget != "auto"
+    groups, advantages = _all_sequences(groups, advantages)
     order = list(range(len(groups)))
     if config.minibatches > 1:
         random.Random(shuffle_seed).shuffle(order)
@@ -135,6 +137,19 @@ def pack(
         padding=num_padding * len(PADDING_TOKENS) / num_tokens if num_tokens else 0.0,
         lacks_sampling_logprobs=any(r.sampling_logprobs is None for group in groups for r in group.rollouts),
     )
+
+
+def _all_sequences(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]]
+) -> tuple[list[Group], list[list[float]]]:
+    """Return the groups with every sequence of an episode as a sibling, and the advantage of each."""
+    whole, values = [], []
+    for group, rewarded in zip(groups, advantages, strict=True):
+        pairs = zip(group.rollouts, rewarded, strict=True)
+        siblings = [(one, value) for episode, value in pairs for one in episode.sequences]
+        whole.append(replace(group, rollouts=[one for one, _ in siblings]))
+        values.append([value for _, value in siblings])
+    return whole, values
 
 
 def _outlines(index: int, group: Group, config: BatchConfig) -> list[Outline]:

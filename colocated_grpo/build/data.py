@@ -142,10 +142,14 @@ def build_collector(
 ) -> Collector:
     rollout, codec = config.rollout, ChatCodec(model.tokenizer)
     environments, sets = data.environments, data.evaluated.sources
-    played = {**environments.episodes, **sets.episodes}
+    agents = environments.agents
+    played = {**environments.episodes, **sets.episodes, **{name: one.episode for name, one in agents.items()}}
     scored = {**environments.scorers, **sets.scorers}
     guarded_episodes = {name: GuardedEpisode(episode, guarded) for name, episode in played.items()}
-    episodes = EpisodeRunner(guarded_episodes, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout)
+    limits = {name: one.limits for name, one in agents.items()}
+    episodes = EpisodeRunner(
+        guarded_episodes, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout, agents=limits
+    )
     return Collector(
         driver,
         episodes,

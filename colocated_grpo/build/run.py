@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from colocated_grpo.build.data import (
+    Data,
     ModelFiles,
     build_collector,
     build_data,
@@ -61,6 +62,7 @@ from colocated_grpo.tracking.hub import Hub
 
 if TYPE_CHECKING:
     from colocated_grpo.build.serving import Serving
+    from colocated_grpo.web.server import ServerThread
 
 
 GOAL_REACHED = "goal_reached"
@@ -97,6 +99,8 @@ class Run:
     """None: nothing is pushed."""
     tracker: Tracker | NullTracker
     callbacks: Callbacks
+    agent_server: ServerThread | None
+    """Where the agents of this rank sample; None without agents."""
     start: int
     """Steps completed by earlier parts of the run."""
     goal_reached: bool
@@ -109,6 +113,8 @@ class Run:
             self.hub.close()
         self.supply.close()
         self.collector.close()
+        if self.agent_server is not None:
+            self.agent_server.close()
         self.engine.close()
 
 
@@ -133,6 +139,7 @@ def build_run(
         data = build_data(config, model, world, tracker)
     inbox = Inbox()
     serving = build_serving(config, folder, inbox, model, world, tracker.note)
+    agent_server = build_agent_server(config, data, model)
     with output.phase("waiting for the engine servers"):
         servers = connect(config, world, stop)
 
@@ -185,6 +192,7 @@ def build_run(
         hub=None if config.hub is None else Hub(config, config.hub, folder, tracker.note),
         tracker=tracker,
         callbacks=Callbacks(callbacks, config, folder, world, tracker.note, policy.fixed_lr),
+        agent_server=agent_server,
         start=start,
         goal_reached=state.get(GOAL_REACHED, False),
     )
@@ -239,6 +247,18 @@ def build_serving(
 
     keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
     return Serving(config, config.atropos, folder, inbox, model.tokenizer, limits_of(config, model), world, note, keep)
+
+
+def build_agent_server(config: Config, data: Data, model: ModelFiles) -> ServerThread | None:
+    """The address at which agents sample from this rank's engine; None without agents."""
+    agents = data.environments.agents
+    if not agents:
+        return None
+    # Imported here: the web framework would delay the start of every other run.
+    from colocated_grpo.build.agents import listen_for_agents
+
+    [endpoint] = {one.endpoint for one in agents.values()}
+    return listen_for_agents(endpoint, config, model.tokenizer, limits_of(config, model))
 
 
 def _trained_facts(policy: Policy) -> dict[str, str]:

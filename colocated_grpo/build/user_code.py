@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from colocated_grpo.config.schema import Config
-from colocated_grpo.config.sources import EpisodeSourceConfig
-from colocated_grpo.environments.base import Episode, Item, Scorer, Split
-from colocated_grpo.environments.conversation import Conversation
+from colocated_grpo.config.sources import AgentSourceConfig, EpisodeSourceConfig
+from colocated_grpo.environments.base import Item, Scorer
+from colocated_grpo.rollout.episodes import Playable
 from colocated_grpo.types import Completion, Prompt, Score
 
 Guarded = Callable[[], AbstractContextManager[None]]
@@ -18,7 +19,7 @@ def user_code_limit(config: Config) -> tuple[float, str]:
     """Return for how many seconds a reward or an episode may block a rank, and the setting that says so."""
     limits = {"rollout.reward_timeout": config.rollout.reward_timeout}
     sources = [*config.environments, *(entry.source for entry in config.evaluation.sets)]
-    if any(isinstance(entry, EpisodeSourceConfig) for entry in sources):
+    if any(isinstance(entry, EpisodeSourceConfig | AgentSourceConfig) for entry in sources):
         limits["rollout.tool_timeout"] = config.rollout.tool_timeout
     name = max(limits, key=lambda name: limits[name])
     return limits[name], f"{name}={limits[name]:g}"
@@ -38,12 +39,9 @@ class GuardedScorer:
 class GuardedEpisode:
     """An episode that is guarded while it runs."""
 
-    def __init__(self, episode: Episode, guarded: Guarded) -> None:
+    def __init__(self, episode: Playable, guarded: Guarded) -> None:
         self._episode, self._guarded = episode, guarded
 
-    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
-        return self._episode.prompts(seed, split)
-
-    async def run(self, item: Item, model: Conversation) -> float | dict[str, float] | None:
+    async def run(self, item: Item, model: Any) -> Any:
         with self._guarded():
             return await self._episode.run(item, model)

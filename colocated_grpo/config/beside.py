@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,7 +11,13 @@ from colocated_grpo.config.errors import ConfigError, KeyPath, SettingLocation, 
 from colocated_grpo.config.inputs import DATA_SUFFIXES, is_inline
 from colocated_grpo.config.lora import DEFAULT_INIT
 from colocated_grpo.config.schema import Config
-from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig, prompt_functions
+from colocated_grpo.config.sources import (
+    AgentSourceConfig,
+    DatasetSourceConfig,
+    EnvironmentConfig,
+    RowsSourceConfig,
+    prompt_functions,
+)
 from colocated_grpo.config.tree import assign, lookup
 from colocated_grpo.config.turns import INITIAL, TurnsSourceConfig
 
@@ -68,10 +75,14 @@ def _names_of(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]:
     for path, name in prompt_functions(source):
         if _names_code(name):
             yield path, name
-    if isinstance(source, DatasetSourceConfig):
+    if isinstance(source, RowsSourceConfig):
         yield ("name",), source.name
         if source.eval_split is not None and source.eval_split.lower().endswith(DATA_SUFFIXES):
             yield ("eval_split",), source.eval_split
+    if isinstance(source, AgentSourceConfig):
+        if shutil.which(source.program) is None:  # a command in PATH is no file name
+            yield ("program",), source.program
+    elif isinstance(source, DatasetSourceConfig):
         for number, reward in enumerate(source.rewards):
             if _names_code(reward.name):
                 yield ("rewards", number, "name"), reward.name

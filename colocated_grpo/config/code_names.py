@@ -1,4 +1,4 @@
-"""Checks names of user code, 'module:object' and 'path/to/file.py:object', without importing it.
+"""Checks names of user code, 'module:object' and 'path/to/file.py:object', without importing it, and of programs.
 
 Names are looked up in the parsed source. Importing user code can take seconds, because of the libraries it imports; a
 misspelled name is reported before that.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -50,6 +51,17 @@ def check_code_name(key: str, name: str) -> Iterator[str]:
         problem = _problem_in(file, Path(location).name, wanted)
     if problem is not None:
         yield f"{key}={name!r}: {problem}"
+
+
+def check_program(key: str, name: str) -> Iterator[str]:
+    """Yield one error line for `key` where `name` is no Python file, executable or name of a function."""
+    if ":" in name:
+        yield from check_code_name(key, name)
+    elif name.endswith(".py"):
+        if not Path(name).is_file():
+            yield f"{key}={name!r}: no such file"
+    elif shutil.which(name) is None and not (Path(name).is_file() and os.access(name, os.X_OK)):
+        yield f"{key}={name!r}: neither an executable file nor a command in PATH"
 
 
 def _find_module(name: str) -> tuple[Path | None, str | None]:

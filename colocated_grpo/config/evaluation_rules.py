@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.evaluation import ANSWERS, HELD_OUT, PREFIX
 from colocated_grpo.config.schema import MIN_TEMPERATURE, Config
-from colocated_grpo.config.sources import DatasetSourceConfig, EpisodeSourceConfig
+from colocated_grpo.config.sources import DatasetSourceConfig, EpisodeSourceConfig, RowsSourceConfig
 
 Lines = Iterator[str]
 
@@ -97,10 +97,10 @@ def _patience_needs_a_best(config: Config) -> Lines:
 def evaluated_data_is_trained(config: Config) -> Lines:
     """Yield a note for each evaluation set whose rows are also trained on."""
 
-    def rows(source: DatasetSourceConfig) -> tuple[str, str | None, str]:
+    def rows(source: RowsSourceConfig) -> tuple[str, str | None, str]:
         return source.name, source.subset, source.split
 
-    trained = {rows(source) for source in config.environments if isinstance(source, DatasetSourceConfig)}
+    trained = {rows(source) for source in config.environments if isinstance(source, RowsSourceConfig)}
     for entry in config.evaluation.sets:
         if isinstance(entry.source, DatasetSourceConfig) and rows(entry.source) in trained:
             yield f"evaluation set {entry.name!r}: its rows are also trained on, so it does not measure generalization"

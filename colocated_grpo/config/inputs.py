@@ -13,7 +13,7 @@ from typing import Any
 from colocated_grpo.config.adapter_files import CONFIG_FILE, WEIGHTS_FILE, with_adapter_settings
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import NamedObject
-from colocated_grpo.config.code_names import check_code_name
+from colocated_grpo.config.code_names import check_code_name, check_program
 from colocated_grpo.config.errors import ConfigError, dotted
 from colocated_grpo.config.hub import check_hub
 from colocated_grpo.config.layers import layers_text, out_of_range
@@ -23,8 +23,10 @@ from colocated_grpo.config.schema import Config, ModelConfig
 from colocated_grpo.config.sources import (
     EVAL_DATASETS,
     TRAIN_DATASET,
+    AgentSourceConfig,
     DatasetSourceConfig,
     EnvironmentConfig,
+    RowsSourceConfig,
     prompt_functions,
 )
 from colocated_grpo.config.turns import TurnsSourceConfig
@@ -306,13 +308,16 @@ def _check_source(key: str, source: EnvironmentConfig) -> Iterator[str]:
         return
     for path, name in prompt_functions(source):
         yield from check_code_name(f"{key}.{dotted(path)}", name)
-    if not isinstance(source, DatasetSourceConfig):
+    if not isinstance(source, RowsSourceConfig):
         if not isinstance(source, NamedObject) or source.given is None:
             yield from check_code_name(f"{key}.name", source.name)
         return
-    for number, reward in enumerate(source.rewards):
-        if reward.given is None:
-            yield from _check_reward(f"{key}.rewards.{number}", reward.name)
+    if isinstance(source, AgentSourceConfig):
+        yield from check_program(f"{key}.program", source.program)
+    if isinstance(source, DatasetSourceConfig):
+        for number, reward in enumerate(source.rewards):
+            if reward.given is None:
+                yield from _check_reward(f"{key}.rewards.{number}", reward.name)
     if source.given is not None:
         return
     if source.name == TRAIN_DATASET or source.name.startswith(f"{EVAL_DATASETS}["):

@@ -12,7 +12,7 @@ from colocated_grpo.config.layers import layers_text
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.selection_rules import SELECTION_RULES
 from colocated_grpo.config.server_rules import SERVER_RULES, SERVER_WORLD_RULES
-from colocated_grpo.config.sources import EpisodeSourceConfig
+from colocated_grpo.config.sources import AgentSourceConfig, EpisodeSourceConfig
 from colocated_grpo.config.turns import FROZEN, TurnsSourceConfig
 
 Lines = Iterator[str]
@@ -202,10 +202,10 @@ def _served_ports_differ(config: Config) -> Lines:
 def _episodes_need_single_rank_engines(config: Config) -> Lines:
     size = config.ranks_per_engine
     for index, source in enumerate(config.environments):
-        if size > 1 and isinstance(source, EpisodeSourceConfig):
+        if size > 1 and isinstance(source, EpisodeSourceConfig | AgentSourceConfig):
             yield (
-                f"environments.{index}.type=episode: needs engine.tensor_parallel_size=1, not {size}, because the "
-                "ranks of an engine would have to submit every turn at the same step"
+                f"environments.{index}.type={source.type}: needs engine.tensor_parallel_size=1, not {size}, because "
+                "the ranks of an engine would have to submit every turn at the same step"
             )
 
 
@@ -302,10 +302,10 @@ def _stopped_between_syncs(config: Config) -> Lines:
 
 
 def _episodes_depend_on_timing(config: Config) -> Lines:
-    if config.deterministic and any(isinstance(source, EpisodeSourceConfig) for source in config.environments):
+    if config.deterministic and (played := {s.type for s in config.environments} & {"agent", "episode"}):
         yield (
-            "deterministic: true with type: episode: which turns are decoded together depends on how long tools take, "
-            "and changes rounding; a resumed run may differ in the last bits of a log-probability"
+            f"deterministic: true with type: {min(played)}: which turns are decoded together depends on how long tools "
+            "take, and changes rounding; a resumed run may differ in the last bits of a log-probability"
         )
 
 

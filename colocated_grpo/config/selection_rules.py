@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.rows import ColumnCurriculumConfig
 from colocated_grpo.config.schema import Config
-from colocated_grpo.config.sources import DatasetSourceConfig
+from colocated_grpo.config.sources import RowsSourceConfig
 from colocated_grpo.config.turns import TurnsSourceConfig
 
 Lines = Iterator[str]
@@ -42,7 +42,7 @@ def _only_own_prompts_are_skipped(config: Config) -> Lines:
 
 def _hard_rows_are_drawn(config: Config) -> Lines:
     for index, source in enumerate(config.environments):
-        curriculum = source.curriculum if isinstance(source, DatasetSourceConfig) else None
+        curriculum = source.curriculum if isinstance(source, RowsSourceConfig) else None
         if isinstance(curriculum, ColumnCurriculumConfig) and (curriculum.steps or 0) >= config.training_steps:
             yield (
                 f"environments.{index}.curriculum.steps={curriculum.steps}: must be below training_steps="

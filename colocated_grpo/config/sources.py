@@ -1,4 +1,4 @@
-"""Settings of environments: task, episode and dataset here, turns and atropos in files of their own."""
+"""Settings of environments: task, episode, dataset and agent here, turns and atropos in files of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from colocated_grpo.config.atropos import AtroposSourceConfig
-from colocated_grpo.config.base import FileName, NamedObject, NonNegative
+from colocated_grpo.config.base import FileName, NamedObject, NonNegative, Positive
 from colocated_grpo.config.errors import KeyPath
 from colocated_grpo.config.rows import ConditionConfig, CurriculumConfig
 from colocated_grpo.config.templates import TemplateVariables, Tool
@@ -87,15 +87,13 @@ def reward_by_name(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class DatasetSourceConfig(NamedObject):
-    """Rows of a dataset as prompts, scored by reward functions."""
+class RowsSourceConfig(NamedObject):
+    """Rows of a dataset as prompts."""
 
-    type: Literal["dataset"]
+    type: str
     name: FileName
     """A .jsonl, .json, .csv or .parquet file, a folder written by save_to_disk(), or a Hugging Face dataset name.
     Values of a .csv stay text."""
-    rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] = Field(min_length=1)
-    """Reward functions, summed by weight. A plain name is short for {name: ...}."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset. Not for local files."""
     split: str = "train"
@@ -115,12 +113,6 @@ class DatasetSourceConfig(NamedObject):
     prompts that rewards receive."""
     shuffle: bool = True
     """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data."""
-    tools: list[Tool] = []
-    """Tools that the chat template describes to the model: docs/guides/prompts.md. A column `tools` takes
-    precedence."""
-    chat_template_kwargs: TemplateVariables = {}
-    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}. A
-    column `chat_template_kwargs` takes precedence."""
     where: dict[str, ConditionConfig] = {}
     """Conditions on columns, as they are named in the data; rows that do not meet all of them are left out. A value, a
     list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
@@ -140,8 +132,42 @@ class DatasetSourceConfig(NamedObject):
         return self._held_out
 
 
+class DatasetSourceConfig(RowsSourceConfig):
+    """Rows of a dataset as prompts, scored by reward functions."""
+
+    type: Literal["dataset"]
+    rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] = Field(min_length=1)
+    """Reward functions, summed by weight. A plain name is short for {name: ...}."""
+    tools: list[Tool] = []
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. A column `tools` takes
+    precedence."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}. A
+    column `chat_template_kwargs` takes precedence."""
+
+
+class AgentSourceConfig(RowsSourceConfig):
+    """Rows of a dataset as tasks of a program that samples through OpenAI's chat API: docs/guides/agents.md."""
+
+    type: Literal["agent"]
+    program: FileName
+    """A Python file, which the run's own interpreter runs, any other executable, or an async function as
+    'path/to/file.py:function' or 'package.module:function'."""
+    arguments: list[str] = []
+    """Arguments of the program's command line."""
+    max_requests: Positive = 64
+    """Completions that one agent may ask for. Further requests are rejected with 400."""
+    max_running: Positive = 32
+    """Agents that run at a time on one rank. The others wait, which does not count against rollout.tool_timeout."""
+
+
 EnvironmentConfig = Annotated[
-    TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | TurnsSourceConfig | AtroposSourceConfig,
+    TaskSourceConfig
+    | DatasetSourceConfig
+    | EpisodeSourceConfig
+    | AgentSourceConfig
+    | TurnsSourceConfig
+    | AtroposSourceConfig,
     Field(discriminator="type"),
 ]
 
@@ -152,7 +178,7 @@ def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]
         for number, tool in enumerate(source.tools):
             if isinstance(tool, str):
                 yield ("tools", number), tool
-    if isinstance(source, DatasetSourceConfig) and source.filter is not None:
+    if isinstance(source, RowsSourceConfig) and source.filter is not None:
         yield ("filter",), source.filter
 
 
@@ -161,7 +187,8 @@ def give_objects(entries: Sequence[EnvironmentConfig], objects: Mapping[str, Any
     for entry in entries:
         if isinstance(entry, NamedObject):
             entry._object = objects.get(entry.name)
-        if isinstance(entry, DatasetSourceConfig):
+        if isinstance(entry, RowsSourceConfig):
             entry._held_out = objects.get(entry.eval_split or "")
+        if isinstance(entry, DatasetSourceConfig):
             for reward in entry.rewards:
                 reward._object = objects.get(reward.name)

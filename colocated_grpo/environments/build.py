@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -13,8 +13,17 @@ from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.rows import ColumnCurriculumConfig
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.selection import SkipSolvedConfig
-from colocated_grpo.config.sources import DatasetSourceConfig, EpisodeSourceConfig, TaskSourceConfig
+from colocated_grpo.config.sources import (
+    AgentSourceConfig,
+    DatasetSourceConfig,
+    EpisodeSourceConfig,
+    RowsSourceConfig,
+    TaskSourceConfig,
+)
 from colocated_grpo.config.turns import TurnsSourceConfig
+from colocated_grpo.environments.agents.conversation import AgentLimits
+from colocated_grpo.environments.agents.endpoint import Endpoint
+from colocated_grpo.environments.agents.episode import AgentEpisode, build_agent
 from colocated_grpo.environments.base import BatchSource, Episode, Item, Scorer, Task
 from colocated_grpo.environments.curriculum import EasyToHard, RestingItems
 from colocated_grpo.environments.dataset import DatasetRows
@@ -37,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PromptedConfig = TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | TurnsSourceConfig
-"""Entries whose prompts this run samples itself. Groups of the others arrive from Atropos."""
+"""Entries whose prompts this run samples itself. Agents sample over HTTP, and groups arrive from Atropos."""
 MAX_DROPPED_HELD_OUT = 1000
 """Held-out items that may be dropped before the search for usable ones ends."""
 
@@ -93,19 +102,21 @@ class EpisodeEnvironment:
         return task_items(self.name, self.episode, seed, "held_out")
 
 
-class DatasetEnvironment:
-    """Rows yield the prompts, reward functions score the completions. Rows are loaded on first use, on rank 0 only."""
+class RowsEnvironment:
+    """Rows yield the prompts. They are loaded on first use, on rank 0 only."""
 
-    def __init__(self, name: str, config: DatasetSourceConfig, scorer: RewardScorer, keep: Keep | None = None) -> None:
-        """keep: the function that the setting `filter` names."""
+    def __init__(
+        self, name: str, config: RowsSourceConfig, check: Callable[[Item], None], keep: Keep | None = None
+    ) -> None:
+        """check: raises EnvironmentSetupError for an item that cannot be scored. keep: the function `filter`."""
         self.name = name
         self.config = config
-        self.scorer = scorer
+        self._check = check
         self._keep = keep
 
     @cached_property
     def rows(self) -> DatasetRows:
-        return DatasetRows(self.name, self.config, self.scorer.check_item, self._keep)
+        return DatasetRows(self.name, self.config, self._check, self._keep)
 
     def open_stream(self, seed: int) -> ItemStream:
         rows, curriculum = self.rows, self.config.curriculum
@@ -126,6 +137,28 @@ class DatasetEnvironment:
         return (rows.item(rows.held_out, index) for index in range(len(rows.held_out)))
 
 
+class DatasetEnvironment(RowsEnvironment):
+    """Reward functions score the completions."""
+
+    def __init__(self, name: str, config: DatasetSourceConfig, scorer: RewardScorer, keep: Keep | None = None) -> None:
+        super().__init__(name, config, scorer.check_item, keep)
+        self.scorer = scorer
+
+
+class AgentEnvironment(RowsEnvironment):
+    """A program of the user plays the episodes and returns the rewards."""
+
+    def __init__(self, name: str, config: AgentSourceConfig, endpoint: Endpoint, max_tokens: int) -> None:
+        """max_tokens: longest sequence, prompt and completion together."""
+        key = f"environments {name!r}"
+        super().__init__(name, config, lambda item: None, load_filter(config, key))
+        self.endpoint = endpoint
+        self.limits = AgentLimits(
+            max_tokens=max_tokens, max_requests=config.max_requests, max_running=config.max_running
+        )
+        self.episode = AgentEpisode(build_agent(config, key), endpoint)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Environments:
     """All environments of a run."""
@@ -133,7 +166,9 @@ class Environments:
     scorers: dict[str, Scorer]
     """By Prompt.source. The same on every rank."""
     episodes: dict[str, Episode]
-    """By Prompt.source, for the sources without a scorer. The same on every rank."""
+    """By Prompt.source, for sources without a scorer. The same on every rank."""
+    agents: dict[str, AgentEnvironment]
+    """By Prompt.source, for the other sources without a scorer. The same on every rank."""
     entries: Sequence[Environment]
     weights: dict[str, float]
     encoder: PromptEncoder
@@ -163,12 +198,12 @@ class Environments:
 
     def filter_notes(self) -> list[str]:
         """Return log lines on rows that filters have left out. Rank 0 only: reads data."""
-        datasets = [entry.rows for entry in self.entries if isinstance(entry, DatasetEnvironment)]
+        datasets = [entry.rows for entry in self.entries if isinstance(entry, RowsEnvironment)]
         return [line for rows in datasets for line in rows.filter_notes]
 
     def held_out_notes(self) -> list[str]:
         """Return log lines for datasets too small to hold out rows by default. Rank 0 only: reads data."""
-        datasets = [entry.rows for entry in self.entries if isinstance(entry, DatasetEnvironment)]
+        datasets = [entry.rows for entry in self.entries if isinstance(entry, RowsEnvironment)]
         return [rows.held_out_note for rows in datasets if rows.held_out_note is not None]
 
     def _held_out_of(self, entry: Environment, count: int, first_index: int) -> list[Prompt]:
@@ -204,16 +239,26 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     names = _unique([entry.name for entry in prompted])
     for name in config.model.chat_template_kwargs:
         check_is_read(tokenizer, f"model.chat_template_kwargs.{name}", name)
-    entries = [build_environment(name, entry, config) for name, entry in zip(names, prompted, strict=True)]
+    endpoint = Endpoint()
+    entries = [_build(name, entry, config, endpoint) for name, entry in zip(names, prompted, strict=True)]
     return Environments(
-        scorers={e.name: e.scorer for e in entries if not isinstance(e, EpisodeEnvironment)},
+        scorers={e.name: e.scorer for e in entries if not isinstance(e, EpisodeEnvironment | AgentEnvironment)},
         episodes={e.name: e.episode for e in entries if isinstance(e, EpisodeEnvironment)},
+        agents={e.name: e for e in entries if isinstance(e, AgentEnvironment)},
         entries=entries,
         weights={name: entry.weight for name, entry in zip(names, prompted, strict=True)},
         encoder=build_encoder(config, tokenizer, dict(zip(names, prompted, strict=True))),
         seed=config.seed,
         skip_solved=config.rollout.skip_solved,
     )
+
+
+def _build(
+    name: str, entry: PromptedConfig | AgentSourceConfig, config: Config, endpoint: Endpoint
+) -> ScoredEnvironment | EpisodeEnvironment | AgentEnvironment:
+    if isinstance(entry, AgentSourceConfig):
+        return AgentEnvironment(name, entry, endpoint, config.max_sequence_tokens)
+    return build_environment(name, entry, config)
 
 
 def build_environment(name: str, entry: PromptedConfig, config: Config) -> ScoredEnvironment | EpisodeEnvironment:
@@ -231,7 +276,7 @@ def build_environment(name: str, entry: PromptedConfig, config: Config) -> Score
 
 
 def build_encoder(
-    config: Config, tokenizer: PreTrainedTokenizerBase, entries: Mapping[str, PromptedConfig]
+    config: Config, tokenizer: PreTrainedTokenizerBase, entries: Mapping[str, PromptedConfig | AgentSourceConfig]
 ) -> PromptEncoder:
     """Build the encoder of these sources. Raises EnvironmentSetupError if the chat template ignores a setting."""
     variables = config.model.chat_template_kwargs

@@ -32,6 +32,10 @@ class ChatCodec:
         """Decode every token. Special tokens show where a message begins and ends."""
         return self._decode(token_ids, skip_special_tokens=False)
 
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of text that a template has rendered."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
     def observation(
         self, messages: str | Sequence[Message], last_token: int, template: Mapping[str, Any] = NOTHING
     ) -> list[int]:

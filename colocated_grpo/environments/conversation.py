@@ -59,6 +59,7 @@ class Conversation:
         self._segments = [_observed(prompt.token_ids)]
         self._last: Completion | None = None
         self._exhausted = False
+        self._generating = False
         self.turns = 0
         """Messages sampled so far."""
 
@@ -71,10 +72,16 @@ class Conversation:
         """Sample one message of at most min(max_tokens, room) tokens. Raises ContextExhausted if room is 0."""
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"generate(max_tokens={max_tokens}): must be at least 1")
+        if self._generating:
+            raise RuntimeError("generate() was called while another turn of the same episode is being sampled")
         room = self.room
         if room < 1:
             raise self._context_exhausted("a message")
-        completion = await self._sample(self._token_ids(), room if max_tokens is None else min(max_tokens, room))
+        self._generating = True
+        try:
+            completion = await self._sample(self._token_ids(), room if max_tokens is None else min(max_tokens, room))
+        finally:
+            self._generating = False
         self._segments.append(
             _Segment(token_ids=completion.token_ids, logprobs=completion.sampling_logprobs, sampled=True)
         )
@@ -98,8 +105,8 @@ class Conversation:
             raise self._context_exhausted(f"an observation of {len(token_ids)} tokens and a message")
         self._segments.append(_observed(token_ids))
 
-    def rollout(self, score: Score, temperature: float) -> Rollout:
-        """Return the conversation so far as a training rollout."""
+    def rollout(self, score: Score, temperature: float, *, plain: bool = False) -> Rollout:
+        """Return the conversation so far as a training rollout. plain: see `Rollout.plain`."""
         segments, last = list(self._segments), self._last
         token_ids = [token for segment in segments for token in segment.token_ids]
         prompt_length = len(segments[0].token_ids)
@@ -113,6 +120,7 @@ class Conversation:
             policy_version=0 if last is None else last.policy_version,
             temperature=temperature,
             score=score,
+            plain=plain,
         )
 
     def _token_ids(self) -> list[int]:

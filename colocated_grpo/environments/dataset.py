@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from colocated_grpo.config.rows import ColumnCurriculumConfig
-from colocated_grpo.config.sources import DatasetSourceConfig
+from colocated_grpo.config.sources import RowsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.prompts import checked_prompt, template_arguments
 from colocated_grpo.environments.row_filter import Keep, RowFilter, column_values, difficulties, select
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_HELD_OUT = 64
 """Upper bound of the rows held out by default."""
-DEFAULT_SPLIT = DatasetSourceConfig.model_fields["split"].default
+DEFAULT_SPLIT = RowsSourceConfig.model_fields["split"].default
 SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 """Marker files that save_to_disk() writes for a Dataset and for a DatasetDict."""
 NULL_CHECK_ROWS = 10_000
@@ -37,9 +37,9 @@ class DatasetRows:
     """The rows of one environment, divided into training and held-out rows."""
 
     def __init__(
-        self, name: str, config: DatasetSourceConfig, check: Callable[[Item], None], keep: Keep | None = None
+        self, name: str, config: RowsSourceConfig, check: Callable[[Item], None], keep: Keep | None = None
     ) -> None:
-        """check: raises EnvironmentSetupError if the rewards cannot score an item. keep: the function `filter`."""
+        """check: raises EnvironmentSetupError for an item that cannot be scored. keep: the function `filter`."""
         self.name = name
         self.config = config
         self._check = check
@@ -223,7 +223,7 @@ class DatasetRows:
         return EnvironmentSetupError(f"environments {self.name!r}: {message}")
 
 
-def num_held_out(config: DatasetSourceConfig, rows: int) -> int:
+def num_held_out(config: RowsSourceConfig, rows: int) -> int:
     """Return how many of the last `rows` are held out where the config has no eval_split."""
     return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from colocated_grpo.config.rows import ColumnCurriculumConfig, ConditionConfig, Scalar
-from colocated_grpo.config.sources import DatasetSourceConfig
+from colocated_grpo.config.sources import RowsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.user_code.loading import load_object, one_line
 
@@ -22,7 +22,7 @@ SHOWN = 3
 Keep = Callable[[Item], Any]
 
 
-def load_filter(config: DatasetSourceConfig, key: str) -> Keep | None:
+def load_filter(config: RowsSourceConfig, key: str) -> Keep | None:
     """Import the function that `filter` names. Raises EnvironmentSetupError."""
     if config.filter is None:
         return None
@@ -35,7 +35,7 @@ def load_filter(config: DatasetSourceConfig, key: str) -> Keep | None:
 class RowFilter:
     """The conditions of an entry, `where` and `filter`, applied one after the other."""
 
-    def __init__(self, config: DatasetSourceConfig, keep: Keep | None) -> None:
+    def __init__(self, config: RowsSourceConfig, keep: Keep | None) -> None:
         """keep: the function that `config.filter` names."""
         self._where = config.where
         self._keep = keep

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from colocated_grpo.config.sources import DatasetSourceConfig, EpisodeSourceConfig, TaskSourceConfig
+from colocated_grpo.config.sources import AgentSourceConfig, DatasetSourceConfig, EpisodeSourceConfig, TaskSourceConfig
 from colocated_grpo.config.templates import Tool, check_variables, read_json
 from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
@@ -89,7 +89,7 @@ def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[
 
 
 def build_template(
-    entry: TemplatedConfig | TurnsSourceConfig,
+    entry: TemplatedConfig | TurnsSourceConfig | AgentSourceConfig,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     variables: Mapping[str, Any],
@@ -98,7 +98,7 @@ def build_template(
 
     variables: those of all entries. Raises EnvironmentSetupError if the chat template ignores a setting of the entry.
     """
-    if isinstance(entry, TurnsSourceConfig):
+    if isinstance(entry, TurnsSourceConfig | AgentSourceConfig):
         return PromptTemplate(variables=variables)
     key = f"environments {name!r}"
     if entry.tools:

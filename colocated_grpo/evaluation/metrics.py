@@ -39,7 +39,7 @@ def set_metrics(
             add(f"pass@{k}", pass_at_k(len(passed), sum(passed), k))
         if answer is not None and len(passed) > 1:
             add(f"maj@{len(passed)}", majority([answer(rollout.text) for rollout in group.rollouts], passed))
-        lengths = [len(rollout.token_ids) - rollout.prompt_length for rollout in group.rollouts]
+        lengths = [rollout.completion_tokens for rollout in group.rollouts]
         add("length", sum(lengths) / len(lengths))
         cut = [rollout.finish_reason == "length" for rollout in group.rollouts]
         add("truncated", sum(cut) / len(cut))

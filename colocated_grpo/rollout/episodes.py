@@ -6,15 +6,19 @@ The main thread drives the engine and keeps decoding while episodes wait for the
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Protocol
 
-from colocated_grpo.environments.base import AnswerError, Episode
+from colocated_grpo.environments.agents.conversation import AgentConversation, AgentLimits
+from colocated_grpo.environments.base import AnswerError, Item
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.conversation import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.scoring import as_score
@@ -30,6 +34,14 @@ GRACE_SECONDS = 2.0
 """An episode that has not ended this long after its deadline blocks its event loop."""
 
 
+class Playable(Protocol):
+    """An `Episode`, or an agent's."""
+
+    async def run(self, item: Item, model: Any) -> Any:
+        """Return the reward. model: the `Conversation`, or the `AgentConversation` of an agent."""
+        ...
+
+
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Playing:
     """One episode."""
@@ -37,15 +49,24 @@ class _Playing:
     job: Job
     index: int
     sibling: int
-    deadline: float | None
-    """time.monotonic() by which its tools must return; None while the engine samples its turn."""
-    loop: asyncio.AbstractEventLoop
+    deadline: float | None = None
+    """time.monotonic() by which its tools must return; None before it begins and while the engine samples its turns."""
     clock: asyncio.Timeout | None = None
-    """The same deadline on the event loop, which cancels the episode."""
-    conversation: Conversation | None = None
+    """The same deadline on the event loop, which cancels the episode. None when the episode does not run."""
+    conversation: Conversation | AgentConversation | None = None
+    loop: asyncio.AbstractEventLoop | None = None
     task: Future[Rollout] | None = None
-    turn: Future[Completion] | None = None
+    requests: int = 0
+    """Turns that were requested so far."""
+    sampling: set[Future[Completion]] = field(default_factory=set)
+    """Turns that the engine samples now. An agent may request several at a time."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Guards `sampling` and `deadline`, which the engine's thread changes too."""
     abandoned: bool = False
+
+    @property
+    def source(self) -> str:
+        return self.job.prompts[self.index].source
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,9 +81,18 @@ class EpisodeRunner:
     """Runs the episodes of one rank. Public methods must be called on the thread that drives the engine."""
 
     def __init__(
-        self, episodes: Mapping[str, Episode], codec: ChatCodec, inbox: Inbox, *, seed: int, tool_timeout: float
+        self,
+        episodes: Mapping[str, Playable],
+        codec: ChatCodec,
+        inbox: Inbox,
+        *,
+        seed: int,
+        tool_timeout: float,
+        agents: Mapping[str, AgentLimits] | None = None,
     ) -> None:
+        """agents: by source, for the episodes whose turns are requested over HTTP."""
         self._episodes = episodes
+        self._agents = agents or {}
         self._codec = codec
         self._inbox = inbox
         self._seed = seed
@@ -71,21 +101,40 @@ class EpisodeRunner:
         self._playing: set[_Playing] = set()
         self._ended: deque[_Playing] = deque()
         self._groups: dict[int, _Group] = {}
+        self._waiting: defaultdict[str, deque[_Playing]] = defaultdict(deque)
+        """By source, episodes above its limit of running ones."""
+        self._running: Counter[str] = Counter()
+        """By source."""
 
     def plays(self, source: str) -> bool:
         return source in self._episodes
 
     def start(self, job: Job, index: int) -> None:
-        """Start the episodes of one prompt of the job."""
+        """Start the episodes of one prompt of the job, or queue those for which no more may run."""
         self._groups[index] = _Group(size=job.group_size)
         for sibling in range(job.group_size):
-            loop = self._event_loop()
-            playing = _Playing(job=job, index=index, sibling=sibling, deadline=self._new_deadline(), loop=loop)
-            turn = partial(self._turn, playing)
-            playing.conversation = Conversation(job.prompts[index], self._codec, job.sampling.max_tokens, turn)
+            playing = _Playing(job=job, index=index, sibling=sibling)
+            playing.conversation = self._conversation(playing)
             self._playing.add(playing)
-            playing.task = asyncio.run_coroutine_threadsafe(self._play(playing), loop)
-            playing.task.add_done_callback(partial(self._end, playing))
+            self._waiting[playing.source].append(playing)
+            self._begin_waiting(playing.source)
+
+    def _conversation(self, playing: _Playing) -> Conversation | AgentConversation:
+        prompt, turn = playing.job.prompts[playing.index], partial(self._turn, playing)
+        if playing.source in self._agents:
+            return AgentConversation(prompt, self._codec, self._agents[playing.source], turn)
+        return Conversation(prompt, self._codec, playing.job.sampling.max_tokens, turn)
+
+    def _begin_waiting(self, source: str) -> None:
+        most = self._agents[source].max_running if source in self._agents else sys.maxsize
+        while self._waiting[source] and self._running[source] < most:
+            self._running[source] += 1
+            self._begin(self._waiting[source].popleft())
+
+    def _begin(self, playing: _Playing) -> None:
+        playing.loop, playing.deadline = self._event_loop(), self._new_deadline()
+        playing.task = asyncio.run_coroutine_threadsafe(self._play(playing), playing.loop)
+        playing.task.add_done_callback(partial(self._end, playing))
 
     def finished(self) -> Iterator[tuple[int, list[Rollout]]]:
         """Yield the prompts whose last episode has ended since the last call, with all rollouts."""
@@ -113,9 +162,12 @@ class EpisodeRunner:
         """Abandon every episode."""
         for playing in self._playing:
             playing.abandoned = True
-            _task_of(playing).cancel()
+            if playing.task is not None:
+                playing.task.cancel()
         self._playing.clear()
         self._groups.clear()
+        self._waiting.clear()
+        self._running.clear()
 
     def close(self) -> None:
         self.cancel()
@@ -141,6 +193,8 @@ class EpisodeRunner:
     def _store(self, playing: _Playing, rollout: Rollout) -> Iterator[tuple[int, list[Rollout]]]:
         """Yield the prompt with all its rollouts, in sibling order, if this one was the last."""
         self._playing.remove(playing)
+        self._running[playing.source] -= 1
+        self._begin_waiting(playing.source)
         group = self._groups[playing.index]
         group.rollouts[playing.sibling] = rollout
         if len(group.rollouts) == group.size:
@@ -155,21 +209,22 @@ class EpisodeRunner:
 
     def _rollout(self, playing: _Playing, score: Score) -> Rollout:
         sampling = playing.job.sampling
-        return replace(_conversation_of(playing).rollout(score, sampling.temperature), plain=sampling.is_plain)
+        return _conversation_of(playing).rollout(score, sampling.temperature, plain=sampling.is_plain)
 
     # The methods below run on the event loop.
 
     async def _play(self, playing: _Playing) -> Rollout:
         score = await self._score(playing)
-        if playing.turn is not None:
-            playing.turn.cancel()  # run() may return before a turn that it started; the engine must not continue it
+        for turn in list(playing.sampling):
+            turn.cancel()  # run() may return before a turn that it started; the engine must not continue it
         return self._rollout(playing, score)
 
     async def _score(self, playing: _Playing) -> Score:
         """Score of the episode. Any error of user code costs only this episode."""
         prompt = playing.job.prompts[playing.index]
+        clock = playing.clock = asyncio.timeout(self._tool_timeout)
         try:
-            async with asyncio.timeout(self._tool_timeout) as playing.clock:
+            async with clock:
                 item = deepcopy(prompt.item)  # an episode may change it, and siblings must not see that
                 return as_score(await self._episodes[prompt.source].run(item, _conversation_of(playing)))
         except ContextExhausted:
@@ -179,44 +234,59 @@ class EpisodeRunner:
         except BaseException as error:
             if playing.abandoned:
                 raise
-            late = playing.clock is not None and playing.clock.expired() and isinstance(error, TimeoutError)
+            late = clock.expired() and isinstance(error, TimeoutError)
             return Score(reward=None, error=self._timeout_error() if late else one_line(error))
+        finally:
+            playing.clock = None
 
-    async def _turn(self, playing: _Playing, token_ids: list[int], max_tokens: int) -> Completion:
+    async def _turn(
+        self, playing: _Playing, token_ids: list[int], max_tokens: int, stop: Sequence[str] = ()
+    ) -> Completion:
         """Sample one turn of the policy. The timeout does not run meanwhile."""
         if playing.abandoned:
             raise asyncio.CancelledError
-        if playing.deadline is None:
-            raise RuntimeError("generate() was called while another turn of the same episode is being sampled")
-        clock = playing.clock
-        assert clock is not None  # a turn is sampled inside run(), which _score starts
-        clock.reschedule(None)
-        playing.deadline = None
-        playing.turn = self._inbox.put(self._request(playing, token_ids, max_tokens))
-        # Set by the thread that completes the turn, not by the episode: a blocked event loop must not stop the clock.
-        playing.turn.add_done_callback(lambda _: setattr(playing, "deadline", self._new_deadline()))
+        _set_clock(playing, None)
+        turn = self._inbox.put(self._request(playing, token_ids, max_tokens, stop))
+        with playing.lock:
+            playing.sampling.add(turn)
+            playing.deadline = None
+        # Called on the thread that completes the turn, not by the episode: a blocked loop must not stop the clock.
+        turn.add_done_callback(partial(self._sampled, playing))
         try:
-            return await asyncio.wrap_future(playing.turn)
+            return await asyncio.wrap_future(turn)
         finally:
-            if not _task_of(playing).done():
-                clock.reschedule(asyncio.get_running_loop().time() + self._tool_timeout)
+            if not playing.sampling:
+                _set_clock(playing, asyncio.get_running_loop().time() + self._tool_timeout)
 
-    def _request(self, playing: _Playing, token_ids: list[int], max_tokens: int) -> Request:
-        job, turn = playing.job, _conversation_of(playing).turns
+    def _sampled(self, playing: _Playing, turn: Future[Completion]) -> None:
+        with playing.lock:
+            playing.sampling.discard(turn)
+            if not playing.sampling:
+                playing.deadline = self._new_deadline()
+
+    def _request(self, playing: _Playing, token_ids: list[int], max_tokens: int, stop: Sequence[str]) -> Request:
+        job, turn = playing.job, playing.requests
+        playing.requests += 1
         prompt = job.prompts[playing.index]
         return Request(
             key=(job.name, playing.index, playing.sibling, turn),
             token_ids=token_ids,
             seed=derive_seed(self._seed, job.name, prompt.index, playing.sibling, turn),
-            sampling=replace(job.sampling, max_tokens=max_tokens),
+            sampling=replace(job.sampling, max_tokens=max_tokens, stop=(*job.sampling.stop, *stop)),
         )
 
 
+def _set_clock(playing: _Playing, when: float | None) -> None:
+    """Move the episode's timeout, if it runs and has not expired."""
+    if playing.clock is not None and not playing.clock.expired():
+        playing.clock.reschedule(when)
+
+
 def _task_of(playing: _Playing) -> Future[Rollout]:
-    assert playing.task is not None  # set by `start`
+    assert playing.task is not None  # set by `_begin`
     return playing.task
 
 
-def _conversation_of(playing: _Playing) -> Conversation:
+def _conversation_of(playing: _Playing) -> Conversation | AgentConversation:
     assert playing.conversation is not None  # set by `start`
     return playing.conversation

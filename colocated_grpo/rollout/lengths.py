@@ -49,7 +49,7 @@ class ExpectedLengths:
 
     def record(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            lengths = [len(rollout.token_ids) - rollout.prompt_length for rollout in group.rollouts]
+            lengths = [rollout.completion_tokens for rollout in group.rollouts]
             length = sum(lengths) / len(lengths)
             key = _key(group.prompt)
             self._by_prompt.pop(key, None)  # reinsert at the end: the dict is ordered by last use

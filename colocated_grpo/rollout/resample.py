@@ -90,8 +90,6 @@ def resample_metrics(groups: Sequence[Group], dropped: Sequence[Group], wanted: 
         "resample/prompts": float(len(groups)),
         "resample/informative": informative / len(groups),
         "resample/missing": float(max(0, wanted - informative)),
-        "resample/tokens": float(
-            sum(len(rollout.token_ids) - rollout.prompt_length for group in dropped for rollout in group.rollouts)
-        ),
+        "resample/tokens": float(sum(rollout.completion_tokens for group in dropped for rollout in group.rollouts)),
     }
     return row | ({"resample/reward": sum(rewards) / len(rewards)} if rewards else {})

@@ -41,6 +41,7 @@ from colocated_grpo.serving.streaming import (
     prepend,
     tokens_chunks,
 )
+from colocated_grpo.serving.text_codec import TextCodec
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit
 from colocated_grpo.web.browsers import Hosts, OwnRequests
@@ -82,12 +83,12 @@ def create_app(
     bodies of up to max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
-    _add_exception_handlers(app)
+    add_exception_handlers(app)
     _add_status_routes(app, model, max_tokens)
     _add_token_routes(app, sampler, model)
     _add_openai_routes(app, sampler, model)
     add_routes(app)
-    shape = Shape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
+    shape = shape_of_bodies(max_tokens)
     limited = BodyLimit(app, max_body_bytes, error_response, shape, SAMPLING_PATHS.union(large_paths))
     bounded = ConcurrencyLimit(limited, max_requests, PUBLIC_PATHS)
     if api_key is None:
@@ -95,7 +96,12 @@ def create_app(
     return OwnRequests(RequireApiKey(bounded, api_key, PUBLIC_PATHS), None, error_response)
 
 
-def _add_exception_handlers(app: FastAPI) -> None:
+def shape_of_bodies(max_tokens: int) -> Shape:
+    """Return the bounds of request bodies. max_tokens: context length."""
+    return Shape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
+
+
+def add_exception_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def malformed(_request: Request, error: RequestValidationError) -> JSONResponse:
         return error_response(400, first_problem(error.errors()))
@@ -196,7 +202,8 @@ def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
     @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:
         body = await read_json(request, ChatBody.from_json)
-        prompt = await _encode_chat(sampler, body)
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        prompt = await encode_chat(sampler.codec, body, messages)
         name, logprobs = body.model or model, bool(body.logprobs)
         if body.stream:
             deltas = sampler.stream([prompt], body.sampling_parameters, body.num_top_logprobs)
@@ -210,15 +217,15 @@ def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         return JSONResponse(chat_response(name, sampled, detokenize, len(prompt), logprobs=logprobs))
 
 
-async def _encode_chat(sampler: Sampler, body: ChatBody) -> list[int]:
+async def encode_chat(codec: TextCodec, body: ChatBody, messages: list[JsonObject]) -> list[int]:
+    """Return the tokens of the messages in the template, with the body's settings of it."""
     settings: JsonObject = {
         **(body.chat_template_kwargs or {}),
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
         "continue_final_message": body.continue_final_message,
         "tools": body.tools or None,  # some templates describe an empty list, too
     }
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    return await sampler.codec.encode_chat(messages, settings)
+    return await codec.encode_chat(messages, settings)
 
 
 async def _start(request: Request, deltas: AsyncGenerator[CompletionDelta]) -> AsyncIterator[CompletionDelta]:

@@ -13,6 +13,10 @@ class InvalidRequest(Exception):
     """A request that is well-formed but cannot be served. The message is returned with status 400."""
 
 
+class TooLong(InvalidRequest):
+    """A prompt that does not fit the context."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of the engine and its model, and the seed of unseeded requests. Checks raise InvalidRequest."""
@@ -31,7 +35,7 @@ class Limits:
     def check_text(self, text: str) -> None:
         """Reject a text that cannot fit, before tokenizing: megabytes would block the event loop for seconds."""
         if len(text) > self.max_tokens * self.longest_token:
-            raise InvalidRequest(
+            raise TooLong(
                 f"a prompt of {len(text)} characters cannot fit into {self.max_tokens} tokens "
                 f"({self.max_tokens_setting})"
             )
@@ -40,7 +44,7 @@ class Limits:
         if not token_ids:
             raise InvalidRequest("the prompt is empty")
         if len(token_ids) >= self.max_tokens:
-            raise InvalidRequest(
+            raise TooLong(
                 f"the prompt has {len(token_ids)} tokens; with at least one sampled token it must fit into "
                 f"{self.max_tokens} ({self.max_tokens_setting})"
             )

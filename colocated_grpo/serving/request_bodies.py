@@ -247,7 +247,7 @@ class ChatBody(OpenAIBody):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[list[JsonObject], Field(fail_fast=True)] | None = None
-    """Passed to the chat template. Tool calls are returned as text."""
+    """Passed to the chat template. Tool calls are returned as text, except to agents."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: JsonObject | None = None

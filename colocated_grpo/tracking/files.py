@@ -263,19 +263,25 @@ def _rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode
         "parts": {name: _finite(value) for name, value in rollout.score.parts.items()},
         "error": rollout.score.error,
         "finish_reason": rollout.finish_reason,
-        "completion_tokens": len(rollout.token_ids) - rollout.prompt_length,
+        "completion_tokens": rollout.completion_tokens,
         "policy_version": rollout.policy_version,
     }
-    if decode is None or all(rollout.loss_mask[rollout.prompt_length :]):
-        return row
-    return row | {"turns": _turns(rollout, decode)}
+    turns = [] if decode is None else _turns(rollout, group.prompt.token_ids, decode)
+    return row if all(turn["sampled"] for turn in turns) else row | {"turns": turns}
 
 
-def _turns(rollout: Rollout, decode: Decode) -> list[JsonObject]:
-    """Return the text after the prompt in parts that are either sampled or observed, with all template tokens."""
-    tokens = zip(rollout.loss_mask, rollout.token_ids, strict=True)
-    parts = groupby(list(tokens)[rollout.prompt_length :], key=itemgetter(0))
-    return [{"sampled": sampled, "text": decode([token for _, token in part])} for sampled, part in parts]
+def _turns(rollout: Rollout, prompt: list[int], decode: Decode) -> list[JsonObject]:
+    """Return the text after the prompt in parts that are either sampled or observed, with all template tokens.
+
+    A sequence that begins with another prompt, as an agent's may, is shown from its first token.
+    """
+    turns = []
+    for one in rollout.sequences:
+        begin = one.prompt_length if one.token_ids[: one.prompt_length] == prompt else 0
+        tokens = list(zip(one.loss_mask, one.token_ids, strict=True))[begin:]
+        for sampled, part in groupby(tokens, key=itemgetter(0)):
+            turns.append({"sampled": sampled, "text": decode([token for _, token in part])})
+    return turns
 
 
 def spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]]:

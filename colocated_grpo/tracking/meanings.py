@@ -10,6 +10,7 @@ MEANINGS = {
     "reward_std": "standard deviation of the reward, or of one part, over all completions of the step (unbiased)",
     "reward_errors": "completions without a reward because scoring failed",
     "groups/constant": "fraction of groups whose rewards are all equal, or all missing; they give no learning signal",
+    "sequences": "mean number of training sequences of an episode",
     "truncated": "fraction of completions cut at rollout.max_completion_tokens",
     "prompts_dropped": "prompts that are empty or longer than rollout.max_prompt_tokens",
     "staleness": "optimizer steps between the weights that sampled and the weights being trained",

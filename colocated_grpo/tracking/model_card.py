@@ -11,7 +11,7 @@ import yaml
 from colocated_grpo import __version__
 from colocated_grpo.config.inputs import DATA_SUFFIXES
 from colocated_grpo.config.schema import Config
-from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig
+from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig, RowsSourceConfig
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import TRAIN, Row
 from colocated_grpo.tracking.page import DARK, LIGHT
@@ -107,7 +107,7 @@ def _curves(rows: list[Row]) -> list[Series]:
 
 
 def _metadata(config: Config, base: str | None, adapter: bool) -> dict[str, Any]:
-    names = [entry.name for entry in config.environments if isinstance(entry, DatasetSourceConfig)]
+    names = [entry.name for entry in config.environments if isinstance(entry, RowsSourceConfig)]
     datasets = [name for name in map(hub_name, names) if name]
     return {
         "library_name": "peft" if adapter else "transformers",

@@ -41,10 +41,10 @@ class RequireApiKey:
 
     def _has_key(self, headers: Headers) -> bool:
         # Constant time: the duration of an ordinary comparison reveals how many leading characters are right.
-        return hmac.compare_digest(_key_in(headers.get("authorization", "")), self._key)
+        return hmac.compare_digest(key_in(headers.get("authorization", "")), self._key)
 
 
-def _key_in(authorization: str) -> bytes:
+def key_in(authorization: str) -> bytes:
     """Return the key of an Authorization header; empty for other schemes."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":

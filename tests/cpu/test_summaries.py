@@ -132,3 +132,11 @@ def test_a_batch_without_a_training_signal_says_why(rewards, line):
 def test_given_advantages_are_a_training_signal_whatever_the_rewards_are():
     judged = [replace(rollout_of([1], [2], reward=1.0), advantages=[0.5])] * 2
     assert lack_of_signal([group_of(0, judged)]) is None
+
+
+def test_sequences_of_an_episode_are_counted_where_one_has_several():
+    further = [rollout_of([1], [2, 2, 2]), rollout_of([1], [2])]
+    split = group_of(0, [replace(rollout_of([1, 2], [3, 4]), further=further), rollout_of([1, 2], [5])])
+    row = rollout_metrics([split], policy_version=0)
+    assert (row["sequences"], row["completion_tokens"], row["completion_tokens/max"]) == (2.0, 3.5, 6)
+    assert "sequences" not in rollout_metrics(groups(), policy_version=2)

@@ -27,7 +27,9 @@ class FakeEngine:
         decode_steps: Callable[[Request], int] | None = None,
         on_step: Callable[[], None] = lambda: None,
         events: list[str] | None = None,
+        complete: Callable[[Request, int], Completion] | None = None,
     ) -> None:
+        """complete: from a request and the policy version to its completion."""
         self.max_num_seqs = max_num_seqs
         self.admission_cost = 3
         self.transforms_weights = False
@@ -39,6 +41,7 @@ class FakeEngine:
         self.events = [] if events is None else events
         self._decode_steps = decode_steps
         self._on_step = on_step
+        self._complete = complete or completion_of
         self._policy_version = 0
         self._streaming: set[Hashable] = set()
         self._deltas: list[tuple[Hashable, TokenDelta]] = []
@@ -48,7 +51,7 @@ class FakeEngine:
             self.submitted.append(request)
             if request.stream:
                 self._streaming.add(request.key)
-            completion = completion_of(request, self._policy_version)
+            completion = self._complete(request, self._policy_version)
             steps = self._decode_steps(request) if self._decode_steps else len(completion.token_ids)
             self.running[request.key] = (steps, completion)
         self.most_running = max(self.most_running, len(self.running))

@@ -408,3 +408,15 @@ def test_tokens_are_on_policy_if_sampled_plainly_by_the_version_that_is_trained(
         )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert marked == sum(r.loss_mask.count(True) for r in rollouts if r.plain and r.policy_version == version)
+
+
+def test_an_episode_of_several_sequences_is_trained_whole_with_one_advantage():
+    further = [rollout_of([7, 8], [9, 9, 9]), rollout_of([7], [4])]
+    episode, sibling = replace(rollout_of([1, 2], [3, 4]), further=further), rollout_of([1, 2], [5])
+    config = BatchConfig(max_tokens_per_micro_batch=BUDGET)
+    [batch] = pack_on_all_ranks([group_of(0, [episode, sibling])], config, 1, advantages=[[0.5, -0.5]])
+    [minibatch] = batch.minibatches
+    packed = [sequence for micro_batch in minibatch.micro_batches for sequence in unpack(micro_batch)]
+    expected = [expected_sequence(one, 0.5, False) for one in episode.sequences]
+    assert Counter(packed) == Counter([*expected, expected_sequence(sibling, -0.5, False)])
+    assert (minibatch.counts.sequences, minibatch.counts.tokens) == (4, 7)

@@ -82,6 +82,9 @@ def test_episodes_and_tensor_parallel_engines_exclude_each_other():
     episode = {"type": "episode", "name": "tool_use"}
     with pytest.raises(ConfigError, match=r"environments.1.type=episode: needs engine.tensor_parallel_size=1, not 2"):
         check(config_of({"type": "task", "name": "sorting"}, episode, engine={"tensor_parallel_size": 2}))
+    agent = {"type": "agent", "name": "rows.jsonl", "program": "agent.py"}
+    with pytest.raises(ConfigError, match=r"environments.0.type=agent: needs engine.tensor_parallel_size=1, not 2"):
+        check(config_of(agent, engine={"tensor_parallel_size": 2}))
     check(config_of({"type": "task", "name": "sorting"}, engine={"tensor_parallel_size": 2}))
     check(config_of(episode))
 
@@ -89,3 +92,8 @@ def test_episodes_and_tensor_parallel_engines_exclude_each_other():
 def test_a_missing_file_of_an_episode_is_reported_before_the_run():
     with pytest.raises(ConfigError, match=r"environments.0.name='gone.py:Mine': no such file"):
         check_inputs(config_of({"type": "episode", "name": "gone.py:Mine"}))
+    with pytest.raises(ConfigError) as error:
+        check_inputs(config_of({"type": "agent", "name": "gone.jsonl", "program": "gone.sh"}))
+    program, rows = str(error.value).splitlines()
+    assert program == "environments.0.program='gone.sh': neither an executable file nor a command in PATH"
+    assert rows.startswith("environments.0.name='gone.jsonl': no such file")

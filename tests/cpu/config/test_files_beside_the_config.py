@@ -15,8 +15,9 @@ model: {name: ./model, chat_template: chat.jinja}
 environments:
   - {type: dataset, name: rows.jsonl, eval_split: held_out.jsonl, rewards: ["r.py:right", {name: "r.py:short"}]}
   - {type: task, name: "task.py:Task"}
+  - {type: agent, name: tasks.jsonl, program: agent.py}
 """
-FILES = ("chat.jinja", "rows.jsonl", "held_out.jsonl", "r.py", "task.py")
+FILES = ("chat.jinja", "rows.jsonl", "held_out.jsonl", "r.py", "task.py", "tasks.jsonl", "agent.py")
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def put_files_into(folder: Path) -> None:
 
 
 def names_in(config: Config) -> list[str]:
-    rows, task = config.environments
+    rows, task, agent = config.environments
     return [
         config.model.name,
         config.model.chat_template,
@@ -44,10 +45,15 @@ def names_in(config: Config) -> list[str]:
         rows.eval_split,
         *(reward.name for reward in rows.rewards),
         task.name,
+        agent.name,
+        agent.program,
     ]
 
 
-WRITTEN = ["chat.jinja", "rows.jsonl", "held_out.jsonl", "r.py:right", "r.py:short", "task.py:Task"]
+WRITTEN = [
+    *("chat.jinja", "rows.jsonl", "held_out.jsonl", "r.py:right", "r.py:short"),
+    *("task.py:Task", "tasks.jsonl", "agent.py"),
+]
 
 
 def test_files_are_found_in_the_working_folder(folders):
@@ -93,13 +99,15 @@ def test_a_name_on_the_command_line_is_relative_to_the_working_folder(folders):
 
 
 def test_a_folder_with_the_name_of_a_task_or_a_split_changes_nothing(folders):
-    for name in ("sorting", "test", "gsm8k"):
+    for name in ("sorting", "test", "gsm8k", "python3"):
         (folders[1] / name).mkdir()
     (folders[1] / "x.yaml").write_text(
         "model: some/model\nenvironments:\n  - {type: task, name: sorting}\n"
         "  - {type: dataset, name: openai/gsm8k, eval_split: test, rewards: [gsm8k]}\n"
+        "  - {type: agent, name: openai/gsm8k, program: python3}\n"
     )
-    task, rows = load_config("configs/x.yaml").environments
+    task, rows, agent = load_config("configs/x.yaml").environments
+    assert agent.program == "python3"
     assert (task.name, rows.name, rows.eval_split, rows.rewards[0].name) == ("sorting", "openai/gsm8k", "test", "gsm8k")
 
 

@@ -1,0 +1,73 @@
+"""An agent as an episode: it is started with an address of its own, and its result is the reward."""
+
+from __future__ import annotations
+
+import asyncio
+from inspect import iscoroutinefunction
+from typing import Any, Protocol
+
+from colocated_grpo.config.code_names import check_program
+from colocated_grpo.config.sources import AgentSourceConfig
+from colocated_grpo.environments.agents.conversation import AgentConversation
+from colocated_grpo.environments.agents.endpoint import Access, Endpoint
+from colocated_grpo.environments.agents.program import AgentFailed, Program
+from colocated_grpo.environments.base import EnvironmentSetupError, Item
+from colocated_grpo.environments.user_code.loading import load_object
+
+
+class Agent(Protocol):
+    """Code of the user that holds the conversation."""
+
+    async def play(self, item: Item, access: Access) -> Any:
+        """Return the reward in a form that `as_score` reads."""
+        ...
+
+
+class Function:
+    """An async function of the user: `await function(item, base_url, api_key)`."""
+
+    def __init__(self, name: str, key: str) -> None:
+        self._function = load_object(name, f"{key}: program")
+        if not iscoroutinefunction(self._function):
+            raise EnvironmentSetupError(f"{key}: program={name!r}: must be a coroutine function: write `async def`")
+
+    async def play(self, item: Item, access: Access) -> Any:
+        return await self._function(item, access.base_url, access.api_key)
+
+
+class AgentEpisode:
+    """Runs the agents of one environment."""
+
+    def __init__(self, agent: Agent, endpoint: Endpoint) -> None:
+        self._agent = agent
+        self._endpoint = endpoint
+
+    async def run(self, item: Item, model: AgentConversation) -> Any:
+        """Return the agent's reward.
+
+        An agent that fails after a request did not fit the context has reward 0, as an episode that does not catch
+        ContextExhausted. Raises AgentFailed for one that made no request, and what the agent itself raises.
+        """
+        with self._endpoint.opened(model) as access:
+            try:
+                result = await self._agent.play(item, access)
+            except asyncio.CancelledError:
+                raise
+            except Exception:
+                if model.exhausted:
+                    return 0.0
+                raise
+        if not model.requests:
+            raise AgentFailed("the agent has ended without a request to its base URL")
+        return result
+
+
+def build_agent(entry: AgentSourceConfig, key: str) -> Agent:
+    """Find the program or import the function. Raises EnvironmentSetupError."""
+    for line in check_program(f"{key}: program", entry.program):
+        raise EnvironmentSetupError(line)
+    if ":" in entry.program:
+        if entry.arguments:
+            raise EnvironmentSetupError(f"{key}: arguments={entry.arguments}: a function has none; use a program")
+        return Function(entry.program, key)
+    return Program(entry.program, entry.arguments)
