@@ -80,14 +80,16 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None, patience
     patience = JOIN_SECONDS if patience is None else patience
     deadline = time.monotonic() + patience
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _open_store(rank, patience)
+    serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _open_store(rank, patience, serves=serves_store)
     # A restart by torchrun (--max-restarts) may use the same store.
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     own = dist.PrefixStore("colocated_grpo", store)
     stop = StopRequest(own)
-    joined = Joined(store=store, stop=stop, watchdog=Watchdog(own, stop, rank, before_exit=before_exit))
+    watchdog = Watchdog(own, stop, rank, serves_store=serves_store and size > 1, before_exit=before_exit)
+    joined = Joined(store=store, stop=stop, watchdog=watchdog)
     try:
-        _meet(own, joined.watchdog, rank, size, deadline, patience)
+        _meet(own, watchdog, rank, size, deadline, patience)
     except Exception as error:
         if (shown := joined.failure(error)) is error:
             raise
@@ -95,10 +97,9 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None, patience
     return joined
 
 
-def _open_store(rank: int, patience: float) -> dist.Store:
-    """Serve the run's store on rank 0, unless torchrun does, and connect to it."""
+def _open_store(rank: int, patience: float, *, serves: bool) -> dist.Store:
+    """Connect to the run's store. serves: in this process; torchrun serves it otherwise, or rank 0."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
     if not serves:
         try:

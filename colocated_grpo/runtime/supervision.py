@@ -97,12 +97,14 @@ class Watchdog:
         stop: StopRequest,
         rank: int,
         *,
+        serves_store: bool = False,
         before_exit: Callable[[str | None], None] = lambda line: None,
     ) -> None:
-        """before_exit: called before this process is ended because of another rank.
+        """serves_store: this process does, for several ranks. before_exit: called before another rank ends this one.
 
         Its argument is the error line, or None where another rank records the failure.
         """
+        self._serves_store = serves_store
         self._store = _own_connection(store)
         self._stop = stop
         self._rank = rank
@@ -189,11 +191,12 @@ class Watchdog:
             self._done.set()
 
     def report_failure(self, line: str) -> bool:
-        """Stop watching and make other ranks exit. Return True if this rank failed first, else False after a delay."""
+        """Stop watching and make other ranks exit. Return True if it failed first, else False after a delay."""
         self.stop_watching()
         first = self._claim(line)
         if not first:
             self.show_failure_of_other_node()
+        if not first or self._serves_store:  # the others have to read there who failed
             time.sleep(DELAY_AFTER_FIRST_FAILURE)
         return first
 
