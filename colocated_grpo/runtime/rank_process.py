@@ -46,6 +46,7 @@ class RankProcess:
         self._release()
         self._watchdog.close()
         self.world.barrier()
+        self._watchdog.links.close()
         dist.destroy_process_group()
 
     def abandon(self) -> None:

@@ -153,7 +153,9 @@ class Watchdog:
     def _leave(self, dead: Sequence[int], lost: Sequence[Lost]) -> None:
         """Show and record why this process ends, if this rank is the first to notice."""
         line = explain_missing_ranks(dead, lost)
-        if line is None or not self._claim(line) or (lost and not self._leads_node()):
+        first = None if line is None else self._claim(line)
+        repeated = first is False or (first is None and lost and not self._leads_node())
+        if line is None or repeated:
             self._before_exit(None)
             self.show_failure_of_other_node()
         elif verdict_written():  # by the same node's guard process or rank, for the launcher
@@ -166,14 +168,14 @@ class Watchdog:
             self._before_exit(line)
             print(f"error: {line}", file=sys.stderr)
 
-    def _claim(self, line: str) -> bool:
-        """Record a failure in the store. Return True where none was recorded before, or where the store is gone."""
+    def _claim(self, line: str) -> bool | None:
+        """Record a failure in the store. Return True if none was recorded before, and None if the store is gone."""
         claim = json.dumps([self._rank, line])
         first = _within(STORE_SECONDS, lambda: self._store.compare_set(FAILED_KEY, "", claim))
-        return first is None or first.decode() == claim
+        return None if first is None else first.decode() == claim
 
     def _leads_node(self) -> bool:
-        """Return True on one rank of each node: the others would report the loss of another node as well."""
+        """Return True on one rank of each node: without a store, the others would report the same loss."""
         return self._rank < min(self._siblings.values(), default=self._rank + 1)
 
     def show_failure_of_other_node(self) -> None:
@@ -193,7 +195,7 @@ class Watchdog:
     def report_failure(self, line: str) -> bool:
         """Stop watching and make other ranks exit. Return True if it failed first, else False after a delay."""
         self.stop_watching()
-        first = self._claim(line)
+        first = self._claim(line) is not False
         if not first:
             self.show_failure_of_other_node()
         if not first or self._serves_store:  # the others have to read there who failed
