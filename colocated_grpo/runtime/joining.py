@@ -53,7 +53,7 @@ class Joined:
     """This rank among all ranks of the run, which have started."""
 
     store: dist.Store
-    """Of the run, for the process group."""
+    """The run's store, on which the process group is built."""
     stop: StopRequest
     watchdog: Watchdog
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from colocated_grpo.runtime import node_links, supervision
 from tests.support.paths import ROOT
-from tests.support.ranks import Ranks, _run_module
+from tests.support.ranks import Ranks, run_module
 from tests.support.training_runs import TAG, ForkedRun, LaunchedRun, Settings, TrainingRun
 
 NODES = 2
@@ -119,4 +119,4 @@ def _run_on_node(names: list[str], arguments: list[str], stdout: Path, stderr: P
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
     node_links.PROBE_SECONDS = supervision.PROBE_SECONDS = 1
-    _run_module("colocated_grpo", arguments, NODES, stdout, stderr, variables)
+    run_module("colocated_grpo", arguments, NODES, stdout, stderr, variables)
