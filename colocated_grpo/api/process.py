@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
-from colocated_grpo.launch.cli import environment_problem, library_environment, rank_environment
+from colocated_grpo.launch.cli import library_environment
+from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
 from colocated_grpo.runtime.run_folder import unlock_folders
 from colocated_grpo.tracking.notebook import in_notebook
 from colocated_grpo.tracking.output import RunOutput
@@ -78,6 +79,7 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Ite
     import torch
     import torch.distributed as dist
 
+    from colocated_grpo.launch.joining import join_ranks
     from colocated_grpo.launch.rank import start_rank
 
     sleeps = torch.cuda.is_available() and config.engine.placement == "colocated" and config.engine.sleep
@@ -94,7 +96,7 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Ite
             )
         dist.destroy_process_group()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    process = start_rank(config, output)
+    process = start_rank(config, join_ranks(output), output)
     process.stop.listen()
     if sleeps:
         _had_sleeping_engine.set()

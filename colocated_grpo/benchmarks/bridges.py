@@ -108,6 +108,7 @@ def _start_server(
         node_rank=0,
         master_addr="localhost",
         master_port=None,
+        join_timeout=0,
         config="",
         resume=None,
         log_level="INFO",

@@ -27,9 +27,9 @@ from colocated_grpo.config import Config
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.loading import load_config
 from colocated_grpo.errors import RunError
-from colocated_grpo.launch.cli import rank_environment
 from colocated_grpo.launch.launcher import child_environment
 from colocated_grpo.launch.processes import run_command
+from colocated_grpo.launch.rank_variables import rank_environment
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.tools.shapes import SHAPES

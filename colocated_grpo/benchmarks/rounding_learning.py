@@ -25,8 +25,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from colocated_grpo.benchmarks.results import describe, publish
-from colocated_grpo.launch.cli import rank_environment
 from colocated_grpo.launch.launcher import child_environment
+from colocated_grpo.launch.rank_variables import rank_environment
 from colocated_grpo.tracking.files import EVALUATION, TRAIN, read_metrics
 from colocated_grpo.types import JsonObject
 

@@ -168,7 +168,7 @@ class Checkpoints:
         for name, state in policy.optimizer_states().items():
             for key, value in state.items():
                 own = policy.optimizer_state_is_local and not isinstance(value, DTensor)
-                suffix = f".rank{self._world.rank}of{self._world.size}" if own else ""
+                suffix = f".rank{self._world.shard}of{self._world.num_shards}" if own else ""
                 tensors[f"optimizer.{name}.{key}{suffix}"] = _as_tensor(value)
         return {**tensors, **self._others}
 
@@ -248,4 +248,4 @@ def _restore_numbers(policy: Policy, loaded: dict[str, Tensor], world: World) ->
     for name, state in policy.optimizer_states().items():
         for key, value in state.items():
             if not isinstance(value, Tensor):
-                state[key] = type(value)(loaded[f"optimizer.{name}.{key}.rank{world.rank}of{world.size}"].item())
+                state[key] = type(value)(loaded[f"optimizer.{name}.{key}.rank{world.shard}of{world.num_shards}"].item())

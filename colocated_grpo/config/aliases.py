@@ -68,7 +68,7 @@ _ONE_PROCESS = "trainer and engine are one process"
 _TOSSIM: dict[str, Alias] = {
     "model_name": renamed("model.name"),
     "vllm_config.*": Alias(_engine_argument, "engine"),
-    "fsdp_config.sharding_strategy": one_of("FSDP2", {"full_shard": None}, "shards are always full"),
+    "fsdp_config.sharding_strategy": one_of("policy.replicate", {"full_shard": None, "hybrid_shard": "nodes"}),
     "fsdp_config.cpu_offload": renamed("policy.cpu_offload"),
     "fsdp_config.mixed_precision": one_of(
         "policy.compute_dtype", {True: None, False: "float32"}, "true is the default: bfloat16 on CUDA"

@@ -53,7 +53,7 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     type: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
     """adamw: torch's fused AdamW, 8 bytes of state per parameter. adamw_8bit: bitsandbytes, 2 bytes; resumes only
-    on the same number of ranks. adafactor: factored second moment, almost no state; ignores beta1, beta2 and eps."""
+    on the same number of shards. adafactor: factored second moment, almost no state; ignores beta1, beta2 and eps."""
     beta1: Fraction = 0.9
     """Decay rate of AdamW's first moment."""
     beta2: Fraction = 0.999
@@ -94,6 +94,9 @@ class PolicyConfig(Section):
     offload_optimizer: bool = False
     """Move optimizer state to host memory while the engine generates, and back. Leaves more room for the KV cache;
     costs two copies of the state per step."""
+    replicate: Literal["nodes"] | None = None
+    """null: shard weights and optimizer state over all ranks. nodes: shard them over the ranks of each node, with a
+    replica on every node (HSDP), so that only gradients cross the network. A checkpoint of one resumes in the other."""
     logprob_chunk_tokens: Positive = 2048
     """Tokens per chunk when log-probabilities are computed. Only one chunk's float32 logits exist at a time: 1.2 GB for
     2,048 tokens and a vocabulary of 152,000."""

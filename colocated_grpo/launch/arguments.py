@@ -16,6 +16,7 @@ from pathlib import Path
 from colocated_grpo.launch.cli import OneLineParser, add_run_arguments, config_file, without_config
 
 DEFAULT_MASTER_PORT = 29500
+DEFAULT_JOIN_TIMEOUT = 900
 PROBE_SECONDS = 10
 
 
@@ -38,6 +39,8 @@ class Launch:
     master_addr: str
     master_port: int | None
     """None: a single node, on any free port."""
+    join_timeout: int
+    """Seconds to wait for the other nodes."""
     config: str
     resume: str | None
     log_level: str
@@ -74,6 +77,13 @@ def run_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="PORT",
         help=f"port on node 0 (default: {DEFAULT_MASTER_PORT}; with one node, any free port)",
+    )
+    parser.add_argument(
+        "--join-timeout",
+        type=int,
+        default=DEFAULT_JOIN_TIMEOUT,
+        metavar="SECONDS",
+        help="longest wait for the other nodes (default: %(default)s)",
     )
     add_run_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the command, start nothing")
@@ -117,6 +127,8 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         raise LaunchError(f"--master-addr: required with --nodes={options.nodes}; it is the address of node 0")
     if options.master_port is not None and not 0 < options.master_port < 65536:
         raise LaunchError(f"--master-port={options.master_port}: must be between 1 and 65535")
+    if options.join_timeout < 1:
+        raise LaunchError(f"--join-timeout={options.join_timeout}: must be at least 1")
     if (config := config_file(options)) is None:
         raise LaunchError("\n".join(without_config(options.resume)))
     port = options.master_port or (DEFAULT_MASTER_PORT if options.nodes > 1 else None)
@@ -128,6 +140,7 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         node_rank=options.node_rank,
         master_addr=options.master_addr or "localhost",
         master_port=port,
+        join_timeout=options.join_timeout,
         config=config,
         resume=options.resume,
         log_level=options.log_level,

@@ -13,15 +13,14 @@ import gc
 import io
 import logging
 import os
-import re
-import socket
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
 from colocated_grpo.runtime.descriptors import raise_descriptor_limit
 from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RECORDED_SUFFIX, RUN_ERROR, USAGE_ERROR, mark, report
@@ -179,10 +178,13 @@ def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config
     """Return the settings adapted to their model, and lines to print. Raises ConfigError where the run cannot start."""
     from colocated_grpo.config.addresses import exposures
     from colocated_grpo.config.inputs import check_inputs
+    from colocated_grpo.config.node_rules import check_nodes
     from colocated_grpo.config.rules import check_world
     from colocated_grpo.runtime.run_folder import check_resumed
 
-    check_world(loaded.config, int(os.environ["WORLD_SIZE"]))
+    ranks = int(os.environ["WORLD_SIZE"])
+    check_world(loaded.config, ranks)
+    check_nodes(loaded.config, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     config, notes = check_inputs(loaded.config)
     check_resumed(config, resume, name)
     return config, [
@@ -205,11 +207,13 @@ def _import_trainer() -> Callable[..., None]:
 def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> int:
     """Train and return an exit code. Errors that the user can act on become one line; all are recorded."""
     from colocated_grpo.errors import AlreadyReported
+    from colocated_grpo.launch.joining import join_ranks
 
     try:
+        joined = join_ranks(output)
         with output.phase("importing torch, transformers and vLLM"):
             train = _import_trainer()
-        train(config, resume=resume, name=name, output=output)
+        train(config, joined, resume=resume, name=name, output=output)
     except AlreadyReported:
         output.close()
         mark(RECORDED_SUFFIX)
@@ -294,57 +298,3 @@ def library_environment(log_level: str) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "DEBUG" if debug else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
-
-
-def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables if RANK is not set: derived from SLURM's, or those of a single rank."""
-    if "RANK" in environment:
-        return {}
-    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
-        return _slurm_environment(environment)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def environment_problem(environment: Mapping[str, str]) -> str | None:
-    """Return one line about missing or invalid torchrun variables, which another tool may have set; else None."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in environment:
-            return f"RANK={environment['RANK']!r}: set, but {name} is not; unset RANK, or start with torchrun"
-        if name != "MASTER_ADDR" and not environment[name].isdecimal():
-            return f"{name}={environment[name]!r}: must be a whole number"
-    if int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
-        return f"RANK={environment['RANK']}: must be less than WORLD_SIZE={environment['WORLD_SIZE']}"
-    return None
-
-
-def _slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    def step_or_job(name: str, default: str) -> str:
-        # A job step may use fewer tasks and nodes than its job.
-        return environment.get(f"SLURM_STEP_{name}") or environment.get(f"SLURM_{name}") or default
-
-    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
-    job = re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or "0"
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": tasks,
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": re.split(r"\D", step_or_job("TASKS_PER_NODE", tasks))[0],  # "4(x2)" on two equal nodes
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(step_or_job("NODELIST", "127.0.0.1")),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(job) % 20000),
-    }
-
-
-def first_host(nodelist: str) -> str:
-    """Return the first host of a SLURM node list: 'gpu[03-07,12],login' -> 'gpu03'."""
-    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
-    return "".join(part or "" for part in found.groups()) if found else nodelist

@@ -5,17 +5,20 @@ Plain torchrun would print forty lines about the failed process below the rank's
 
 from __future__ import annotations
 
+import argparse
 import logging
+import re
 import signal
 import sys
 from collections.abc import Mapping
 
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.run import parse_args, run
 
 from colocated_grpo.launch.rendezvous import use_loopback
+from colocated_grpo.runtime.addresses import wait_for_listener
 from colocated_grpo.runtime.signals import stop_signals
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, report, verdict_written
 
@@ -23,6 +26,8 @@ AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 """Name of the logger that reports how each process ended."""
 REPEATED = ("Sending process", "failed (exitcode")
 """First words of its messages about what the report of the failure says as well."""
+JOINED = re.compile(r"waiting for clients\. (\d+)/(\d+) clients joined")
+"""Text of torch's error where nodes are missing."""
 NO_FILE = "<N/A>"
 """torch's name of the error file of a process that has left no traceback."""
 
@@ -34,6 +39,7 @@ def main() -> None:
     use_loopback(arguments)
     if arguments.nnodes.isdecimal() and int(arguments.nnodes) > 1:
         print(waiting_line(int(arguments.nnodes), arguments.node_rank, arguments.master_addr), flush=True)
+    _wait_for_node_0(arguments)
     try:
         run(arguments)
     except ChildFailedError as error:
@@ -45,16 +51,47 @@ def main() -> None:
         sys.exit(RUN_ERROR)
     except SignalException as stopped:  # raised after the agent has forwarded the signal and the ranks have exited
         sys.exit(128 + stopped.sigval)
-    except DistNetworkError as error:
-        in_use = "EADDRINUSE" in str(error)
-        reason = "already in use; choose another port" if in_use else str(error).partition("\n")[0]
-        address = f"--master-port={arguments.master_port} on --master-addr={arguments.master_addr}"
-        print(f"error: {address}: {reason}", file=sys.stderr)
-        sys.exit(USAGE_ERROR if in_use else RUN_ERROR)
+    except (DistNetworkError, DistStoreError) as error:
+        code, line = explain_meeting(error, arguments)
+        report(code, [line])
+        sys.exit(code)
     finally:
         # The ranks have exited. torch's handlers would raise SignalException while the interpreter shuts down.
         for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)
+
+
+def _wait_for_node_0(arguments: argparse.Namespace) -> None:
+    """Wait for the store that node 0 serves; exit with one line where it does not come."""
+    if arguments.node_rank == 0 or not arguments.rdzv_conf:
+        return
+    seconds = _join_timeout(arguments)
+    try:
+        wait_for_listener(arguments.master_addr, arguments.master_port, seconds)
+    except OSError as error:
+        why = f"node 0 does not answer there after {seconds:g} s (--join-timeout): {error.strerror or error}"
+        report(RUN_ERROR, [f"error: {_address(arguments)}: {why}"])
+        sys.exit(RUN_ERROR)
+
+
+def explain_meeting(error: Exception, arguments: argparse.Namespace) -> tuple[int, str]:
+    """Return exit code and line for an error of the nodes' store, which they open before any rank starts."""
+    if "EADDRINUSE" in str(error):
+        return USAGE_ERROR, f"error: {_address(arguments)}: already in use; choose another port"
+    text = str(error).partition("\n")[0]
+    if (nodes := JOINED.search(text)) is None:
+        return RUN_ERROR, f"error: {_address(arguments)}: {text}"
+    seconds = _join_timeout(arguments)
+    return RUN_ERROR, f"error: only {nodes[1]} of {nodes[2]} nodes have started after {seconds:g} s (--join-timeout)"
+
+
+def _address(arguments: argparse.Namespace) -> str:
+    return f"--master-port={arguments.master_port} on --master-addr={arguments.master_addr}"
+
+
+def _join_timeout(arguments: argparse.Namespace) -> float:
+    """Return the seconds that the launcher passes as `--rdzv-conf timeout=SECONDS`."""
+    return float(arguments.rdzv_conf.removeprefix("timeout="))
 
 
 def waiting_line(nodes: int, node_rank: int, master_addr: str) -> str:

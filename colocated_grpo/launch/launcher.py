@@ -124,11 +124,13 @@ def read_settings(launch: Launch) -> tuple[Config, list[str]]:
     """Return the settings and notes about them. Raises LaunchError where they are invalid for this number of ranks."""
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.config.loading import read_config
+    from colocated_grpo.config.node_rules import check_nodes
     from colocated_grpo.config.rules import check_world
 
     try:
         loaded = read_config(launch.config, launch.overrides)
         check_world(loaded.config, launch.ranks * launch.nodes)
+        check_nodes(loaded.config, launch.ranks * launch.nodes, launch.ranks)
     except ConfigError as error:
         raise LaunchError(str(error)) from None
     return loaded.config, loaded.notes
@@ -190,6 +192,8 @@ def torchrun_command(launch: Launch) -> list[str]:
     else:
         command += ["--node-rank", str(launch.node_rank)]
         command += ["--master-addr", launch.master_addr, "--master-port", str(launch.master_port)]
+    if launch.nodes > 1:
+        command += ["--rdzv-conf", f"timeout={launch.join_timeout}"]
     command += ["-m", "colocated_grpo", "--config", launch.config]
     if launch.resume is not None:
         command += ["--resume", launch.resume]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from colocated_grpo.build.run import build_run, describe, note_unusual_resume
@@ -13,15 +12,16 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import derive_seed, seed_everything, use_deterministic_kernels
+from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.runtime.rank_process import RankProcess
 from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
 from colocated_grpo.runtime.verdict import FOLDER_SUFFIX, TRAINING_SUFFIX, mark
 from colocated_grpo.tracking import RunOutput
-from colocated_grpo.tracking.ending import FAILED, STOPPED, leave_with_other_rank
+from colocated_grpo.tracking.ending import FAILED, STOPPED
 from colocated_grpo.trainer import settle_garbage_collector, train
 
 
-def main(config: Config, *, resume: str | None, name: str, output: RunOutput) -> None:
+def main(config: Config, joined: Joined, *, resume: str | None, name: str, output: RunOutput) -> None:
     """Train `config` on this rank, in a process that ends with the run. Collective.
 
     Until the first step, a stop signal keeps the handlers of the caller: there is nothing to save.
@@ -29,17 +29,17 @@ def main(config: Config, *, resume: str | None, name: str, output: RunOutput) ->
     name: first part of a new run folder's name. resume: a run folder, 'auto' (the newest run of this config) or None.
     output: its `folder` is set, and whether the run trains; the caller records a failure there.
     """
-    process = start_rank(config, output)
+    process = start_rank(config, joined, output)
     train_on(process, config, resume=resume, name=name, output=output, on_start=process.stop.listen)
     process.close()
 
 
-def start_rank(config: Config, output: RunOutput) -> RankProcess:
-    """Join the ranks of a run. Stop signals keep their handlers. Collective."""
+def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess:
+    """Build the process group of the ranks. Stop signals keep their handlers. Collective."""
     if config.deterministic:
         use_deterministic_kernels()
-    with output.phase("waiting for the other ranks"):
-        return RankProcess(*user_code_limit(config), before_exit=partial(leave_with_other_rank, output))
+    with output.phase("connecting the ranks"):
+        return RankProcess(joined, *user_code_limit(config), replicate_nodes=config.policy.replicate == "nodes")
 
 
 def train_on(

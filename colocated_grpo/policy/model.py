@@ -183,7 +183,10 @@ def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> No
 
 
 def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: bool) -> None:
-    """Apply FSDP2 to each prepared block, then to the whole model, in place. offloaded: as in `load_shards`."""
+    """Apply FSDP2 to each prepared block, then to the whole model, in place.
+
+    mesh: `World.mesh`. offloaded: as in `load_shards`.
+    """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if offloaded else OffloadPolicy()
     factors = {parameter for name, parameter in model.named_parameters() if is_factor(name)}  # every rank has all
@@ -197,9 +200,9 @@ def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: b
             # The loss is a local sum divided by a global count: gradients are summed over ranks, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if mesh.size() == 1 and not offloaded:
+    if mesh["shard"].size() == 1 and not offloaded:
         assert isinstance(model, FSDPModule)
-        # No other ranks: cast the weights once per optimizer step instead of in each pass of each micro-batch.
+        # This rank has all weights: cast them once per optimizer step instead of in each pass of each micro-batch.
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
 

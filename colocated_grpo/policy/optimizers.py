@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import OptimizerConfig, PolicyConfig
 from colocated_grpo.policy.adafactor import Adafactor
-from colocated_grpo.runtime.distributed import local_part
+from colocated_grpo.runtime.distributed import local_part, shard_group
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
@@ -29,14 +29,14 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: floa
 
 
 def _adafactor(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-    all_reduce = _sum_over_shards if sharded else _no_reduction
+    group = shard_group(parameters)
+    all_reduce = _no_reduction if group is None else partial(_sum_over_shards, group)
     return Adafactor(parameters, lr=lr, weight_decay=config.weight_decay, all_reduce=all_reduce)
 
 
-def _sum_over_shards(tensor: Tensor) -> None:
-    if dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
+def _sum_over_shards(group: dist.ProcessGroup, tensor: Tensor) -> None:
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
 
 
 def _no_reduction(_tensor: Tensor) -> None:
@@ -63,7 +63,7 @@ class LocalShardOptimizer(torch.optim.Optimizer):
     """Runs an optimizer without DTensor support on each rank's rows; correct for element-wise updates.
 
     `shards` are the keys of `state`, in the order of the parameters. Quantised state differs from rank to rank, so
-    its checkpoints resume only on the same number of ranks.
+    its checkpoints resume only on the same number of shards.
     """
 
     def __init__(

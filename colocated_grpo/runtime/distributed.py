@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import in_one_line
 
 T = TypeVar("T")
@@ -36,7 +37,8 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
-    """One axis, "shard", over all ranks, for FSDP2."""
+    """For FSDP2: one axis, "shard", over all ranks. With replicas on nodes (HSDP): "replicate" over the nodes, then
+    "shard" over the ranks of one."""
     store: dist.Store
     """Key-value store of the run: prompt counter, stop request, first failure."""
     control: dist.ProcessGroup
@@ -47,6 +49,15 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def shard(self) -> int:
+        """Index of this rank among those that together hold the model."""
+        return self.mesh["shard"].get_local_rank()
+
+    @property
+    def num_shards(self) -> int:
+        return self.mesh["shard"].size()
 
     def gather_objects(self, item: T) -> list[T]:
         """Return every rank's item, in rank order, on every rank. Items must be picklable."""
@@ -107,10 +118,12 @@ def _picklable(error: Exception) -> Exception:
     return error
 
 
-def init_world(store: dist.Store | None = None) -> World:
+def init_world(store: dist.Store | None = None, *, replicate_nodes: bool = False) -> World:
     """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
-    store: key-value store of all ranks. Default: one over TCP, on which rank 0 or torchrun listens.
+    store: key-value store of all ranks. Default: one over TCP, on which rank 0 or torchrun listens. replicate_nodes:
+    shard over the ranks of a node, of which LOCAL_WORLD_SIZE is the number, and replicate over nodes. Raises
+    ConfigError where the nodes differ in it.
     """
     on_gpu = torch.cuda.is_available()
     # Modulo, because some schedulers make one GPU visible to each process but still increment LOCAL_RANK.
@@ -132,15 +145,39 @@ def init_world(store: dist.Store | None = None) -> World:
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if on_gpu else None,
     )
+    control = _new_gloo_group()
     return World(
         rank=rank,
         size=size,
         device=device,
-        mesh=init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)),
+        mesh=mesh_of_nodes(device, control) if replicate_nodes else _mesh_of_ranks(device, size),
         store=dist.PrefixStore("colocated_grpo", store),
-        control=_new_gloo_group(),
+        control=control,
         checkpoints=_new_gloo_group(),
     )
+
+
+def _mesh_of_ranks(device: torch.device, size: int) -> DeviceMesh:
+    return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+
+
+def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMesh:
+    """Return the mesh with axes "replicate" and "shard". control: `World.control`. Raises ConfigError. Collective."""
+    own = (int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    places: list[Any] = [None] * control.size()
+    dist.all_gather_object(places, own, group=control)
+    ranks_per_node = own[0]
+    if places != [(ranks_per_node, rank % ranks_per_node) for rank in range(len(places))]:
+        counts = ", ".join(str(count) for count, local in places if local == 0)
+        raise ConfigError(
+            "policy.replicate=nodes: every node needs the same number of ranks, numbered node by node; the nodes have "
+            f"{counts}"
+        )
+    ranks = torch.arange(len(places)).view(-1, ranks_per_node)
+    limit = COLLECTIVE_TIMEOUT  # groups of `init_device_mesh` would have torch's, which a slow rank may exceed
+    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=limit)[0] for each in (ranks.T, ranks)]
+    own_groups = cast("list[dist.ProcessGroup]", groups)  # every rank is in one of each
+    return DeviceMesh.from_group(own_groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def _new_gloo_group() -> dist.ProcessGroup:
@@ -157,6 +194,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All-gather a DTensor into a full tensor. Any other tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_group(tensors: Iterable[torch.Tensor]) -> dist.ProcessGroup | None:
+    """Return the group of ranks that together hold these DTensors; None if they are plain tensors. Not collective."""
+    sharded = next((tensor for tensor in tensors if isinstance(tensor, DTensor)), None)
+    return None if sharded is None else sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)
 
 
 def use_deterministic_kernels() -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch.distributed as dist
 
-from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.runtime.blocking_code import BlockingCodeReporter
 from colocated_grpo.runtime.distributed import init_world
+from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.runtime.rank_guard import RankGuard
-from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
 
 
 class RankProcess:
@@ -22,36 +20,33 @@ class RankProcess:
     goes on calls `abandon` then.
     """
 
-    def __init__(self, user_code_seconds: float, setting: str, *, before_exit: Callable[[str | None], None]) -> None:
+    def __init__(self, joined: Joined, user_code_seconds: float, setting: str, *, replicate_nodes: bool) -> None:
         """user_code_seconds: longest time that user code may block all threads, as `setting` says.
 
-        before_exit: called before this process is ended because of another rank, as in `Watchdog`.
+        replicate_nodes: as in `init_world`.
         """
-        self.world = init_world()
-        self.stop = StopRequest(self.world.store)
+        try:
+            self.world = init_world(joined.store, replicate_nodes=replicate_nodes)
+        except Exception as error:
+            if (shown := joined.failure(error)) is error:
+                raise
+            raise shown from error
+        self.stop = joined.stop
         self.guard = RankGuard(user_code_seconds, setting)
-        self._watchdog = Watchdog(self.world, self.stop, before_exit=before_exit)
+        self.failure = joined.failure
+        """Makes the other ranks exit, and returns the exception to raise for an error of this rank's run."""
+        self._watchdog = joined.watchdog
         warn = logging.getLogger(__name__).warning
         self._blocking_code = BlockingCodeReporter(warn, stop_requested=self.stop.requested)
         self.resources = ExitStack()
         """Resources that the run has opened. Closed at the end of a run without errors, and by `abandon`."""
-
-    def failure(self, error: BaseException) -> BaseException:
-        """Make the other ranks exit, and return the exception to raise for an error of this rank's run."""
-        if not self._watchdog.report_failure():
-            # The first rank's error again, or the connection that broke when that rank exited: it would mislead.
-            return AlreadyReported()
-        # A broken collective does not say why: name the ranks that died. Other errors of this rank are its own.
-        broken = isinstance(error, RuntimeError) and not isinstance(error, RunError)
-        if broken and (dead := self._watchdog.missing_ranks()):
-            return RunError(explain_missing_ranks(dead))
-        return error
 
     def close(self) -> None:
         """Leave the process group and restore the signal handlers. Collective; the run is complete."""
         self._release()
         self._watchdog.close()
         self.world.barrier()
+        self._watchdog.links.close()
         dist.destroy_process_group()
 
     def abandon(self) -> None:
@@ -63,6 +58,7 @@ class RankProcess:
             self.resources.close()
         self._release()
         if self.world.size == 1:
+            self._watchdog.close()
             dist.destroy_process_group()
 
     def _release(self) -> None:

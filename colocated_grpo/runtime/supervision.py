@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -10,25 +11,29 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.node_links import PROBE_SECONDS, PROBES, Lost, NodeLinks
 from colocated_grpo.runtime.signals import reset_in_forked_children, stop_signals
-from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdict, verdict_written
+from colocated_grpo.runtime.verdict import RUN_ERROR, VERDICT_VARIABLE, read_verdict, report, verdict_written
+
+T = TypeVar("T")
 
 POLL_SECONDS = 1.0
 FAILED_KEY, STOP_KEY = "failed", "stop"
 EXIT_SECONDS = 1.0
 """Longest wait for a process to exit after its connections have closed."""
+STORE_SECONDS = 2.0
+"""Longest wait for the store where its machine may be lost."""
 DELAY_AFTER_FIRST_FAILURE = 1.5
 """Delay in seconds before the other ranks exit. torchrun blames the earliest exit, compared in whole seconds."""
 
 
 class ProcessId(NamedTuple):
-    table: tuple[str, str, str]
-    """Host name, boot id and PID namespace. Process ids are comparable only within one such table."""
+    table: tuple[str, str, str, str]
+    """Host name, boot id, PID and network namespace: the node. Process ids are comparable only within one."""
     pid: int
 
 
@@ -82,83 +87,143 @@ class Watchdog:
     """A thread that ends this process soon after any other rank has died.
 
     A rank inside a collective cannot detect a dead peer: the wait happens in C++ and may last hours. This thread polls
-    the processes of its own node, and a key in the store for those of other nodes.
+    the processes of its own node and the connections to other nodes; a second one polls a key in the store, which may
+    be on a machine that no longer answers.
     """
 
     def __init__(
-        self, world: World, stop: StopRequest, *, before_exit: Callable[[str | None], None] = lambda line: None
+        self,
+        store: dist.Store,
+        stop: StopRequest,
+        rank: int,
+        *,
+        serves_store: bool = False,
+        before_exit: Callable[[str | None], None] = lambda line: None,
     ) -> None:
-        """Collective: gathers the process ids of all ranks.
+        """serves_store: this process does, for several ranks. before_exit: called before another rank ends this one.
 
-        before_exit: called before this process is ended because of another rank, with the error line unless that rank
-        has reported its failure itself.
+        Its argument is the error line, or None where another rank records the failure.
         """
-        self._store = _own_connection(world.store)
+        self._serves_store = serves_store
+        self._store = _own_connection(store)
         self._stop = stop
+        self._rank = rank
         self._before_exit = before_exit
-        self._done = threading.Event()
-        own = own_process()
-        self._siblings = visible_from(own, world.gather_objects(own))
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+        self.links = NodeLinks()
+        self._siblings: dict[int, int] = {}
+        self._done, self._closed = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._failed = threading.Event()
+        """Another rank has failed, or the store is gone, with rank 0's process tree."""
+        self._leaving = threading.Lock()
+        self._threads = [
+            threading.Thread(target=target, name=f"watchdog ({name})", daemon=True)
+            for name, target in (("ranks", self._watch), ("store", self._poll_store))
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def _watch(self) -> None:
-        while not self._done.wait(POLL_SECONDS):
+    def watch(self, processes: Sequence[ProcessId]) -> None:
+        """Watch the processes of this node. processes: of all ranks, in rank order."""
+        self._siblings = visible_from(own_process(), processes)
+
+    def _poll_store(self) -> None:
+        while not self._closed.wait(POLL_SECONDS):
             try:
                 self._stop.exchange()
                 failed = self._store.check([FAILED_KEY])
             except (RuntimeError, dist.DistNetworkError):
-                failed = True  # the store is in rank 0's process tree, which must have ended
-            if self._done.is_set():
+                failed = True
+            if failed:
+                self._failed.set()
+                self._wake.set()
                 return
-            dead = self._dead_ranks()
-            if failed or dead:
-                self._leave(dead)
-                sys.stderr.flush()
-                time.sleep(DELAY_AFTER_FIRST_FAILURE)
-                os._exit(1)
 
-    def _leave(self, dead: Sequence[int]) -> None:
+    def _watch(self) -> None:
+        while not self._done.is_set():
+            self._wake.wait(POLL_SECONDS)
+            dead, lost = self._dead_ranks(), self.links.lost()
+            with self._leaving:
+                if not self._done.is_set() and (dead or lost or self._failed.is_set()):
+                    self._leave(dead, lost)
+                    sys.stderr.flush()
+                    time.sleep(DELAY_AFTER_FIRST_FAILURE)
+                    os._exit(1)
+
+    def _leave(self, dead: Sequence[int], lost: Sequence[Lost]) -> None:
         """Show and record why this process ends, if this rank is the first to notice."""
-        if not (self._is_first_failure() and dead):
+        line = explain_missing_ranks(dead, lost)
+        first = None if line is None else self._claim(line)
+        repeated = first is False or (first is None and lost and not self._leads_node())
+        if line is None or repeated:
             self._before_exit(None)
+            self.show_failure_of_other_node()
         elif verdict_written():  # by the same node's guard process or rank, for the launcher
             _, lines = read_verdict(Path(os.environ[VERDICT_VARIABLE]))
             self._before_exit(lines.removeprefix("error: "))
+        elif lost:
+            self._before_exit(line)
+            report(RUN_ERROR, [f"error: {line}"])
         else:
-            line = explain_missing_ranks(dead)
             self._before_exit(line)
             print(f"error: {line}", file=sys.stderr)
 
-    def _is_first_failure(self) -> bool:
-        """Record a failure in the store. Return True where none was recorded before, or where the store is gone."""
-        try:
-            return self._store.add(FAILED_KEY, 1) == 1
-        except (RuntimeError, dist.DistNetworkError):
-            return True
+    def _claim(self, line: str) -> bool | None:
+        """Record a failure in the store. Return True if none was recorded before, and None if the store is gone."""
+        claim = json.dumps([self._rank, line])
+        first = _within(STORE_SECONDS, lambda: self._store.compare_set(FAILED_KEY, "", claim))
+        return None if first is None else first.decode() == claim
 
-    def report_failure(self) -> bool:
-        """Stop watching and make other ranks exit. Return True if this rank failed first, else False after a delay."""
-        self._done.set()
-        first = self._is_first_failure()
+    def _leads_node(self) -> bool:
+        """Return True on one rank of each node: without a store, the others would report the same loss."""
+        return self._rank < min(self._siblings.values(), default=self._rank + 1)
+
+    def show_failure_of_other_node(self) -> None:
+        """Pass the line of the rank that failed first to this node's launcher, unless that rank is of this node."""
+        if VERDICT_VARIABLE not in os.environ:
+            return
+        if (claim := _within(STORE_SECONDS, lambda: self._store.get(FAILED_KEY))) is not None:
+            rank, line = json.loads(claim)
+            if rank not in (self._rank, *self._siblings.values()):
+                report(RUN_ERROR, [f"error: rank {rank} of another node failed first: {line}"])
+
+    def stop_watching(self) -> None:
+        """Do not end this process from here on: it fails by itself. Blocks where it is being ended already."""
+        with self._leaving:
+            self._done.set()
+
+    def report_failure(self, line: str) -> bool:
+        """Stop watching and make other ranks exit. Return True if it failed first, else False after a delay."""
+        self.stop_watching()
+        first = self._claim(line) is not False
         if not first:
+            self.show_failure_of_other_node()
+        if not first or self._serves_store:  # the others have to read there who failed
             time.sleep(DELAY_AFTER_FIRST_FAILURE)
         return first
 
-    def missing_ranks(self) -> list[int]:
-        """Return the ranks of this node whose processes have exited. Waits up to `EXIT_SECONDS` for one to exit."""
+    def missing_ranks(self) -> str | None:
+        """Return the error line for ranks that are gone, or None. Waits up to `EXIT_SECONDS` for one to be.
+
+        Call after `stop_watching`.
+        """
         deadline = time.monotonic() + EXIT_SECONDS
-        while not (dead := self._dead_ranks()) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._failed.is_set():
+            if line := explain_missing_ranks(self._dead_ranks(), self.links.lost()):
+                return line
             time.sleep(POLL_SECONDS / 20)
-        return dead
+        return None
 
     def _dead_ranks(self) -> list[int]:
         return [rank for pid, rank in self._siblings.items() if _is_dead(pid)]
 
     def close(self) -> None:
         """Stop watching. Before a normal exit, every rank calls this and then enters a barrier."""
-        self._done.set()
-        self._thread.join()
+        self.stop_watching()
+        self._closed.set()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(STORE_SECONDS)
 
 
 def own_process() -> ProcessId:
@@ -166,7 +231,11 @@ def own_process() -> ProcessId:
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ProcessId(table=(os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")), pid=os.getpid())
+    return ProcessId(table=(os.uname().nodename, boot, *_namespaces()), pid=os.getpid())
+
+
+def _namespaces() -> tuple[str, str]:
+    return os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")
 
 
 def visible_from(own: ProcessId, processes: Sequence[ProcessId]) -> dict[int, int]:
@@ -175,13 +244,51 @@ def visible_from(own: ProcessId, processes: Sequence[ProcessId]) -> dict[int, in
     return {pid: rank for rank, pid in same if pid != own.pid}
 
 
-def explain_missing_ranks(ranks: Sequence[int]) -> str:
-    """Return the error line for ranks whose processes ended without reporting an error."""
-    whose = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+def explain_missing_ranks(dead: Sequence[int], lost: Sequence[Lost] = ()) -> str | None:
+    """Return the error line for ranks that ended without reporting an error; None if there are none.
+
+    dead: ranks of this node. lost: of other nodes.
+    """
+    silent = [each for each in lost if each.silent]
+    if silent:
+        seconds = PROBE_SECONDS * (PROBES + 1)
+        return (
+            f"{_hosts(silent)}, with {_ranks(silent)}, has not answered for {seconds} s: the machine or its network is "
+            "lost; --resume auto continues from the last checkpoint"
+        )
+    if not dead and not lost:
+        return None
+    whose = _named(dead) if dead else f"{_ranks(lost)} on {_hosts(lost)}"
     return (
         f"the process of {whose} ended without an error message: killed, for example out of memory, or ended by user "
         "code; --resume auto continues from the last checkpoint"
     )
+
+
+def _ranks(lost: Sequence[Lost]) -> str:
+    return _named([each.rank for each in lost])
+
+
+def _hosts(lost: Sequence[Lost]) -> str:
+    return ", ".join(dict.fromkeys(each.host for each in lost))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """Return the result of a call to the store; None if it fails, or the store's machine does not answer in time."""
+    results: list[T] = []
+
+    def target() -> None:
+        with suppress(RuntimeError, dist.DistNetworkError):
+            results.append(call())
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
 
 
 def _own_connection(store: dist.Store) -> dist.Store:

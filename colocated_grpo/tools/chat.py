@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 
 from colocated_grpo.launch.cli import (
     OneLineParser,
-    environment_problem,
     error_text,
     library_environment,
     prepare_streams,
-    rank_environment,
     set_up_logging,
 )
+from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
 from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, end_process
 

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.launch.cli import (
     OneLineParser,
-    environment_problem,
     library_environment,
     prepare_streams,
-    rank_environment,
     set_up_logging,
 )
+from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, end_process
 
 if TYPE_CHECKING:

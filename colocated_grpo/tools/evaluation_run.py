@@ -18,7 +18,7 @@ from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.kv_budget import GRAPH_STEP, MAX_NUM_SEQS, MIN_NUM_SEQS
 from colocated_grpo.runtime.distributed import World, init_world
-from colocated_grpo.runtime.supervision import StopRequest, Watchdog
+from colocated_grpo.runtime.joining import join
 from colocated_grpo.tools.subject_engine import subject_engine
 from colocated_grpo.types import Group, JsonObject
 
@@ -28,10 +28,10 @@ def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
 
     Raises ConfigError or RunError with one line.
     """
-    world = init_world()
-    stop = StopRequest(world.store)
+    joined = join()
+    world = init_world(joined.store)
+    stop = joined.stop
     stop.listen()
-    watchdog = Watchdog(world, stop)
     model = read_model_files(config, world)
     environments = build_environments(config, model.tokenizer)
     evaluated = read_evaluated(config, model.tokenizer, environments, world, print)
@@ -55,7 +55,7 @@ def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
     except Stopped:
         raise RunError("stopped by a signal") from None
     collector.close()
-    watchdog.close()
+    joined.watchdog.close()
     world.barrier()
     return results if world.is_main else None
 

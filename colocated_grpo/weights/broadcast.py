@@ -16,7 +16,7 @@ from colocated_grpo.rollout.engine_server import EngineServer
 from colocated_grpo.runtime.addresses import own_address
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import serve_store
-from colocated_grpo.weights.buckets import gather, make_buckets
+from colocated_grpo.weights.buckets import count_shards, gather, make_buckets
 from colocated_grpo.weights.joined_group import JoinedGroup
 
 POLL_SECONDS = 0.0002
@@ -39,8 +39,9 @@ class BroadcastSync:
         self._group: JoinedGroup | None = None
         """On rank 0."""
         self._dtype: torch.dtype = getattr(torch, servers[0].wait_until_ready()["dtype"])
+        self._num_shards = count_shards(parameters)
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self._buckets = make_buckets(shapes, world.size, self._dtype)
+        self._buckets = make_buckets(shapes, self._num_shards, self._dtype)
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -104,7 +105,7 @@ class BroadcastSync:
                 "first_rank": first_rank,
                 "group_size": size,
                 "timeout": timeout,
-                "trainer_ranks": self._world.size,
+                "trainer_ranks": self._num_shards,
                 "prefix": self._prefix,
                 "shapes": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
             }

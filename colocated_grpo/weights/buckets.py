@@ -1,4 +1,4 @@
-"""Parameters in buckets: every rank contributes its rows of each, and an engine takes the part that it holds.
+"""Parameters in buckets: every shard contributes its rows of each, and an engine takes the part that it holds.
 
 FSDP2 gives rank r of a parameter the rows [r * chunk, (r + 1) * chunk), the last ranks fewer or none. In a bucket each
 parameter has a slot of `chunk` rows, so that offsets are equal on all ranks.
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colocated_grpo.runtime.distributed import local_part
+from colocated_grpo.runtime.distributed import local_part, shard_group
 from colocated_grpo.weights.plan import Plan, Target
 
 BUCKET_BYTES = 512 << 20
@@ -26,16 +26,17 @@ class Bucket:
 
     shapes: dict[str, torch.Size]
     """By checkpoint name, in order."""
-    world_size: int
+    num_shards: int
+    """Ranks that together hold the parameters."""
     size: int
-    """Elements that each rank contributes, padding included."""
+    """Elements that each of them contributes, padding included."""
 
     def slots(self) -> Iterator[tuple[str, torch.Size, int]]:
         """Yield name, shape and offset in a rank's contribution."""
         offset = 0
         for name, shape in self.shapes.items():
             yield name, shape, offset
-            offset += _slot_numel(shape, self.world_size)
+            offset += _slot_numel(shape, self.num_shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,29 +54,35 @@ class ShardSlice:
     """Part of those rows that belongs to this engine rank (tensor parallelism)."""
 
     def source(self, gathered: Tensor) -> Tensor:
-        """Return the values for `destination`. gathered: [world size, bucket.size]."""
+        """Return the values for `destination`. gathered: [shards, bucket.size]."""
         rows = gathered[self.rank, self.offset : self.offset + _numel(self.shape)]
         return rows.view(self.shape)[self.cut]
 
 
-def make_buckets(shapes: Mapping[str, torch.Size], world_size: int, dtype: torch.dtype) -> list[Bucket]:
+def count_shards(parameters: Mapping[str, Tensor]) -> int:
+    """Return the number of ranks that together hold these parameters."""
+    group = shard_group(parameters.values())
+    return 1 if group is None else group.size()
+
+
+def make_buckets(shapes: Mapping[str, torch.Size], num_shards: int, dtype: torch.dtype) -> list[Bucket]:
     """Split the parameters, in order, into buckets of about BUCKET_BYTES gathered."""
-    limit = BUCKET_BYTES // dtype.itemsize // world_size
+    limit = BUCKET_BYTES // dtype.itemsize // num_shards
     buckets: list[Bucket] = []
     members: dict[str, torch.Size] = {}
     size = 0
     for name, shape in shapes.items():
-        slot = _slot_numel(shape, world_size)
+        slot = _slot_numel(shape, num_shards)
         if members and size + slot > limit:
-            buckets.append(Bucket(shapes=members, world_size=world_size, size=size))
+            buckets.append(Bucket(shapes=members, num_shards=num_shards, size=size))
             members, size = {}, 0
         members[name] = shape
         size += slot
-    return [*buckets, Bucket(shapes=members, world_size=world_size, size=size)]
+    return [*buckets, Bucket(shapes=members, num_shards=num_shards, size=size)]
 
 
 def gather(bucket: Bucket, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """All-gather the bucket's parameters, cast to `dtype`: [world size, bucket.size]. Collective."""
+    """All-gather the bucket's parameters, cast to `dtype`: [shards, bucket.size]. Collective."""
     own = torch.empty(bucket.size, dtype=dtype, device=device)
     members = [local_part(parameters[name]) for name in bucket.shapes]
     slots = [
@@ -83,17 +90,18 @@ def gather(bucket: Bucket, parameters: Mapping[str, Tensor], dtype: torch.dtype,
         for member, (_, _, offset) in zip(members, bucket.slots(), strict=True)
     ]
     torch._foreach_copy_(slots, members)
-    if bucket.world_size == 1:
+    group = shard_group(parameters.values())
+    if group is None or bucket.num_shards == 1:
         return own[None]
-    gathered = torch.empty(bucket.world_size, bucket.size, dtype=dtype, device=device)
-    dist.all_gather_into_tensor(gathered.view(-1), own)
+    gathered = torch.empty(bucket.num_shards, bucket.size, dtype=dtype, device=device)
+    dist.all_gather_into_tensor(gathered.view(-1), own, group=group)
     return gathered
 
 
 def full_tensors(bucket: Bucket, gathered: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the bucket's parameters, whole. gathered: [world size, bucket.size]."""
+    """Yield the bucket's parameters, whole. gathered: [shards, bucket.size]."""
     for name, shape, offset in bucket.slots():
-        chunk = _chunk(shape, bucket.world_size)
+        chunk = _chunk(shape, bucket.num_shards)
         parts = gathered[:, offset : offset + chunk * _numel(shape[1:])].reshape(-1, *shape[1:])
         yield name, parts[: shape[0]]
 
@@ -102,13 +110,13 @@ def shard_slices(bucket: Bucket, plan: Plan) -> list[ShardSlice]:
     """Return the slices of all ranks that the plan's engine needs."""
     found: list[ShardSlice] = []
     for name, shape, offset in bucket.slots():
-        found += _slices(shape, plan.targets[name], bucket.world_size, offset)
+        found += _slices(shape, plan.targets[name], bucket.num_shards, offset)
     return found
 
 
-def _slices(shape: torch.Size, target: Target, world_size: int, offset: int) -> Iterator[ShardSlice]:
-    chunk = _chunk(shape, world_size)
-    for rank in range(world_size):
+def _slices(shape: torch.Size, target: Target, num_shards: int, offset: int) -> Iterator[ShardSlice]:
+    chunk = _chunk(shape, num_shards)
+    for rank in range(num_shards):
         first, last = min(rank * chunk, shape[0]), min((rank + 1) * chunk, shape[0])
         part = _slice(shape, target, rank, offset, first, last - first)
         if part is not None:
@@ -132,13 +140,13 @@ def _slice(shape: torch.Size, target: Target, rank: int, offset: int, first: int
     return ShardSlice(destination=destination, rank=rank, offset=offset, shape=contributed, cut=cut)
 
 
-def _chunk(shape: torch.Size, world_size: int) -> int:
-    return -(-shape[0] // world_size)
+def _chunk(shape: torch.Size, num_shards: int) -> int:
+    return -(-shape[0] // num_shards)
 
 
-def _slot_numel(shape: torch.Size, world_size: int) -> int:
+def _slot_numel(shape: torch.Size, num_shards: int) -> int:
     """Elements of a parameter's largest shard."""
-    return _chunk(shape, world_size) * _numel(shape[1:])
+    return _chunk(shape, num_shards) * _numel(shape[1:])
 
 
 def _numel(shape: Sequence[int]) -> int:

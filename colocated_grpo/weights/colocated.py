@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from colocated_grpo.policy.conversion import Conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import whole
-from colocated_grpo.weights.buckets import Bucket, ShardSlice, gather, make_buckets, shard_slices
+from colocated_grpo.weights.buckets import Bucket, ShardSlice, count_shards, gather, make_buckets, shard_slices
 from colocated_grpo.weights.plan import Plan, build_plan
 
 
@@ -85,8 +84,7 @@ class ColocatedSync:
             plan = build_plan(self._engine.model, shapes, self._engine.tensor_parallel_rank)
         if not self._agree(plan is not None) or plan is None:
             return
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        buckets = make_buckets(shapes, world_size, self._dtype)
+        buckets = make_buckets(shapes, count_shards(self._parameters), self._dtype)
         self._buckets = [(bucket, shard_slices(bucket, plan)) for bucket in buckets]
         loaded = [self._is_loaded(*entry) for entry in self._buckets]  # of every bucket: all ranks join all gathers
         if self._agree(all(loaded)):

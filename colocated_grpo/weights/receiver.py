@@ -98,7 +98,7 @@ class WeightReceiver:
     def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
         assert self._group is not None
         for bucket in self._buckets:
-            values = torch.empty(bucket.world_size, bucket.size, dtype=self._dtype, device=self._device)
+            values = torch.empty(bucket.num_shards, bucket.size, dtype=self._dtype, device=self._device)
             self._group.broadcast(values).wait()
             yield bucket, values
 

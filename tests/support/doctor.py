@@ -31,6 +31,7 @@ def launch_of(**changes: Any) -> Launch:
         "node_rank": 0,
         "master_addr": "localhost",
         "master_port": None,
+        "join_timeout": 900,
         "config": "x.yaml",
         "resume": None,
         "log_level": "INFO",

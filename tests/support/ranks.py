@@ -177,10 +177,10 @@ def start_module(
     """Run `python -m module` on every rank of a CPU run, with the launcher's variables and `environment` set."""
     for file in (stdout, stderr):
         file.write_text("")
-    return Ranks(_run_module, ranks, module, list(arguments), ranks, stdout, stderr, dict(environment or {}))
+    return Ranks(run_module, ranks, module, list(arguments), ranks, stdout, stderr, dict(environment or {}))
 
 
-def _run_module(
+def run_module(
     module: str, arguments: list[str], ranks: int, stdout: Path, stderr: Path, environment: dict[str, str]
 ) -> None:
     os.environ.update(child_environment(os.environ, 0, ranks, "INFO") | environment)

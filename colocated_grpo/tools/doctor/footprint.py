@@ -30,6 +30,11 @@ class Placement:
     on_gpu: bool
     device_bytes: int
     """Memory of one GPU; of the whole machine on the CPU."""
+    nodes: int = 1
+
+    def shards(self, config: Config) -> int:
+        """Return the number of ranks that together hold the model."""
+        return self.ranks // self.nodes if config.policy.replicate == "nodes" else self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +55,12 @@ class Footprint:
 
 def footprint(config: Config, sizes: Sizes, place: Placement) -> Footprint:
     trained, adapter = trained_parameters(config, sizes), adapter_parameters(config.policy.lora, sizes)
-    compute, ranks = compute_bytes(config, place), place.ranks
+    compute, ranks = compute_bytes(config, place), place.shards(config)
     state = OPTIMIZER_STATE[config.policy.optimizer.type]
     frozen = compute * (sizes.total - trained)
     base = compute * adapted_parameters(config.policy.lora, sizes)
     reference = MASTER * sizes.total if _has_reference(config) else 0
-    # Sharded over all ranks, and what every rank has of an adapter.
+    # Sharded, and what every rank has of an adapter.
     weights = (MASTER * trained + frozen + reference) // ranks + MASTER * adapter
     gradients = GRADIENT * (trained // ranks + adapter)
     moments = state * (trained // ranks + adapter)
@@ -135,7 +140,7 @@ def _gathered(config: Config, sizes: Sizes, place: Placement, compute: int) -> i
     partly_frozen = config.policy.lora is not None or config.policy.train_layers is not None
     if partly_frozen and (place.ranks == 1 or _shares_engine(config)):
         return compute * trained_parameters(config, sizes)  # no FSDP: frozen weights are used where they are
-    if place.ranks == 1 and not config.policy.cpu_offload:
+    if place.shards(config) == 1 and not config.policy.cpu_offload:
         return compute * sizes.total
     return compute * (sizes.outside + 2 * sizes.block)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def memory_fix(config: Config, sizes: Sizes, place: Placement, host_bytes: int, 
             fitting.append(f"{setting} ({gib(need.device)})")
     ranks = place.ranks
     while place.on_gpu and (ranks := 2 * ranks) <= MOST_RANKS:
-        more = Placement(ranks=ranks, on_gpu=True, device_bytes=place.device_bytes)
+        more = replace(place, ranks=ranks)
         if _fits(footprint(config, sizes, more), device, host, FULL):
             fitting.append(f"{ranks} such GPUs")
             break
@@ -140,6 +141,8 @@ def smaller_runs(config: Config) -> dict[str, Config]:
         changes["--policy.lora.base_on_host true"] = {
             "policy": {"lora": lora.model_copy(update={"base_on_host": True})}
         }
+    if policy.replicate is not None:
+        changes["--policy.replicate null"] = {"policy": {"replicate": None}}
     if engine.gpu_memory_utilization is not None:
         changes["--engine.gpu_memory_utilization null"] = {"engine": {"gpu_memory_utilization": None}}
     if engine.kv_cache_memory_bytes is not None:
@@ -179,8 +182,9 @@ def _sizes(subject: Subject) -> Sizes | None:
 def _placement(subject: Subject) -> Placement | None:
     """Return where the ranks are; None if the memory of the GPUs is unknown."""
     if not subject.launch.gpus:
-        return Placement(ranks=subject.ranks, on_gpu=False, device_bytes=psutil.virtual_memory().total)
+        total = psutil.virtual_memory().total
+        return Placement(ranks=subject.ranks, on_gpu=False, device_bytes=total, nodes=subject.launch.nodes)
     sizes = [gpu.total for gpu in subject.gpus[: subject.launch.gpus] if gpu.total is not None]
     if not sizes or len(sizes) < subject.launch.gpus:
         return None
-    return Placement(ranks=subject.ranks, on_gpu=True, device_bytes=min(sizes))
+    return Placement(ranks=subject.ranks, on_gpu=True, device_bytes=min(sizes), nodes=subject.launch.nodes)

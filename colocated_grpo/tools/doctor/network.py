@@ -19,7 +19,7 @@ import psutil
 from colocated_grpo.config.schema import Config
 from colocated_grpo.launch.arguments import DEFAULT_MASTER_PORT
 from colocated_grpo.launch.launcher import python_path
-from colocated_grpo.tools.doctor.results import Finding, failed, ok, skipped, warning
+from colocated_grpo.tools.doctor.results import Finding, failed, ok, skipped
 from colocated_grpo.tools.doctor.subject import Subject
 
 COLLECTIVE_SECONDS = 60
@@ -71,8 +71,8 @@ def _holder(port: int) -> str:
 
 
 def check_hostnames(subject: Subject) -> Finding:
-    """Resolve the address of node 0 and this machine's own name, on which gloo listens."""
-    launch, environment = subject.launch, subject.environment
+    """Resolve the address of node 0."""
+    launch = subject.launch
     if launch.nodes == 1:
         return skipped("one node")
     address = _resolve(launch.master_addr)
@@ -82,13 +82,6 @@ def check_hostnames(subject: Subject) -> Finding:
         return failed(
             f"--master-addr={launch.master_addr}: is {address}, which other nodes cannot reach",
             "the IP address of node 0 (hostname -I), the same on every node",
-        )
-    name = socket.gethostname()
-    own = _resolve(name)
-    if not environment.get("GLOO_SOCKET_IFNAME") and (own is None or ipaddress.ip_address(own).is_loopback):
-        return warning(
-            f"this machine's name {name} resolves to {own or 'nothing'}: other nodes cannot reach its ranks",
-            "correct /etc/hosts, or export GLOO_SOCKET_IFNAME=eth0 (ip -brief address lists interfaces)",
         )
     return ok(f"{launch.master_addr} is {address}, port {launch.master_port or DEFAULT_MASTER_PORT}")
 

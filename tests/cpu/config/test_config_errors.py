@@ -55,8 +55,9 @@ from tests.support.config_text import config_error, load, notes
             "model_name='b': the same setting as model.name (line 1 of x.yaml); remove one of them (line 3 of x.yaml)",
         ),
         (
-            "fsdp_config: {sharding_strategy: HYBRID_SHARD}",
-            "fsdp_config.sharding_strategy='HYBRID_SHARD': must be 'full_shard' (FSDP2) (line 3 of x.yaml)",
+            "fsdp_config: {sharding_strategy: NO_SHARD}",
+            "fsdp_config.sharding_strategy='NO_SHARD': must be one of 'full_shard', 'hybrid_shard' (policy.replicate) "
+            "(line 3 of x.yaml)",
         ),
         (
             "batch_size: 60",

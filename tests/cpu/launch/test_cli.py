@@ -17,12 +17,10 @@ from colocated_grpo.launch.cli import (
     LOG_LEVEL_VARIABLE,
     OneLineParser,
     add_run_arguments,
-    environment_problem,
     explain_os_error,
-    first_host,
-    rank_environment,
     set_up_logging,
 )
+from colocated_grpo.launch.rank_variables import environment_problem, first_host, rank_environment
 from colocated_grpo.runtime.descriptors import DESCRIPTORS
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, report
 from tests.support.paths import ROOT
@@ -123,7 +121,7 @@ def trained(config: Path, body: str, *arguments: str, **environment: str) -> sub
         "from colocated_grpo.config.errors import ConfigError\n"
         "from colocated_grpo.errors import RunError\n"
         "rank = sys.modules['colocated_grpo.launch.rank'] = types.ModuleType('rank')\n"
-        f"def train(config, *, resume, name, output):\n    {body}\n"
+        f"def train(config, joined, *, resume, name, output):\n    {body}\n"
         "rank.main = train\n"
     )
     return rank(code + START.replace("ARGUMENTS", ascii(["--config", str(config), *arguments])), **environment)

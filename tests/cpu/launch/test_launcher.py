@@ -54,7 +54,7 @@ ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yam
         (
             "--gpus 4 --nodes 2 --node-rank 1 --master-addr 192.168.1.100",
             "colocated_grpo.launch.elastic --nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr 192.168.1.100 "
-            "--master-port 29500 -m colocated_grpo --config x.yaml",
+            "--master-port 29500 --rdzv-conf timeout=900 -m colocated_grpo --config x.yaml",
         ),
         (
             "--gpus 1 --master-port 4000",
@@ -99,7 +99,8 @@ def test_a_dry_run_shows_the_whole_banner(config, eight_gpus, capsys):
         "  Resume         no\n"
         "  Log level      INFO\n"
         f"  Command        {sys.executable} -m {ELASTIC} --nnodes 2 --nproc-per-node 4 --node-rank 1 "
-        "--master-addr node0 --master-port 29500 -m colocated_grpo --config x.yaml --policy.lr 1e-5\n"
+        "--master-addr node0 --master-port 29500 --rdzv-conf timeout=900 -m colocated_grpo --config x.yaml "
+        "--policy.lr 1e-5\n"
         "Dry run mode - command not executed\n"
     )
 
@@ -196,6 +197,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
         ("--nodes 2", "--master-addr: required with --nodes=2; it is the address of node 0"),
         ("--nodes 2 --node-rank 2", "--node-rank=2: must be at least 0 and less than --nodes=2"),
         ("--node-rank -1", "--node-rank=-1: must be at least 0 and less than --nodes=1"),
+        ("--join-timeout 0", "--join-timeout=0: must be at least 1"),
         ("--master-port 99999", "--master-port=99999: must be between 1 and 65535"),
         ("--gpu 4", "--gpu: unknown flag; did you mean --gpus?"),
         ("--dryrun", "--dryrun: unknown flag; did you mean --dry-run?"),
@@ -369,6 +371,7 @@ def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
     def run_command(_command, environment, _redirect, _action):
         if finishes:
             monkeypatch.setenv(VERDICT_VARIABLE, environment[VERDICT_VARIABLE])
+            monkeypatch.setattr("colocated_grpo.launch.joining.join_ranks", lambda _: None)
             monkeypatch.setattr("colocated_grpo.launch.cli._import_trainer", lambda: lambda *_, **__: None)
             return _run(load_config(config), None, "any", RunOutput())
         return 0  # like os._exit(0) in a reward
@@ -416,6 +419,7 @@ def launch(**changes: object) -> Launch:
             place
             | {
                 "engine_gpus": 0,
+                "join_timeout": 900,
                 "config": "x.yaml",
                 "resume": None,
                 "log_level": "INFO",

@@ -13,6 +13,7 @@ import pytest
 
 from colocated_grpo.launch import processes
 from tests.support.paths import ROOT
+from tests.support.servers import free_port
 
 TIMEOUT = 30
 
@@ -196,6 +197,28 @@ def test_a_port_in_use_is_a_one_line_error():
         _, shown = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2
     assert shown == f"error: --master-port={port} on --master-addr=127.0.0.1: already in use; choose another port\n"
+
+
+def test_a_node_that_never_comes_is_one_line_after_the_time_limit():
+    ports = [free_port(), free_port()]
+    command = ["-m", "colocated_grpo.launch.elastic", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-conf", "timeout=1", "--master-addr", "127.0.0.1"]
+    starts = [
+        start(*command, "--node-rank", str(node), "--master-port", str(port), "-m", "this")
+        for node, port in enumerate(ports)
+    ]
+    first, second = [(*process.communicate(timeout=TIMEOUT), process.returncode) for process in starts]
+    where = f"--master-port={ports[1]} on --master-addr=127.0.0.1"
+    assert first == (
+        "waiting for node 1 of 2\n",
+        "error: only 1 of 2 nodes have started after 1 s (--join-timeout)\n",
+        1,
+    )
+    assert second == (
+        "waiting for node 0 of 2 at 127.0.0.1\n",
+        f"error: {where}: node 0 does not answer there after 1 s (--join-timeout): Connection refused\n",
+        1,
+    )
 
 
 def test_ranks_that_are_killed_before_they_can_report_it_end_with_one_line(tmp_path, monkeypatch):

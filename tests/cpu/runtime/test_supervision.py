@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.supervision import StopRequest, Watchdog, own_process, visible_from
+from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks, own_process, visible_from
 from tests.support.ranks import Ranks, in_process_group, run_on_ranks
 
 SECONDS_TO_NOTICE = 5.0
@@ -22,7 +22,9 @@ STARTED = 60.0
 def watched(world: World) -> tuple[StopRequest, Watchdog]:
     stop = StopRequest(world.store)
     stop.listen()
-    return stop, Watchdog(world, stop)
+    watchdog = Watchdog(world.store, stop, world.rank)
+    watchdog.watch(world.gather_objects(own_process()))
+    return stop, watchdog
 
 
 def wait_in_a_collective(world: World) -> None:
@@ -78,12 +80,12 @@ def test_processes_of_another_machine_or_container_are_not_watched_by_their_id(m
 
 def find_the_killed_rank(world: World, waiting, killed, right) -> None:
     _, watchdog = watched(world)
-    watchdog.close()
+    watchdog.stop_watching()
     waiting[world.rank].set()
     if world.rank != 0:
         signal.pause()
     assert killed.wait(STARTED)
-    if watchdog.missing_ranks() == [1]:
+    if watchdog.missing_ranks() == explain_missing_ranks([1]):
         right.set()
 
 
@@ -101,7 +103,7 @@ def fail_on_rank_one(world: World, waiting) -> None:
     _, watchdog = watched(world)
     waiting[world.rank].set()
     if world.rank == 1:
-        assert watchdog.report_failure(), "the first to fail"
+        assert watchdog.report_failure("the cause"), "the first to fail"
         signal.pause()  # still alive: the other rank must read the failure from the store
     wait_for_a_key(world)
 

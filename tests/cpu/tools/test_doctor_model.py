@@ -104,6 +104,14 @@ def test_training_takes_the_documented_bytes_per_parameter_over_all_ranks(text, 
     assert (two - four) * 4 / sizes.total == pytest.approx(bytes_per_parameter, rel=0.16, abs=1e-6)
 
 
+def test_replicas_on_nodes_take_the_memory_of_a_run_on_one_node():
+    sizes = sizes_of(config_json())
+    two_nodes = replace(H100, ranks=8, nodes=2)
+    replicated = footprint(load("policy: {replicate: nodes}"), sizes, two_nodes)
+    assert replicated == footprint(load(""), sizes, replace(H100, ranks=4))
+    assert replicated.training > footprint(load(""), sizes, two_nodes).training
+
+
 @pytest.mark.parametrize(("text", "expected"), [("", 18), ("policy: {lora: {}}", 4)])
 def test_shared_weights_take_the_documented_bytes_per_parameter(text, expected):
     sizes = sizes_of(config_json())

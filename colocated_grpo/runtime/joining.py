@@ -1,0 +1,198 @@
+"""How ranks find each other, before there is a process group: their store, their processes, and which of them is lost.
+
+Joining needs torch and nothing else. It comes before the slow imports, so that a rank that is killed during these ends
+the other ranks too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple, Self
+
+import psutil
+import torch.distributed as dist
+
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.errors import AlreadyReported, RunError, in_one_line
+from colocated_grpo.runtime.addresses import own_address, wait_for_listener
+from colocated_grpo.runtime.node_links import LinkAddress
+from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, own_process
+
+JOIN_SECONDS = 600.0
+"""Longest wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""
+SLICE = timedelta(seconds=1)
+"""A wait in the store blocks signal handlers, so long waits consist of short ones."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+MEMBER_KEY, COUNT_KEY, COMPLETE_KEY = "member", "members", "complete"
+
+
+class Member(NamedTuple):
+    """A rank, as it describes itself to the others."""
+
+    process: ProcessId
+    link: LinkAddress | None
+    """None on the node of rank 0."""
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Self:
+        (table, pid), link = json.loads(text)
+        return cls(ProcessId(tuple(table), pid), None if link is None else LinkAddress(*link))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """This rank among all ranks of the run, which have started."""
+
+    store: dist.Store
+    """The run's store, on which the process group is built."""
+    stop: StopRequest
+    watchdog: Watchdog
+
+    def failure(self, error: BaseException) -> BaseException:
+        """Make the other ranks exit, and return the exception to raise for an error of this rank."""
+        self.watchdog.stop_watching()
+        # A broken collective does not say why: name the ranks that are lost. Other errors of this rank are its own.
+        broken = isinstance(error, RuntimeError) and not isinstance(error, RunError)
+        missing = self.watchdog.missing_ranks() if broken else None
+        shown = error if missing is None else RunError(missing)
+        one_line = isinstance(shown, RunError | ConfigError)
+        if not self.watchdog.report_failure(str(shown) if one_line else in_one_line(shown)):
+            # The first rank's error again, or the connection that broke when that rank exited: it would mislead.
+            return AlreadyReported()
+        return shown
+
+
+def join(before_exit: Callable[[str | None], None] = lambda line: None, patience: float | None = None) -> Joined:
+    """Meet the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe. Collective.
+
+    From here on this process ends soon after any other rank has. before_exit: as in `Watchdog`. patience: seconds to
+    wait for ranks that have not started; default: JOIN_SECONDS. Raises RunError.
+    """
+    patience = JOIN_SECONDS if patience is None else patience
+    deadline = time.monotonic() + patience
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _open_store(rank, patience, serves=serves_store)
+    # A restart by torchrun (--max-restarts) may use the same store.
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    own = dist.PrefixStore("colocated_grpo", store)
+    stop = StopRequest(own)
+    watchdog = Watchdog(own, stop, rank, serves_store=serves_store and size > 1, before_exit=before_exit)
+    joined = Joined(store=store, stop=stop, watchdog=watchdog)
+    try:
+        _meet(own, watchdog, rank, size, deadline, patience)
+    except Exception as error:
+        if (shown := joined.failure(error)) is error:
+            raise
+        raise shown from error
+    return joined
+
+
+def _open_store(rank: int, patience: float, *, serves: bool) -> dist.Store:
+    """Connect to the run's store. serves: in this process; torchrun serves it otherwise, or rank 0."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    where = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    if not serves:
+        try:
+            wait_for_listener(host, port, patience)
+        except OSError as error:
+            why = error.strerror or error
+            raise RunError(f"{where}: rank {rank} has not reached rank 0 there for {patience:g} s ({why})") from error
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=serves,
+            timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise RunError(f"{where}: the port is in use; choose another one") from error
+        what = "rank 0 cannot listen there" if serves else f"rank {rank} cannot open the store of rank 0 there"
+        raise RunError(f"{where}: {what} ({in_one_line(error)})") from error
+
+
+def _meet(store: dist.Store, watchdog: Watchdog, rank: int, size: int, deadline: float, patience: float) -> None:
+    process, link = own_process(), None
+    if rank > 0:
+        first = Member.from_json(_wait_for(store, _key(0), deadline, lambda: _not_started([0], size, patience)))
+        if first.process.table != process.table:
+            link = watchdog.links.listen(own_address(os.environ["MASTER_ADDR"]))
+    store.set(_key(rank), Member(process, link).to_json())
+    if store.add(COUNT_KEY, 1) == size:
+        store.set(COMPLETE_KEY, "")
+    keys = [_key(other) for other in range(size)]
+
+    def missing() -> str:
+        return _not_started([other for other, key in enumerate(keys) if not store.check([key])], size, patience)
+
+    _wait_for(store, COMPLETE_KEY, deadline, missing)
+    members = [Member.from_json(text) for text in store.multi_get(keys)]
+    watchdog.watch([member.process for member in members])
+    if rank == 0:
+        _connect(watchdog, members)
+    _choose_gloo_interface(rank, members)
+
+
+def _key(rank: int) -> str:
+    return f"{MEMBER_KEY} {rank}"
+
+
+def _wait_for(store: dist.Store, key: str, deadline: float, explain: Callable[[], str]) -> bytes:
+    """Return the value of a key. Raises RunError with `explain()` after the deadline."""
+    while True:
+        with suppress(dist.DistStoreError):  # not there yet
+            store.wait([key], SLICE)
+            return store.get(key)
+        if time.monotonic() > deadline:
+            raise RunError(explain())
+
+
+def _not_started(ranks: Sequence[int], size: int, patience: float) -> str:
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"{named} of {size} did not start within {patience:g} s: see the output of the node, or start all nodes"
+
+
+def _connect(watchdog: Watchdog, members: Sequence[Member]) -> None:
+    for rank, member in enumerate(members):
+        if member.link is not None:
+            try:
+                watchdog.links.connect(rank, member.link)
+            except OSError as error:
+                raise RunError(
+                    f"rank {rank}: rank 0 cannot connect to {member.link.host}, port {member.link.port} "
+                    f"({error.strerror or error}); all nodes need free ports between each other"
+                ) from error
+
+
+def _choose_gloo_interface(rank: int, members: Sequence[Member]) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes, unless the user has set it.
+
+    By default gloo takes the address of the machine's own name, which is often 127.0.1.1.
+    """
+    links = [member.link for member in members if member.link is not None]
+    if not links or GLOO_INTERFACE in os.environ:
+        return
+    own = members[rank].link
+    address = own_address(links[0].host) if own is None else own.host
+    if (interface := _interface_of(address)) is not None:
+        os.environ[GLOO_INTERFACE] = interface
+
+
+def _interface_of(address: str) -> str | None:
+    """Return the name of the interface with this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    return None

@@ -1,0 +1,126 @@
+"""TCP connections from rank 0 to the ranks of other nodes. They carry nothing; their end says that a rank is gone.
+
+The kernel of a machine answers probes for its processes, also for one that computes, is stopped or holds Python's
+interpreter lock. So a connection ends when the process at the other end has ended, or when its machine or the network
+between them is lost, and not when a rank is slow.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+from contextlib import suppress
+from typing import NamedTuple
+from weakref import WeakSet
+
+PROBE_SECONDS = 5
+"""Time without traffic before a probe, and between probes."""
+PROBES = 3
+"""Unanswered probes after which the other machine is lost."""
+CONNECT_SECONDS = 10.0
+HELLO_SECONDS = 1.0
+TOKEN_BYTES = 16
+
+
+class LinkAddress(NamedTuple):
+    """Where a rank waits for the connection from rank 0."""
+
+    host: str
+    port: int
+    token: str
+    """Rank 0 sends it first: other programs may find the port."""
+
+
+class Lost(NamedTuple):
+    """A rank whose connection has ended."""
+
+    rank: int
+    host: str
+    silent: bool
+    """The machine no longer answers. False: it has closed the connection, because the process has ended."""
+
+
+class NodeLinks:
+    """This rank's connections to ranks of other nodes. `lost` is for one thread."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, socket.socket] = {}
+        self._hosts: dict[int, str] = {}
+        self._listener: socket.socket | None = None
+        self._token = ""
+        _all_links.add(self)
+
+    def listen(self, host: str) -> LinkAddress:
+        """Wait for the connection from rank 0, which `lost` accepts. host: an address of this machine."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._token = secrets.token_hex(TOKEN_BYTES)
+        listener = socket.create_server((host, 0), family=family)
+        listener.setblocking(False)
+        self._listener = listener
+        return LinkAddress(host, listener.getsockname()[1], self._token)
+
+    def connect(self, rank: int, address: LinkAddress) -> None:
+        """Connect to a rank of another node. Raises OSError where that fails."""
+        link = socket.create_connection((address.host, address.port), timeout=CONNECT_SECONDS)
+        link.sendall(address.token.encode())
+        self._add(rank, link, address.host)
+
+    def lost(self) -> list[Lost]:
+        """Return the ranks whose connections have ended."""
+        if self._listener is not None:
+            self._accept(self._listener)
+        found = ((rank, _silent(link)) for rank, link in list(self._links.items()))
+        return [Lost(rank, self._hosts[rank], silent) for rank, silent in found if silent is not None]
+
+    def close(self) -> None:
+        for each in (self._listener, *self._links.values()):
+            if each is not None:
+                each.close()
+        self._listener, self._links = None, {}
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            link, (host, *_) = listener.accept()
+            link.settimeout(HELLO_SECONDS)
+            with suppress(OSError):
+                if hmac.compare_digest(link.recv(2 * TOKEN_BYTES, socket.MSG_WAITALL), self._token.encode()):
+                    self._add(0, link, host)
+                    listener.close()
+                    self._listener = None
+                    return
+            link.close()
+
+    def _add(self, rank: int, link: socket.socket, host: str) -> None:
+        link.setblocking(False)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("KEEPIDLE", PROBE_SECONDS), ("KEEPINTVL", PROBE_SECONDS), ("KEEPCNT", PROBES)):
+            if hasattr(socket, f"TCP_{name}"):  # some platforms lack one
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        self._hosts[rank] = host
+        self._links[rank] = link
+
+
+def _silent(link: socket.socket) -> bool | None:
+    """Return None for a connection that is open, else `Lost.silent`."""
+    try:
+        return None if link.recv(1) else False
+    except BlockingIOError:
+        return None
+    except (ConnectionResetError, BrokenPipeError):
+        return False
+    except OSError:
+        return True
+
+
+_all_links: WeakSet[NodeLinks] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """A child that outlives its rank, such as a worker of a reward, would hold the connections open."""
+    for links in _all_links:
+        links.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

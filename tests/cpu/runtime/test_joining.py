@@ -1,0 +1,170 @@
+"""The start of the ranks: who is missing is named, and a rank that dies before there is a group ends the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from colocated_grpo.errors import AlreadyReported, RunError
+from colocated_grpo.runtime import node_links
+from colocated_grpo.runtime.joining import Joined, join
+from colocated_grpo.runtime.node_links import LinkAddress, NodeLinks
+from colocated_grpo.runtime.rank_process import RankProcess
+from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
+from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
+from tests.support.ranks import Ranks, in_process_group, run_on_ranks
+from tests.support.servers import free_port
+
+SECONDS_TO_NOTICE = 5.0
+STARTED = 60.0
+WHERE = "MASTER_ADDR=127.0.0.1 MASTER_PORT=%d"
+
+
+def join_without_launcher(port: int, **options: float) -> Joined:
+    """Join as under srun: rank 0 serves the store."""
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return join(**options)
+
+
+@contextmanager
+def ending_of_a_rank(errors: Path) -> Iterator[None]:
+    """Write errors into a file, and exit as a rank does after one."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    try:
+        yield
+    except RunError as error:
+        os.write(2, f"error: {error}\n".encode())
+        os._exit(1)
+    except AlreadyReported:
+        os._exit(1)
+
+
+def block_in_the_start(port: int, joined, idle_rank: int, errors: Path) -> None:
+    rank = int(os.environ["RANK"])
+    with ending_of_a_rank(errors):
+        own = join_without_launcher(port)
+        joined[rank].set()
+        if rank == idle_rank:
+            signal.pause()  # as in an import
+        RankProcess(own, STARTED, "rollout.reward_timeout", replicate_nodes=False)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_before_there_is_a_process_group_ends_the_others_within_seconds(tmp_path, victim):
+    joined = [Ranks.context.Event() for _ in range(2)]
+    with Ranks(block_in_the_start, 2, free_port(), joined, victim, tmp_path / "errors") as ranks:
+        assert all(event.wait(STARTED) for event in joined)
+        survivor = ranks.processes[1 - victim]
+        ranks.processes[victim].kill()
+        since = time.monotonic()
+        survivor.join(2 * SECONDS_TO_NOTICE)
+        assert survivor.exitcode == 1
+        assert time.monotonic() - since < SECONDS_TO_NOTICE
+    assert (tmp_path / "errors").read_text() == f"error: {explain_missing_ranks([victim])}\n"
+
+
+def start_without(port: int, rank: int, size: int, errors: Path) -> None:
+    os.environ |= {"RANK": str(int(os.environ["RANK"]) + rank), "WORLD_SIZE": str(size)}
+    with ending_of_a_rank(errors):
+        join_without_launcher(port, patience=1)
+
+
+@pytest.mark.parametrize(
+    ("first", "started", "line"),
+    [
+        (0, 2, "ranks 2, 3 of 4 did not start within 1 s: see the output of the node, or start all nodes"),
+        (
+            1,
+            1,
+            f"{WHERE}: rank 1 has not reached rank 0 there for 1 s (Connection refused)",
+        ),
+    ],
+)
+def test_ranks_that_never_start_are_named_once_after_the_time_limit(tmp_path, first, started, line):
+    port = free_port()
+    with Ranks(start_without, started, port, first, 4, tmp_path / "errors") as ranks:
+        assert ranks.exit_codes(STARTED) == [1] * started
+    expected = line % port if "%" in line else line
+    assert (tmp_path / "errors").read_text() == f"error: {expected}\n"
+
+
+def fail_on_another_node(world, verdict: Path) -> None:
+    """Watch no processes, as ranks of different nodes do."""
+    os.environ[VERDICT_VARIABLE] = str(verdict)
+    watchdog = Watchdog(world.store, StopRequest(world.store), world.rank)
+    world.barrier()
+    if world.rank == 1:
+        assert watchdog.report_failure("policy.lr=0.1: the gradient is not finite")
+    signal.pause()
+
+
+def test_the_launcher_of_a_node_shows_the_error_of_the_node_that_failed_first(tmp_path):
+    with Ranks(in_process_group, 2, fail_on_another_node, tmp_path / "verdict") as ranks:
+        ranks.processes[0].join(STARTED)
+        assert ranks.processes[0].exitcode == 1
+    line = "error: rank 1 of another node failed first: policy.lr=0.1: the gradient is not finite"
+    assert (tmp_path / "verdict").read_text() == f"1\n{line}"
+
+
+@pytest.fixture
+def listening() -> tuple[NodeLinks, LinkAddress]:
+    links = NodeLinks()
+    return links, links.listen("127.0.0.1")
+
+
+def test_a_connection_that_ends_is_the_end_of_its_rank(listening):
+    links, address = listening
+    other = NodeLinks()
+    other.connect(3, address)
+    assert links.lost() == other.lost() == []
+    other.close()
+    assert [tuple(lost) for lost in links.lost()] == [(0, "127.0.0.1", False)]
+
+
+def test_a_stranger_at_the_port_is_not_a_rank(listening, monkeypatch):
+    monkeypatch.setattr(node_links, "HELLO_SECONDS", 0.1)
+    links, address = listening
+    for hello in (b"", b"GET / HTTP/1.1\r\n", b"0" * len(address.token)):
+        with socket.create_connection((address.host, address.port)) as stranger:
+            stranger.sendall(hello)
+            assert links.lost() == []
+        assert links.lost() == []
+    first = NodeLinks()
+    first.connect(1, address)
+    assert links.lost() == []
+    first.close()
+    assert [lost.rank for lost in links.lost()] == [0]
+
+
+def outlives_its_rank() -> bool:
+    """Return whether a child that a rank has forked holds the rank's connections open."""
+    links, other = NodeLinks(), NodeLinks()
+    other.connect(1, links.listen("127.0.0.1"))
+    assert links.lost() == []
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, b".")
+        time.sleep(STARTED)
+        os._exit(0)
+    os.read(reader, 1)
+    other.close()
+    held = links.lost() == []
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return held
+
+
+def in_child(_world) -> bool:
+    return outlives_its_rank()
+
+
+def test_a_forked_child_does_not_hold_the_connections_of_its_rank():
+    assert run_on_ranks(in_child, 1) == [False]
