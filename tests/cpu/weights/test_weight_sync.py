@@ -83,6 +83,13 @@ def test_the_engines_of_two_ranks_follow_the_policy(tensor_parallel, left_by_a_k
         assert all(name.endswith("(deleted)") for name in facts["shared memory"])
 
 
+def test_an_engine_of_two_ranks_follows_a_policy_with_experts():
+    folder = tiny_model("qwen3_moe", edits=SETTINGS["qwen3_moe"])
+    for facts in run_on_ranks(synced_on_two_ranks, 2, folder, 2, timeout=TIMEOUT):
+        assert_follows(facts)
+        assert facts["path"] == "load_weights"
+
+
 def synced_on_two_ranks(world: World, folder: Path, tensor_parallel: int) -> dict[str, Any]:
     """With buckets so small that most parameters of the model have one of their own."""
     facts = synced_twice(world, folder, 1 << 14, engine={"tensor_parallel_size": tensor_parallel})
