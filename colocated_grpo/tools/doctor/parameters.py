@@ -26,6 +26,8 @@ class Sizes:
     """Linear layers of a block with their inputs and outputs, under Llama's names. Experts of a block are not here."""
     experts: int
     """Parameters of the experts of a block."""
+    dense_blocks: int
+    """Difference that the first blocks of a mixture make by having a dense MLP instead of experts, all together."""
     kv_width: int
     """Keys of one token in one block: key-value heads times head size."""
 
@@ -35,7 +37,7 @@ class Sizes:
 
     @property
     def total(self) -> int:
-        return self.outside + self.blocks * self.block
+        return self.outside + self.blocks * self.block + self.dense_blocks
 
 
 def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
@@ -57,7 +59,8 @@ def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
         "o_proj": (heads * head_size, hidden),
     }
     experts = _experts(model, hidden, intermediate)
-    dense = _first(model, "shared_expert_intermediate_size") or 0 if experts else intermediate
+    dense = _shared(model) if experts else intermediate
+    num_dense_blocks = _first(model, "first_k_dense_replace") or 0 if experts else 0
     if dense:
         gate = {} if model.get("model_type") in UNGATED else {"gate_proj": (hidden, dense)}
         linear |= gate | {"up_proj": (hidden, dense), "down_proj": (dense, hidden)}
@@ -69,6 +72,7 @@ def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
         outside=vocab * hidden * (1 if _is_tied(config_json, model) else 2) + _positions(model) * hidden,
         linear=linear,
         experts=experts,
+        dense_blocks=num_dense_blocks * (3 * hidden * (intermediate - dense) - experts),
         kv_width=kv_width,
     )
 
@@ -78,6 +82,12 @@ def _experts(model: Mapping[str, Any], hidden: int, intermediate: int) -> int:
     count = _first(model, "num_experts", "num_local_experts", "n_routed_experts") or 0
     size = _first(model, "moe_intermediate_size") or intermediate
     return count * (3 * hidden * size + hidden)
+
+
+def _shared(model: Mapping[str, Any]) -> int:
+    """Return the width of a block's shared experts, which every token passes; 0 without any."""
+    separate = (_first(model, "n_shared_experts") or 0) * (_first(model, "moe_intermediate_size") or 0)
+    return _first(model, "shared_expert_intermediate_size") or separate
 
 
 def _is_tied(config_json: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
