@@ -109,7 +109,7 @@ class Run:
     def close(self) -> None:
         with suppress(RunError):  # of a checkpoint that was being written when the run failed
             self.checkpoints.wait()
-        if self.hub is not None:
+        if self.hub is not None and self.world.is_main:
             self.hub.close()
         self.supply.close()
         self.collector.close()

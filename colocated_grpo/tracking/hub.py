@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from colocated_grpo.config.hub import HubConfig
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime import hub_upload
+from colocated_grpo.runtime.hub_upload import NOT_PUSHED
 from colocated_grpo.tracking.model_card import write_card
 
 STAGING = "hub"
@@ -30,12 +32,12 @@ class _Job:
     title: str
     folder: Path | None
     """Files to push; None: the repository is created."""
-    by_hand: str = ""
-    """Said after a failure."""
+    then: str = "the run goes on"
+    """Ends the line of a failure."""
 
 
 class Hub:
-    """The run's repository. Every rank has one; only rank 0 calls anything but `due`.
+    """The run's repository. Every rank has one, to know when a push is `due`; only rank 0 pushes.
 
     Each push runs in a process of its own, so a slow or broken connection costs training nothing.
     """
@@ -82,13 +84,18 @@ class Hub:
     def push_final(self, exported: Path, steps: int) -> None:
         """Push the run's final export."""
         folder = self._run_dir / STAGING / exported.name
+        private = ["--private"] if self._settings.private else []
+        command = ["hf", "upload", self._settings.repo, str(exported), *private, "--exclude", *NOT_PUSHED]
+        by_hand = f"push it with: {shlex.join(command)}"
         try:
             # Links: the export is not written twice, and is not changed by the files that are added.
             shutil.copytree(exported, folder, copy_function=_link, dirs_exist_ok=True)
+        except shutil.Error as error:  # of single files: (source, target, reason)
+            self._fail(exported.name, error.args[0][0][2], by_hand)
         except OSError as error:
-            self._fail(exported.name, f"{error.strerror}: {error.filename}")
-            return
-        self._push(folder, steps, exported.name, f"; push it with: hf upload {self._settings.repo} {exported}")
+            self._fail(exported.name, f"{error.strerror}: {error.filename}", by_hand)
+        else:
+            self._push(folder, steps, exported.name, by_hand)
 
     def pending(self, seconds: float, *, stopped: bool) -> bool:
         """Wait up to `seconds`, and return whether a push is not complete yet. stopped: end it instead."""
@@ -99,7 +106,7 @@ class Hub:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, min(seconds, self._deadline - time.monotonic())))
             self._advance()
-        return self._running is not None
+        return self._running is not None or bool(self._waiting)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a step; collects the result of a push that has completed."""
@@ -113,15 +120,20 @@ class Hub:
             job = self._running
             self._end()
             if job.folder is not None:
-                self._fail(job.title, f"the run ended first{job.by_hand}")
+                self._fail(job.title, "the run ended first")
         shutil.rmtree(self._run_dir / STAGING, ignore_errors=True)
 
-    def _push(self, folder: Path, step: int, title: str, by_hand: str = "") -> None:
+    def _push(self, folder: Path, step: int, title: str, then: str = _Job.then) -> None:
         try:
             write_card(folder, self._config, self._settings.repo, self._run_dir, step)
-        except (OSError, RunError) as error:  # the card is made from files that a user may have changed
+        except (
+            OSError,
+            RunError,
+            ValueError,
+            TypeError,
+        ) as error:  # the card is made from files that a user may have changed
             self._note(f"hub: {title} is pushed without a card: {error}")
-        self._waiting.append(_Job(title=title, folder=folder, by_hand=by_hand))
+        self._waiting.append(_Job(title=title, folder=folder, then=then))
         self._advance()
 
     def _advance(self) -> None:
@@ -135,12 +147,12 @@ class Hub:
                 reason = result.get("error") or (
                     f"longer than hub.timeout={self._settings.timeout:g} s" if late else "the uploader was killed"
                 )
-                self._fail(job.title, reason[:LONGEST_ERROR] + job.by_hand)
+                self._fail(job.title, reason[:LONGEST_ERROR], job.then)
             elif job.folder is not None:
                 self._note(f"hub: pushed {job.title}: {result['url']}")
             if job.folder is not None:
                 shutil.rmtree(job.folder, ignore_errors=True)
-        if self._waiting and self._running is None:
+        while self._waiting and self._running is None:
             self._begin(self._waiting.popleft())
 
     def _begin(self, job: _Job) -> None:
@@ -163,24 +175,30 @@ class Hub:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(description) + "\n")
             self._process.stdin.flush()
-        except OSError as error:
-            self._process = None
-            self._fail(job.title, str(error) + job.by_hand)
+        except OSError as error:  # no memory for a process, or it has ended at once
+            if self._process is not None:
+                self._end()
+            self._fail(job.title, str(error), job.then)
+            if job.folder is not None:
+                shutil.rmtree(job.folder, ignore_errors=True)
             return
         self._running, self._deadline = job, time.monotonic() + self._settings.timeout
 
     def _end(self) -> dict[str, str]:
-        """Kill the process if it is alive, and return the result that it has printed; empty without one."""
+        """Kill the process if it is alive, and return the result that it has printed whole; empty without one."""
         assert self._process is not None
         self._process.kill()
         printed, _ = self._process.communicate()
         self._process = self._running = None
-        lines = printed.splitlines()
-        return json.loads(lines[-1]) if lines else {}
+        with suppress(ValueError, IndexError):
+            result = json.loads(printed.splitlines()[-1])
+            return result if isinstance(result, dict) else {}
+        return {}
 
-    def _fail(self, title: str, reason: str) -> None:
+    def _fail(self, title: str, reason: str, then: str = "") -> None:
         self.failed += 1
-        self._note(f"warning: hub: {title}: failed, number {self.failed} in this run: {reason}; the run goes on")
+        line = f"warning: hub: {title}: failed, number {self.failed} in this run: {reason}"
+        self._note(f"{line}; {then}" if then else line)
 
 
 def _link(source: str, target: str) -> str:

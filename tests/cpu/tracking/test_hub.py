@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -109,7 +112,7 @@ def test_a_slow_push_is_ended_and_a_wrong_token_is_noted_at_the_start(run_dir, s
     pushes = Pushes(run_dir, timeout=3.0)
     pushes.hub.push_final(run_dir / "final_model", 6)
     assert pushes.finish() == 1
-    by_hand = f"push it with: hf upload me/taught {run_dir}/final_model; the run goes on"
+    by_hand = f"push it with: hf upload me/taught {run_dir}/final_model --private --exclude checksums.json"
     assert pushes.lines == [
         f"warning: hub: final_model: failed, number 1 in this run: longer than hub.timeout=3 s; {by_hand}"
     ]
@@ -125,13 +128,37 @@ def test_an_unreachable_hub_and_a_run_that_ends_first_cost_a_line_each(run_dir, 
     ended = Pushes(run_dir)
     ended.push(2)
     ended.hub.close()
-    assert ended.lines == ["warning: hub: step 2: failed, number 1 in this run: the run ended first; the run goes on"]
+    assert ended.lines == ["warning: hub: step 2: failed, number 1 in this run: the run ended first"]
     assert not (run_dir / STAGING).exists()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     refused = Pushes(run_dir)
     refused.push(2)
     assert refused.finish() == 1
     assert "Connection refused" in refused.lines[0]
+
+
+def test_what_cannot_be_copied_or_started_or_read_is_a_line_and_later_pushes_go_on(run_dir, server, monkeypatch):
+    pushes = Pushes(run_dir)
+    with monkeypatch.context() as broken:
+        broken.setattr("colocated_grpo.tracking.hub._link", raise_no_space)
+        pushes.hub.push_final(run_dir / "final_model", 6)
+    assert "final_model: failed, number 1 in this run: [Errno 28] No space left on device" in pushes.lines[0]
+    with monkeypatch.context() as broken:
+        broken.setattr("sys.executable", "/nowhere/python")
+        pushes.push(2)
+        pushes.hub.push_final(run_dir / "final_model", 6)
+        assert pushes.finish() == 3, "both have failed, and nothing waits"
+    with monkeypatch.context() as broken:
+        broken.setattr("sys.executable", shutil.which("echo"))  # prints a line that is no result
+        pushes.push(4)
+        assert pushes.finish() == 4
+    assert "the uploader was killed" in pushes.lines[-1]
+    pushes.hub.push_final(run_dir / "final_model", 6)
+    assert pushes.finish() == 4 and pushes.lines[-1].startswith("hub: pushed final_model: ")
+
+
+def raise_no_space(source: str, target: str) -> str:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
 
 
 def test_a_push_without_effect_or_without_a_token_is_refused(monkeypatch, tmp_path):
