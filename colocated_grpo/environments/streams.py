@@ -176,7 +176,7 @@ def row_at(size: int, seed: int | None, taken: int) -> int:
     return position if seed is None else epoch_order(size, seed, epoch)[position]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)  # a mixture draws from its environments in turn
 def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
     """Return the row indices of one epoch, shuffled."""
     order = list(range(size))

@@ -5,6 +5,7 @@ Ranks leave files next to the verdict for this; `runtime/verdict.py` lists them.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from colocated_grpo.launch.processes import SAVING, STOP_RANKS, StopAction
@@ -13,6 +14,7 @@ from colocated_grpo.runtime.verdict import (
     FOLDER_SUFFIX,
     RECORDED_SUFFIX,
     RUN_ERROR,
+    STOPPED_SUFFIX,
     TRAINING_SUFFIX,
     read_verdict,
 )
@@ -47,7 +49,9 @@ def ending(code: int, verdict: Path) -> tuple[int, str]:
     been removed by a cleanup of /tmp.
     """
     if verdict.with_suffix(FINISHED_SUFFIX).exists() or not verdict.parent.is_dir():
-        return code, ""
+        # Stopped by a signal that this launcher has not received: a scheduler must not take the run for finished.
+        stopped = verdict.with_suffix(STOPPED_SUFFIX).exists()
+        return (128 + signal.SIGTERM if stopped and code == 0 else code), ""
     lines = ""
     if code == 0:
         code, lines = RUN_ERROR, f"error: {UNFINISHED}"

@@ -15,7 +15,7 @@ from colocated_grpo.runtime.distributed import derive_seed, seed_everything, use
 from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.runtime.rank_process import RankProcess
 from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
-from colocated_grpo.runtime.verdict import FOLDER_SUFFIX, TRAINING_SUFFIX, mark
+from colocated_grpo.runtime.verdict import FOLDER_SUFFIX, STOPPED_SUFFIX, TRAINING_SUFFIX, mark
 from colocated_grpo.tracking import RunOutput
 from colocated_grpo.tracking.ending import FAILED, STOPPED
 from colocated_grpo.trainer import settle_garbage_collector, train
@@ -84,6 +84,8 @@ def train_on(
         process.resources.close()
         if outcome == STOPPED and (reasons := list(filter(None, world.gather_objects(process.stop.reason)))):
             raise RunError(f"{reasons[0]}; the run has saved a checkpoint, from which --resume auto continues")
+        if outcome == STOPPED:
+            mark(STOPPED_SUFFIX)
     except BaseException as error:
         if (shown := process.failure(error)) is error:
             raise

@@ -163,6 +163,10 @@ def _mesh_of_ranks(device: torch.device, size: int) -> DeviceMesh:
 
 def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMesh:
     """Return the mesh with axes "replicate" and "shard". control: `World.control`. Raises ConfigError. Collective."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:  # ranks that were started by hand
+        raise ConfigError(
+            "policy.replicate=nodes: LOCAL_WORLD_SIZE is not set; start with the launcher, torchrun or srun"
+        )
     own = (int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     places: list[Any] = [None] * control.size()
     dist.all_gather_object(places, own, group=control)

@@ -11,6 +11,7 @@ import hmac
 import os
 import secrets
 import socket
+import time
 from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakSet
@@ -83,9 +84,8 @@ class NodeLinks:
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
             link, (host, *_) = listener.accept()
-            link.settimeout(HELLO_SECONDS)
             with suppress(OSError):
-                if hmac.compare_digest(link.recv(2 * TOKEN_BYTES, socket.MSG_WAITALL), self._token.encode()):
+                if hmac.compare_digest(_hello(link), self._token.encode()):
                     self._add(0, link, host)
                     listener.close()
                     self._listener = None
@@ -100,6 +100,18 @@ class NodeLinks:
                 link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
         self._hosts[rank] = host
         self._links[rank] = link
+
+
+def _hello(link: socket.socket) -> bytes:
+    """Read the token that rank 0 sends first, in as many parts as it arrives. Raises OSError after HELLO_SECONDS."""
+    received = b""
+    deadline = time.monotonic() + HELLO_SECONDS
+    while len(received) < 2 * TOKEN_BYTES:
+        link.settimeout(max(deadline - time.monotonic(), 0.001))
+        if not (part := link.recv(2 * TOKEN_BYTES - len(received))):
+            break
+        received += part
+    return received
 
 
 def _silent(link: socket.socket) -> bool | None:

@@ -14,6 +14,8 @@ VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
 FINISHED_SUFFIX = ".finished"
 """Suffix of a second file next to that one, created by a rank whose run has ended normally. Exit code 0 is not enough:
 user code may call os._exit(0)."""
+STOPPED_SUFFIX = ".stopped"
+"""Exists if the run has stopped on request, on this node or another, before its last step."""
 FOLDER_SUFFIX = ".folder"
 """Suffix of a file with the path of the run folder."""
 TRAINING_SUFFIX = ".training"

@@ -59,6 +59,13 @@ def test_runs_that_finished_or_were_stopped_are_not_failures(verdict, code):
     assert summary(verdict) == {}
 
 
+@pytest.mark.parametrize(("code", "shown"), [(0, 143), (130, 130)])
+def test_a_run_that_another_node_has_stopped_does_not_look_finished(verdict, code, shown):
+    for suffix in (".finished", ".stopped"):
+        verdict.with_suffix(suffix).touch()
+    assert ending(code, verdict) == (shown, "")
+
+
 def test_a_run_that_was_killed_by_a_second_signal_says_so(verdict):
     verdict.with_suffix(".training").touch()
     assert ending(130, verdict) == (130, "")
