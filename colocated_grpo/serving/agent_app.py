@@ -43,7 +43,10 @@ EPISODE = "episode"
 
 
 class EpisodeGate:
-    """Pass on a request for `/episodes/<id>/<path>` with its key as one for `<path>`; respond 401 to all others."""
+    """Pass on a request for `/episodes/<id>/<path>` with its key as one for `<path>`; respond 401 to all others.
+
+    Counts the chat requests of each episode.
+    """
 
     def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
         self._app = app
@@ -58,6 +61,7 @@ class EpisodeGate:
         if episode is None:
             await error_response(401, "no running episode has this path and API key")(scope, receive, send)
         else:
+            episode.conversation.requests += f"/{path}" == CHAT  # here, so that rejected requests count too
             await self._app({**scope, "path": f"/{path}", EPISODE: episode}, receive, send)
 
 
@@ -81,10 +85,10 @@ def create_agent_app(endpoint: Endpoint, codec: TextCodec, model: str, max_token
         try:
             prompt = await encode_chat(codec, body, as_sampled(messages, episode.sampled))
             completions = await cancel_on_disconnect(request, _sampled(episode, prompt, body))
-        except (TooLong, ContextExhausted) as error:
-            episode.conversation.exhausted = True
-            raise InvalidRequest(str(error)) from None
-        except (TooManyRequests, ValueError) as error:
+        except TooLong as error:
+            episode.reject(error.text)
+            raise
+        except (ContextExhausted, TooManyRequests, ValueError) as error:
             raise InvalidRequest(str(error)) from None
         response = _response(body, len(prompt), completions, codec, model, stop, episode)
         return _as_events(response, body) if body.stream else JSONResponse(response)

@@ -16,6 +16,11 @@ class InvalidRequest(Exception):
 class TooLong(InvalidRequest):
     """A prompt that does not fit the context."""
 
+    def __init__(self, message: str, text: str = "") -> None:
+        """text: the prompt, if it was not encoded."""
+        super().__init__(message)
+        self.text = text
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -37,7 +42,8 @@ class Limits:
         if len(text) > self.max_tokens * self.longest_token:
             raise TooLong(
                 f"a prompt of {len(text)} characters cannot fit into {self.max_tokens} tokens "
-                f"({self.max_tokens_setting})"
+                f"({self.max_tokens_setting})",
+                text,
             )
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:

@@ -70,9 +70,11 @@ class AgentConversation:
         # Sequences are replaced whole and never modified, since rollout() may run in another thread at the same time.
         self._sequences: list[_Sequence] = []
         self.requests = 0
-        """Completions that were requested, also those that failed."""
+        """Requests that arrived, including rejected ones. Counted by the HTTP server."""
         self.exhausted = False
-        """True if a request did not fit the context."""
+        """True if a request did not fit the context or what was left of `max_requests`."""
+        self._requested = 0
+        """Completions requested, including failed ones."""
 
     async def complete(
         self, prompt: list[int], max_tokens: int | None = None, n: int = 1, stop: Sequence[str] = ()
@@ -81,13 +83,11 @@ class AgentConversation:
 
         Raises ContextExhausted if no token fits, TooManyRequests, and ValueError if the engine rejects the prompt.
         """
-        self.requests += n
-        if self.requests > self._limits.max_requests:
-            raise TooManyRequests(f"max_requests={self._limits.max_requests}: the agent has used up its requests")
-        _, prompt = self._continued_by(prompt)
+        self._count(n)
+        position, prompt = self._continued_by(prompt)
         room = self._limits.max_tokens - len(prompt)
         if room < 1:
-            self.exhausted = True
+            self._exhaust(position)
             raise ContextExhausted(
                 f"the prompt has {len(prompt)} tokens; with at least one sampled token it must fit into "
                 f"{self._limits.max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens)"
@@ -97,6 +97,10 @@ class AgentConversation:
         for completion in completions:
             self._store(prompt, completion)
         return completions
+
+    def reject(self, text: str) -> None:
+        """Note that a rendered prompt is too long to be encoded."""
+        self._exhaust(next((place for place, one in self._longest_first() if text.startswith(one.text)), None))
 
     def rollout(self, score: Score, temperature: float, *, plain: bool = False) -> Rollout:
         """Return all sequences as a training rollout. plain: see `Rollout.plain`."""
@@ -122,12 +126,28 @@ class AgentConversation:
             sampling_logprobs=one.logprobs,
             prompt_length=one.prompt_length,
             text=self._codec.transcript(one.token_ids[one.prompt_length :]),
-            finish_reason="length" if self.exhausted else one.last.finish_reason,
+            finish_reason=one.last.finish_reason,
             policy_version=one.last.policy_version,
             temperature=temperature,
             score=score,
             plain=plain,
         )
+
+    def _count(self, n: int) -> None:
+        """Count `n` more completions. Raises TooManyRequests, and counts none, if they exceed the limit."""
+        most = self._limits.max_requests
+        if self._requested + n > most:
+            # A request that could never be served is an error of the agent, which must not pass as reward 0.
+            self.exhausted = self.exhausted or n <= most
+            raise TooManyRequests(f"max_requests={most}: n={n} more after {self._requested} completions exceed it")
+        self._requested += n
+
+    def _exhaust(self, position: int | None) -> None:
+        """Note that a prompt did not fit. The sequence that it extends, if any, counts as cut by the length."""
+        self.exhausted = True
+        if position is not None:
+            one = self._sequences[position]
+            self._sequences[position] = replace(one, last=replace(one.last, finish_reason="length"))
 
     def _store(self, prompt: list[int], completion: Completion) -> None:
         """Add a completion to the sequence that its prompt extends token by token, or as a new one.
@@ -148,7 +168,7 @@ class AgentConversation:
         Encoding a sampled message again may give other tokens for the same text. The sampled ones are kept.
         """
         whole = self._codec.transcript(prompt)
-        for position, one in sorted(enumerate(self._sequences), key=lambda pair: -len(pair[1].token_ids)):
+        for position, one in self._longest_first():
             if prompt[: len(one.token_ids)] == one.token_ids:
                 return position, prompt
             if whole.startswith(one.text):
@@ -156,3 +176,7 @@ class AgentConversation:
                 if self._codec.transcript(tokens) == whole:
                     return position, tokens
         return None, prompt
+
+    def _longest_first(self) -> list[tuple[int, _Sequence]]:
+        """Return all sequences with their positions."""
+        return sorted(enumerate(self._sequences), key=lambda pair: -len(pair[1].token_ids))

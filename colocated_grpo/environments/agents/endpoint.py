@@ -44,6 +44,10 @@ class OpenEpisode:
         work = self.conversation.complete(prompt, max_tokens, n, stop)
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
+    def reject(self, text: str) -> None:
+        """Call `AgentConversation.reject` on the episode's loop, before a later response can end it. Thread-safe."""
+        self.loop.call_soon_threadsafe(self.conversation.reject, text)
+
 
 class Endpoint:
     """The open episodes of this rank. Thread-safe."""

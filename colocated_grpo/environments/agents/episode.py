@@ -45,8 +45,8 @@ class AgentEpisode:
     async def run(self, item: Item, model: AgentConversation) -> Any:
         """Return the agent's reward.
 
-        An agent that fails after a request did not fit the context has reward 0, as an episode that does not catch
-        ContextExhausted. Raises AgentFailed for one that made no request, and what the agent itself raises.
+        An agent that fails after a request exceeded the context or `max_requests` has reward 0, as an episode that does
+        not catch ContextExhausted. Raises AgentFailed for one that made no request, and what the agent itself raises.
         """
         with self._endpoint.opened(model) as access:
             try:

@@ -24,7 +24,7 @@ RANK_VARIABLES = {
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *(URLS_VARIABLE, ENGINE_KEY_VARIABLE),
 }
-"""Not inherited: with those of torchrun, an agent that uses torch would take itself for a rank."""
+"""Removed: with torchrun's variables, a program that uses torch would act as a rank."""
 TAIL_BYTES = 1 << 16
 MAX_SHOWN = 160
 

@@ -257,11 +257,17 @@ def test_a_streamed_response_is_the_same_message():
 
 def test_the_settings_of_the_run_apply_and_not_those_of_the_program():
     async def play(item, access):
-        await ask(access, [user("a")], temperature=0.0, top_p=0.1, seed=1, stop=["x", "y"], max_tokens=5)
+        ignored = {"stop_token_ids": [1], "ignore_eos": True}
+        settings = {"temperature": 0.0, "top_p": 0.1, "seed": 1, "extra_body": ignored}
+        await ask(access, [user("a")], stop=["x", "y"], max_tokens=5, **settings)
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await ask(access, [user("a")], temperature=-1.0)
         return 1.0
 
-    [request] = play_alone(play, says("a"))[1].engine.submitted
-    assert (request.sampling.temperature, request.sampling.top_p) == (0.7, 1.0)
+    rollout, run = play_alone(play, says("a"))
+    [request] = run.engine.submitted
+    assert rollout.score.error is None
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.stop_token_ids) == (0.7, 1.0, ())
     assert (request.sampling.max_tokens, request.sampling.stop) == (5, ("x", "y"))
 
 
@@ -380,13 +386,58 @@ def test_a_conversation_that_outgrows_the_context_has_reward_zero():
     assert len(run.engine.submitted) > 2
 
 
+@pytest.mark.parametrize("too_long", ["b" * 80, "b" * 64 * 14], ids=["encoded", "too long to be encoded"])
+def test_only_the_sequence_that_could_not_be_continued_counts_as_cut(too_long):
+    async def play(item, access):
+        answer = await ask(access, [user("a")])
+        await ask(access, [user("b")])
+        await ask(access, [user("a"), answer, user(too_long)])
+
+    rollout, _ = play_alone(play, says("c"), max_tokens=64)
+    assert [one.finish_reason for one in rollout.sequences] == ["length", "stop"]
+    assert (rollout.score.reward, rollout.score.error) == (0.0, None)
+
+
+def test_a_sequence_that_is_continued_with_a_shorter_message_is_not_cut():
+    async def play(item, access):
+        answer = await ask(access, [user("a")])
+        with suppress(openai.BadRequestError):
+            await ask(access, [user("a"), answer, user("b" * 80)])
+        await ask(access, [user("a"), answer, user("b")])
+        return 1.0
+
+    rollout, _ = play_alone(play, says("c"), max_tokens=64)
+    assert [one.finish_reason for one in rollout.sequences] == ["stop"]
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {"messages": [user("b" * 64 * 14)]},
+        {"messages": [user("a")], "n": 17},
+        {"messages": [user("a")], "response_format": {"type": "json_object"}},
+        {"messages": [user("b" * (9 << 20))]},
+    ],
+    ids=["too long", "too many", "rejected key", "too large"],
+)
+def test_an_agent_whose_only_request_was_rejected_may_return_a_reward(request_of):
+    async def play(item, access):
+        with pytest.raises(openai.APIStatusError):
+            await ask(access, **request_of)
+        return 0.5
+
+    rollout, _ = play_alone(play, says("a"), max_tokens=64)
+    assert (rollout.score.reward, rollout.score.error) == (0.5, None)
+    assert True not in rollout.loss_mask
+
+
 def test_an_agent_has_a_limited_number_of_requests():
     statuses = []
 
     async def play(item, access):
-        for _ in range(4):
+        for n in (3, 1, 2, 1, 1):
             try:
-                await ask(access, [user("a")])
+                await ask(access, [user("a")], n=n)
             except openai.BadRequestError as error:
                 statuses.append(str(error))
         return 1.0
@@ -394,7 +445,24 @@ def test_an_agent_has_a_limited_number_of_requests():
     rollout, run = play_alone(play, says("a"), max_requests=2)
     assert rollout.score.reward == 1.0
     assert len(run.engine.submitted) == 2
-    assert len(statuses) == 2 and all("max_requests=2" in status for status in statuses)
+    assert len(statuses) == 3 and all("max_requests=2" in status for status in statuses)
+
+
+def test_an_agent_that_fails_for_want_of_requests_has_reward_zero():
+    async def play(item, access):
+        while True:
+            await ask(access, [user("a")])
+
+    rollout, _ = play_alone(play, says("a"), max_requests=2)
+    assert (rollout.score.reward, rollout.score.error) == (0.0, None)
+    assert {one.finish_reason for one in rollout.sequences} == {"stop"}
+
+
+def test_an_agent_that_fails_over_a_request_that_is_never_served_has_no_reward():
+    async def play(item, access):
+        await ask(access, [user("a")], n=3)
+
+    assert "max_requests=2: n=3" in error_of(play, max_requests=2)
 
 
 def test_no_more_than_max_running_agents_run_at_a_time():
