@@ -36,6 +36,8 @@ class EasyToHard(RowStream):
         super().__init__(name, rows, to_item, seed)
         self._order = sorted(range(self.size), key=lambda index: difficulties[index])
         self._sizes = stage_sizes([difficulties[index] for index in self._order], config.stages)
+        self._layout: JsonObject = {"column": config.column, "order": config.order, "sizes": self._sizes}
+        """Identity of the stages: progress saved under another one does not apply."""
         self._config = config
         self._steps = 0
         """Steps recorded so far."""
@@ -77,7 +79,7 @@ class EasyToHard(RowStream):
         last = len(self._sizes) - 1
         if self._config.steps is not None:
             return min(last, self._steps * last // self._config.steps)
-        assert self._config.high is not None  # one of both is given
+        assert self._config.high is not None  # exactly one of steps and high is set
         if len(self._rates) < self._config.window:
             return self._stage
         rate = math.fsum(self._rates) / len(self._rates)
@@ -95,13 +97,13 @@ class EasyToHard(RowStream):
 
     def state_dict(self) -> JsonObject:
         stage = {"steps": self._steps, "stage": self._stage, "drawn": self._drawn, "rates": list(self._rates)}
-        return {**super().state_dict(), STAGES: {**stage, "sizes": self._sizes}}
+        return {**super().state_dict(), STAGES: {**stage, **self._layout}}
 
     def load_state_dict(self, state: JsonObject) -> None:
         super().load_state_dict(state)
         beginning: JsonObject = {"steps": 0, "stage": 0, "drawn": 0, "rates": []}
         saved = state.get(STAGES, beginning)
-        if saved.get("sizes") != self._sizes:  # of a run without this curriculum
+        if any(saved.get(key) != value for key, value in self._layout.items()):  # no curriculum, or another
             saved = beginning
         self._steps, self._stage, self._drawn = saved["steps"], saved["stage"], saved["drawn"]
         self._rates = list(saved["rates"])
@@ -125,7 +127,7 @@ class RestingItems:
         self._name = name
         self._config = config
         self._turns: dict[str, int] = {}
-        """Turns that an item still rests, at least 1, by item; least recently visited item first."""
+        """Remaining turns (at least 1) by item, least recently visited first."""
         self._passed_over = 0
         """Items passed over since the last `record`."""
 

@@ -160,7 +160,7 @@ class DatasetRows:
                     template_arguments(PLAIN, {key: value}, f"{where} row {number}")
 
     def _check_columns(self, rows: Rows, split: str) -> None:
-        """Raise unless there is a row, and the first one has every column named in the config."""
+        """Raise unless there is a row, and the first one has every column that the config names for its split."""
         if not len(rows):
             raise self._error(f"no rows in {split!r}")
         first = rows[0]
@@ -169,7 +169,8 @@ class DatasetRows:
         curriculum = self.config.curriculum
         named = [("columns", column) for column in self.config.columns]
         named += [("where", column) for column in self.config.where]
-        named += [("curriculum", curriculum.column)] if isinstance(curriculum, ColumnCurriculumConfig) else []
+        if isinstance(curriculum, ColumnCurriculumConfig) and split == self.config.split:
+            named.append(("curriculum", curriculum.column))
         for key, column in named:
             if column not in first:
                 raise self._missing_column(key, column, first)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROWS_AT_A_TIME = 10_000
 """Rows of a Hugging Face dataset that are decoded together."""
 SHOWN = 3
-"""Numbers of rows that are named where many are meant."""
+"""Row numbers listed before '...'."""
 
 Keep = Callable[[Item], Any]
 
@@ -90,12 +90,19 @@ def meets_condition(value: Any, condition: ConditionConfig, where: str) -> bool:
 
 
 def is_equal(value: Any, wanted: Scalar) -> bool:
-    """Return whether a value of the data is the wanted one. Text that is a number equals that number, as in .csv."""
+    """Return whether a value of the data is the wanted one. Text equals the number, true or false that it spells."""
     if isinstance(wanted, bool) or isinstance(value, bool):
-        return value is wanted
+        return as_bool(value) is wanted
     if isinstance(wanted, str):
         return value == wanted
     return as_number(value) == wanted
+
+
+def as_bool(value: Any) -> bool | None:
+    """Return true or false, also of one written as text, in any case; None for anything else."""
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.lower())
+    return value if isinstance(value, bool) else None
 
 
 def as_number(value: Any) -> float | None:

@@ -66,9 +66,13 @@ def item_variables(item: Item) -> JsonObject:
 
 
 def _parsed(item: Item, key: str) -> Any:
-    """Return a value of an item without its null fields, which columnar formats add to mappings of one column."""
+    """Return a value of an item without its null fields, which columnar formats add to mappings of one column.
+
+    None: the item has no value, as in an empty cell of a .csv. An empty list is a value.
+    """
+    value = item.get(key)
     try:
-        return without_nulls(read_json(item.get(key) or None))
+        return None if value == "" else without_nulls(read_json(value))
     except ValueError as error:
         raise ValueError(f"{key} is text that is not JSON: {error}") from None
 

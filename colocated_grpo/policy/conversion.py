@@ -22,6 +22,8 @@ from colocated_grpo.config.errors import ConfigError
 
 _MERGES = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 """Supported operations, each with its dimension: experts are stacked, after their matrices were joined row by row."""
+_SPECIAL = frozenset("\\^$*+?{}[]()|")
+"""Characters of regular expressions that names do not have. A dot in a pattern stands for the dot of a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class Merge:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """How a model type is stored. Without renames and merges: as in the module."""
+    """Checkpoint layout of a model type. Empty: same as the module."""
 
     renames: tuple[tuple[str, str], ...] = ()
     """Pairs of parts of names: in the checkpoint, in the module."""
@@ -93,15 +95,27 @@ def conversion_of(model_type: str | None) -> Conversion:
     """Return the conversion of a model type. Raises ConfigError for a layout that cannot be read row by row."""
     renames, merges = [], []
     for entry in (get_checkpoint_conversion_mapping(model_type) if model_type else None) or []:
-        if isinstance(entry, WeightConverter) and _operations(entry) in _MERGES:
+        if isinstance(entry, WeightConverter) and _is_merge(entry):
             [parameter] = entry.target_patterns
             merges.append(Merge(parameter=parameter, stored=tuple(entry.source_patterns)))
-        elif type(entry) is WeightRenaming and not set("\\^$(*") & set(entry.source_patterns[0]):
+        elif type(entry) is WeightRenaming and _is_rename(entry):
             renames.append((entry.source_patterns[0], entry.target_patterns[0]))
         else:
             raise ConfigError(f"model type {model_type!r}: its checkpoints store tensors in a layout that is not known")
     return Conversion(renames=tuple(renames), merges=tuple(merges))
 
 
-def _operations(entry: WeightConverter) -> list[tuple[type, int | None]]:
-    return [(type(operation), getattr(operation, "dim", None)) for operation in entry.operations]
+def _is_merge(entry: WeightConverter) -> bool:
+    operations = [(type(operation), getattr(operation, "dim", None)) for operation in entry.operations]
+    return operations in _MERGES and all(
+        pattern.count("*") == 1 and _is_plain(pattern.replace("*", "")) for pattern in entry.source_patterns
+    )
+
+
+def _is_rename(entry: WeightRenaming) -> bool:
+    patterns = [*entry.source_patterns, *entry.target_patterns]
+    return len(patterns) == 2 and all(map(_is_plain, patterns))
+
+
+def _is_plain(pattern: str) -> bool:
+    return _SPECIAL.isdisjoint(pattern)

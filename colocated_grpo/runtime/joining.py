@@ -98,7 +98,7 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None, patience
 
 
 def _open_store(rank: int, patience: float, *, serves: bool) -> dist.Store:
-    """Connect to the run's store. serves: in this process; torchrun serves it otherwise, or rank 0."""
+    """Connect to the run's store. serves: whether this process hosts the store. Otherwise torchrun or rank 0 does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
     if not serves:

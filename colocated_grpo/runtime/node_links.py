@@ -44,7 +44,7 @@ class Lost(NamedTuple):
 
 
 class NodeLinks:
-    """This rank's connections to ranks of other nodes. `lost` is for one thread."""
+    """This rank's connections to ranks of other nodes. Call `lost` from one thread only."""
 
     def __init__(self) -> None:
         self._links: dict[int, socket.socket] = {}

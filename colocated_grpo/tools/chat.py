@@ -111,9 +111,12 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Session:
     for name in ("max_tokens", "context"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least 1")
+    from colocated_grpo.build.data import read_tokenizer
     from colocated_grpo.tools.chat_session import Session, chat_config
 
     config = chat_config(subject, options.context, overrides)
+    if options.system is not None and not read_tokenizer(config).chat_template:
+        raise ConfigError("--system: this model has no chat template; set one with --model.chat_template FILE")
     print(f"loading {subject.folder}", file=sys.stderr, flush=True)
     session = Session(
         config,
@@ -123,8 +126,6 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Session:
         max_tokens=options.max_tokens,
     )
     if not session.has_template:
-        if options.system is not None:
-            raise ConfigError("--system: this model has no chat template; set one with --model.chat_template FILE")
         print("this model has no chat template: it continues each line by itself", file=sys.stderr, flush=True)
     return session
 

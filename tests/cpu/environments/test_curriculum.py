@@ -183,9 +183,16 @@ def test_a_curriculum_may_be_added_changed_and_removed_at_a_resume(opened):
     added = opened(BY_LEVEL)
     added.load_state_dict(without.state_dict())
     assert step(added, 3)[1]["stage"] == 1, "it begins with its first stage"
-    changed = opened({**BY_LEVEL, "stages": 2})
-    changed.load_state_dict(with_it.state_dict())
-    assert step(changed, 3)[1]["stage"] == 1
+    state = json.loads(json.dumps(with_it.state_dict()))
+    for change, stage in (
+        ({"stages": 2}, 1),
+        ({"column": "solve_rate"}, 1),
+        ({"order": [1, 2, 3]}, 1),
+        ({"steps": 5}, 3),  # the pace alone: the stages are the same
+    ):
+        changed = opened({**BY_LEVEL, **change})
+        changed.load_state_dict(state)
+        assert step(changed, 3)[1]["stage"] == stage, change
     removed = opened(None)
     removed.load_state_dict(with_it.state_dict())
     assert len(removed.next(5)) == 5
@@ -212,6 +219,13 @@ def test_a_missing_column_is_named(opened):
         opened({**BY_LEVEL, "column": "hardness"})
     with pytest.raises(EnvironmentSetupError, match="list the values in `order`, easiest first: 'easy', 'hard', 'medi"):
         opened({**BY_LEVEL, "column": "name"})
+
+
+def test_held_out_rows_need_no_column_of_the_difficulty(opened, tmp_path):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "held out"}\n')
+    source = opened(BY_LEVEL, eval_split=str(held_out), held_out=None)
+    assert set(levels(step(source, 5)[0])) == {1}
 
 
 def test_settings_that_contradict_each_other_are_rejected():

@@ -69,6 +69,8 @@ def lengths(made, count):
         ({"level": [1, 3], "subject": "b"}, [1, 3, 5, 7, 9, 11]),
         ({"level": {"min": 2}}, [2, 3, 6, 7, 10, 11]),
         ({"level": {"min": 1, "max": 2.5}, "subject": ["a", "c"]}, [2, 6, 10]),
+        ({"easy": True, "level": {"min": 2}}, [2, 3]),
+        ({"easy": [False], "level": 2}, [6, 10]),
     ],
 )
 def test_rows_that_do_not_meet_every_condition_are_left_out(data, where, kept):

@@ -77,13 +77,16 @@ def test_the_settings_of_an_entry_reach_the_template(entry):
 
 def test_a_column_takes_precedence_over_the_entry_and_the_entry_over_the_model(rows):
     model = {"chat_template_kwargs": {"enable_thinking": True}}
-    added = {}, {"tools": [WEATHER], "chat_template_kwargs": {"enable_thinking": True}}, {"tools": []}
+    both = {"tools": [WEATHER], "chat_template_kwargs": {"enable_thinking": True}}
+    added = {}, both, {"tools": []}, {"tools": "[]"}, {"tools": ""}
     entry = rows(*added, tools=[{"name": "own"}], chat_template_kwargs=QUIET)
-    texts = [prompt.text for prompt in environments(entry, model=model).open_source().next(6)[::2]]
+    texts = [prompt.text for prompt in environments(entry, model=model).open_source().next(10)[::2]]
     quiet = "<|user|>hi<|end|><|assistant|><think></think>"
     assert texts == [
         f"<|system|>own <|end|>{quiet}",
         "<|system|>weather <|end|><|user|>hi<|end|><|assistant|>",
+        quiet,
+        quiet,
         f"<|system|>own <|end|>{quiet}",
     ]
     assert first(rows(), model={"chat_template_kwargs": QUIET}).text == quiet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,16 @@ def test_a_run_stands_for_its_best_export_else_its_final_one_else_its_newest(tmp
     for name in ("final_model", "best_model"):
         (run / name).mkdir()
         assert subject_of(str(run)).model == str(run / name)
+
+
+def test_a_system_message_without_a_chat_template_is_rejected_before_the_model_is_loaded(tmp_path, capsys, monkeypatch):
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    monkeypatch.setattr(chat, "exit_on_stop_signals", lambda ending: None)
+    capsys.readouterr()
+    assert chat.main([str(model), "--system", "be brief"]) == 2
+    line = "error: --system: this model has no chat template; set one with --model.chat_template FILE"
+    assert capsys.readouterr().err.splitlines() == [line], "and nothing about loading"
 
 
 @pytest.mark.parametrize(
