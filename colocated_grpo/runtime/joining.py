@@ -22,7 +22,7 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import AlreadyReported, RunError, in_one_line
 from colocated_grpo.runtime.addresses import own_address, wait_for_listener
 from colocated_grpo.runtime.node_links import LinkAddress
-from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, own_process
+from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
 
 JOIN_SECONDS = 600.0
 """Longest wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""
@@ -160,8 +160,10 @@ def _wait_for(store: dist.Store, key: str, deadline: float, explain: Callable[[]
 
 
 def _not_started(ranks: Sequence[int], size: int, patience: float) -> str:
-    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"{named} of {size} did not start within {patience:g} s: see the output of the node, or start all nodes"
+    return (
+        f"{named_ranks(ranks)} of {size} did not start within {patience:g} s: see the output of the node, or start all "
+        "nodes"
+    )
 
 
 def _connect(watchdog: Watchdog, members: Sequence[Member]) -> None:

@@ -258,7 +258,7 @@ def explain_missing_ranks(dead: Sequence[int], lost: Sequence[Lost] = ()) -> str
         )
     if not dead and not lost:
         return None
-    whose = _named(dead) if dead else f"{_ranks(lost)} on {_hosts(lost)}"
+    whose = named_ranks(dead) if dead else f"{_ranks(lost)} on {_hosts(lost)}"
     return (
         f"the process of {whose} ended without an error message: killed, for example out of memory, or ended by user "
         "code; --resume auto continues from the last checkpoint"
@@ -266,14 +266,15 @@ def explain_missing_ranks(dead: Sequence[int], lost: Sequence[Lost] = ()) -> str
 
 
 def _ranks(lost: Sequence[Lost]) -> str:
-    return _named([each.rank for each in lost])
+    return named_ranks([each.rank for each in lost])
 
 
 def _hosts(lost: Sequence[Lost]) -> str:
     return ", ".join(dict.fromkeys(each.host for each in lost))
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return 'rank 3', or 'ranks 3, 5'."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 

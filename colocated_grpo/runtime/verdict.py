@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -63,6 +64,18 @@ def end_process(code: int) -> NoReturn:
         with suppress(OSError, AttributeError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Run the `main` of a program that builds an engine, show the traceback of an error, and end as `end_process`."""
+    try:
+        code = main()
+    except SystemExit:  # raised by argparse for --help and for invalid arguments
+        raise
+    except Exception:
+        traceback.print_exc()
+        code = RUN_ERROR
+    end_process(code)
 
 
 def verdict_written() -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 
 from colocated_grpo.launch.cli import library_environment, prepare_streams, set_up_logging
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, end_process
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 from colocated_grpo.serve.options import parse, settings
 from colocated_grpo.serve.restarts import resumed
 
@@ -34,11 +33,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-    except SystemExit:
-        raise
-    except Exception:
-        traceback.print_exc()
-        code = RUN_ERROR
-    end_process(code)
+    run_program(main)

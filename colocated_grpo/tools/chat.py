@@ -10,7 +10,6 @@ import argparse
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ from colocated_grpo.launch.cli import (
 )
 from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
 from colocated_grpo.runtime.signals import exit_on_stop_signals
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, end_process
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
 if TYPE_CHECKING:
     from colocated_grpo.tools.chat_session import Session
@@ -172,11 +171,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-    except SystemExit:
-        raise
-    except Exception:
-        traceback.print_exc()
-        code = RUN_ERROR
-    end_process(code)
+    run_program(main)

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from colocated_grpo.launch.cli import (
     set_up_logging,
 )
 from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, end_process
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
@@ -113,11 +112,4 @@ def print_results(model: str, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-    except SystemExit:
-        raise
-    except Exception:
-        traceback.print_exc()
-        code = RUN_ERROR
-    end_process(code)
+    run_program(main)
