@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from colocated_grpo.launch.cli import OPENMP_SETTINGS
@@ -14,12 +15,25 @@ import pytest
 from hypothesis import settings
 
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.imports import frozen_imports
 from tests.support.ranks import single_rank_group
 from tests.support.small_policy import make_small_model
 
 # On a busy machine single examples are slow now and then, whatever the code does.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all tests without garbage collection: a quarter of the time that collecting the suite takes."""
+    with frozen_imports():
+        return (yield)
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free the imported modules at its end: nanobind prints a list of what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

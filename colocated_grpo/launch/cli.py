@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import errno
 import faulthandler
-import gc
 import io
 import logging
 import os
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
 from colocated_grpo.runtime.descriptors import raise_descriptor_limit
+from colocated_grpo.runtime.imports import frozen_imports
 from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RECORDED_SUFFIX, RUN_ERROR, USAGE_ERROR, mark, report
 
@@ -194,13 +194,8 @@ def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config
 
 
 def _import_trainer() -> Callable[..., None]:
-    # Imported modules are never freed. Freezing them speeds up garbage collection while an engine is built.
-    gc.disable()
-    try:
+    with frozen_imports():
         from colocated_grpo.launch.rank import main
-    finally:
-        gc.freeze()
-        gc.enable()
     return main
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 
 from colocated_grpo.launch.cli import library_environment, prepare_streams, set_up_logging
+from colocated_grpo.runtime.imports import frozen_imports
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 from colocated_grpo.serve.options import parse, settings
 from colocated_grpo.serve.restarts import resumed
@@ -23,7 +24,8 @@ def main() -> int:
 
     try:
         config = settings(options)
-        from colocated_grpo.serve.server import serve
+        with frozen_imports():
+            from colocated_grpo.serve.server import serve
 
         return serve(config, options)
     except (ConfigError, RunError) as error:

@@ -21,6 +21,7 @@ from colocated_grpo.launch.cli import (
     set_up_logging,
 )
 from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
+from colocated_grpo.runtime.imports import frozen_imports
 from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
@@ -110,8 +111,9 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Session:
     for name in ("max_tokens", "context"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least 1")
-    from colocated_grpo.build.data import read_tokenizer
-    from colocated_grpo.tools.chat_session import Session, chat_config
+    with frozen_imports():
+        from colocated_grpo.build.data import read_tokenizer
+        from colocated_grpo.tools.chat_session import Session, chat_config
 
     config = chat_config(subject, options.context, overrides)
     if options.system is not None and not read_tokenizer(config).chat_template:

@@ -21,6 +21,7 @@ from colocated_grpo.launch.cli import (
     set_up_logging,
 )
 from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
+from colocated_grpo.runtime.imports import frozen_imports
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         subject = subject_of(options.model)
         config = settings(subject, options.config, overrides)
-        from colocated_grpo.tools.evaluation_run import evaluate
+        with frozen_imports():
+            from colocated_grpo.tools.evaluation_run import evaluate
 
         results = evaluate(config, subject.adapter)
         if results is not None:  # on rank 0
