@@ -70,8 +70,10 @@ class Outside:
         self._ask = ask
         self.read = 0
         self.taken: list[int] = []
+        self.end = threading.Event()
 
     def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
+        self.end = stop
         rollouts = [_rollout(completion) for completion in self._ask()]
         prompt = Prompt(index=self.read, token_ids=[1, 2], text="", item={}, source="atropos")
         self.taken.append(self.read)
@@ -230,15 +232,15 @@ def test_requests_from_outside_are_answered_while_prompts_are_sampled():
 def test_a_stop_while_prompts_are_sampled_also_ends_serving():
     with single_rank_group() as world:
         engine = FakeEngine(decode_steps=lambda request: 10**9, on_step=lambda: stop.set())
-        stop, never = threading.Event(), threading.Event()
-        both = Both(world, engine, stop.is_set, lambda both: [never.wait(10)])
+        stop, ended = threading.Event(), []
+        both = Both(world, engine, stop.is_set, lambda both: ended.append(both.outside.end.wait(10)))
         order = both.supply.order(0)
         with pytest.raises(Stopped):
             order.collect()
         with pytest.raises(Stopped):
             both.supply.order(1)
-        never.set()
         both.supply.close()
+    assert ended == [True]
     assert not engine.running
 
 

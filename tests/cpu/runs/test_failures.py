@@ -13,9 +13,9 @@ from tests.support.training_runs import (
     ForkedRun,
     LaunchedRun,
     deterministic,
-    launch,
     settings,
     tiny_model,
+    train,
     uninterrupted,
 )
 
@@ -61,7 +61,7 @@ def test_a_rank_that_raises_ends_all_ranks_and_its_traceback_is_shown_last(tmp_p
 
 def test_a_rank_that_fails_to_build_ends_the_other_ranks(tmp_path):
     config = faulty(tmp_path, "if RANK == '1':\n    raise ImportError('not on this rank')")
-    run = failed(LaunchedRun(tmp_path, config, ranks=2))
+    run = failed(ForkedRun(tmp_path, config, ranks=2))
     [line] = run.stderr.splitlines()
     assert "ImportError: not on this rank" in line
 
@@ -121,7 +121,7 @@ def test_a_reward_that_never_returns_fails_alone_and_does_not_keep_the_process_a
     fault = "judge = threading.Event().wait"
     rollout = {"reward_timeout": 0.2, "reward_workers": 2, "max_reward_errors": 1.0}
     config = faulty(tmp_path, fault, training_steps=2, rollout=rollout)
-    run = launch(tmp_path, config)
+    run = train(tmp_path, config)
     assert [row["reward_errors"] for row in run.rows("train")] == [16.0, 16.0]
     assert (run.folder / "final_model/model.safetensors").exists()
 

@@ -13,7 +13,6 @@ from tests.support.training_runs import (
     LaunchedRun,
     TrainingRun,
     deterministic,
-    launch,
     settings,
     tiny_model,
     train,
@@ -55,7 +54,7 @@ def test_killing_one_rank_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_pa
         run.ranks()[1].kill()
         assert run.wait(SECONDS_TO_END) != 0
         assert run.processes() == []
-    resumed = launch(tmp_path, deterministic(), "--resume", "auto", ranks=2)
+    resumed = train(tmp_path, deterministic(), "--resume", "auto", ranks=2)
     assert starts(resumed) == [0, first_step_of_last_start(resumed)]
     assert_equals_the_uninterrupted(resumed, ranks=2)
 

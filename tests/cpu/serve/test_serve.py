@@ -1,4 +1,7 @@
-"""The engine server as a process of its own: it answers as the model computes, pauses, sleeps, and ends cleanly."""
+"""The engine server as a process of its own: it answers as the model computes, pauses, sleeps, and ends cleanly.
+
+The tests use two servers. The guarded one is ended by a test, after all others that use it.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,9 @@ PROMPT = [5, 40, 17, 62, 8, 33] * 4
 """Longer than a block of the KV cache, so that cached prefixes are used."""
 
 
+KEY = "secret"
+
+
 class Generating(ServeProcess):
     """A server that completes PROMPT."""
 
@@ -38,11 +44,34 @@ class Generating(ServeProcess):
         return self.done("/generate", {"prompt": {"prompt_token_ids": PROMPT}, "seed": 3, **parameters})
 
 
+class Guarded(Generating):
+    """A server that accepts adapters, and only requests with a key."""
+
+    def __init__(self) -> None:
+        flags = ("--enable-lora", "--max-lora-rank", "16", "--api-key-variable", "KEY")
+        super().__init__(tiny_model(), *flags, environment={"KEY": KEY})
+
+    def call(self, method: str, path: str, body: Any = None, key: str | None = KEY) -> tuple[int, Any]:
+        return super().call(method, path, body, key)
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Generating]:
-    with Generating(tiny_model()) as server:
-        server.wait_until_ready()
-        yield server
+def starting() -> Iterator[tuple[Generating, Guarded]]:
+    """The servers, which start at the same time."""
+    with Generating(tiny_model()) as server, Guarded() as guarded:
+        yield server, guarded
+
+
+@pytest.fixture(scope="module")
+def server(starting) -> Generating:
+    starting[0].wait_until_ready()
+    return starting[0]
+
+
+@pytest.fixture(scope="module")
+def guarded(starting) -> Guarded:
+    starting[1].wait_until_ready()
+    return starting[1]
 
 
 def tiny_lm() -> PreTrainedModel:
@@ -108,42 +137,40 @@ def sampled(server: Generating) -> tuple[list[int], list[float]]:
     return reply["token_ids"][0], [next(iter(entry.values())) for (entry,) in reply["logprobs"][0]]
 
 
-def test_adapters_are_exchanged_while_the_server_runs(tmp_path):
+def test_adapters_are_exchanged_while_the_server_runs(guarded, tmp_path):
     first, second = (save_adapter(tmp_path / str(rank), rank) for rank in (8, 16))
-    with Generating(tiny_model(), "--enable-lora", "--max-lora-rank", "16") as server:
-        server.wait_until_ready()
-        process, plain = server.call("GET", "/bridge/info")[1]["pid"], sampled(server)
-        for path, body in [
-            ("/lora/load", {"adapter_path": str(first)}),
-            ("/v1/load_lora_adapter", {"lora_name": "16", "lora_path": str(second)}),
-            ("/lora/load", {"adapter_path": str(first), "adapter_name": "16"}),
-        ]:
-            status = server.done(path, body)
-            tokens, logprobs = sampled(server)
-            adapted = PeftModel.from_pretrained(tiny_lm(), status["adapter_path"])
-            assert logprobs == pytest.approx(logprobs_of(adapted, PROMPT + tokens), abs=1e-4)
-            assert (tokens, logprobs) != plain
-        assert (
-            server.call("GET", "/lora/status")[1]
-            == status
-            == {"enabled": True, "adapter_name": "16", "adapter_path": str(first)}
-        )
-        large, damaged = save_adapter(tmp_path / "large", 64), save_adapter(tmp_path / "damaged", 8)
-        write_checksums(damaged)
-        invert(damaged / "adapter_model.safetensors")
-        for path, body, line in [
-            ("/lora/load", {"adapter_path": "nowhere"}, "adapter 'nowhere': no adapter_config.json in this folder"),
-            ("/lora/load", {"adapter_path": str(large)}, "LoRA rank 64 is greater than max_lora_rank 16"),
-            ("/lora/load", {"adapter_path": str(damaged)}, "adapter_model.safetensors differs from its checksum"),
-            ("/v1/unload_lora_adapter", {"lora_name": "8"}, "lora_name='8': this adapter is not loaded"),
-        ]:
-            status, response = server.call("POST", path, body)
-            assert status == 400
-            assert line in response["error"]["message"]
-        assert sampled(server) == (tokens, logprobs)
-        server.done("/lora/unload")
-        assert sampled(server) == plain
-        assert server.call("GET", "/bridge/info")[1]["pid"] == process
+    process, plain = guarded.call("GET", "/bridge/info")[1]["pid"], sampled(guarded)
+    for path, body in [
+        ("/lora/load", {"adapter_path": str(first)}),
+        ("/v1/load_lora_adapter", {"lora_name": "16", "lora_path": str(second)}),
+        ("/lora/load", {"adapter_path": str(first), "adapter_name": "16"}),
+    ]:
+        status = guarded.done(path, body)
+        tokens, logprobs = sampled(guarded)
+        adapted = PeftModel.from_pretrained(tiny_lm(), status["adapter_path"])
+        assert logprobs == pytest.approx(logprobs_of(adapted, PROMPT + tokens), abs=1e-4)
+        assert (tokens, logprobs) != plain
+    assert (
+        guarded.call("GET", "/lora/status")[1]
+        == status
+        == {"enabled": True, "adapter_name": "16", "adapter_path": str(first)}
+    )
+    large, damaged = save_adapter(tmp_path / "large", 64), save_adapter(tmp_path / "damaged", 8)
+    write_checksums(damaged)
+    invert(damaged / "adapter_model.safetensors")
+    for path, body, line in [
+        ("/lora/load", {"adapter_path": "nowhere"}, "adapter 'nowhere': no adapter_config.json in this folder"),
+        ("/lora/load", {"adapter_path": str(large)}, "LoRA rank 64 is greater than max_lora_rank 16"),
+        ("/lora/load", {"adapter_path": str(damaged)}, "adapter_model.safetensors differs from its checksum"),
+        ("/v1/unload_lora_adapter", {"lora_name": "8"}, "lora_name='8': this adapter is not loaded"),
+    ]:
+        status, response = guarded.call("POST", path, body)
+        assert status == 400
+        assert line in response["error"]["message"]
+    assert sampled(guarded) == (tokens, logprobs)
+    guarded.done("/lora/unload")
+    assert sampled(guarded) == plain
+    assert guarded.call("GET", "/bridge/info")[1]["pid"] == process
 
 
 def test_a_server_without_adapters_says_how_to_allow_them(server, tmp_path):
@@ -201,23 +228,24 @@ def test_requests_that_cannot_be_served_get_one_sentence(server, method, path, b
     assert re.search(line, response["error"]["message"])
 
 
-def test_a_signal_ends_the_server_and_frees_its_port():
-    with Generating(tiny_model(), "--api-key-variable", "KEY", environment={"KEY": "secret"}) as server:
-        server.wait_until_ready()
-        assert server.call("GET", "/health")[0] == 200
-        assert server.call("GET", "/bridge/info")[0] == 401
-        assert server.call("GET", "/bridge/info", key="secret")[0] == 200
-        taken = Generating(tiny_model(), "--port", str(server.port))
-        with taken:
-            _, errors = taken.process.communicate(timeout=START_SECONDS)
-            assert taken.process.returncode == 2
-            assert errors.startswith(
-                f"error: --port={server.port}: cannot listen on 127.0.0.1 (Address already in use)"
-            )
-            assert errors.count("\n") == 1
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=60) == 0
-        until(lambda: not is_open(server.port))
+def test_a_server_with_a_key_rejects_requests_without_it(guarded):
+    assert guarded.call("GET", "/health", key=None)[0] == 200
+    assert guarded.call("GET", "/bridge/info", key=None)[0] == 401
+    assert guarded.call("GET", "/bridge/info")[0] == 200
+
+
+def test_a_port_that_is_taken_is_named(guarded):
+    with Generating(tiny_model(), "--port", str(guarded.port)) as second:
+        _, errors = second.process.communicate(timeout=START_SECONDS)
+    assert second.process.returncode == 2
+    assert errors.startswith(f"error: --port={guarded.port}: cannot listen on 127.0.0.1 (Address already in use)")
+    assert errors.count("\n") == 1
+
+
+def test_a_signal_ends_the_server_and_frees_its_port(guarded):
+    guarded.process.send_signal(signal.SIGTERM)
+    assert guarded.process.wait(timeout=60) == 0
+    until(lambda: not is_open(guarded.port))
 
 
 def is_open(port: int) -> bool:

@@ -1,6 +1,6 @@
 """Training with an engine server: the result of a co-located run, also when the trainer or the engine is killed.
 
-The tests use one server one after another, in this order.
+The tests use one server one after another, in this order; another test a server of two ranks.
 """
 
 from __future__ import annotations
@@ -42,6 +42,13 @@ SECONDS_TO_END = 60.0
 def server() -> Iterator[ServeProcess]:
     with ServeProcess(tiny_model(), "--enable-lora", *SERVER_FLAGS) as server:
         server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def wide_server() -> Iterator[ServeProcess]:
+    """A server of two ranks that has begun to start."""
+    with ServeProcess(tiny_model(), "--tensor-parallel-size", "2", *SERVER_FLAGS) as server:
         yield server
 
 
@@ -143,6 +150,7 @@ def test_a_broadcast_run_whose_engine_is_killed_saves_ends_and_continues(server,
     assert_equal(resumed, uninterrupted)
 
 
+@pytest.mark.usefixtures("wide_server")  # starts meanwhile, on the core that these restarts leave idle
 def test_a_server_restarts_with_each_step_s_weights_and_after_a_crash(server, task, uninterrupted, tmp_path):
     before = {server.engine()}
     killed = kill_engine(task, server, step=1)
@@ -157,6 +165,18 @@ def test_a_server_restarts_with_each_step_s_weights_and_after_a_crash(server, ta
     assert f"at {server.url}" in served[-1]
 
 
+def test_two_training_ranks_write_into_the_two_ranks_of_a_server(wide_server, task, tmp_path):
+    wide_server.wait_until_ready()
+    run = train(tmp_path, work(task, wide_server, deterministic=False, training_steps=3), ranks=2)
+    assert max(row["freshness/mean_diff"] for row in run.rows(files.TRAIN)) < FRESH
+    assert len({row["grad_norm"] for row in run.rows(files.TRAIN)}) == 3  # every step moves the weights
+    family = psutil.Process(wide_server.process.pid).children(recursive=True)
+    wide_server.process.send_signal(signal.SIGTERM)
+    assert wide_server.process.wait(timeout=SECONDS_TO_END) == 0
+    assert len(family) >= 2
+    assert not any(process.is_running() for process in family)
+
+
 @needs_atropos
 def test_an_atropos_environment_samples_from_the_server_while_the_run_trains(server, task, tmp_path):
     entry = {"type": "atropos", "connect_timeout": START_SECONDS, "server": {"port": free_port()}}
@@ -169,19 +189,6 @@ def test_an_atropos_environment_samples_from_the_server_while_the_run_trains(ser
     assert max(row["freshness/mean_diff"] for row in rows) < FRESH
     assert {row["atropos/unknown_origin"] for row in rows} == {1.0}
     assert {row["atropos/dropped"] for row in rows} == {0.0}
-
-
-def test_two_training_ranks_write_into_the_two_ranks_of_a_server(task, tmp_path):
-    with ServeProcess(tiny_model(), "--tensor-parallel-size", "2", *SERVER_FLAGS) as server:
-        server.wait_until_ready()
-        run = train(tmp_path, work(task, server, deterministic=False, training_steps=3), ranks=2)
-        assert max(row["freshness/mean_diff"] for row in run.rows(files.TRAIN)) < FRESH
-        assert len({row["grad_norm"] for row in run.rows(files.TRAIN)}) == 3  # every step moves the weights
-        family = psutil.Process(server.process.pid).children(recursive=True)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=SECONDS_TO_END) == 0
-        assert len(family) >= 2
-        assert not any(process.is_running() for process in family)
 
 
 def test_a_launcher_leaves_no_server_behind(tmp_path):
