@@ -9,12 +9,15 @@ import re
 import socket
 from collections.abc import Mapping
 
+LAST_PORT = 65535
+
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables if RANK is not set: derived from SLURM's, or those of a single rank."""
+    """Return torchrun's variables if RANK is not set: derived from those of srun, or those of a single rank."""
     if "RANK" in environment:
         return {}
-    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
+    # Only srun sets SLURM_STEP_NUM_TASKS. A batch script without it runs once, whatever SLURM_NTASKS says.
+    if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         return _slurm_environment(environment)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,6 +39,8 @@ def environment_problem(environment: Mapping[str, str]) -> str | None:
             return f"RANK={environment['RANK']!r}: set, but {name} is not; unset RANK, or start with torchrun"
         if name != "MASTER_ADDR" and not environment[name].isdecimal():
             return f"{name}={environment[name]!r}: must be a whole number"
+    if not 0 < int(environment["MASTER_PORT"]) <= LAST_PORT:
+        return f"MASTER_PORT={environment['MASTER_PORT']}: must be a port, 1-{LAST_PORT}"
     if int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
         return f"RANK={environment['RANK']}: must be less than WORLD_SIZE={environment['WORLD_SIZE']}"
     return None
@@ -46,7 +51,7 @@ def _slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
         # A job step may use fewer tasks and nodes than its job.
         return environment.get(f"SLURM_STEP_{name}") or environment.get(f"SLURM_{name}") or default
 
-    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
+    tasks = environment["SLURM_STEP_NUM_TASKS"]
     job = re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or "0"
     return {
         "RANK": environment["SLURM_PROCID"],

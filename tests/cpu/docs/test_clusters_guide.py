@@ -60,7 +60,7 @@ def sbatch_options() -> dict[str, str]:
 
 
 def slurm_variables(rank: int) -> dict[str, str]:
-    """Return what SLURM sets for one task of the job that the file asks for."""
+    """Return what SLURM and srun set for one task of the job that the file asks for."""
     options = sbatch_options()
     nodes, tasks = int(options["nodes"]), int(options["ntasks-per-node"])
     return {
@@ -68,6 +68,7 @@ def slurm_variables(rank: int) -> dict[str, str]:
         "SLURM_JOB_NAME": "my-run",
         "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
         "SLURM_NTASKS": str(nodes * tasks),
+        "SLURM_STEP_NUM_TASKS": str(nodes * tasks),
         "SLURM_TASKS_PER_NODE": f"{tasks}(x{nodes})",
         "SLURM_NODELIST": f"gpu[03-{2 + nodes:02}]",
         "SLURM_PROCID": str(rank),

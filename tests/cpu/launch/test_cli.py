@@ -46,7 +46,7 @@ def test_a_process_started_alone_is_the_only_rank():
 def test_slurms_variables_give_a_rank_its_number():
     environment = {
         "SLURM_PROCID": "5",
-        "SLURM_NTASKS": "8",
+        "SLURM_STEP_NUM_TASKS": "8",
         "SLURM_LOCALID": "1",
         "SLURM_NODELIST": "gpu[03-04]",
         "SLURM_TASKS_PER_NODE": "4(x2)",
@@ -60,6 +60,12 @@ def test_slurms_variables_give_a_rank_its_number():
         "MASTER_ADDR": "gpu03",
         "MASTER_PORT": "34567",
     }
+
+
+def test_a_batch_script_without_srun_is_the_only_rank():
+    job = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "1234567"}
+    alone = rank_environment(job)
+    assert (alone["RANK"], alone["WORLD_SIZE"], alone["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
 
 
 def test_a_job_step_takes_precedence_over_its_job():
@@ -231,6 +237,8 @@ def test_characters_that_the_terminal_cannot_encode_are_escaped(config, code):
         ({"MASTER_PORT": None}, "RANK='0': set, but MASTER_PORT is not; unset RANK, or start with torchrun"),
         ({"RANK": "x"}, "RANK='x': must be a whole number"),
         ({"RANK": "2"}, "RANK=2: must be less than WORLD_SIZE=2"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: must be a port, 1-65535"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0: must be a port, 1-65535"),
     ],
 )
 def test_incomplete_torchrun_variables_are_a_one_line_error(changes, problem):
