@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from colocated_grpo.launch.arguments import Launch, LaunchError
-from colocated_grpo.launch.processes import signal_at_parents_death
+from colocated_grpo.runtime.parents_death import signal_at_parents_death
 from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
 
 if TYPE_CHECKING:

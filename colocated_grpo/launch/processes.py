@@ -17,13 +17,13 @@ from pathlib import Path
 
 import psutil
 
+from colocated_grpo.runtime.parents_death import signal_at_parents_death
 from colocated_grpo.runtime.signals import stop_signals
 
 REAP_SECONDS = 10.0
 DUPLICATE_SECONDS = 1.0
 """A signal repeated within this time counts as one request: a terminal and a wrapper may both forward it."""
 # Linux <sys/prctl.h>
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SAVING = (
     b"\nstopping: the run saves a checkpoint at the next safe point and ends; "
@@ -161,17 +161,3 @@ def _adopt_orphans() -> None:
     """Become the parent of descendants whose parent dies. Ranks have their own sessions, so killpg would miss them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def signal_at_parents_death(number: signal.Signals) -> Callable[[], None] | None:
-    """Return a preexec function: the kernel sends the signal to the child when this process dies, even by SIGKILL."""
-    if sys.platform != "linux":
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # before the fork: few calls are safe after it
-
-    def prepare() -> None:
-        prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)  # the parent died before the call of prctl
-
-    return prepare

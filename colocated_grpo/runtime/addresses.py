@@ -7,6 +7,7 @@ import time
 
 RETRY_SECONDS = 0.2
 CONNECT_SECONDS = 10.0
+"""Limit of one attempt to connect to another machine."""
 
 
 def own_address(peer: str) -> str:

@@ -16,11 +16,12 @@ from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakSet
 
+from colocated_grpo.runtime.addresses import CONNECT_SECONDS
+
 PROBE_SECONDS = 5
 """Time without traffic before a probe, and between probes."""
 PROBES = 3
 """Unanswered probes after which the other machine is lost."""
-CONNECT_SECONDS = 10.0
 HELLO_SECONDS = 1.0
 TOKEN_BYTES = 16
 

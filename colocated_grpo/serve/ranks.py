@@ -11,7 +11,7 @@ import time
 
 import torch.distributed as dist
 
-from colocated_grpo.launch.processes import signal_at_parents_death
+from colocated_grpo.runtime.parents_death import signal_at_parents_death
 from colocated_grpo.runtime.stores import connect_store, serve_store
 from colocated_grpo.runtime.verdict import RUN_ERROR
 

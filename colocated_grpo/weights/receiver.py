@@ -13,15 +13,13 @@ from torch import Tensor
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.conversion import read_conversion
 from colocated_grpo.rollout.engine import LocalEngine
+from colocated_grpo.runtime.addresses import CONNECT_SECONDS
 from colocated_grpo.runtime.stores import connect_store
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices
 from colocated_grpo.weights.colocated import SideStreamCopy
 from colocated_grpo.weights.joined_group import JoinedGroup
 from colocated_grpo.weights.plan import Plan
 from colocated_grpo.weights.verified_plan import verified_plan
-
-CONNECT_SECONDS = 10.0
-"""The store serves before the offer is made, so one that cannot be reached is gone; the engine waits meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +67,7 @@ class WeightReceiver:
         self._buckets = make_buckets(shapes, offer.trainer_ranks, self._dtype)
         self._leave()
         try:
+            # The store serves before the offer is made: one that cannot be reached is gone. The engine waits meanwhile.
             store = connect_store(offer.address, offer.port, CONNECT_SECONDS)
             store.set_timeout(timedelta(seconds=offer.timeout))
             rank = offer.first_rank + self._engine.tensor_parallel_rank

@@ -14,15 +14,17 @@ from typing import IO, Any
 
 from colocated_grpo.environments.agents.endpoint import Access
 from colocated_grpo.environments.base import Item
-from colocated_grpo.runtime.server_variables import KEY_VARIABLE as ENGINE_KEY_VARIABLE
-from colocated_grpo.runtime.server_variables import URLS_VARIABLE
+from colocated_grpo.runtime import parents_death
+from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
 
-STARTER = Path(__file__).with_name("starter.py")
-URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+STARTER = parents_death.__file__
+"""Becomes the program, which the kernel then kills when the rank ends."""
+OPENAI_URL, OPENAI_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+"""Variables that OpenAI's clients read."""
 RANK_VARIABLES = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    *(URLS_VARIABLE, ENGINE_KEY_VARIABLE),
+    *(URLS_VARIABLE, KEY_VARIABLE),
 }
 """Removed: with torchrun's variables, a program that uses torch would act as a rank."""
 TAIL_BYTES = 1 << 16
@@ -50,7 +52,7 @@ class Program:
             given.seek(0)
             # Files and not pipes: what the program leaves running could keep a pipe open for ever.
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(STARTER), str(os.getpid()), *self._command),
+                *(sys.executable, "-I", "-S", STARTER, str(os.getpid()), *self._command),
                 stdin=given,
                 stdout=printed,
                 stderr=errors,
@@ -79,7 +81,7 @@ class Program:
 
 def _environment(access: Access) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    return {**inherited, URL_VARIABLE: access.base_url, KEY_VARIABLE: access.api_key}
+    return {**inherited, OPENAI_URL: access.base_url, OPENAI_KEY: access.api_key}
 
 
 def _ending(code: int) -> str:

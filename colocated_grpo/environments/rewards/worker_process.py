@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import os
 import pickle
 import signal
 import socket
@@ -15,14 +13,12 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards.functions import load_reward, results_of
 from colocated_grpo.environments.rewards.workers import DEVICE_LIBRARIES, Started
 from colocated_grpo.runtime.guard_process import DUMP_SIGNAL
+from colocated_grpo.runtime.parents_death import die_with
 from colocated_grpo.runtime.signals import reset_in_forked_children, stop_signals
-
-PR_SET_PDEATHSIG = 1
-"""Linux <sys/prctl.h>"""
 
 
 def main(descriptor: int, dumps: int, rank: int) -> None:
-    _die_with(rank)
+    die_with(rank)
     _ignore_stop_signals()
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, file=dumps, all_threads=False)
@@ -45,14 +41,6 @@ def main(descriptor: int, dumps: int, rank: int) -> None:
 def _send(message: object, stream: BufferedRWPair) -> None:
     pickle.dump(message, stream)
     stream.flush()
-
-
-def _die_with(rank: int) -> None:
-    """Let the kernel kill this process when the rank ends, also while a function holds the interpreter lock."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != rank:
-        os._exit(1)
 
 
 def _ignore_stop_signals() -> None:

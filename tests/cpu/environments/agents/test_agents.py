@@ -560,5 +560,5 @@ while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"sleep")
 print(process.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
-    ended = subprocess.run([sys.executable, "-c", rank, str(STARTER)], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", rank, STARTER], capture_output=True, text=True, timeout=60)
     assert_gone([int(ended.stdout)])

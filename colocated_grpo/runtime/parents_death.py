@@ -1,0 +1,46 @@
+"""Processes that the kernel ends when their parent dies, also by SIGKILL. Linux only; elsewhere they outlive it.
+
+Standard library only. Run as a file, it becomes another program: FILE PARENT COMMAND [ARGUMENTS].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1
+"""Linux <sys/prctl.h>"""
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when process `parent` ends, also while it holds the interpreter lock."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # the parent died before the call of prctl
+
+
+def signal_at_parents_death(number: signal.Signals) -> Callable[[], None] | None:
+    """Return a preexec function: the kernel sends the signal to the child when this process dies."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # before the fork: few calls are safe after it
+
+    def prepare() -> None:
+        prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+def main(parent: int, command: list[str]) -> None:
+    die_with(parent)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
