@@ -53,7 +53,7 @@ def fetch_model(config: ModelConfig, world: World) -> Path:
 def fetch_tokenizer(config: ModelConfig) -> Path:
     """Return a folder with the model's tokenizer and config. Of a Hub model only small files are downloaded."""
     if Path(config.name).is_dir():
-        return Path(config.name)
+        return Path(config.name).absolute()  # as in `fetch_model`
     try:
         return Path(snapshot_download(config.name, revision=config.revision, allow_patterns=SMALL_FILES))
     except (OSError, HfHubHTTPError) as error:

@@ -71,17 +71,16 @@ class Joined:
         return shown
 
 
-def join(before_exit: Callable[[str | None], None] = lambda line: None, patience: float | None = None) -> Joined:
+def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joined:
     """Meet the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe. Collective.
 
-    From here on this process ends soon after any other rank has. before_exit: as in `Watchdog`. patience: seconds to
-    wait for ranks that have not started; default: JOIN_SECONDS. Raises RunError.
+    From here on this process ends soon after any other rank has. before_exit: as in `Watchdog`. Raises RunError, also
+    for ranks that have not started within JOIN_SECONDS.
     """
-    patience = JOIN_SECONDS if patience is None else patience
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + JOIN_SECONDS
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _open_store(rank, patience, serves=serves_store)
+    store = _open_store(rank, serves=serves_store)
     # A restart by torchrun (--max-restarts) may use the same store.
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     own = dist.PrefixStore("colocated_grpo", store)
@@ -89,7 +88,7 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None, patience
     watchdog = Watchdog(own, stop, rank, serves_store=serves_store and size > 1, before_exit=before_exit)
     joined = Joined(store=store, stop=stop, watchdog=watchdog)
     try:
-        _meet(own, watchdog, rank, size, deadline, patience)
+        _meet(own, watchdog, rank, size, deadline)
     except Exception as error:
         if (shown := joined.failure(error)) is error:
             raise
@@ -97,22 +96,24 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None, patience
     return joined
 
 
-def _open_store(rank: int, patience: float, *, serves: bool) -> dist.Store:
+def _open_store(rank: int, *, serves: bool) -> dist.Store:
     """Connect to the run's store. serves: whether this process hosts the store. Otherwise torchrun or rank 0 does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
     if not serves:
         try:
-            wait_for_listener(host, port, patience)
+            wait_for_listener(host, port, JOIN_SECONDS)
         except OSError as error:
             why = error.strerror or error
-            raise RunError(f"{where}: rank {rank} has not reached rank 0 there for {patience:g} s ({why})") from error
+            raise RunError(
+                f"{where}: rank {rank} has not reached rank 0 there for {JOIN_SECONDS:g} s ({why})"
+            ) from error
     try:
         return dist.TCPStore(
             host,
             port,
             is_master=serves,
-            timeout=timedelta(seconds=patience),
+            timeout=timedelta(seconds=JOIN_SECONDS),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -123,10 +124,10 @@ def _open_store(rank: int, patience: float, *, serves: bool) -> dist.Store:
         raise RunError(f"{where}: {what} ({in_one_line(error)})") from error
 
 
-def _meet(store: dist.Store, watchdog: Watchdog, rank: int, size: int, deadline: float, patience: float) -> None:
+def _meet(store: dist.Store, watchdog: Watchdog, rank: int, size: int, deadline: float) -> None:
     process, link = own_process(), None
     if rank > 0:
-        first = Member.from_json(_wait_for(store, _key(0), deadline, lambda: _not_started([0], size, patience)))
+        first = Member.from_json(_wait_for(store, _key(0), deadline, lambda: _not_started([0], size)))
         if first.process.table != process.table:
             link = watchdog.links.listen(own_address(os.environ["MASTER_ADDR"]))
     store.set(_key(rank), Member(process, link).to_json())
@@ -135,7 +136,7 @@ def _meet(store: dist.Store, watchdog: Watchdog, rank: int, size: int, deadline:
     keys = [_key(other) for other in range(size)]
 
     def missing() -> str:
-        return _not_started([other for other, key in enumerate(keys) if not store.check([key])], size, patience)
+        return _not_started([other for other, key in enumerate(keys) if not store.check([key])], size)
 
     _wait_for(store, COMPLETE_KEY, deadline, missing)
     members = [Member.from_json(text) for text in store.multi_get(keys)]
@@ -159,10 +160,10 @@ def _wait_for(store: dist.Store, key: str, deadline: float, explain: Callable[[]
             raise RunError(explain())
 
 
-def _not_started(ranks: Sequence[int], size: int, patience: float) -> str:
+def _not_started(ranks: Sequence[int], size: int) -> str:
     return (
-        f"{named_ranks(ranks)} of {size} did not start within {patience:g} s: see the output of the node, or start all "
-        "nodes"
+        f"{named_ranks(ranks)} of {size} did not start within {JOIN_SECONDS:g} s: see the output of the node, or start "
+        "all nodes"
     )
 
 

@@ -15,7 +15,7 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy import export as export_module
-from colocated_grpo.policy.checkpoint_files import fetch_model
+from colocated_grpo.policy.checkpoint_files import fetch_model, fetch_tokenizer
 from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
@@ -165,3 +165,12 @@ def test_a_damaged_export_is_refused_where_a_run_or_a_server_would_load_it(
         fetch_model(settings, world)
     (target / CHECKSUMS_FILE).unlink()
     assert fetch_model(settings, world) == target
+
+
+def test_a_folder_of_the_working_directory_is_still_found_after_user_code_has_changed_it(
+    world, model_folder, monkeypatch
+):
+    folder = model_folder()
+    monkeypatch.chdir(folder.parent)
+    settings = ModelConfig(name=folder.name)
+    assert fetch_model(settings, world) == fetch_tokenizer(settings) == folder

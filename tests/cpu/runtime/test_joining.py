@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.errors import AlreadyReported, RunError
-from colocated_grpo.runtime import node_links
+from colocated_grpo.runtime import joining, node_links
 from colocated_grpo.runtime.joining import Joined, join
 from colocated_grpo.runtime.node_links import LinkAddress, NodeLinks
 from colocated_grpo.runtime.rank_process import RankProcess
@@ -27,10 +27,10 @@ STARTED = 60.0
 WHERE = "MASTER_ADDR=127.0.0.1 MASTER_PORT=%d"
 
 
-def join_without_launcher(port: int, **options: float) -> Joined:
+def join_without_launcher(port: int) -> Joined:
     """Join as under srun: rank 0 serves the store."""
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    return join(**options)
+    return join()
 
 
 @contextmanager
@@ -73,7 +73,8 @@ def test_a_rank_that_is_killed_before_there_is_a_process_group_ends_the_others_w
 def start_without(port: int, rank: int, size: int, errors: Path) -> None:
     os.environ |= {"RANK": str(int(os.environ["RANK"]) + rank), "WORLD_SIZE": str(size)}
     with ending_of_a_rank(errors):
-        join_without_launcher(port, patience=1)
+        joining.JOIN_SECONDS = 1.0
+        join_without_launcher(port)
 
 
 @pytest.mark.parametrize(
