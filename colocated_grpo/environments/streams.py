@@ -17,7 +17,7 @@ from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import Group, JsonObject
 
 Prompting = Task | Episode | AgentTasks
-"""What yields prompts by itself."""
+"""Environments that yield their own prompts."""
 DIGEST_ROWS = 64
 """Rows hashed per dataset, so that a resume detects changed data without reading all of it."""
 

@@ -18,7 +18,7 @@ from colocated_grpo.types import JsonObject
 
 
 class Adapter(NamedTuple):
-    """What plays a library's environments."""
+    """Classes and functions that play a library's environments."""
 
     argument: str
     """Argument that may follow the colon of a name: 'textarena:TicTacToe-v0' is short for args.game."""
