@@ -27,7 +27,7 @@ class Verifiers(Section):
     """Reward: the weighted sum of the task's rewards. Each reward and metric of the task is a part of the score."""
 
     taskset: str
-    """Id of the taskset: the name of its installed package."""
+    """Id of the taskset: the name of its package, which is installed or in the working directory."""
     config: JsonObject = {}
     """Settings of the taskset."""
     max_turn_tokens: int | None = Field(None, ge=1)

@@ -59,6 +59,7 @@ class VerifiersAgent:
         # Imported here: during the first episode, it would block the event loop of all episodes for seconds.
         import_optional("mcp.client.streamable_http", "mcp", KEY)
         _check_fit(self._config, tasks)
+        tasks.make_importable_for_servers()
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         return self._tasks.prompts(seed, split)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.tasks.procedural import in_split
-from colocated_grpo.environments.user_code.loading import import_optional
+from colocated_grpo.environments.user_code.loading import import_optional, make_importable
 from colocated_grpo.types import JsonObject
 
 KEY = "environments 'verifiers'"
@@ -25,6 +29,7 @@ class VerifiersTasks:
         """name: id of the taskset. config: its settings."""
         self.name = name
         import_optional("verifiers.v1", "verifiers", KEY)
+        make_importable(os.getcwd())
         loaders = import_optional("verifiers.v1.utils.loaders", "verifiers", KEY)
         from verifiers.v1 import SingleAgentEnv
 
@@ -51,6 +56,17 @@ class VerifiersTasks:
     def task_of(self, item: Item) -> Any:
         """Return the task of an item, in the library's own form."""
         return self.task_type(self.task_type.data_type().model_validate(item["data"]), self.taskset.config.task)
+
+    def make_importable_for_servers(self) -> None:
+        """Add the folder of the taskset's module to PYTHONPATH, unless it is installed.
+
+        The processes of tool servers import the module too, and run in a folder of their own.
+        """
+        top = Path(str(sys.modules[type(self.taskset).__module__.partition(".")[0]].__file__)).resolve()
+        folder = str(top.parents[1] if top.name == "__init__.py" else top.parent)
+        if folder not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+            folders = [folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+            os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, folders)))
 
     @property
     def has_tools(self) -> bool:

@@ -14,7 +14,7 @@ from colocated_grpo.tracking import files
 from tests.support.calling_model import calling_model
 from tests.support.paths import ROOT
 from tests.support.templates import TEMPLATE
-from tests.support.training_runs import ForkedRun, TrainingRun, settings
+from tests.support.training_runs import TrainingRun, settings, train
 
 STEPS = 2
 MEAN = "eval/sums/mean"
@@ -53,16 +53,15 @@ def run(tmp_path_factory) -> TrainingRun:
         calling_model(folder / "model", CALLS),
         environments=[entry],
         training_steps=STEPS,
-        rollout={"prompts_per_step": 3, "group_size": 3, "max_prompt_tokens": 128, "max_completion_tokens": 1100},
+        rollout={"prompts_per_step": 2, "group_size": 3, "max_prompt_tokens": 128, "max_completion_tokens": 1100},
         batch={"max_tokens_per_micro_batch": 2048},
         evaluation={"every": STEPS, "prompts": 2, "sets": [{"name": "sums", "prompts": 3, "source": entry}]},
         tracking={"rollouts_per_step": 32},
     )
     config["model"]["chat_template"] = TEMPLATE
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))  # of the ranks; PYTHONPATH is for the tool server
-        with ForkedRun(folder, config, environment={"PYTHONPATH": f"{folder}:{ROOT}"}) as made:
-            return made.finish()
+        patch.chdir(folder)  # the ranks import from their working directory
+        return train(folder, config)
 
 
 def test_a_run_with_tools_trains(run):
