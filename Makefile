@@ -24,7 +24,7 @@ ATROPOSLIB := atroposlib==0.4.0
 # verifiers requires older versions of mcp and openai than the other packages. Its tests run in a second environment: a
 # .pth file adds the packages of VENV, so pip installs only the packages that verifiers adds or replaces.
 VERIFIERS := $(VENV)/verifiers
-VERIFIERS_TESTS := tests/cpu/environments/adapters/test_verifiers.py
+VERIFIERS_TESTS := tests/cpu/environments/verifiers
 OLDEST_VLLM := 0.26.0
 VLLM_SOURCES := $(VENV)/vllm-$(OLDEST_VLLM)
 DEVICES_cuda := --gpus 1

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -17,6 +17,7 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import is_inline, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments import Environments, build_environments
+from colocated_grpo.environments.build import PlayedByAgents
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.prompts import longest_token
 from colocated_grpo.errors import in_one_line
@@ -35,6 +36,9 @@ from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.serving.limits import LENGTH_KEYS, Limits
 from colocated_grpo.tracking import NullTracker, Tracker
 from colocated_grpo.types import JsonObject
+
+if TYPE_CHECKING:
+    from colocated_grpo.web.server import ServerThread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,11 @@ class Data:
     source: LongestFirst | None
     """Training prompts; on rank 0 only, and None if other processes supply all groups."""
     evaluated: Evaluated
+
+    @property
+    def agents(self) -> dict[str, PlayedByAgents]:
+        """By Prompt.source, of the environments and the evaluation sets."""
+        return self.environments.agents | self.evaluated.sources.agents
 
 
 def read_model_files(config: Config, world: World) -> ModelFiles:
@@ -130,6 +139,16 @@ def open_source(environments: Environments, note: Callable[[str], None]) -> Long
     return LongestFirst(source)
 
 
+def build_agent_server(config: Config, data: Data, model: ModelFiles) -> ServerThread | None:
+    """The address at which agents sample from this rank's engine; None without agents."""
+    if not data.agents:
+        return None
+    # Imported here: the web framework would delay the start of every other run.
+    from colocated_grpo.build.agents import listen_for_agents
+
+    return listen_for_agents(data.environments.endpoint, config, model.tokenizer, limits_of(config, model))
+
+
 def build_collector(
     config: Config,
     driver: Driver,
@@ -141,8 +160,7 @@ def build_collector(
     guarded: Guarded,
 ) -> Collector:
     rollout, codec = config.rollout, ChatCodec(model.tokenizer)
-    environments, sets = data.environments, data.evaluated.sources
-    agents = environments.agents
+    environments, sets, agents = data.environments, data.evaluated.sources, data.agents
     played = {**environments.episodes, **sets.episodes, **{name: one.episode for name, one in agents.items()}}
     scored = {**environments.scorers, **sets.scorers}
     guarded_episodes = {name: GuardedEpisode(episode, guarded) for name, episode in played.items()}

@@ -39,7 +39,7 @@ def read_evaluated(
     config: Config, tokenizer: PreTrainedTokenizerBase, environments: Environments, world: World, note: Note
 ) -> Evaluated:
     """Collective. User code is imported on every rank; data are read on rank 0 only."""
-    sources = build_evaluation_sources(config, tokenizer)
+    sources = build_evaluation_sources(config, tokenizer, environments.endpoint)
     held_out, prompts = world.from_main(lambda: _draw(config, environments, sources, note))
     return Evaluated(held_out=held_out, sources=sources, prompts=prompts)
 

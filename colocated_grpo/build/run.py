@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from colocated_grpo.build.data import (
-    Data,
     ModelFiles,
+    build_agent_server,
     build_collector,
     build_data,
     build_prompt_supply,
@@ -247,18 +247,6 @@ def build_serving(
 
     keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
     return Serving(config, config.atropos, folder, inbox, model.tokenizer, limits_of(config, model), world, note, keep)
-
-
-def build_agent_server(config: Config, data: Data, model: ModelFiles) -> ServerThread | None:
-    """The address at which agents sample from this rank's engine; None without agents."""
-    agents = data.environments.agents
-    if not agents:
-        return None
-    # Imported here: the web framework would delay the start of every other run.
-    from colocated_grpo.build.agents import listen_for_agents
-
-    [endpoint] = {one.endpoint for one in agents.values()}
-    return listen_for_agents(endpoint, config, model.tokenizer, limits_of(config, model))
 
 
 def _trained_facts(policy: Policy) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from colocated_grpo.config.base import NonNegative, Positive, Section
 from colocated_grpo.config.sources import (
+    AgentSourceConfig,
     DatasetSourceConfig,
     EpisodeSourceConfig,
     RewardConfig,
@@ -22,7 +23,9 @@ MEAN = "mean"
 ANSWERS = {"exact_match": "final_answer", "gsm8k": "last_number", "math_verify": "boxed"}
 """Built-in reward -> function for the answer that it judges."""
 
-SetSource = Annotated[TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig, Field(discriminator="type")]
+SetSource = Annotated[
+    TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | AgentSourceConfig, Field(discriminator="type")
+]
 
 
 class EvaluationSetConfig(Section):
@@ -31,13 +34,13 @@ class EvaluationSetConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Part of the metrics' names: eval/<name>/mean."""
     source: SetSource
-    """Where the prompts come from: a dataset, of which all rows of `split` are used in order; or a task or an episode,
-    whose held-out items are used. A plain name is short for {type: dataset, name: ...}."""
+    """Where the prompts come from: a dataset or an agent, of which all rows of `split` are used in order; or a task or
+    an episode, whose held-out items are used. A plain name is short for {type: dataset, name: ...}."""
     rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] | None = None
     """Reward functions of a dataset, short for `rewards` inside `source`."""
     prompts: Positive | None = None
-    """Number of prompts, the first ones of the source; the same ones each time. Default: all rows of a dataset, 64 of a
-    task or an episode."""
+    """Number of prompts, the first ones of the source; the same ones each time. Default: all rows of a dataset or an
+    agent, 64 of a task or an episode."""
     samples: Positive = 1
     """Completions per prompt. pass@k is estimated for k = 1, 2, 4, ... up to this number."""
     temperature: float = Field(1.0, ge=0, le=2)

@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.evaluation import ANSWERS, HELD_OUT, PREFIX
 from colocated_grpo.config.schema import MIN_TEMPERATURE, Config
-from colocated_grpo.config.sources import DatasetSourceConfig, EpisodeSourceConfig, RowsSourceConfig
+from colocated_grpo.config.sources import (
+    AgentSourceConfig,
+    EpisodeSourceConfig,
+    RowsSourceConfig,
+)
 
 Lines = Iterator[str]
 
@@ -49,9 +53,9 @@ def _sources_of_sets_are_whole(config: Config) -> Lines:
 
 def _episodes_of_sets_need_single_rank_engines(config: Config) -> Lines:
     for index, entry in enumerate(config.evaluation.sets):
-        if config.ranks_per_engine > 1 and isinstance(entry.source, EpisodeSourceConfig):
+        if config.ranks_per_engine > 1 and isinstance(entry.source, EpisodeSourceConfig | AgentSourceConfig):
             yield (
-                f"evaluation.sets.{index}.source.type=episode: needs engine.tensor_parallel_size=1, not "
+                f"evaluation.sets.{index}.source.type={entry.source.type}: needs engine.tensor_parallel_size=1, not "
                 f"{config.ranks_per_engine}, because the ranks of an engine would have to submit every turn at the "
                 "same step"
             )
@@ -102,7 +106,7 @@ def evaluated_data_is_trained(config: Config) -> Lines:
 
     trained = {rows(source) for source in config.environments if isinstance(source, RowsSourceConfig)}
     for entry in config.evaluation.sets:
-        if isinstance(entry.source, DatasetSourceConfig) and rows(entry.source) in trained:
+        if isinstance(entry.source, RowsSourceConfig) and rows(entry.source) in trained:
             yield f"evaluation set {entry.name!r}: its rows are also trained on, so it does not measure generalization"
 
 

@@ -23,8 +23,8 @@ from colocated_grpo.config.sources import (
 from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.agents.conversation import AgentLimits
 from colocated_grpo.environments.agents.endpoint import Endpoint
-from colocated_grpo.environments.agents.episode import AgentEpisode, build_agent
-from colocated_grpo.environments.base import BatchSource, Episode, Item, Scorer, Task
+from colocated_grpo.environments.agents.episode import AgentEpisode, AgentTasks, build_agent
+from colocated_grpo.environments.base import BatchSource, EnvironmentSetupError, Episode, Item, Scorer, Task
 from colocated_grpo.environments.curriculum import EasyToHard, RestingItems
 from colocated_grpo.environments.dataset import DatasetRows
 from colocated_grpo.environments.episodes import build_episode
@@ -152,11 +152,31 @@ class AgentEnvironment(RowsEnvironment):
         """max_tokens: longest sequence, prompt and completion together."""
         key = f"environments {name!r}"
         super().__init__(name, config, lambda item: None, load_filter(config, key))
-        self.endpoint = endpoint
         self.limits = AgentLimits(
             max_tokens=max_tokens, max_requests=config.max_requests, max_running=config.max_running
         )
         self.episode = AgentEpisode(build_agent(config, key), endpoint)
+
+
+class AgentTasksEnvironment:
+    """An agent of another library plays the library's tasks and returns the rewards."""
+
+    def __init__(self, name: str, tasks: AgentTasks, endpoint: Endpoint, max_tokens: int) -> None:
+        """max_tokens: longest sequence, prompt and completion together."""
+        self.name = name
+        self.tasks = tasks
+        self.limits = AgentLimits(max_tokens=max_tokens, max_requests=tasks.max_requests, max_running=tasks.max_running)
+        self.episode = AgentEpisode(tasks, endpoint)
+
+    def open_stream(self, seed: int) -> TaskStream:
+        return TaskStream(self.name, self.tasks, seed)
+
+    def held_out(self, seed: int) -> Iterator[Item]:
+        return task_items(self.name, self.tasks, seed, "held_out")
+
+
+PlayedByAgents = AgentEnvironment | AgentTasksEnvironment
+"""Environments whose episodes sample over HTTP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +187,10 @@ class Environments:
     """By Prompt.source. The same on every rank."""
     episodes: dict[str, Episode]
     """By Prompt.source, for sources without a scorer. The same on every rank."""
-    agents: dict[str, AgentEnvironment]
+    agents: dict[str, PlayedByAgents]
     """By Prompt.source, for the other sources without a scorer. The same on every rank."""
+    endpoint: Endpoint
+    """Where the agents of this rank sample."""
     entries: Sequence[Environment]
     weights: dict[str, float]
     encoder: PromptEncoder
@@ -240,11 +262,12 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     for name in config.model.chat_template_kwargs:
         check_is_read(tokenizer, f"model.chat_template_kwargs.{name}", name)
     endpoint = Endpoint()
-    entries = [_build(name, entry, config, endpoint) for name, entry in zip(names, prompted, strict=True)]
+    entries = [build_environment(name, entry, config, endpoint) for name, entry in zip(names, prompted, strict=True)]
     return Environments(
-        scorers={e.name: e.scorer for e in entries if not isinstance(e, EpisodeEnvironment | AgentEnvironment)},
+        scorers={e.name: e.scorer for e in entries if not isinstance(e, EpisodeEnvironment | PlayedByAgents)},
         episodes={e.name: e.episode for e in entries if isinstance(e, EpisodeEnvironment)},
-        agents={e.name: e for e in entries if isinstance(e, AgentEnvironment)},
+        agents={e.name: e for e in entries if isinstance(e, PlayedByAgents)},
+        endpoint=endpoint,
         entries=entries,
         weights={name: entry.weight for name, entry in zip(names, prompted, strict=True)},
         encoder=build_encoder(config, tokenizer, dict(zip(names, prompted, strict=True))),
@@ -253,26 +276,35 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     )
 
 
-def _build(
+def build_environment(
     name: str, entry: PromptedConfig | AgentSourceConfig, config: Config, endpoint: Endpoint
-) -> ScoredEnvironment | EpisodeEnvironment | AgentEnvironment:
+) -> ScoredEnvironment | EpisodeEnvironment | PlayedByAgents:
+    """Resolve the names of one entry and import its user code; read no data. Raises EnvironmentSetupError."""
     if isinstance(entry, AgentSourceConfig):
         return AgentEnvironment(name, entry, endpoint, config.max_sequence_tokens)
-    return build_environment(name, entry, config)
-
-
-def build_environment(name: str, entry: PromptedConfig, config: Config) -> ScoredEnvironment | EpisodeEnvironment:
-    """Resolve the names of one entry and import its user code; read no data. Raises EnvironmentSetupError."""
     if isinstance(entry, DatasetSourceConfig):
         rewards = build_rewards(entry.rewards, key := f"environments {name!r}: rewards")
         workers = start_workers(entry.rewards, rewards, key)
         scorer = RewardScorer(rewards, config.optimizer_steps, workers)
         return DatasetEnvironment(name, entry, scorer, load_filter(entry, f"environments {name!r}"))
     if isinstance(entry, EpisodeSourceConfig):
-        return EpisodeEnvironment(name, build_episode(entry.name, entry.args, entry.given))
+        episode = build_episode(entry.name, entry.args, entry.given)
+        if isinstance(episode, AgentTasks):
+            _check_prompts_are_the_agents(name, entry)
+            return AgentTasksEnvironment(name, episode, endpoint, config.max_sequence_tokens)
+        return EpisodeEnvironment(name, episode)
     if isinstance(entry, TurnsSourceConfig):
         return build_turn_games(name, entry, config)
     return TaskEnvironment(name, build_task(entry.name, entry.args, entry.given))
+
+
+def _check_prompts_are_the_agents(name: str, entry: EpisodeSourceConfig) -> None:
+    """Raise EnvironmentSetupError for settings of prompts, which would have no effect on the requests of an agent."""
+    for key in ("system_prompt", "tools", "chat_template_kwargs"):
+        if getattr(entry, key):
+            raise EnvironmentSetupError(
+                f"environments {name!r}: {key}: an agent plays it, and writes its own requests; remove it"
+            )
 
 
 def build_encoder(

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 from colocated_grpo.config.evaluation import PREFIX, EvaluationSetConfig
 from colocated_grpo.config.schema import Config
+from colocated_grpo.config.sources import RowsSourceConfig
+from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.base import Episode, Item, Scorer
 from colocated_grpo.environments.build import (
-    DatasetEnvironment,
     EpisodeEnvironment,
+    PlayedByAgents,
+    RowsEnvironment,
     ScoredEnvironment,
     build_encoder,
     build_environment,
@@ -33,7 +36,7 @@ class EvaluationSource:
     """The prompts of one set, and what scores them."""
 
     config: EvaluationSetConfig
-    environment: ScoredEnvironment | EpisodeEnvironment
+    environment: ScoredEnvironment | EpisodeEnvironment | PlayedByAgents
 
     @property
     def name(self) -> str:
@@ -46,10 +49,10 @@ class EvaluationSource:
 
     def filter_notes(self) -> list[str]:
         """Return log lines on rows that filters have left out. Rank 0 only: reads data."""
-        return self.environment.rows.filter_notes if isinstance(self.environment, DatasetEnvironment) else []
+        return self.environment.rows.filter_notes if isinstance(self.environment, RowsEnvironment) else []
 
     def _items(self, seed: int) -> Iterator[Item]:
-        if isinstance(self.environment, DatasetEnvironment):
+        if isinstance(self.environment, RowsEnvironment):
             return self.environment.all_items()
         return self.environment.held_out(seed)
 
@@ -57,7 +60,7 @@ class EvaluationSource:
         if self.config.prompts is not None:
             return self.config.prompts
         all_rows = sys.maxsize >> 1
-        return all_rows if isinstance(self.environment, DatasetEnvironment) else GENERATED_PROMPTS
+        return all_rows if isinstance(self.environment, RowsEnvironment) else GENERATED_PROMPTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class EvaluationSources:
     def scorers(self) -> dict[str, Scorer]:
         """By Prompt.source."""
         made = (source.environment for source in self.sources)
-        return {each.name: each.scorer for each in made if not isinstance(each, EpisodeEnvironment)}
+        return {each.name: each.scorer for each in made if not isinstance(each, EpisodeEnvironment | PlayedByAgents)}
 
     @property
     def episodes(self) -> dict[str, Episode]:
@@ -80,11 +83,22 @@ class EvaluationSources:
         made = (source.environment for source in self.sources)
         return {each.name: each.episode for each in made if isinstance(each, EpisodeEnvironment)}
 
+    @property
+    def agents(self) -> dict[str, PlayedByAgents]:
+        """By Prompt.source, for the other sets without a scorer."""
+        made = (source.environment for source in self.sources)
+        return {each.name: each for each in made if isinstance(each, PlayedByAgents)}
 
-def build_evaluation_sources(config: Config, tokenizer: PreTrainedTokenizerBase) -> EvaluationSources:
-    """Resolve every name and import user code; read no data. Raises EnvironmentSetupError."""
+
+def build_evaluation_sources(
+    config: Config, tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint
+) -> EvaluationSources:
+    """Resolve every name and import user code; read no data. Raises EnvironmentSetupError.
+
+    endpoint: where agents sample.
+    """
     return EvaluationSources(
-        sources=[_build(entry, config) for entry in config.evaluation.sets],
+        sources=[_build(entry, config, endpoint) for entry in config.evaluation.sets],
         encoder=build_encoder(config, tokenizer, {_name(entry): entry.source for entry in config.evaluation.sets}),
         seed=config.seed,
     )
@@ -94,8 +108,8 @@ def _name(entry: EvaluationSetConfig) -> str:
     return f"{PREFIX}/{entry.name}"
 
 
-def _build(entry: EvaluationSetConfig, config: Config) -> EvaluationSource:
+def _build(entry: EvaluationSetConfig, config: Config, endpoint: Endpoint) -> EvaluationSource:
     source = entry.source
-    if source.type == "dataset":
+    if isinstance(source, RowsSourceConfig):
         source = source.model_copy(update={"held_out": 0})  # no row is left out
-    return EvaluationSource(config=entry, environment=build_environment(_name(entry), source, config))
+    return EvaluationSource(config=entry, environment=build_environment(_name(entry), source, config, endpoint))

@@ -11,10 +11,13 @@ from random import Random
 from typing import Protocol
 
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.environments.agents.episode import AgentTasks
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Episode, Item, Seekable, Split, Task
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import Group, JsonObject
 
+Prompting = Task | Episode | AgentTasks
+"""Environments that yield their own prompts."""
 DIGEST_ROWS = 64
 """Rows hashed per dataset, so that a resume detects changed data without reading all of it."""
 
@@ -62,7 +65,7 @@ class TaskStream(FixedItems):
 
     max_attempts = 1000
 
-    def __init__(self, name: str, task: Task | Episode, seed: int) -> None:
+    def __init__(self, name: str, task: Prompting, seed: int) -> None:
         self.name = name
         self.task = task
         self.seed = seed
@@ -99,7 +102,7 @@ class TaskStream(FixedItems):
                 raise EnvironmentSetupError(f"environments {self.name!r}: prompts(seed, 'train') yielded no item")
 
 
-def task_items(name: str, task: Task | Episode, seed: int, split: Split) -> Iterator[Item]:
+def task_items(name: str, task: Prompting, seed: int, split: Split) -> Iterator[Item]:
     """Yield the items of one split. Exceptions of the task become EnvironmentSetupError."""
     return _user_items(name, f"prompts(seed, {split!r})", partial(task.prompts, seed, split))
 

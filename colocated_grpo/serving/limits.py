@@ -14,7 +14,10 @@ class InvalidRequest(Exception):
 
 
 class TooLong(InvalidRequest):
-    """A prompt that does not fit the context."""
+    """A prompt that does not fit the context.
+
+    The message contains "maximum context length", as vLLM's does: clients look for it.
+    """
 
     def __init__(self, message: str, text: str = "") -> None:
         """text: the prompt, if it was not encoded."""
@@ -41,8 +44,8 @@ class Limits:
         """Reject a text that cannot fit, before tokenizing: megabytes would block the event loop for seconds."""
         if len(text) > self.max_tokens * self.longest_token:
             raise TooLong(
-                f"a prompt of {len(text)} characters cannot fit into {self.max_tokens} tokens "
-                f"({self.max_tokens_setting})",
+                f"a prompt of {len(text)} characters cannot fit into {self.max_tokens} tokens, the maximum context "
+                f"length ({self.max_tokens_setting})",
                 text,
             )
 
@@ -51,8 +54,8 @@ class Limits:
             raise InvalidRequest("the prompt is empty")
         if len(token_ids) >= self.max_tokens:
             raise TooLong(
-                f"the prompt has {len(token_ids)} tokens; with at least one sampled token it must fit into "
-                f"{self.max_tokens} ({self.max_tokens_setting})"
+                f"the prompt has {len(token_ids)} tokens; with at least one sampled token it must fit into the "
+                f"maximum context length of {self.max_tokens} ({self.max_tokens_setting})"
             )
         self.check_vocabulary(token_ids)
 

@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.build.data import Data, build_collector, read_model_files
+from colocated_grpo.build.data import Data, build_agent_server, build_collector, read_model_files
 from colocated_grpo.build.evaluation import evaluation_sets, read_evaluated
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments import build_environments
@@ -37,6 +37,7 @@ def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
     evaluated = read_evaluated(config, model.tokenizer, environments, world, print)
     data = Data(environments=environments, source=None, evaluated=evaluated)
     sets = evaluation_sets(config, evaluated, model.stop_token_ids)
+    agent_server = build_agent_server(config, data, model)
     config = with_batch_size(config, sets, world)
     engine = subject_engine(config, model, adapter, world)
     inbox = Inbox()
@@ -55,6 +56,8 @@ def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
     except Stopped:
         raise RunError("stopped by a signal") from None
     collector.close()
+    if agent_server is not None:
+        agent_server.close()
     joined.watchdog.close()
     world.barrier()
     return results if world.is_main else None

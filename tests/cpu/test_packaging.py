@@ -184,11 +184,11 @@ def test_make_lint_checks_rules_format_and_types_and_changes_nothing():
     assert re.findall(r"^elsewhere/bin/pyrefly (\w+)", plan, re.MULTILINE) == ["check"]
 
 
-def test_a_file_that_the_first_pytest_of_make_test_ignores_is_run_by_the_second():
+def test_a_folder_that_the_first_pytest_of_make_test_ignores_is_run_by_the_second():
     plan = make(ROOT, "--dry-run", "test", "VENV=elsewhere", "PLATFORM=cpu").stdout
     ignored = re.findall(r"--ignore (\S+)", plan)
     assert ignored == re.findall(r"^elsewhere/verifiers/bin/python -m pytest (\S+)$", plan, re.MULTILINE)
-    assert ignored == ["tests/cpu/environments/adapters/test_verifiers.py"]
+    assert ignored == ["tests/cpu/environments/verifiers"]
 
 
 def test_continuous_integration_runs_lint_then_the_tests():

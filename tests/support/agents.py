@@ -110,6 +110,9 @@ class AgentRun:
 
     def collect(self, prompts: int = 1, group_size: int = 1) -> list[Group]:
         items = [{"prompt": f"p{index}", "number": index, "answer": f"p{index}!"} for index in range(prompts)]
+        return self.collect_items(items, group_size)
+
+    def collect_items(self, items: Sequence[Mapping[str, Any]], group_size: int = 1) -> list[Group]:
         sampling = Sampling(temperature=0.7, max_tokens=128)
         job = Job(name="train/0", prompts=[prompt_of(item) for item in items], group_size=group_size, sampling=sampling)
         return self.collector.collect(job)
@@ -126,6 +129,8 @@ class AgentRun:
 
 
 def prompt_of(item: Mapping[str, Any]) -> Prompt:
-    text = f"<|user|>{item['prompt']}<|end|><|assistant|>"
+    """Return the prompt of an item whose "prompt" is text or one message."""
+    prompt = item["prompt"]
+    text = f"<|user|>{prompt if isinstance(prompt, str) else prompt[0]['content']}<|end|><|assistant|>"
     token_ids = TOKENIZER.encode(text)
     return Prompt(index=item["number"], token_ids=token_ids, text=text, item=dict(item), source=SOURCE)

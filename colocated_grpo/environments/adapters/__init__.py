@@ -9,7 +9,8 @@ from colocated_grpo.environments.adapters.gymnasium import Gymnasium
 from colocated_grpo.environments.adapters.openenv import OpenEnv
 from colocated_grpo.environments.adapters.textarena import TextArena
 from colocated_grpo.environments.adapters.textarena_turns import TextArenaTurns
-from colocated_grpo.environments.adapters.verifiers import Verifiers
+from colocated_grpo.environments.adapters.verifiers import build_verifiers
+from colocated_grpo.environments.agents.episode import AgentTasks
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
 from colocated_grpo.environments.turns.base import TurnEnvironment
 from colocated_grpo.environments.user_code.loading import construct
@@ -17,11 +18,11 @@ from colocated_grpo.types import JsonObject
 
 
 class Adapter(NamedTuple):
-    """The classes that play a library's environments."""
+    """Classes and functions that play a library's environments."""
 
     argument: str
     """Argument that may follow the colon of a name: 'textarena:TicTacToe-v0' is short for args.game."""
-    episode: type[Episode]
+    episode: Callable[..., Episode | AgentTasks]
     turns: Callable[..., TurnEnvironment] | None = None
 
 
@@ -29,7 +30,7 @@ ADAPTERS = {
     "gymnasium": Adapter("environment", Gymnasium),
     "openenv": Adapter("url", OpenEnv),
     "textarena": Adapter("game", TextArena, TextArenaTurns),
-    "verifiers": Adapter("taskset", Verifiers),
+    "verifiers": Adapter("taskset", build_verifiers),
 }
 FORMS = tuple(f"{library}:<{adapter.argument}>" for library, adapter in ADAPTERS.items())
 """Names of episodes in error lines."""
@@ -42,7 +43,7 @@ def is_adapted(name: str) -> bool:
     return name.partition(":")[0] in ADAPTERS
 
 
-def build_adapter(name: str, args: JsonObject) -> Episode:
+def build_adapter(name: str, args: JsonObject) -> Episode | AgentTasks:
     """Build the episode of 'library:argument', or of 'library' with the argument in args."""
     adapter, args = _adapter(name, args)
     return construct(adapter.episode, args, f"environments {name!r}")

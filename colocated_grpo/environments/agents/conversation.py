@@ -89,8 +89,9 @@ class AgentConversation:
         if room < 1:
             self._exhaust(position)
             raise ContextExhausted(
-                f"the prompt has {len(prompt)} tokens; with at least one sampled token it must fit into "
-                f"{self._limits.max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens)"
+                f"the prompt has {len(prompt)} tokens; with at least one sampled token it must fit into the maximum "
+                f"context length of {self._limits.max_tokens} "
+                "(rollout.max_prompt_tokens + rollout.max_completion_tokens)"
             )
         limit = room if max_tokens is None else min(max_tokens, room)
         completions = await asyncio.gather(*(self._sample(prompt, limit, stop) for _ in range(n)))

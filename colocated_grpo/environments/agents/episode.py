@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from inspect import iscoroutinefunction
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from colocated_grpo.config.code_names import check_program
 from colocated_grpo.config.sources import AgentSourceConfig
 from colocated_grpo.environments.agents.conversation import AgentConversation
 from colocated_grpo.environments.agents.endpoint import Access, Endpoint
 from colocated_grpo.environments.agents.program import AgentFailed, Program
-from colocated_grpo.environments.base import EnvironmentSetupError, Item
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.user_code.loading import load_object
 
 
@@ -20,6 +21,18 @@ class Agent(Protocol):
 
     async def play(self, item: Item, access: Access) -> Any:
         """Return the reward in a form that `as_score` reads."""
+        ...
+
+
+@runtime_checkable
+class AgentTasks(Agent, Protocol):
+    """Tasks of another library, with the agent that plays them."""
+
+    max_requests: int
+    max_running: int
+
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
+        """Yield items, as Task.prompts does. The agent writes its own messages; "prompt" shows where they start."""
         ...
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+Entered = TypeVar("Entered")
 
 GRACE = 2.0
 """Seconds without running a callback after which a loop counts as blocked."""
@@ -20,6 +24,15 @@ def start_loop(name: str) -> asyncio.AbstractEventLoop:
 def retire_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Stop the loop and its thread once its last task has ended, so that a long run does not accumulate threads."""
     asyncio.run_coroutine_threadsafe(_stop_when_idle(), loop)
+
+
+_entered: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncExitStack] = WeakKeyDictionary()
+
+
+async def enter_for_loop(context: AbstractAsyncContextManager[Entered]) -> Entered:
+    """Enter a context on the running loop, which `start_loop` has started. It is left when the loop is retired."""
+    stack = _entered.setdefault(asyncio.get_running_loop(), AsyncExitStack())
+    return await stack.enter_async_context(context)
 
 
 class ReusableLoop:
@@ -61,6 +74,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 async def _stop_when_idle() -> None:
     """Stop the running loop when no other task is left."""
+    loop = asyncio.get_running_loop()
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
-    asyncio.get_running_loop().stop()
+    try:
+        await _entered.pop(loop, AsyncExitStack()).aclose()
+    finally:
+        loop.stop()

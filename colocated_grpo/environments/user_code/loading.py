@@ -61,7 +61,7 @@ def load_object(path: str, key: str) -> Any:
 
 
 def _load_module(name: str) -> ModuleType:
-    _make_importable(os.getcwd())
+    make_importable(os.getcwd())
     return importlib.import_module(name)
 
 
@@ -73,7 +73,7 @@ def _load_file(path: Path) -> ModuleType:
     name = f"user_code_{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    _make_importable(str(path.parent))
+    make_importable(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # None only for unknown suffixes
     module = importlib.util.module_from_spec(spec)
@@ -96,7 +96,7 @@ def import_optional(module: str, package: str, key: str) -> ModuleType:
         ) from None
 
 
-def _make_importable(folder: str) -> None:
+def make_importable(folder: str) -> None:
     """Append the folder to sys.path. At the end, so that a user's file cannot shadow an installed package."""
     if folder not in sys.path:
         sys.path.append(folder)

@@ -14,6 +14,7 @@ from colocated_grpo.config import Config
 from colocated_grpo.config.inputs import check_inputs
 from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
 from colocated_grpo.launch.dry_run import environment_problems
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
@@ -122,7 +123,7 @@ def test_the_dry_run_shows_the_counts_and_evaluation_sets_are_filtered(data, cap
     source = {"type": "dataset", "name": str(data), "rewards": ["format_think"], "where": {"level": 2}}
     sets = {"sets": [{"name": "own", "source": source}]}
     config = Config(model={"name": "none"}, environments=[entry(data)], evaluation=sets)
-    [made] = (sources := build_evaluation_sources(config, build_char_tokenizer())).sources
+    [made] = (sources := build_evaluation_sources(config, build_char_tokenizer(), Endpoint())).sources
     prompts, _ = made.prompts(sources.encoder, 0, 0)
     assert [len(prompt.item["prompt"]) for prompt in prompts] == [2, 6, 10]
     assert "3 of 12 rows are kept" in made.filter_notes()[0]

@@ -10,6 +10,7 @@ from transformers.utils import get_json_schema
 
 from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.conversation import Conversation
 from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
@@ -187,7 +188,7 @@ def test_evaluation_sets_have_settings_of_their_own(rows):
     config = Config(
         model={"name": "none"}, environments=[SORTING], evaluation={"sets": [{"name": "own", "source": source}]}
     )
-    made = build_evaluation_sources(config, TOKENIZER)
+    made = build_evaluation_sources(config, TOKENIZER, Endpoint())
     [prompt, _], dropped = made.sources[0].prompts(made.encoder, 0, 0)
     assert (prompt.text, dropped) == ("<|system|>weather <|end|><|user|>hi<|end|><|assistant|><think></think>", 0)
 

@@ -18,6 +18,12 @@ STEPS = 2
 GUIDE = (ROOT / "docs/guides/agents.md").read_text()
 SAID = "said.jsonl"
 HELD_OUT = 4
+SET = {
+    "name": "all",
+    "prompts": 3,
+    "samples": 2,
+    "source": {"type": "agent", "name": "hard.jsonl", "program": "answer.py:play"},
+}
 
 DIGITS = """
 import json
@@ -57,6 +63,7 @@ def run(tmp_path_factory) -> TrainingRun:
     (folder / "calculator.py").write_text(examples("python")[0])
     (folder / "answer.py").write_text(examples("python")[2])
     (folder / "tasks.jsonl").write_text(examples("json")[0])
+    (folder / "hard.jsonl").write_text("".join(f'{{"prompt": "hard {n}", "answer": "{n}"}}\n' for n in range(5)))
     (folder / "numbers.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(40)))
     config = settings(
         tiny_model(),
@@ -68,7 +75,7 @@ def run(tmp_path_factory) -> TrainingRun:
         training_steps=STEPS,
         rollout={"prompts_per_step": 5, "group_size": 2, "max_prompt_tokens": 256, "max_completion_tokens": 256},
         batch={"max_tokens_per_micro_batch": 1024},
-        evaluation={"every": STEPS, "prompts": HELD_OUT},
+        evaluation={"every": STEPS, "prompts": HELD_OUT, "sets": [SET]},
         tracking={"rollouts_per_step": 32},
     )
     return train(folder, config)
@@ -116,9 +123,17 @@ def test_the_function_of_the_guide_runs_unchanged(run):
 
 
 def test_held_out_rows_are_played_too(run):
-    rows = run.rows(files.EVALUATION)
+    rows = [row for row in run.rows(files.EVALUATION) if "held_out/reward" in row]
     assert [row["step"] for row in rows] == [0, STEPS]
     assert all(row["held_out/reward/turns"] == 3 for row in rows)
+
+
+def test_the_rows_of_an_evaluation_set_are_played_in_order(run):
+    rows = [row for row in run.rows(files.EVALUATION) if "eval/all/mean" in row]
+    assert [(row["step"], row["eval/all/errors"]) for row in rows] == [(0, 0), (STEPS, 0)]
+    assert all(row["eval/all/length"] > 0 and "eval/all/pass@2" in row for row in rows)
+    played = [row for row in stored_of(run, "eval/all") if row["step"] == 0]
+    assert {row["prompt"].split("<|end|>")[0] for row in played} == {f"<|user|>hard {n}" for n in range(3)}
 
 
 @pytest.mark.parametrize("text", examples("yaml"))

@@ -20,6 +20,14 @@ from tests.support.training_runs import (
 )
 
 STEPS, EVERY, PROMPTS = 6, 2, 4
+AGENT = """
+from openai import AsyncOpenAI
+
+async def play(item, base_url, api_key):
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}], max_tokens=2)
+    return 0.5
+"""
 REWARD = "def short(completions, **columns):\n    return [float(len(text) < 7) for text in completions]\n"
 
 
@@ -28,6 +36,7 @@ def data(tmp_path_factory) -> Path:
     """Return a folder with rows and with a reward that a random model gets in some completions and soon learns."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "rewards.py").write_text(REWARD)
+    (folder / "agent.py").write_text(AGENT)
     for name, first in (("train", 100), ("test", 500)):
         rows = [{"prompt": f"sort {first + row}", "answer": "none"} for row in range(40)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -37,10 +46,12 @@ def data(tmp_path_factory) -> Path:
 def config(data: Path, **changes: object) -> Settings:
     reward = {"name": f"{data}/rewards.py:short", "run_in": "thread"}
     test = str(data / "test.jsonl")
+    agent = {"type": "agent", "name": test, "program": f"{data}/agent.py:play"}
     sets = [
         {"name": "sampled", "source": test, "rewards": [reward], "samples": 4, "prompts": 12, "answer": "final_answer"},
         {"name": "greedy", "source": test, "rewards": [reward], "temperature": 0, "every": 2 * EVERY},
         {"name": "never", "source": test, "rewards": ["exact_match"], "prompts": 2},
+        {"name": "agent", "source": agent, "prompts": 3, "samples": 2, "every": 0},
     ]
     evaluation = {"every": EVERY, "prompts": 4, "sets": sets, "keep_best": "eval/sampled/mean"}
     return deterministic(
@@ -150,3 +161,6 @@ def test_the_tool_measures_the_best_model_of_a_run_as_the_run_did(whole, data, t
     assert len(greedy["completions"]) == greedy["prompts"] == 40
     assert "eval/sampled: 12 prompts x 4 completions" in out.read_text()
     assert "held_out" not in out.read_text()
+    agent = json.loads(results.read_text())["evaluations"]["eval/agent"]
+    assert (agent["metrics"]["eval/agent/mean"], agent["metrics"]["eval/agent/errors"]) == (0.5, 0)
+    assert len(agent["completions"]) == 3 * 2

@@ -38,7 +38,10 @@ from tests.support.servers import until
         ({"prompt": {"prompt_token_ids": [-1]}}, "greater than or equal to 0"),
         ({"prompt": {"prompt_token_ids": [1] * MAX_TOKENS}}, "the prompt has 24 tokens"),
         ({"prompt": "a" * 48}, "the prompt has 48 tokens"),
-        ({"prompt": "a" * 49}, "a prompt of 49 characters cannot fit into 24 tokens (rollout.max_prompt_tokens + "),
+        (
+            {"prompt": "a" * 49},
+            "49 characters cannot fit into 24 tokens, the maximum context length (rollout.max_prompt_tokens",
+        ),
         ({"stop_token_ids": [1, VOCABULARY]}, "stop_token_ids: token 10 is not in the vocabulary of 10"),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
         ({"temperature": -1}, "temperature"),

@@ -107,6 +107,6 @@ def test_every_configuration_of_the_guide_builds_and_yields_prompts():
         for block in blocks:
             config = Config.model_validate(yaml.safe_load(block.replace("http://localhost:8000", server.url)))
             libraries |= {entry.name.partition(":")[0] for entry in config.environments}
-            if "verifiers:" not in block:  # test_verifiers.py builds it, in an environment that has the package
+            if "verifiers:" not in block:  # built in tests/cpu/environments/verifiers
                 assert build_environments(config, build_char_tokenizer()).held_out(1)
     assert libraries == set(ADAPTERS)
