@@ -1,12 +1,14 @@
 """Share of checksums in the time of a save: `python -m colocated_grpo.benchmarks.checksums --megabytes 540`.
 
 Writes a checkpoint with the trainer's writer and with torch's own, which computes no checksums, in turn. Then computes
-the checksums of an exported folder of the same size.
+the checksums of an exported folder of the same size. Checksums of a save need a second processor core: on a machine
+whose cores are busy they take longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import sys
@@ -48,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(options: argparse.Namespace, _device: torch.device, _roofline: Roofline) -> JsonObject:
+    load = os.getloadavg()[0]
     tensors = random_tensors(options.megabytes * 10**6)
     gigabytes = sum(tensor.nbytes for tensor in tensors.values()) / 10**9
     seconds: dict[str, list[float]] = {kind: [] for kind in WRITERS}
@@ -67,7 +70,7 @@ def measure(options: argparse.Namespace, _device: torch.device, _roofline: Roofl
         "ratio": statistics.median(ratios),
         "export_seconds_per_gigabyte": statistics.median(exported) / gigabytes,
     }
-    return {"rows": [row], "seconds": seconds | {"export": exported}}
+    return {"load_average_before": load, "rows": [row], "seconds": seconds | {"export": exported}}
 
 
 def random_tensors(size: int) -> dict[str, Tensor]:
