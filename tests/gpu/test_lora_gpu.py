@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.lora.merge import dithered, merge, random_16_bits
-from tests.support.small_policy import config_of, make_small_model, pack_for, policy_of, random_groups
+from colocated_grpo.tools.make_model import make_model
+from tests.support.small_policy import INIT_STD, SHAPE, config_of, pack_for, policy_of, random_groups
 from tests.support.training_runs import launch, settings, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +70,7 @@ def test_the_dither_is_the_same_on_both_devices():
 
 @pytest.mark.parametrize("weights", ["copied", "shared"])
 def test_compiled_gradients_equal_those_of_float32(world, tmp_path, weights):
-    folder = make_small_model(tmp_path / "model", "qwen3")
+    folder = make_model(tmp_path / "model", shape=replace(SHAPE, head_dim=64), init_std=INIT_STD)
     gradients = {}
     for dtype, compiled in (("float32", "off"), ("bfloat16", "on")):
         config = config_of(
@@ -91,12 +95,22 @@ def test_compiled_gradients_equal_those_of_float32(world, tmp_path, weights):
     assert sum(differences.values()) / len(differences) < 0.04, differences
 
 
+def lora_settings(**changes):
+    """Three steps whose rewards differ within every group, so that each moves the adapter."""
+    wanted = {
+        "policy": {"lora": {"rank": 8}},
+        "environments": [{"type": "task", "name": TASK}],
+        "rollout": {"max_prompt_tokens": MAX_PROMPT_TOKENS, **changes.pop("rollout", {})},
+        "training_steps": 3,
+    }
+    return settings(tiny_model(head_dim=64), **wanted | changes)
+
+
 @pytest.mark.parametrize(
     "changes", [{"weights": "shared"}, {}, {"policy": {"lora": {"rank": 8, "base_on_host": True}}}]
 )
 def test_a_run_trains_and_its_engine_agrees_with_the_policy(tmp_path, changes):
-    wanted = {"policy": {"lora": {"rank": 8}}, "training_steps": 3, **changes}
-    run = launch(tmp_path, settings(tiny_model(head_dim=64), **wanted), gpus=1)
+    run = launch(tmp_path, lora_settings(**changes), gpus=1)
     rows = run.rows("train")
     assert all(row["grad_norm"] > 0 for row in rows)
     assert all(row["mismatch/on_policy"] < 0.02 for row in rows)
@@ -107,13 +121,8 @@ def test_a_run_trains_and_its_engine_agrees_with_the_policy(tmp_path, changes):
 def test_two_gpus_train_as_one(tmp_path):
     rows = {}
     for gpus in (1, 2):
-        wanted = {
-            "policy": {"lora": {"rank": 8}},
-            "rollout": {"generation": "replicated"},
-            "loss": {"kl": {"coef": 0.01}},
-            "training_steps": 3,
-        }
-        run = launch(tmp_path / str(gpus), settings(tiny_model(head_dim=64), **wanted), gpus=gpus)
+        wanted = lora_settings(rollout={"generation": "replicated"}, loss={"kl": {"coef": 0.01}})
+        run = launch(tmp_path / str(gpus), wanted, gpus=gpus)
         rows[gpus] = run.rows("train")
         assert all(row["mismatch/on_policy"] < 0.02 for row in rows[gpus])
     # The first step sees the same completions; later ones may differ in the last bits, and then in a token.

@@ -62,7 +62,8 @@ def tiny_model(
     # vLLM divides these families' hidden size by their heads, and its attention on CPUs does not support heads of 16.
     divided = ("gpt2", "olmoe", "phi3", "qwen2", "qwen2_moe")
     heads = 2 if architecture in divided else TINY.heads
-    shape = replace(TINY, vocab=vocab, heads=heads, head_dim=head_dim)
+    hidden = heads * head_dim if architecture in divided else TINY.hidden
+    shape = replace(TINY, hidden=hidden, vocab=vocab, heads=heads, head_dim=head_dim)
     return make_model(folder, architecture=architecture, shape=shape, init_std=0.1, settings=edits)
 
 

@@ -20,7 +20,7 @@ from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.rollout.vllm.adapters import Adapters
 from colocated_grpo.rollout.vllm.kv_budget import kv_cache_arguments, with_max_num_seqs
-from colocated_grpo.rollout.vllm.process import discard, keep_trainer_state, name_shared_memory
+from colocated_grpo.rollout.vllm.process import discard, forget_graph_pool, keep_trainer_state, name_shared_memory
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion, JsonObject
@@ -147,6 +147,7 @@ class VLLMEngine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+        forget_graph_pool()
         if self._sleeps:
             _closed.append(self)
 

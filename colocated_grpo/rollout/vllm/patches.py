@@ -249,6 +249,7 @@ PATCHES: tuple[Patch, ...] = (
 PRIVATE_STATE: dict[str, str] = {
     "vllm.distributed.parallel_state:_WORLD": "cleared when an engine closes",
     "vllm.distributed.parallel_state:_NODE_COUNT": "cleared when an engine closes",
+    "vllm.platforms.interface:Platform._global_graph_pool": "cleared when an engine closes",
     "vllm.device_allocator.cumem:CuMemAllocator.pointer_to_data": "sleep unmaps allocations by tag",
     "vllm.device_allocator:AllocationData.is_asleep": "sleep marks what it unmapped",
     "vllm.v1.request:Request.num_computed_tokens": "counted by steady steps",

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import vllm.distributed.parallel_state as parallel_state
 from torch import Tensor, nn
+from vllm.platforms import current_platform
 
 from colocated_grpo.rollout.engine import Part
 from colocated_grpo.runtime.distributed import World
@@ -58,6 +59,12 @@ def leave_heap() -> None:
 def count_at_least(rows_NV: Tensor, values_N1: Tensor) -> Tensor:
     """[N] entries of each row that are at least the row's value."""
     return (rows_NV >= values_N1).sum(-1)
+
+
+def forget_graph_pool() -> None:
+    """Make the next engine of this process allocate a new memory pool for its CUDA graphs: torch refuses to capture
+    into a pool whose graphs are all gone."""
+    type(current_platform)._global_graph_pool = None
 
 
 def close_engine_groups() -> None:
