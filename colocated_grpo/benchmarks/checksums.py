@@ -29,7 +29,7 @@ from colocated_grpo.runtime.checksums import write_checksums
 from colocated_grpo.types import JsonObject
 
 TENSOR_BYTES = 16 << 20
-"""Of each tensor: the size of a large matrix."""
+"""Size of each tensor: that of a large matrix."""
 WRITERS = {"none": dcp.FileSystemWriter, "xxh3": ChecksummedWriter}
 """Checksums -> the writer."""
 

@@ -23,7 +23,7 @@ from tests.support.faulty_runs import FAULTY_TASK
 from tests.support.training_runs import ForkedRun, Settings, TrainingRun, deterministic, without_wall_clock
 
 Outcome = dict[str, Any]
-"""What two equal runs have in common."""
+"""Results of a run that equal runs share."""
 
 STEPS = 6
 AMPLE = "size=256m,nr_inodes=100k"

@@ -18,7 +18,7 @@ STEPS = 12
 RANKS = 2
 LONGEST_PAUSE = 15.0
 PAUSES = 2
-"""Of each run."""
+"""Number in each run."""
 SETTINGS: Settings = {
     "training_steps": STEPS,
     "checkpoint": {"every": 3, "export_every": 6},
