@@ -184,6 +184,7 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
             world_size=run.world.size,
             shuffle_seed=derive_seed(run.config.seed, "minibatches", step),
             policy_version=None if moves_ahead_of_sampler(run.config) else run.policy.version,
+            share_prefixes=run.policy.model.shares_prefixes,
         )
 
 

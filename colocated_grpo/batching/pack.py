@@ -87,6 +87,7 @@ def pack(
     world_size: int,
     shuffle_seed: int,
     policy_version: int | None = None,
+    share_prefixes: bool = True,
 ) -> Batch:
     """Split groups into minibatches and pack this rank's rollouts of each.
 
@@ -94,6 +95,7 @@ def pack(
     without_gradient: [group], True where no token has a gradient; config.drop_constant_groups drops these groups.
     config: with max_tokens_per_micro_batch decided, not 'auto'.
     policy_version: of the weights to be trained; their plain samples are marked on-policy. None: mark none.
+    share_prefixes: compute a common prefix of siblings once per micro-batch.
     Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
     An episode of several sequences counts as that many siblings, each with the episode's advantage.
     """
@@ -103,7 +105,7 @@ def pack(
     order = list(range(len(groups)))
     if config.minibatches > 1:
         random.Random(shuffle_seed).shuffle(order)
-    outlines = [_outlines(index, group, config) for index, group in enumerate(groups)]
+    outlines = [_outlines(index, group, config, share_prefixes) for index, group in enumerate(groups)]
     batch_tokens = sum(outline.loss_tokens for siblings in outlines for outline in siblings)
     sequence = partial(_sequence, groups=groups, advantages=advantages, policy_version=policy_version)
     build = lambda bin: build_micro_batch([sequence(outline) for outline in bin])  # noqa: E731
@@ -152,8 +154,8 @@ def _all_sequences(
     return whole, values
 
 
-def _outlines(index: int, group: Group, config: BatchConfig) -> list[Outline]:
-    prefix_length = _common_prefix_length(group)
+def _outlines(index: int, group: Group, config: BatchConfig, share_prefixes: bool) -> list[Outline]:
+    prefix_length = _common_prefix_length(group) if share_prefixes else 0
     return [
         Outline(
             group=index,

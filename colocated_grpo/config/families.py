@@ -22,6 +22,8 @@ class Family:
     windows: bool = False
     """True if some layers of released models attend within a sliding window."""
     experts: bool = False
+    states: bool = False
+    """True if some layers are linear attention."""
     transformers: str = "5.0"
     """First release of transformers that has it; the trainer needs 5.0."""
 
@@ -62,6 +64,16 @@ FAMILIES = (
         path="load_weights",
         heads=(128,),
         experts=True,
+    ),
+    Family(
+        name="Qwen3-Next",
+        architecture="qwen3_next",
+        model_type="qwen3_next",
+        path="load_weights",
+        heads=(256,),
+        experts=True,
+        states=True,
+        transformers="5.16",
     ),
     Family(
         name="Qwen 1.5 and 2 MoE",

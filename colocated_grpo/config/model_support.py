@@ -15,6 +15,8 @@ from colocated_grpo.config.families import family_of
 
 STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
 """transformers' names of layers that carry a recurrent state from token to token, with or without attention."""
+DELTA_RULE_TYPES = frozenset(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"))
+"""Models of such layers that `policy.linear_attention` trains."""
 
 
 def _types(names: str) -> frozenset[str]:
@@ -23,8 +25,8 @@ def _types(names: str) -> frozenset[str]:
 
 STATEFUL_TYPES = _types(
     "bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2 lfm2_moe mamba "
-    "mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp "
-    "qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+    "mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm "
+    "zamba zamba2 zaya"
 )
 OWN_ATTENTION_TYPES = _types(
     "bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj mpt openai-gpt reformer xglm xlm xlnet"
@@ -40,7 +42,7 @@ ENCODER_TYPES = _types(
 )
 SINK_TYPES = _types("gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash")
 EXPERT_TYPES = _types("dbrx dots1")
-TRAINED_EXPERT_TYPES = _types("glm4_moe mixtral olmoe qwen2_moe qwen3_moe")
+TRAINED_EXPERT_TYPES = _types("glm4_moe mixtral olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next")
 """Mixtures of experts whose checkpoints `policy.conversion` reads and writes."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 COMPOSITE = ("text_config", "vision_config", "audio_config")
@@ -48,6 +50,8 @@ COMPOSITE_TYPES = _types("blt fuyu got_ocr2 gemma4_assistant gemma4_unified_assi
 RENAMED_TYPES = _types("gpt_neox hrm_text")
 
 CPU_ENGINE_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_ENGINE_STATE_SIZES = (64, 128)
+"""Sizes of the heads of linear attention with which the tests ran it."""
 
 Settings = Mapping[str, Any]
 
@@ -78,9 +82,9 @@ RULES = (
     ),
     Rule(
         # The state would leak from one packed sequence into the next, and would be missing after a common prefix.
-        feature="layers that carry a state from token to token (linear attention, Mamba, convolutions)",
-        examples="Qwen3-Next, Qwen3.5, LFM2, Mamba, Jamba, MiniMax",
-        found=lambda whole, text: STATEFUL_LAYERS & _layer_types(text) or text.get("model_type") in STATEFUL_TYPES,
+        feature="layers that carry a state from token to token, other than the gated delta rule of Qwen",
+        examples="LFM2, Mamba, Jamba, MiniMax",
+        found=lambda whole, text: _carries_state(text) and text.get("model_type") not in DELTA_RULE_TYPES,
     ),
     Rule(
         feature="attention within chunks",
@@ -163,14 +167,38 @@ def verdict(config_json: Settings) -> str:
     return f"trains ({kind}, not among the tested families)" if family is None else f"trains ({family.name})"
 
 
-def check_cpu_engine(config_json: Settings, setting: str) -> None:
-    """Raise ConfigError with one line if vLLM's engine for CPUs has no attention for the model's heads."""
+def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool) -> None:
+    """Raise ConfigError with one line if vLLM's engine for CPUs cannot compute the model's attention.
+
+    bfloat16: True if policy and engine compute in this type.
+    """
+    if has_linear_attention(config_json):
+        _check_cpu_states(text_part(config_json), setting, bfloat16)
     unsupported = sorted(head_sizes(config_json) - set(CPU_ENGINE_HEAD_SIZES))
     if unsupported:
         raise ConfigError(
             f"{setting}: heads of {unsupported[0]}, but vLLM's engine for CPUs supports "
             f"{', '.join(map(str, CPU_ENGINE_HEAD_SIZES))}; train on a GPU, or choose another model"
         )
+
+
+def _check_cpu_states(text: Settings, setting: str, bfloat16: bool) -> None:
+    if not bfloat16:
+        raise ConfigError(
+            f"{setting}: vLLM's engine for CPUs has linear attention in bfloat16 only; set "
+            "policy.compute_dtype: bfloat16"
+        )
+    for key in ("linear_key_head_dim", "linear_value_head_dim"):
+        if text.get(key) not in CPU_ENGINE_STATE_SIZES:
+            raise ConfigError(
+                f"{setting}: {key}={text.get(key)}, but vLLM's engine for CPUs supports "
+                f"{', '.join(map(str, CPU_ENGINE_STATE_SIZES))}; train on a GPU, or choose another model"
+            )
+
+
+def has_linear_attention(config_json: Settings) -> bool:
+    """Return True if some layers carry a recurrent state instead of keys and values."""
+    return "linear_attention" in _layer_types(text_part(config_json))
 
 
 def head_sizes(config_json: Settings) -> set[int]:
@@ -195,6 +223,10 @@ _GLOBAL_HEAD_TYPES, _GLOBAL_HEAD_DIM = {"gemma4_text", "gemma4_unified_text"}, 5
 def text_part(config_json: Settings) -> Settings:
     """Return the settings of the language model in a config.json."""
     return config_json.get("text_config") or config_json
+
+
+def _carries_state(text: Settings) -> bool:
+    return bool(STATEFUL_LAYERS & _layer_types(text)) or text.get("model_type") in STATEFUL_TYPES
 
 
 def _layer_types(text: Settings) -> set[str]:

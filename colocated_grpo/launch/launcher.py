@@ -159,7 +159,7 @@ def model_verdict(launch: Launch, config: Config) -> str:
     try:
         check_trains(config_json, setting)
         if launch.gpus == 0 and not config.engine.urls:
-            check_cpu_engine(config_json, setting)
+            check_cpu_engine(config_json, setting, bfloat16=config.policy.compute_dtype == "bfloat16")
     except ConfigError as error:
         raise LaunchError(str(error)) from None
     return f"{config.model.name}: {verdict(config_json)}"

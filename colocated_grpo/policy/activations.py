@@ -205,7 +205,7 @@ def run_trial_step(policy: Policy, config: Config, tokens: int) -> None:
 
     Two, because gradients stay unsharded between the micro-batches of an optimizer step.
     """
-    micro_batch = dummy_micro_batch(config, tokens)
+    micro_batch = dummy_micro_batch(config, tokens, TRIAL_PREFIX if policy.model.shares_prefixes else 0)
     counts = Counts(tokens=2 * tokens, sequences=2, batch_tokens=2 * tokens, minibatches=1)
     with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
         policy.forward_backward(Minibatch(micro_batches=[micro_batch] * 2, counts=counts), Metrics(policy.device))
@@ -213,16 +213,19 @@ def run_trial_step(policy: Policy, config: Config, tokens: int) -> None:
         parameter.grad = None
 
 
-def dummy_micro_batch(config: Config, tokens: int) -> MicroBatch:
-    """Build a micro-batch of `tokens` in two or more sequences of allowed length, scored after their common prefix."""
-    # A common prefix, as real siblings have: micro-batches without one run other kernels.
-    longest = max(1, min(tokens // 2, config.max_sequence_tokens) - TRIAL_PREFIX)
-    count, remainder = divmod(tokens - TRIAL_PREFIX, longest)
-    lengths = [TRIAL_PREFIX + own for own in [*[longest] * count, remainder] if own]
+def dummy_micro_batch(config: Config, tokens: int, prefix: int = TRIAL_PREFIX) -> MicroBatch:
+    """Build a micro-batch of `tokens` in two or more sequences of allowed length, scored after their common prefix.
+
+    prefix: its length, as real siblings have one: micro-batches without a common prefix run other kernels.
+    """
+    longest = max(1, min(tokens // 2, config.max_sequence_tokens) - prefix)
+    count, remainder = divmod(tokens - prefix, longest)
+    lengths = [prefix + own for own in [*[longest] * count, remainder] if own]
+    first = max(1, prefix)  # nothing predicts a sequence's first token
     # Additional scored tokens, so that a trial of any size fills a chunk of logits as a full micro-batch does.
     extra = min(config.policy.logprob_chunk_tokens, candidate_sizes(config)[0])
-    scored = [np.arange(TRIAL_PREFIX, length) for length in lengths]
-    scored[0] = np.concatenate([np.full(extra, TRIAL_PREFIX), scored[0]])
+    scored = [np.arange(first, length) for length in lengths]
+    scored[0] = np.concatenate([np.full(extra, first), scored[0]])
     sequences = [
         TrainSequence(
             token_ids=np.zeros(length, np.int64),
@@ -231,7 +234,7 @@ def dummy_micro_batch(config: Config, tokens: int) -> MicroBatch:
             advantages=np.ones(len(positions), np.float32),
             temperature=1.0,
             trained=True,
-            prefix_length=TRIAL_PREFIX,
+            prefix_length=prefix,
         )
         for length, positions in zip(lengths, scored, strict=True)
     ]

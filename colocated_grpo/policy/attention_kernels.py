@@ -128,8 +128,9 @@ def attend_padded(
     query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
 ) -> Tensor:
     """Attend over padded runs, on any device. Padding comes after all real keys, so the causal mask hides it."""
-    query, valid_NL = _padded(query, runs.cu_q, runs.longest_q)
-    (key, valid_NM), (value, _) = (_padded(tensor, runs.cu_k, runs.longest_k) for tensor in (key, value))
+    query, valid_NL = padded_runs(query, runs.cu_q, runs.longest_q)
+    (key, valid_NM), (value, _) = (padded_runs(tensor, runs.cu_k, runs.longest_k) for tensor in (key, value))
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if window is None and runs.cu_k is runs.cu_q:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     else:
@@ -141,8 +142,8 @@ def attend_padded(
     return out.transpose(1, 2)[valid_NL]
 
 
-def _padded(packed: Tensor, cu: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the runs of [rows, heads, D] as [N, heads, longest, D], and the mask [N, longest] of real tokens."""
+def padded_runs(packed: Tensor, cu: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Return the runs of [rows, ...] as [N, longest, ...], and the mask [N, longest] of real tokens."""
     steps_L = torch.arange(longest, device=cu.device)
     rows_NL = (cu[:-1, None] + steps_L).clamp(max=len(packed) - 1)
-    return packed[rows_NL].transpose(1, 2), steps_L < (cu[1:] - cu[:-1])[:, None]
+    return packed[rows_NL], steps_L < (cu[1:] - cu[:-1])[:, None]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
 from colocated_grpo.config.errors import ConfigError
 
@@ -65,12 +65,16 @@ class Merge:
 class Conversion:
     """Checkpoint layout of a model type. Empty: same as the module."""
 
+    prefix: str = ""
+    """Beginning of names in checkpoints that store the model inside of another one, in place of 'model.'."""
     renames: tuple[tuple[str, str], ...] = ()
     """Pairs of parts of names: in the checkpoint, in the module."""
     merges: tuple[Merge, ...] = ()
 
     def piece(self, stored_name: str) -> Piece:
         """Return what a stored tensor fills."""
+        if self.prefix and stored_name.startswith(self.prefix):
+            stored_name = "model." + stored_name.removeprefix(self.prefix)
         for stored, own in self.renames:
             stored_name = stored_name.replace(stored, own)
         pieces = (merge.piece(stored_name) for merge in self.merges)
@@ -93,16 +97,18 @@ def read_conversion(folder: Path) -> Conversion:
 @cache
 def conversion_of(model_type: str | None) -> Conversion:
     """Return the conversion of a model type. Raises ConfigError for a layout that cannot be read row by row."""
-    renames, merges = [], []
+    prefix, renames, merges = "", [], []
     for entry in (get_checkpoint_conversion_mapping(model_type) if model_type else None) or []:
         if isinstance(entry, WeightConverter) and _is_merge(entry):
             [parameter] = entry.target_patterns
             merges.append(Merge(parameter=parameter, stored=tuple(entry.source_patterns)))
+        elif isinstance(entry, PrefixChange) and entry.prefix_to_remove and entry.model_prefix == "model":
+            prefix = f"model.{entry.prefix_to_remove}."
         elif type(entry) is WeightRenaming and _is_rename(entry):
             renames.append((entry.source_patterns[0], entry.target_patterns[0]))
         else:
             raise ConfigError(f"model type {model_type!r}: its checkpoints store tensors in a layout that is not known")
-    return Conversion(renames=tuple(renames), merges=tuple(merges))
+    return Conversion(prefix=prefix, renames=tuple(renames), merges=tuple(merges))
 
 
 def _is_merge(entry: WeightConverter) -> bool:

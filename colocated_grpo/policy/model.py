@@ -31,6 +31,7 @@ from colocated_grpo.policy.attention import PACKED
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.conversion import conversion_of
+from colocated_grpo.policy.linear_attention import pack_linear_attention
 from colocated_grpo.policy.logprobs import linear_logprobs
 from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.runtime.distributed import local_part
@@ -54,6 +55,8 @@ class PackedLM(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.softcap = getattr(lm.config, "final_logit_softcapping", None)
         self.logit_divisor = logit_divisor(lm.config)
+        self.shares_prefixes = not lm._is_stateful
+        """True if a prompt that siblings share may be computed once; a recurrent state after it would be lost."""
         self.conversion = conversion_of(lm.config.model_type)
         """From these parameters to the tensors of a checkpoint."""
 
@@ -135,7 +138,7 @@ def build_empty(
             hf_config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
     # A model with code of its own has no rule in `check_trains`.
-    if lm._is_stateful:
+    if lm._is_stateful and not pack_linear_attention(lm):
         raise ConfigError(f"model type {hf_config.model_type!r}: layers that carry a state from token to token")
     if not lm._can_set_attn_implementation():
         raise ConfigError(f"model type {hf_config.model_type!r}: attention outside transformers' interface")

@@ -77,7 +77,7 @@ def shortcuts(family: Family) -> list[str]:
     """Return the engine's own code paths that the family's released models use on a GPU."""
     from colocated_grpo.rollout.vllm.decode_attention import HEAD_SIZES
 
-    names = [] if family.windows else ["steady decode"]
+    names = [] if family.windows or family.states else ["steady decode"]
     usable = [size for size in family.heads if size in HEAD_SIZES]
     if usable:
         names.append("decode kernel" + ("" if len(usable) == len(family.heads) else f" (heads of {_sizes(usable)})"))

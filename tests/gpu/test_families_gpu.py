@@ -6,17 +6,18 @@ import pytest
 
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tracking import files
-from tests.support.families import SETTINGS
+from tests.support.families import HYBRIDS, LARGE_STATES, SETTINGS, WITHOUT_ENGINE
 from tests.support.training_runs import launch, settings, tiny_model
 
 STEPS = 3
+FAMILIES = SETTINGS | {name: (SETTINGS | WITHOUT_ENGINE)[name] | LARGE_STATES for name in (*HYBRIDS, *WITHOUT_ENGINE)}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("architecture", list(SETTINGS))
+@pytest.mark.parametrize("architecture", list(FAMILIES))
 def test_a_family_trains_and_its_engine_agrees_with_the_policy(architecture, tmp_path):
     config = settings(
-        tiny_model(architecture, head_dim=64, edits=SETTINGS[architecture]),
+        tiny_model(architecture, head_dim=64, edits=FAMILIES[architecture]),
         environments=[{"type": "task", "name": TASK}],  # rewards differ at once, so that every step moves the weights
         rollout={"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_completion_tokens": 16},
         engine={"enforce_eager": False, "max_num_seqs": 32},

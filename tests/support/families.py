@@ -55,6 +55,13 @@ ALIGNED = {"intermediate_size": 48}
 """Rows of whole 16 bytes, which grouped matrix products need."""
 SMALL_EXPERTS = {"moe_intermediate_size": 32}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 32}
+DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+}
 DENSE_FIRST_LAYER = {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -72,6 +79,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "olmo3": MIXED_WINDOWS,
     "phi3": {},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "qwen3_next": DELTA_RULE | TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT | UNTIED | {"norm_topk_prob": True},
     "qwen3_moe": TWO_OF_FOUR | SMALL_EXPERTS | {"norm_topk_prob": True},
     "qwen2_moe": TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT,
     "olmoe": TWO_OF_FOUR | ALIGNED | UNTIED,
@@ -79,3 +87,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm4_moe": DENSE_FIRST_LAYER | SMALL_EXPERTS | UNTIED,
 }
 """By architecture. Models that the tests train, all of them rows of docs/models.md."""
+HYBRIDS = ("qwen3_next",)
+"""Those with linear attention, which vLLM's engine for CPUs computes in bfloat16 and with heads of 64 or 128 only."""
+LARGE_STATES = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+"""Heads of linear attention that all kernels support."""
+WITHOUT_ENGINE: dict[str, dict[str, Any]] = {
+    "qwen3_5": DELTA_RULE,
+    "qwen3_5_moe": DELTA_RULE | TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT,
+}
+"""Models that the tests train without an engine: vLLM imports torchvision for them, of which PyPI has no CPU build."""

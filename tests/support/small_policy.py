@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
-from colocated_grpo.types import Group, Prompt, Rollout, Score
+from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 
 # Odd sizes: the rows of most parameters do not divide evenly over two ranks.
 SHAPE = replace(TINY, hidden=36, heads=2, kv_heads=1, head_dim=18, intermediate=45, vocab=151, max_positions=64)
@@ -123,7 +124,13 @@ def pack_for(
         rank=world.rank,
         world_size=world.size,
         shuffle_seed=0,
+        share_prefixes="linear_attention" not in (config_json(config).get("layer_types") or ()),
     )
+
+
+def config_json(config: Config) -> JsonObject:
+    """Return config.json of the config's model."""
+    return json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
 
 
 def train(policy: Policy, batch: Batch, steps: int = 1) -> Metrics:

@@ -14,7 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from colocated_grpo.config.model_support import check_cpu_engine
+from colocated_grpo.config.model_support import check_cpu_engine, has_linear_attention
 from colocated_grpo.config.schema import Config
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
@@ -44,7 +44,8 @@ class VLLMEngine:
     def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
         patches.apply("cuda" if world.device.type == "cuda" else "cpu")
         if world.device.type == "cpu":
-            check_cpu_engine(read_config_json(folder), f"model.name={str(folder)!r}")
+            setting = f"model.name={str(folder)!r}"
+            check_cpu_engine(read_config_json(folder), setting, bfloat16=dtype == torch.bfloat16)
             name_shared_memory(world)
         config = with_max_num_seqs(config, world.size)
         self._on_gpu = world.device.type == "cuda"
@@ -174,6 +175,7 @@ def _engine_arguments(
     engine = config.engine
     on_gpu = world.device.type == "cuda"
     max_model_len = engine.max_model_len or config.max_sequence_tokens
+    config_json = read_config_json(folder)
     arguments: dict[str, Any] = {
         "model": str(folder),
         "trust_remote_code": config.model.trust_remote_code,
@@ -188,8 +190,11 @@ def _engine_arguments(
         "generation_config": "vllm",
         "skip_tokenizer_init": not (needs_text(config) or config.structured),
         "enforce_eager": engine.enforce_eager or not on_gpu,
-        "hf_overrides": overrides(read_config_json(folder)),
+        "hf_overrides": overrides(config_json),
     }
+    if has_linear_attention(config_json):
+        # Cached prefixes would need the state after each block. vLLM's support is experimental and absent on the CPU.
+        arguments["enable_prefix_caching"] = False
     if on_gpu:
         arguments["enable_sleep_mode"] = sleeps
         if not engine.enforce_eager:

@@ -30,6 +30,8 @@ FILL_FRACTION = 0.5
 early need less. If all run to full length, vLLM preempts some of them."""
 MIN_FULL_SEQUENCES = 8
 """Sequences that always fit at full length."""
+STATE_ITEMSIZE = 4
+"""vLLM keeps recurrent states in float32 or in the model's type."""
 BLOCK = 64
 """Upper bound of the tokens by which a sequence's last cache block exceeds the sequence."""
 
@@ -78,15 +80,34 @@ def useful_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
     max_num_seqs = config.engine.max_num_seqs
     assert max_num_seqs is not None  # with_max_num_seqs has set it
     sequences = max(ceil(FILL_FRACTION * max_num_seqs), min(MIN_FULL_SEQUENCES, max_num_seqs))
-    return bytes_per_token * sequences * (longest + BLOCK)
+    states = state_bytes(hf_config, dtype.itemsize, config.engine.tensor_parallel_size)
+    # vLLM makes cache blocks as large as a state, so each sequence may leave one more of this size partly empty.
+    return bytes_per_token * sequences * (longest + BLOCK) + 2 * states * max_num_seqs
+
+
+def state_bytes(hf_config: PretrainedConfig, itemsize: int, tensor_parallel_size: int = 1) -> int:
+    """Bytes of one sequence's states over all layers of linear attention, on one rank; 0 without such layers."""
+    text = hf_config.get_text_config()
+    layers = _layer_types(text).count("linear_attention")
+    if not layers:
+        return 0
+    key, value = (getattr(text, f"linear_{kind}_head_dim") for kind in ("key", "value"))
+    key_heads, value_heads = (getattr(text, f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    window = (text.linear_conv_kernel_dim - 1) * (2 * key_heads * key + value_heads * value) * itemsize
+    return layers * (window + value_heads * key * value * STATE_ITEMSIZE) // tensor_parallel_size
+
+
+def _layer_types(text: PretrainedConfig) -> list[str]:
+    return list(getattr(text, "layer_types", None) or [])
 
 
 def kv_bytes_per_token(hf_config: PretrainedConfig, itemsize: int, tensor_parallel_size: int = 1) -> int:
     """Bytes of one token's keys and values over all layers, on one rank of the engine."""
     text = hf_config.get_text_config()
+    layers = text.num_hidden_layers - _layer_types(text).count("linear_attention")
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * max(1, heads // tensor_parallel_size) * head_size * itemsize
+    return 2 * layers * max(1, heads // tensor_parallel_size) * head_size * itemsize
 
 
 def weight_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:

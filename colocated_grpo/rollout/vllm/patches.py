@@ -124,6 +124,14 @@ def _join_shared_memory(patch: Patch, original: Callable[..., int]) -> Callable[
     return join
 
 
+def _convolve_unpacked(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
+    def convolve(**arguments: Any) -> Any:
+        patch.hits += 1
+        return process.convolve_unpacked(original, **arguments)
+
+    return convolve
+
+
 def _no_shapes(_patch: Patch, _original: Any) -> tuple[()]:
     return ()
 
@@ -183,6 +191,18 @@ PATCHES: tuple[Patch, ...] = (
         upstream="vllm/model_executor/layers/utils.py",
         devices=("cpu",),
         required=True,
+    ),
+    *(
+        Patch(
+            target=f"vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:{function}",
+            make=_convolve_unpacked,
+            cures="linear attention reads convolution weights that the CPU backend has packed after loading",
+            upstream="vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py",
+            versions=SpecifierSet(">=0.32,<0.34"),
+            devices=("cpu",),
+            required=True,
+        )
+        for function in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
     ),
     Patch(
         target="vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name",

@@ -41,8 +41,7 @@ REFUSED = {
     "llava": COMPOSITE,
     "smolvlm": COMPOSITE,
     "gemma3": COMPOSITE,
-    "qwen3_next": STATE,
-    "qwen3_5_text": STATE,
+    "olmo_hybrid": STATE,
     "lfm2": STATE,
     "minimax": STATE,
     "jamba": STATE,
@@ -132,11 +131,24 @@ def test_head_sizes_of_a_real_config_are_those_of_its_layers():
 
 
 def test_a_head_size_that_the_cpu_engine_lacks_is_one_line():
-    check_cpu_engine({"head_dim": 64}, "model.name='x'")
+    check_cpu_engine({"head_dim": 64}, "model.name='x'", bfloat16=False)
     with pytest.raises(
         ConfigError, match=r"^model.name='x': heads of 16, but vLLM's engine for CPUs supports 32, 64, "
     ):
-        check_cpu_engine({"head_dim": 16}, "model.name='x'")
+        check_cpu_engine({"head_dim": 16}, "model.name='x'", bfloat16=False)
+
+
+@pytest.mark.parametrize(
+    ("size", "bfloat16", "rule"),
+    [
+        (128, False, "has linear attention in bfloat16 only; set policy.compute_dtype: bfloat16"),
+        (96, True, "linear_key_head_dim=96, but vLLM's engine for CPUs supports 64, 128; train on a GPU"),
+    ],
+)
+def test_linear_attention_that_the_cpu_engine_lacks_is_one_line(size, bfloat16, rule):
+    config_json = {"layer_types": ["linear_attention"], "linear_key_head_dim": size, "linear_value_head_dim": 64}
+    with pytest.raises(ConfigError, match=f"^model.name='x': .*{rule}"):
+        check_cpu_engine(config_json, "model.name='x'", bfloat16=bfloat16)
 
 
 def test_the_head_sizes_of_the_cpu_engine_are_vllms():

@@ -52,6 +52,14 @@ def test_an_expert_is_a_number_of_any_length_and_other_tensors_fill_a_whole_para
     assert conversion.piece("model.norm.weight") == Piece(name="model.norm.weight")
 
 
+def test_a_text_model_is_read_from_the_names_of_its_vision_model_and_stored_under_its_own():
+    conversion = conversion_of("qwen3_5_text")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for stored_name in (name, "model.language_model.layers.0.mlp.up_proj.weight"):
+        assert conversion.piece(stored_name) == Piece(name=name)
+    assert [stored for stored, _ in conversion.stored(name, torch.zeros(1))] == [name]
+
+
 @pytest.mark.parametrize("model_type", [None, "qwen3"])
 def test_a_model_without_an_entry_is_stored_as_in_the_module(model_type):
     conversion = conversion_of(model_type)

@@ -26,7 +26,7 @@ from colocated_grpo.policy.model import build_empty, transformer_blocks
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter
 from colocated_grpo.runtime.distributed import World
-from tests.support.families import GEMMA4_LARGE, SETTINGS
+from tests.support.families import GEMMA4_LARGE, SETTINGS, WITHOUT_ENGINE
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,
@@ -43,13 +43,14 @@ from tests.support.small_policy import (
     with_old_logprobs,
 )
 
-FAMILIES = SETTINGS | {"gemma4": GEMMA4_LARGE}
+FAMILIES = SETTINGS | WITHOUT_ENGINE | {"gemma4": GEMMA4_LARGE}
 SHARED = ("llama", "qwen2", "qwen3", "gemma", "mistral", "gemma3", "gpt2")
 """Families that are also trained with one copy of the weights for policy and engine."""
 
 
-LAYERS = {"glm4_moe": {"exclude_modules": ["gate_proj", "up_proj", "down_proj"]}}
-"""PEFT takes the shared layers of this family for its experts."""
+ATTENTION_ONLY = {"exclude_modules": ["gate_proj", "up_proj", "down_proj"]}
+LAYERS = dict.fromkeys(("glm4_moe", "qwen3_5_moe", "qwen3_next"), ATTENTION_ONLY)
+"""PEFT takes the shared layers of these families for their experts."""
 
 
 def lora_config(folder: Path, *, dtype: str = "float32", weights: str = "copied", **lora: Any) -> Config:

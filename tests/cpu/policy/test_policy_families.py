@@ -17,7 +17,7 @@ from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.loading import build_model
 from colocated_grpo.policy.model import build_empty, read_model_config, reshard
 from colocated_grpo.runtime.distributed import World
-from tests.support.families import GEMMA4_LARGE, SETTINGS, WINDOW
+from tests.support.families import GEMMA4_LARGE, SETTINGS, WINDOW, WITHOUT_ENGINE
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,
@@ -31,10 +31,14 @@ from tests.support.small_policy import (
     whole,
 )
 
-FAMILIES = SETTINGS | {
-    "gemma3 with soft-capped logits": WINDOW | {"final_logit_softcapping": 2.0},
-    "gemma4 with keys as values": GEMMA4_LARGE,
-}
+FAMILIES = (
+    SETTINGS
+    | WITHOUT_ENGINE
+    | {
+        "gemma3 with soft-capped logits": WINDOW | {"final_logit_softcapping": 2.0},
+        "gemma4 with keys as values": GEMMA4_LARGE,
+    }
+)
 TYING = {"tied": True, "untied": False}
 
 

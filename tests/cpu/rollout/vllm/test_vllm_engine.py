@@ -286,5 +286,7 @@ def test_every_patch_for_the_cpu_is_installed_and_reached(facts):
     rows = {row["target"].partition(":")[2]: row for row in facts["patches"]}
     on_cpu = {name: row["hits"] for name, row in rows.items() if row["status"] == "applied"}
     of_groups = {"_CPUSHMDistributed.make_group_name", "_CPUSHMDistributed._init_cpu_shm"}  # tensor parallelism only
-    assert {name for name, hits in on_cpu.items() if not hits} <= of_groups, on_cpu
+    # Without them, engine and policy disagree in tests/cpu/runs/test_hybrid_run.py.
+    of_linear_attention = {"_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu"}
+    assert {name for name, hits in on_cpu.items() if not hits} <= of_groups | of_linear_attention, on_cpu
     assert {row["status"] for name, row in rows.items() if name not in on_cpu} == {"skipped: only on cuda"}

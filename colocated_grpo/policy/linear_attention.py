@@ -1,0 +1,125 @@
+"""Gated delta rule and its causal convolution over packed sequences, for transformers' hybrid models.
+
+Layers of linear attention (Qwen3-Next, Qwen 3.5) carry a convolution window and a recurrent state from token to token.
+transformers' implementations in torch run both through all packed tokens, so that a sequence would see the one before
+it. `pack_linear_attention` replaces the two functions that these layers call.
+
+Shapes: T packed tokens, N sequences, L tokens of the longest one, C channels, W width of the convolution, H heads,
+D size of a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from colocated_grpo.batching import PrefixKeys
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.policy.attention_kernels import padded_runs
+
+CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+"""Functions of transformers' modules (since 5.16) that layers of linear attention call by these names."""
+
+DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
+
+_replaced: set[ModuleType] = set()
+"""Modules of transformers whose functions are replaced."""
+
+
+def pack_linear_attention(model: nn.Module) -> bool:
+    """Make the model's layers of linear attention respect the boundaries of packed sequences; False if it has none.
+
+    The functions are replaced in the modules of transformers that define the layers. Calls without boundaries, as in
+    models that are not packed, still reach the original ones. Raises ConfigError if this version has other functions.
+    """
+    layers = [module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")]
+    for source in {sys.modules[type(layer).__module__] for layer in layers}:
+        if source not in _replaced:
+            _replace(source)
+            _replaced.add(source)
+    return bool(layers)
+
+
+def _replace(source: ModuleType) -> None:
+    try:
+        convolution, delta_rule = getattr(source, CONVOLUTION), getattr(source, DELTA_RULE)
+    except AttributeError as error:
+        raise ConfigError(f"transformers: {error}; training linear attention needs release 5.16 or later") from error
+    packed_rule = partial(packed_delta_rule, original=delta_rule)
+    setattr(source, CONVOLUTION, _choose("cu_seq_lens_q", packed_convolution, convolution))
+    setattr(source, DELTA_RULE, _choose("cu_seqlens", packed_rule, delta_rule))
+
+
+def _choose(boundaries: str, packed: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `packed` if the argument `boundaries` is given, and `original` if not."""
+
+    @wraps(original)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return (original if options.get(boundaries) is None else packed)(*arguments, **options)
+
+    return call
+
+
+def packed_convolution(
+    hidden_1CT: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cu_seq_lens_q: Tensor,
+    prefix_keys: PrefixKeys | None = None,
+    **_: object,
+) -> Tensor:
+    """Convolve each sequence along its tokens; a token sees itself and the W - 1 before it. Returns [1, C, T].
+
+    cu_seq_lens_q: [N + 1] int32. Raises ValueError for common prefixes: a sequence would begin without its prompt.
+    """
+    if prefix_keys is not None:
+        raise ValueError("linear attention needs each sequence whole, not behind a common prefix")
+    tokens_T = torch.arange(hidden_1CT.shape[-1], dtype=cu_seq_lens_q.dtype, device=hidden_1CT.device)
+    steps_T = tokens_T - cu_seq_lens_q[torch.searchsorted(cu_seq_lens_q, tokens_T, right=True) - 1]
+    width = weight_CW.shape[-1]
+    out_1CT = hidden_1CT.float() * weight_CW[:, -1:].float()
+    for back in range(1, width):
+        earlier_1CT = torch.roll(hidden_1CT, back, -1).masked_fill(steps_T < back, 0)
+        out_1CT = out_1CT + earlier_1CT.float() * weight_CW[:, width - 1 - back, None].float()
+    if bias_C is not None:
+        out_1CT = out_1CT + bias_C[:, None]
+    return (ACT2FN[activation](out_1CT) if activation else out_1CT).to(hidden_1CT.dtype)
+
+
+@torch.compiler.disable  # the number of chunks would be compiled in
+def packed_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    max_length_q: int,
+    original: DeltaRule,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Apply the gated delta rule to each sequence. query, key, value: [1, T, H, D]. Returns [1, T, H, D].
+
+    g, beta: [1, T, H], decay in log space and rate of update. cu_seqlens: [N + 1] int32. max_length_q: L.
+    original: transformers' function. With flash-linear-attention installed it has a kernel for packed sequences.
+    """
+    if query.is_cuda and "fla" in sys.modules:
+        out, _ = original(query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens.long(), **options)
+        return out, None
+    tensors = (query[0], key[0], value[0], g[0], beta[0])
+    (query, valid_NL), *others = (padded_runs(tensor, cu_seqlens, max_length_q) for tensor in tensors)
+    key, value, g, beta = (tensor for tensor, _ in others)
+    # Padding comes after a sequence's tokens, which therefore never see it.
+    out, _ = inspect.unwrap(original)(query, key, value, g=g, beta=beta, **options)
+    return out[valid_NL][None], None
