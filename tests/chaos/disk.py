@@ -1,11 +1,15 @@
-"""A disk that is full after so many bytes or files: the run ends with one line, and resumes when there is space.
+"""A disk that is full after so many bytes or files, or on which one call fails: one line, and the run can be resumed.
 
-The run folder is a tmpfs of its own. Mounting it needs root, or `unshare --map-root-user --mount` before the command.
+The run folder of a full disk is a tmpfs of its own. Mounting it needs root, or `unshare --map-root-user --mount` before
+the command. Single calls fail inside the rank.
 """
 
 from __future__ import annotations
 
+import errno
 import subprocess
+from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,13 @@ from colocated_grpo.checkpoint.saved import DamagedCheckpoint, read_whole
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.tracking import files
 from colocated_grpo.types import JsonObject
-from tests.chaos.kills import exported
+from tests.chaos.kills import AUTO, exported
 from tests.chaos.trial import Trial
+from tests.support.faulty_runs import FAULTY_TASK
 from tests.support.training_runs import ForkedRun, Settings, TrainingRun, deterministic, without_wall_clock
+
+Outcome = dict[str, Any]
+"""Results of a run that equal runs share."""
 
 STEPS = 6
 AMPLE = "size=256m,nr_inodes=100k"
@@ -24,38 +32,101 @@ SETTINGS: Settings = {
     "checkpoint": {"every": 2, "export_every": 4, "keep_last": 2},
     "evaluation": {"every": 3, "prompts": 4},
 }
-INODES = 4
-"""Every so many rounds the number of files is limited instead of their bytes."""
+CALLS = "failing_call"
+KINDS = ("size", CALLS, CALLS, CALLS, "nr_inodes", CALLS, CALLS, CALLS)
+"""Rounds in turn: the bytes or the files of the disk are limited, or one call fails."""
 MIN_ROUNDS = 2
+# Counts the calls that write below the run folder. The one that a file beside this module names fails, once.
+FAILING_CALL = """
+import builtins, io
+from pathlib import Path
+
+RUN, COUNT, ORDER = (str(Path(__file__).with_name(name)) for name in ("run", "calls", "failing_call"))
+OPEN, NUMBER, LOCK = io.open, [0], threading.Lock()
+with OPEN(ORDER) as file:
+    FAILS_AT, ERROR = map(int, file.read().split())
+
+def count(path):
+    with LOCK:
+        NUMBER[0] += 1
+        with OPEN(COUNT, "w") as file:
+            file.write(str(NUMBER[0]))
+        if NUMBER[0] == FAILS_AT:
+            raise OSError(ERROR, os.strerror(ERROR), path)
+
+def counted(function):
+    def call(path, *arguments, **settings):
+        name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.path.abspath(os.fsdecode(path))
+        if name.startswith(RUN):
+            count(name)
+        return function(path, *arguments, **settings)
+    return call
+
+for name in ("fsync", "mkdir", "rename", "replace"):
+    setattr(os, name, counted(getattr(os, name)))
+
+def open_file(path, mode="r", *arguments, **settings):
+    writes = set(mode) & set("wax+") and not isinstance(path, int)
+    return (counted(OPEN) if writes else OPEN)(path, mode, *arguments, **settings)
+
+io.open = builtins.open = open_file
+
+class Work(Faulty):
+    pass
+"""
 
 
 def attack(trial: Trial) -> JsonObject:
-    """Fill the disk at points spread evenly over all that a run writes."""
-    whole = trial.folder / "whole"
-    with _disk(whole / "run", AMPLE), ForkedRun(whole, deterministic(**SETTINGS)) as run:
-        needed = {"size": 0, "nr_inodes": 0}
-        while not run.ended_within(0.05):
-            needed = {limit: max(most, _used(run.folder)[limit]) for limit, most in needed.items()}
-        run.finish()
-        expected = outcome(run)
-    trial.say(f"a whole run needs {needed}")
+    """Let the disk fail at points spread evenly over all that a run writes, and calls in random order."""
+    expected, needed = _uninterrupted(trial)
+    calls = trial.random.sample(range(1, needed[CALLS] + 1), needed[CALLS])
     rounds: list[JsonObject] = []
-    while trial.seconds_left() or len(rounds) < MIN_ROUNDS:
-        limit = "nr_inodes" if len(rounds) % INODES == INODES - 1 else "size"
-        share = _spread(len(rounds) + 1)
-        amount = max(1, int(share * needed[limit]))
-        rounds.append(_round(trial, len(rounds), limit, amount, expected))
+    done = dict.fromkeys(KINDS, 0)
+    for number, kind in enumerate(cycle(KINDS)):
+        if not trial.seconds_left() and number >= MIN_ROUNDS:
+            break
+        folder = trial.folder / f"round-{number}"
+        if kind == CALLS:
+            rounds.append(_call_fails(trial, folder, calls[done[kind] % len(calls)], expected))
+        else:
+            amount = max(1, int(_spread(done[kind] + 1) * needed[kind]))
+            rounds.append(_disk_is_full(trial, folder, f"{kind}={amount}", expected))
+        done[kind] += 1
         trial.say(str(rounds[-1]))
     ended = [each for each in rounds if each["exit_code"] != 0]
     return {
-        "what": "the disk is full after so many bytes or files of a run; then there is space again and it is resumed",
+        "what": "the disk is full after so many bytes or files of a run, or one call that writes fails: open, fsync, "
+        "mkdir, rename or replace; then the run is resumed on a disk that works",
         "checked": "one line and an exit code, every complete checkpoint whole, and the resumed run bit for bit equal "
         "to an uninterrupted one: weights, metrics, evaluations and completions",
         "whole_run": needed,
         "rounds": len(rounds),
+        "by_kind": done,
         "ended_with_one_line": len(ended),
         "lines": sorted({each["line"] for each in ended}),
     }
+
+
+def _uninterrupted(trial: Trial) -> tuple[Outcome, dict[str, int]]:
+    """Return the outcome of a run, and the bytes, files and calls that it needs."""
+    folder = trial.folder / "whole"
+    needed = {"size": 0, "nr_inodes": 0}
+    with _disk(folder / "run", AMPLE), ForkedRun(folder, _settings(folder)) as run:
+        while not run.ended_within(0.05):
+            needed = {limit: max(most, _used(run.folder)[limit]) for limit, most in needed.items()}
+        expected = outcome(run.finish())
+    needed[CALLS] = int((folder / "calls").read_text())
+    trial.say(f"a whole run needs {needed}")
+    return expected, needed
+
+
+def _settings(folder: Path, failing_call: int = 0, error: int = 0) -> Settings:
+    """Return the settings of a run whose rank counts its calls. failing_call: 0 for none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    task = folder / "work.py"
+    task.write_text(FAULTY_TASK + FAILING_CALL)
+    (folder / CALLS).write_text(f"{failing_call} {error}")
+    return deterministic(**SETTINGS, environments=[{"type": "task", "name": f"{task}:Work"}])
 
 
 def _spread(number: int) -> float:
@@ -95,27 +166,39 @@ def _used(folder: Path) -> dict[str, int]:
     return {"size": kib << 10, "nr_inodes": inodes}
 
 
-def _round(trial: Trial, number: int, limit: str, amount: int, expected: dict[str, Any]) -> JsonObject:
-    folder = trial.folder / f"round-{number}"
-    case = f"{limit}={amount}"
+def _disk_is_full(trial: Trial, folder: Path, case: str, expected: Outcome) -> JsonObject:
     with _disk(folder / "run", case) as disk:
-        with ForkedRun(folder, deterministic(**SETTINGS), "--resume", "auto") as run:
-            code = run.wait()
-        lines = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-        clean = code == 0 or (len(lines) == 1 and "Traceback" not in run.stderr)
-        trial.check(clean, f"{case}: exit code {code}, {len(lines)} error lines\n{run.tail()}")
-        damaged = _damaged(run.folder)
-        trial.check(not damaged, f"{case}: {damaged}")
-        disk.grow()
-        if code != 0:
-            with ForkedRun(folder, deterministic(**SETTINGS), "--resume", "auto") as run:
-                again = run.wait()
-            trial.check(again == 0, f"{case}: the resumed run ended with {again}\n{run.tail()}")
-        if code == 0 or again == 0:
-            actual = outcome(run)
-            other = [name for name, value in expected.items() if actual[name] != value]
-            trial.check(not other, f"{case}: other {other} than without a full disk")
-    return {"limit": case, "exit_code": code, "line": _general(lines[0], folder) if lines else None}
+        return _round(trial, case, folder, _settings(folder), disk.grow, expected)
+
+
+def _call_fails(trial: Trial, folder: Path, number: int, expected: Outcome) -> JsonObject:
+    error = trial.random.choice([errno.EIO, errno.ENOSPC])
+    settings = _settings(folder, number, error)
+    case = f"call {number} raises {errno.errorcode[error]}"
+    return _round(trial, case, folder, settings, lambda: _settings(folder), expected)
+
+
+def _round(
+    trial: Trial, case: str, folder: Path, settings: Settings, mend: Callable[[], object], expected: Outcome
+) -> JsonObject:
+    """Run until the disk fails, mend it, and resume the run. It may also end without an error."""
+    with ForkedRun(folder, settings, *AUTO) as run:
+        code = again = run.wait()
+    lines = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    clean = code == 0 or (len(lines) == 1 and "Traceback" not in run.stderr)
+    trial.check(clean, f"{case}: exit code {code}, {len(lines)} error lines\n{run.tail()}")
+    damaged = _damaged(run.folder)
+    trial.check(not damaged, f"{case}: {damaged}")
+    mend()
+    if code != 0:
+        with ForkedRun(folder, settings, *AUTO) as run:
+            again = run.wait()
+        trial.check(again == 0, f"{case}: the resumed run ended with {again}\n{run.tail()}")
+    if again == 0:
+        actual = outcome(run)
+        other = [name for name, value in expected.items() if actual[name] != value]
+        trial.check(not other, f"{case}: other {other} than without an error in {folder}")
+    return {"case": case, "exit_code": code, "line": _general(lines[0], folder) if lines else None}
 
 
 def _damaged(run_folder: Path) -> list[str]:
@@ -128,8 +211,7 @@ def _damaged(run_folder: Path) -> list[str]:
     return problems
 
 
-def outcome(run: TrainingRun) -> dict[str, Any]:
-    """Return what two equal runs have in common."""
+def outcome(run: TrainingRun) -> Outcome:
     return {
         "weights": exported(run),
         "metrics": without_wall_clock(run.rows(files.TRAIN)),

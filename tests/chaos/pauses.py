@@ -17,6 +17,8 @@ from tests.support.training_runs import ForkedRun, Settings, TrainingRun, determ
 STEPS = 12
 RANKS = 2
 LONGEST_PAUSE = 15.0
+PAUSES = 2
+"""Number in each run."""
 SETTINGS: Settings = {
     "training_steps": STEPS,
     "checkpoint": {"every": 3, "export_every": 6},
@@ -110,10 +112,11 @@ def _suspended(trial: Trial, folder: Path, figures: JsonObject) -> TrainingRun:
 
 
 def _paused(trial: Trial, folder: Path, figures: JsonObject, choose: Callable[[ForkedRun], list[Any]]) -> TrainingRun:
-    """Stop the chosen processes twice for a while at a random moment."""
+    """Stop the chosen processes for a while, PAUSES times, after a random number of steps."""
     with ForkedRun(folder, _settings(folder, PLAIN), ranks=RANKS) as run:
-        for _ in range(2):
-            if run.ended_within(trial.random.uniform(0, 12)):
+        for steps in sorted(trial.random.sample(range(STEPS - 1), PAUSES)):
+            run.wait_until(lambda steps=steps: run.stdout.count("\nstep ") >= steps)
+            if run.ended_within(trial.random.uniform(0, 0.5)):
                 break
             chosen, pause = choose(run), trial.random.uniform(1, LONGEST_PAUSE)
             for process in chosen:

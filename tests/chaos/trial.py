@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -51,7 +52,7 @@ class Trial:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one attack. Returns 1 if it has found a problem."""
+    """Run one attack. Returns 1 if it has found a problem; its files are then kept."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.trial", description="Run one attack.")
     parser.add_argument("name", help="module of tests/chaos")
     parser.add_argument("--seconds", type=float, default=600.0, help="after which no further round begins")
@@ -71,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "problems": trial.problems,
     }
     print(json.dumps({key: value for key, value in result.items() if key != "packages"}, indent=1), flush=True)
+    if not trial.problems:
+        shutil.rmtree(folder, ignore_errors=True)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         file = options.output / RESULT.format(name=options.name, cores=len(os.sched_getaffinity(0)))

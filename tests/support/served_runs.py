@@ -1,4 +1,4 @@
-"""Training runs whose engines are servers, and tasks that kill a server's engine in the middle of a batch."""
+"""Training runs whose engines are servers, and tasks that kill the engine or block their rank amid a batch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Requests are then still under way when the first group is scored.
 """
 SERVER_FLAGS = ("--max-num-seqs", str(SEQUENCES), "--max-model-len", str(MAX_PROMPT_TOKENS + 16))
 
-# In a file beside this module: how many completions to score, and the process to kill then, once.
+# In a file beside this module: how many completions to score, and what to do then, once.
 TASK = """
-import json, os, signal, threading, urllib.request
+import json, os, re, signal, threading, urllib.request
 from pathlib import Path
 from colocated_grpo.benchmarks.workload import RandomWork
 
@@ -36,6 +36,8 @@ class Work(RandomWork):
             if ORDER.exists() and COUNT[0] == json.loads(ORDER.read_text())["after"]:
                 url = json.loads(ORDER.read_text())["url"]
                 ORDER.rename(ORDER.with_suffix(".done"))
+                if url is None:
+                    re.fullmatch("(a+)+b", "a" * 45)
                 with urllib.request.urlopen(url + "/bridge/info") as info:
                     os.kill(json.load(info)["pid"], signal.SIGKILL)
         return super().score(item, completion)
@@ -49,12 +51,27 @@ def write_task(folder: Path) -> Path:
     return task
 
 
+BLOCKING_LINE = 1 + TASK.splitlines().index('                    re.fullmatch("(a+)+b", "a" * 45)')
+
+
 def kill_engine(task: Path, server: ServeProcess, step: int) -> Path:
     """Order the task to kill the server's engine while it samples for this step of a run that starts at step 0.
 
     Returns a file that exists afterwards.
     """
-    order = {"after": step * PROMPTS * GROUP_SIZE + 1, "url": server.url}
+    return _order(task, step, server.url)
+
+
+def block_rank(task: Path, step: int) -> Path:
+    """Order the task to hold the interpreter lock for ever, at BLOCKING_LINE, in this step of a run from step 0.
+
+    Returns a file that exists afterwards.
+    """
+    return _order(task, step, None)
+
+
+def _order(task: Path, step: int, url: str | None) -> Path:
+    order = {"after": step * PROMPTS * GROUP_SIZE + 1, "url": url}
     task.with_suffix(".json").write_text(json.dumps(order))
     done = task.with_suffix(".done")
     done.unlink(missing_ok=True)

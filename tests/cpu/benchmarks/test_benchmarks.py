@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +19,19 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
-from colocated_grpo.benchmarks import attention, decode, decode_lora, logprob, overlap, patches, sleep, sync, train
+from colocated_grpo.benchmarks import (
+    attention,
+    checksums,
+    decode,
+    decode_lora,
+    logprob,
+    overlap,
+    patches,
+    rewards,
+    sleep,
+    sync,
+    train,
+)
 from colocated_grpo.benchmarks.adapters import write_random_adapter
 from colocated_grpo.benchmarks.harness import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
@@ -26,6 +39,7 @@ from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, secon
 from colocated_grpo.benchmarks.workload import STOP_PROBABILITY
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.lora import LoRAConfig
+from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Group, JsonObject, Rollout
@@ -376,3 +390,41 @@ def test_a_single_row_is_transposed():
 )
 def test_numbers_have_four_significant_digits(value, text):
     assert number(value) == text
+
+
+def test_rewards_compares_the_same_batches_in_threads_and_in_processes(measured):
+    work = ["--prompts", "2", "--group-size", "2", "--max-completion", "4", "--steps", "3", "--warmup", "1"]
+    result = measured(rewards, "--gpus", "0", "--shape", "tiny", *work, forked=True)
+
+    thread, process = result["rows"]
+    assert (thread["run_in"], process["run_in"]) == ("thread", "process")
+    assert (thread["ratio"], process["ratio"] > 0) == (1.0, True)
+    assert [len(result["seconds"][place]) for place in ("thread", "process")] == [3, 3]
+
+
+def test_rewards_that_differ_are_not_compared():
+    options = rewards.parser().parse_args([], Namespace(settings=[]))
+    for place in rewards.PLACES:
+        config = rewards.config_with(options, Path("model"), Path("work"), place)
+        assert [reward.run_in for entry in config.environments for reward in entry.rewards] == [place]
+    same = [(1.0, [0.0, 1.0]), (2.0, [1.0, None])]
+    slower = [(2.0, [0.0, 1.0]), (8.0, [1.0, None])]
+
+    assert rewards.figures({"thread": same, "process": slower})["rows"][1] == {
+        "run_in": "process",
+        "batch_seconds": 5.0,
+        "ratio": 3.0,
+    }
+    with pytest.raises(RunError, match="differ"):
+        rewards.figures({"thread": same, "process": [(1.0, [0.0, 1.0]), (1.0, [1.0, 1.0])]})
+
+
+def test_checksums_compares_saves_with_and_without_them(measured, tmp_path):
+    result = measured(checksums, "--megabytes", "2", "--saves", "2", "--folder", str(tmp_path))
+
+    [row] = result["rows"]
+    assert row["gigabytes"] == pytest.approx(0.002)
+    saved, saved_without = result["seconds"]["xxh3"], result["seconds"]["none"]
+    assert row["ratio"] == pytest.approx(statistics.median(map(truediv, saved, saved_without)))
+    assert row["export_seconds_per_gigabyte"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from tests.support.paths import ROOT
@@ -22,3 +23,9 @@ def test_the_environment_variable_of_the_page_is_the_one_that_is_read():
 
     assert f"{signing.TRUST_VARIABLE}=1" in PAGE
     assert f"~/.config/{signing.key_file().parent.name}/" in PAGE
+
+
+def test_the_cost_of_checksums_on_the_page_is_the_measured_one():
+    [row] = json.loads((ROOT / "docs/results/checksums_2cores.json").read_text())["rows"]
+    assert f"[{row['ratio']:.2f} x](results/checksums_2cores.json)" in PAGE
+    assert f"{row['export_seconds_per_gigabyte']:.2f} s for each GB" in PAGE

@@ -49,3 +49,9 @@ def test_the_arguments_are_listed_with_their_defaults(heading, reward):
 def test_the_rows_have_tests():
     [rows] = re.findall(r"```json\n(.*?)```", GUIDE, re.DOTALL)
     assert [len(cases_of(json.loads(row)["tests"])) for row in rows.splitlines()] == [2, 1, 1]
+
+
+def test_the_cost_of_processes_is_the_measured_one():
+    rows = {row["run_in"]: row for row in json.loads((ROOT / "docs/results/rewards_2cores.json").read_text())["rows"]}
+    assert f"[{rows['process']['ratio']:.2f} x](../results/rewards_2cores.json)" in GUIDE
+    assert rows["process"]["ratio"] <= 1.05, "the bound for which processes are the default"

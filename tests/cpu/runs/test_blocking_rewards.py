@@ -1,7 +1,7 @@
 """Rewards that never return and hold the interpreter lock: in processes they cost their completions, in threads the run
 ends, and neither delays a stop.
 
-The four runs train at the same time, because most of their time is start-up and waiting.
+The five runs train at the same time, because most of their time is start-up and waiting.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.tracking import files
+from tests.support.serve_process import START_SECONDS
 from tests.support.training_runs import ForkedRun, LaunchedRun, Settings, settings, tiny_model
 
 SECONDS_TO_END = 10.0
@@ -30,7 +31,7 @@ def hang(completions, number, **columns):
 PLACE = "hang (my_rewards.py, line 7)"
 
 
-def config(folder: Path, run_in: str, **rollout: object) -> Settings:
+def config(folder: Path, run_in: str, engine: Settings, **rollout: object) -> Settings:
     """Three steps of four prompts; the reward of one prompt in step 1 hangs."""
     folder.mkdir()
     (folder / "my_rewards.py").write_text(REWARD)
@@ -41,6 +42,7 @@ def config(folder: Path, run_in: str, **rollout: object) -> Settings:
         tiny_model(),
         environments=[{**entry, "rewards": [reward]}],
         training_steps=3,
+        engine=engine,
         rollout={**rollout, "max_reward_errors": 0.5, "reward_workers": 2},
         evaluation={"every": 0},
     )
@@ -51,14 +53,16 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("blocking")
     short = {"reward_timeout": 1.0}
     none = {"reward_timeout": 3600.0}  # the stop alone ends these runs
+    served: Settings = {"placement": "server", "server_timeout": START_SECONDS}
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(kind(folder / name / "out", config(folder / name, run_in, **limit)))
-            for name, kind, run_in, limit in [
-                ("stopped", LaunchedRun, "thread", none),
-                ("killed", LaunchedRun, "thread", none),
-                ("process", ForkedRun, "auto", short),
-                ("thread", partial(LaunchedRun, ranks=2), "thread", short),
+            name: stack.enter_context(kind(folder / name / "out", config(folder / name, run_in, engine, **limit)))
+            for name, kind, run_in, engine, limit in [
+                ("stopped", LaunchedRun, "thread", {}, none),
+                ("killed", LaunchedRun, "thread", {}, none),
+                ("process", ForkedRun, "auto", {}, short),
+                ("thread", partial(LaunchedRun, ranks=2), "thread", {}, short),
+                ("served", LaunchedRun, "thread", served, short),
             ]
         }
 
@@ -77,6 +81,17 @@ def test_in_a_thread_it_ends_all_ranks_with_one_line(runs):
     assert line.replace("rank 1 could", "rank 0 could") == (
         f"error: rollout.reward_timeout=1: no thread of rank 0 could run, because {PLACE} holds Python's interpreter "
         "lock; the rank was killed; --resume auto continues from the last checkpoint"
+    )
+    assert len(run.rows("train")) == 1
+    assert run.processes() == []
+
+
+def test_beside_an_engine_server_it_ends_the_run_and_the_server(runs):
+    run = runs["served"]
+    assert run.wait() == 1
+    assert run.stderr == (
+        f"error: rollout.reward_timeout=1: no thread of rank 0 could run, because {PLACE} holds Python's interpreter "
+        "lock; the rank was killed; --resume auto continues from the last checkpoint\n"
     )
     assert len(run.rows("train")) == 1
     assert run.processes() == []

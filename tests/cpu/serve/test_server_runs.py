@@ -18,7 +18,16 @@ from safetensors.torch import load_file
 from colocated_grpo.tracking import files
 from tests.support.atropos_environment import GROUP, environment
 from tests.support.serve_process import START_SECONDS, ServeProcess
-from tests.support.served_runs import SERVER_FLAGS, STEPS, kill_engine, trained, work, write_task
+from tests.support.served_runs import (
+    BLOCKING_LINE,
+    SERVER_FLAGS,
+    STEPS,
+    block_rank,
+    kill_engine,
+    trained,
+    work,
+    write_task,
+)
 from tests.support.servers import EMBEDDED, ApiProcess, free_port, needs_atropos, until
 from tests.support.training_runs import (
     ForkedRun,
@@ -115,10 +124,17 @@ def test_a_server_gives_the_result_of_a_colocated_run_bit_for_bit(server, task, 
     assert len({row["grad_norm"] for row in served.rows(files.TRAIN)}) == STEPS  # every step moves the weights
 
 
-def test_a_trainer_that_is_killed_continues_with_the_same_server(server, task, uninterrupted, tmp_path):
-    with ForkedRun(tmp_path, work(task, server)) as run:
-        run.wait_for_step(3)
-        run.kill()
+def test_a_trainer_that_its_guard_kills_continues_with_the_same_server(server, task, uninterrupted, tmp_path):
+    """A reward holds the interpreter lock while the server decodes for step 3."""
+    blocked = block_rank(task, step=3)
+    with ForkedRun(tmp_path, work(task, server, rollout={"reward_timeout": 5.0})) as run:
+        assert run.wait() == -signal.SIGKILL
+        assert run.stderr.splitlines()[-1] == (
+            f"error: rollout.reward_timeout=5: no thread of rank 0 could run, because score (work.py, line "
+            f"{BLOCKING_LINE}) holds Python's interpreter lock; the rank was killed; --resume auto continues from the "
+            "last checkpoint"
+        )
+    assert blocked.exists()
     until(lambda: server.printed[-1].endswith("has disconnected; another may connect"))
     resumed = train(tmp_path, work(task, server), "--resume", "auto")
     assert [start["first_step"] for start in files.read_environment(resumed.folder)] == [0, 2]
