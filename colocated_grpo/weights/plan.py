@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+"""Stacked experts [experts, rows, columns]: transformers' parameter -> vLLM's, where its kernel reads this layout."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -66,6 +69,9 @@ def _target(
 ) -> Target | None:
     path, _, leaf = name.rpartition(".")
     parent, _, module_name = path.rpartition(".")
+    if module_name == "experts" and leaf in EXPERTS:
+        stacked = parameters.get(f"{path}.routed_experts.{EXPERTS[leaf]}")
+        return None if stacked is None else Target(view=stacked.data, dim=0, start=0)
     whole, position = fused.get(module_name, (module_name, None))
     engine_path = f"{parent}.{whole}" if parent else whole
     parameter = parameters.get(f"{engine_path}.{leaf}")
