@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -71,6 +71,9 @@ class PolicyConfig(Section):
     logprob_chunk_tokens: Positive = 2048
     """Tokens per chunk when log-probabilities are computed. Only one chunk's float32 logits exist at a time: 1.2 GB for
     2,048 tokens and a vocabulary of 152,000."""
+    routing_replay: bool = False
+    """For mixtures of experts: train each token with the experts that the engine chose while sampling it, instead of
+    the policy's own choice, which differs where rounding does (docs/models.md). The policy is then not compiled."""
     lora: LoRAConfig | None = None
     """Train an adapter (LoRA) on frozen weights instead of all weights. null: off. {}: on, with the defaults below."""
     train_layers: Layers | None = None
@@ -84,3 +87,9 @@ class PolicyConfig(Section):
         if isinstance(values, dict) and values.get("lora") is not None and "lr" not in values:
             return {**values, "lr": LEARNING_RATE}
         return values
+
+    @model_validator(mode="after")
+    def _replays_without_compiler(self) -> Self:
+        if self.routing_replay and self.compile is True:
+            raise ValueError("compile=true: not supported with policy.routing_replay; leave it out")
+        return self

@@ -151,6 +151,20 @@ def kernel(module: str, factory: str) -> Make:
     return make
 
 
+RECORD_ROUTES = "colocated_grpo_record_routes"
+"""Key in vLLM's `additional_config` of engines that record the experts that they choose."""
+
+
+def _record_routes(patch: Patch, original: Callable[..., None]) -> Callable[..., None]:
+    def initialize(worker: Any, cache: Any) -> None:
+        original(worker, cache)
+        if worker.vllm_config.additional_config.get(RECORD_ROUTES):
+            patch.hits += 1
+            importlib.import_module(f"{__package__}.routes").start(worker, cache)
+
+    return initialize
+
+
 STEADY_SCHEDULE = Patch(
     target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
     make=None,
@@ -161,6 +175,20 @@ STEADY_UPDATE = Patch(
     target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
     make=None,
     cures="the same, for the outputs of a step",
+    upstream="vllm/v1/core/sched/scheduler.py",
+)
+
+INITIALIZE_CACHE = Patch(
+    target="vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
+    make=_record_routes,
+    cures="no record of the chosen experts: recording must begin before CUDA graphs are captured",
+    upstream="https://github.com/vllm-project/vllm/pull/38163",
+    required=True,
+)
+FREE_REQUEST = Patch(
+    target="vllm.v1.core.sched.scheduler:Scheduler._free_request",
+    make=None,
+    cures="the record of the chosen experts ends with the request's cache blocks",
     upstream="vllm/v1/core/sched/scheduler.py",
 )
 
@@ -264,6 +292,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     STEADY_SCHEDULE,
     STEADY_UPDATE,
+    INITIALIZE_CACHE,
+    FREE_REQUEST,
 )
 
 PRIVATE_STATE: dict[str, str] = {
@@ -272,6 +302,7 @@ PRIVATE_STATE: dict[str, str] = {
     "vllm.platforms.interface:Platform._global_graph_pool": "cleared when an engine closes",
     "vllm.device_allocator.cumem:CuMemAllocator.pointer_to_data": "sleep unmaps allocations by tag",
     "vllm.device_allocator:AllocationData.is_asleep": "sleep marks what it unmapped",
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._quant_method": "kernels that choose experts",
     "vllm.v1.request:Request.num_computed_tokens": "counted by steady steps",
     "vllm.v1.request:Request.num_in_flight_tokens": "counted by steady steps",
     "vllm.v1.request:Request.num_output_placeholders": "counted by steady steps",
