@@ -24,7 +24,7 @@ Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def softmax_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Return the experts' probabilities, normalised where the model's config says so, and always in Mixtral."""
+    """Return the experts' probabilities, normalised unless the family has a setting for it that says no."""
     weights_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(1, experts_TK)
     return weights_TK / weights_TK.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights_TK
 
@@ -42,7 +42,9 @@ WEIGHTS: dict[str, Weigh] = {
     "mixtral": softmax_weights,
     "olmoe": softmax_weights,
     "qwen2_moe": softmax_weights,
+    "qwen3_5_moe_text": softmax_weights,
     "qwen3_moe": softmax_weights,
+    "qwen3_next": softmax_weights,
 }
 """By model type."""
 

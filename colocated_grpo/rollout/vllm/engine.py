@@ -20,7 +20,13 @@ from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.rollout.vllm.adapters import Adapters
 from colocated_grpo.rollout.vllm.kv_budget import kv_cache_arguments, with_max_num_seqs
-from colocated_grpo.rollout.vllm.process import discard, forget_graph_pool, keep_trainer_state, name_shared_memory
+from colocated_grpo.rollout.vllm.process import (
+    RECORD_ROUTES,
+    discard,
+    forget_graph_pool,
+    keep_trainer_state,
+    name_shared_memory,
+)
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion, JsonObject
@@ -168,7 +174,7 @@ class VLLMEngine:
 
 
 def _request_routes(worker: Any, scheduler: Any) -> RequestRoutes:
-    """Return the recorder of an engine that was built with `patches.RECORD_ROUTES`."""
+    """Return the recorder of an engine that was built with `RECORD_ROUTES`."""
     # Imported here: it imports vLLM's layers of experts, which other models do not need.
     from colocated_grpo.rollout.vllm.routes import request_routes
 
@@ -226,7 +232,7 @@ def _engine_arguments(
         arguments["enable_chunked_prefill"] = False
     arguments |= kv_cache_arguments(config, folder, dtype, world.device) | engine.args
     if config.policy.routing_replay:
-        arguments["additional_config"] = {**arguments.get("additional_config", {}), patches.RECORD_ROUTES: True}
+        arguments["additional_config"] = {**arguments.get("additional_config", {}), RECORD_ROUTES: True}
     return arguments
 
 

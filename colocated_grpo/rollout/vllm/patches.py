@@ -151,20 +151,6 @@ def kernel(module: str, factory: str) -> Make:
     return make
 
 
-RECORD_ROUTES = "colocated_grpo_record_routes"
-"""Key in vLLM's `additional_config` of engines that record the experts that they choose."""
-
-
-def _record_routes(patch: Patch, original: Callable[..., None]) -> Callable[..., None]:
-    def initialize(worker: Any, cache: Any) -> None:
-        original(worker, cache)
-        if worker.vllm_config.additional_config.get(RECORD_ROUTES):
-            patch.hits += 1
-            importlib.import_module(f"{__package__}.routes").start(worker, cache)
-
-    return initialize
-
-
 STEADY_SCHEDULE = Patch(
     target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
     make=None,
@@ -180,7 +166,7 @@ STEADY_UPDATE = Patch(
 
 INITIALIZE_CACHE = Patch(
     target="vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
-    make=_record_routes,
+    make=kernel("process", "make_initialize"),
     cures="no record of the chosen experts: recording must begin before CUDA graphs are captured",
     upstream="https://github.com/vllm-project/vllm/pull/38163",
     required=True,

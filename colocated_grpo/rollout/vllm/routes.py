@@ -33,7 +33,10 @@ class SlotRoutes:
 
     def __init__(self, model: nn.Module, cache: KVCacheConfig, device: torch.device) -> None:
         """Raises RunError for engines whose routes cannot be recorded."""
-        self._block_size = _block_size(cache)
+        self.group = _attention_group(cache)
+        """Position of the group of cache blocks whose slots are used."""
+        group = cache.kv_cache_groups[self.group]
+        self._block_size, self._attention = group.kv_cache_spec.block_size, group.layer_names[0]
         runners = [module for module in model.modules() if isinstance(module, MoERunner)]
         routers = [_router(runner) for runner in sorted(runners, key=lambda runner: runner.layer_id)]
         dtype = torch.uint8 if routers[0].global_num_experts <= 256 else torch.int16
@@ -53,7 +56,7 @@ class SlotRoutes:
                 "policy.routing_replay=true: not possible with data parallelism or dual batch overlap in engine.args, "
                 "which split the tokens of a step"
             )
-        slots_T = next(iter(context.slot_mapping.values()))
+        slots_T = context.slot_mapping[self._attention]
         tokens = min(len(slots_T), len(experts_TK))  # either may be padded for a CUDA graph
         self._routes_SLK[slots_T[:tokens], layer] = experts_TK[:tokens].to(self._routes_SLK.dtype)
 
@@ -96,7 +99,7 @@ class RequestRoutes:
         FREE_REQUEST.hits += 1
         if request.request_id in self._expected:
             name, prompt_length = self._expected.pop(request.request_id)
-            [blocks] = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[self._slots.group]
             self._finished[name] = prompt_length, self._slots.read(blocks, request.num_tokens - 1)
         return self._free(request, *arguments, **options)
 
@@ -111,12 +114,16 @@ def request_routes(worker: Any, scheduler: Scheduler) -> RequestRoutes:
     return RequestRoutes(worker.slot_routes, scheduler)
 
 
-def _block_size(cache: KVCacheConfig) -> int:
-    """Tokens of a block. Raises RunError if the cache has several groups of layers, whose slots differ."""
+def _attention_group(cache: KVCacheConfig) -> int:
+    """Return the position of the layers that attend to all tokens, so that each token has a slot of its own.
+
+    Hybrid models have other groups as well. Raises RunError if no group attends to all tokens.
+    """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
-        raise RunError("policy.routing_replay=true: needs an engine in which all layers attend to all tokens")
-    return specs[0].block_size
+    found = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
+    if not found:
+        raise RunError("policy.routing_replay=true: needs a model with layers that attend to all tokens")
+    return found[0]
 
 
 def _router(runner: MoERunner) -> BaseRouter:
