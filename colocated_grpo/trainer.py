@@ -216,7 +216,9 @@ def with_logprobs(run: Run, batch: Batch) -> Batch:
 def with_ref_logprobs(micro_batch: MicroBatch, reference: Weights, device: torch.device) -> MicroBatch:
     """Add log-probabilities from the environment where it gave them, else from the reference model. Collective."""
     inputs = micro_batch.loss_inputs
-    ref_logprobs_N = fill_missing(inputs.ref_logprobs_N, score(reference, micro_batch, device))
+    # The reference chooses its own experts, as it did when it was the policy.
+    unrouted = replace(micro_batch, tokens=replace(micro_batch.tokens, routes=None))
+    ref_logprobs_N = fill_missing(inputs.ref_logprobs_N, score(reference, unrouted, device))
     return replace(micro_batch, loss_inputs=replace(inputs, ref_logprobs_N=ref_logprobs_N))
 
 

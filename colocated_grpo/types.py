@@ -8,9 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 JsonObject = dict[str, Any]
 """A parsed JSON object: a dataset row, a request body, a record in a run folder."""
 FinishReason = Literal["stop", "length", "abort"]
+Routes = np.ndarray
+"""[tokens, layers, experts per token]: the experts that each layer with experts chose for a token. uint8, or int16 for
+models of more than 256 experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +55,8 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     """Completed optimizer steps of the weights that sampled the completion."""
+    routes: Routes | None = field(default=None, compare=False)
+    """Routes of the prompt and of all sampled tokens but the last, which is not computed. None: not requested."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +107,8 @@ class Rollout:
     must then give the same log-probabilities, up to rounding."""
     ref_logprobs: list[float] | None = None
     """From the environment, 0.0 where loss_mask is False. None: computed by the trainer's reference model."""
+    routes: Routes | None = field(default=None, compare=False)
+    """Routes of the first tokens, as the engine chose them. The policy chooses the experts of all others."""
     further: list[Rollout] = field(default_factory=list)
     """Sequences of the same episode whose prompts do not extend this one. They are trained with the same advantage."""
 

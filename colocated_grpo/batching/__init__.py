@@ -3,6 +3,7 @@
 from colocated_grpo.batching.micro_batch import (
     PADDING_TOKENS,
     MicroBatch,
+    PackedRoutes,
     PackedTokens,
     PrefixKeys,
     TrainSequence,
@@ -15,6 +16,7 @@ __all__ = [
     "Batch",
     "MicroBatch",
     "Minibatch",
+    "PackedRoutes",
     "PackedTokens",
     "PrefixKeys",
     "TrainSequence",

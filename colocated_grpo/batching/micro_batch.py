@@ -5,7 +5,7 @@ prompt can therefore serve all of its completions.
 
 Shapes: T packed tokens, U tokens of common prefixes (the first U of T), E keys that the queries see (T, plus the copies
 of the prefix keys), R the largest number of sequences with one common prefix, N scored tokens (those that the policy
-sampled).
+sampled), L layers with experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.losses import LossInputs
+from colocated_grpo.types import Routes
 
 PADDING_TOKENS = [0, 0]
 """Tokens of a padding micro-batch: two, one of them scored and masked out."""
@@ -45,6 +46,8 @@ class TrainSequence:
     trained: bool
     on_policy: bool = False
     """Sampled plainly by the weights that are trained: sampling and current log-probabilities must agree."""
+    routes: Routes | None = None
+    """Routes of the first tokens; the policy chooses the experts of the others."""
     ref_logprobs: np.ndarray | None = None
     """One per scored token, from the environment; None: not given."""
     group: int = 0
@@ -74,6 +77,15 @@ class PrefixKeys(NamedTuple):
     max_seqlen: int
 
 
+class PackedRoutes(NamedTuple):
+    """Experts with which the packed tokens were sampled."""
+
+    experts_LTK: Tensor
+    """By layer with experts; zeros where nothing is recorded."""
+    recorded_T: Tensor
+    """bool"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedTokens:
     """Input of one forward pass: the model predicts `targets_N` at rows `source_N`.
@@ -94,6 +106,8 @@ class PackedTokens:
     temperature_N: Tensor
     prefix_keys: PrefixKeys | None = None
     """None: no common prefixes, each run sees its own keys only."""
+    routes: PackedRoutes | None = None
+    """None: the policy chooses all experts."""
 
     @property
     def num_tokens(self) -> int:
@@ -138,6 +152,7 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         targets_N=_concatenated([seq.token_ids[seq.scored] for seq in sequences]),
         temperature_N=_repeated(np.array([seq.temperature for seq in sequences], np.float32), scored),
         prefix_keys=_prefix_keys(places, [*map(len, prefixes.values())]) if prefixes else None,
+        routes=_packed_routes(pairs, int(lengths.sum())),
     )
     loss_inputs = LossInputs(
         sequence_N=_repeated(np.arange(len(sequences)), scored),
@@ -201,6 +216,21 @@ def _prefix_keys(places: Sequence[_Place], prefix_lengths: Sequence[int]) -> Pre
         cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
         max_seqlen=max(lengths),
     )
+
+
+def _packed_routes(pairs: Sequence[tuple[TrainSequence, _Place]], rows: int) -> PackedRoutes | None:
+    """Return the routes of all rows; None without any. Rows of a common prefix have those of one sibling."""
+    known = [(seq.routes, place) for seq, place in pairs if seq.routes is not None]
+    if not known:
+        return None
+    first, _ = known[0]
+    experts_TLK = np.zeros((rows, *first.shape[1:]), first.dtype)
+    recorded_T = np.zeros(rows, bool)
+    for routes, place in known:
+        target = place.rows(np.arange(len(routes)))
+        experts_TLK[target], recorded_T[target] = routes, True
+    experts_LTK = np.ascontiguousarray(experts_TLK.swapaxes(0, 1))
+    return PackedRoutes(torch.from_numpy(experts_LTK), torch.from_numpy(recorded_T))
 
 
 def _given_ref_logprobs(sequences: Sequence[TrainSequence]) -> Tensor | None:

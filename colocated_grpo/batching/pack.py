@@ -194,6 +194,7 @@ def _sequence(
         trained=outline.trained,
         on_policy=rollout.plain and rollout.policy_version == policy_version,
         ref_logprobs=None if ref_logprobs is None else _at(scored, ref_logprobs),
+        routes=rollout.routes,
         group=outline.group,
         prefix_length=outline.prefix_length,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from colocated_grpo.benchmarks.harness import main_here
 from colocated_grpo.benchmarks.roofline import Roofline, median_seconds
-from colocated_grpo.config.schema import PolicyConfig
+from colocated_grpo.config.policy import PolicyConfig
 from colocated_grpo.policy.logprobs import linear_logprobs, linear_loss
 from colocated_grpo.types import JsonObject
 

@@ -12,7 +12,8 @@ import yaml
 from colocated_grpo.benchmarks.peer import WARMUP, PeerSetup, PeerSpec, SetupName, default_micro_batch
 from colocated_grpo.benchmarks.peer_tuning import engine_fraction, total_device_bytes
 from colocated_grpo.benchmarks.throughput import ModelSize
-from colocated_grpo.config.schema import Config, PolicyConfig
+from colocated_grpo.config.policy import PolicyConfig
+from colocated_grpo.config.schema import Config
 from colocated_grpo.types import JsonObject
 
 SEED: int = Config.model_fields["seed"].default

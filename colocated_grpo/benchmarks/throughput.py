@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from colocated_grpo.benchmarks.adapters import adapter_shapes, block_of
 from colocated_grpo.benchmarks.roofline import Roofline
-from colocated_grpo.config.schema import PolicyConfig
+from colocated_grpo.config.policy import PolicyConfig
 from colocated_grpo.rollout.vllm.kv_budget import kv_bytes_per_token
 from colocated_grpo.types import JsonObject
 

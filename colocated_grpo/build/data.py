@@ -200,7 +200,10 @@ def build_prompt_supply(
     sampling = training_sampling(config, model.stop_token_ids)
     resample = rollout.resample
     resampling = None if resample is None else Resampling(resample.max_rounds, prompts, note)
-    return PromptSupply(data.source, collector, world, stop.requested, rollout, sampling, opponent, resampling)
+    routes = config.policy.routing_replay
+    return PromptSupply(
+        data.source, collector, world, stop.requested, rollout, sampling, opponent, resampling, routes=routes
+    )
 
 
 def training_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:

@@ -18,7 +18,7 @@ from colocated_grpo.config.errors import ConfigError, dotted
 from colocated_grpo.config.hub import check_hub
 from colocated_grpo.config.layers import layers_text, out_of_range
 from colocated_grpo.config.lora import DEFAULT_INIT
-from colocated_grpo.config.model_support import check_trains, text_part
+from colocated_grpo.config.model_support import check_has_experts, check_trains, text_part
 from colocated_grpo.config.schema import Config, ModelConfig
 from colocated_grpo.config.sources import (
     EVAL_DATASETS,
@@ -67,6 +67,8 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     config = with_adapter_settings(config)
     model = read_config_json(config.model)
     check_trains(model, f"model.name={config.model.name!r}")
+    if config.policy.routing_replay:
+        check_has_experts(model, "policy.routing_replay=true")
     if outside := list(_check_layers(config, model)):
         raise ConfigError(*outside)
     for index, source in enumerate(config.environments):

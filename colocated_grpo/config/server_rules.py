@@ -64,6 +64,18 @@ def _one_copy_has_one_server(config: Config) -> Lines:
         yield "rollout.max_staleness=1: must be 0 with engine.bridge: shared, where an update changes both at once"
 
 
+def _routes_stay_in_the_ranks(config: Config) -> Lines:
+    if not config.policy.routing_replay:
+        return
+    if config.engine.placement == "server":
+        yield "policy.routing_replay=true: needs engine.placement: colocated; a server does not send its routes"
+    if config.atropos is not None:
+        yield (
+            "policy.routing_replay=true: not possible with an atropos environment, whose rollouts come without the "
+            "experts that the engine chose"
+        )
+
+
 def _stale_batches_are_not_repeatable(config: Config) -> Lines:
     if not config.rollout.max_staleness:
         return
@@ -96,6 +108,7 @@ SERVER_RULES: tuple[Callable[[Config], Lines], ...] = (
     _adapters_travel_as_files,
     _opponents_live_in_the_ranks,
     _one_copy_has_one_server,
+    _routes_stay_in_the_ranks,
     _stale_batches_are_not_repeatable,
 )
 SERVER_WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (_runs_of_one_rank_repeat,)

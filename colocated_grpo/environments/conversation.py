@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from colocated_grpo.environments.chat import ChatCodec, Message
-from colocated_grpo.types import Completion, FinishReason, Prompt, Rollout, Score
+from colocated_grpo.types import Completion, FinishReason, Prompt, Rollout, Routes, Score
 
 SampleFn = Callable[[list[int], int], Awaitable[Completion]]
 """Samples one assistant message. Arguments: the tokens so far, the maximum number of tokens to sample."""
@@ -58,6 +60,7 @@ class Conversation:
         # Segments are appended whole and never modified, since rollout() may run in another thread at the same time.
         self._segments = [_observed(prompt.token_ids)]
         self._last: Completion | None = None
+        self._routes: Routes | None = None
         self._exhausted = False
         self._generating = False
         self.turns = 0
@@ -86,6 +89,7 @@ class Conversation:
             _Segment(token_ids=completion.token_ids, logprobs=completion.sampling_logprobs, sampled=True)
         )
         self._last = completion
+        self._routes = continued_routes(self._routes, completion.routes)
         self.turns += 1
         return AssistantMessage(
             text=self._codec.message_text(completion.token_ids),
@@ -121,6 +125,7 @@ class Conversation:
             temperature=temperature,
             score=score,
             plain=plain,
+            routes=self._routes,
         )
 
     def _token_ids(self) -> list[int]:
@@ -129,6 +134,16 @@ class Conversation:
     def _context_exhausted(self, needed: str) -> ContextExhausted:
         self._exhausted = True
         return ContextExhausted(f"rollout.max_completion_tokens: {self.room} tokens left, too few for {needed}")
+
+
+def continued_routes(routes: Routes | None, longer: Routes | None) -> Routes | None:
+    """Return `routes`, continued by those of a later turn for the tokens after them.
+
+    A token keeps the experts with which it was sampled, even if later turns were sampled with newer weights.
+    """
+    if routes is None or longer is None:
+        return longer if routes is None else routes
+    return np.concatenate([routes, longer[len(routes) :]])
 
 
 def _observed(token_ids: list[int]) -> _Segment:

@@ -103,9 +103,11 @@ def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, worl
 
 
 def _prepare_blocks(config: Config, model: PackedLM, world: World) -> None:
-    """Prepare the blocks for checkpointing and compilation as configured."""
-    compiled = world.device.type == "cuda" if config.policy.compile == "auto" else config.policy.compile
-    prepare_blocks(model, checkpointed=config.policy.gradient_checkpointing is True, compiled=compiled)
+    """Prepare the blocks for checkpointing, compilation and routing replay as configured."""
+    policy = config.policy
+    compiled = world.device.type == "cuda" and not policy.routing_replay if policy.compile == "auto" else policy.compile
+    checkpointed = policy.gradient_checkpointing is True
+    prepare_blocks(model, checkpointed=checkpointed, compiled=compiled, replays=policy.routing_replay)
 
 
 def _load_sharded(config: Config, model: PackedLM, folder: Path, world: World, *, offloaded: bool) -> None:

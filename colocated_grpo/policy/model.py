@@ -34,6 +34,7 @@ from colocated_grpo.policy.conversion import conversion_of
 from colocated_grpo.policy.linear_attention import pack_linear_attention
 from colocated_grpo.policy.logprobs import linear_logprobs
 from colocated_grpo.policy.lora.linear import is_factor
+from colocated_grpo.policy.routing import replays_of
 from colocated_grpo.runtime.distributed import local_part
 
 Head = Callable[..., tuple[Tensor, ...]]
@@ -71,6 +72,7 @@ class PackedLM(nn.Module):
             max_length_q=tokens.max_seqlen,
             max_length_k=tokens.max_seqlen,
             prefix_keys=tokens.prefix_keys,
+            **({} if tokens.routes is None else {"routes": tokens.routes}),
         ).last_hidden_state
         output_layer = self.lm.get_output_embeddings()
         assert output_layer is not None
@@ -176,11 +178,12 @@ def freeze(model: PackedLM, dtype: torch.dtype, trained: Collection[int] = ()) -
             setattr(module, name, frozen[meta])
 
 
-def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> None:
-    """Wrap each transformer block for activation checkpointing and compilation, in place."""
+def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool, replays: bool = False) -> None:
+    """Wrap each transformer block for activation checkpointing, compilation and routing replay, in place."""
     blocks = transformer_blocks(model.lm)
+    replay_of = replays_of(blocks, model.lm.config.model_type) if replays else [None] * len(blocks)
     for index, module in enumerate(blocks):
-        blocks[index] = Block(module, checkpointed=checkpointed)
+        blocks[index] = Block(module, checkpointed=checkpointed, replay=replay_of[index])
         if compiled:
             blocks[index].compile(dynamic=True, options=COMPILE_OPTIONS)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import OptimizerConfig, PolicyConfig
+from colocated_grpo.config.policy import OptimizerConfig, PolicyConfig
 from colocated_grpo.policy.adafactor import Adafactor
 from colocated_grpo.runtime.distributed import local_part, shard_group
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from colocated_grpo.batching import Batch, MicroBatch, Minibatch, PackedTokens, PrefixKeys
+from colocated_grpo.batching import Batch, MicroBatch, Minibatch, PackedRoutes, PackedTokens, PrefixKeys
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import LossInputs, make_denominator
 from colocated_grpo.metrics import Metrics, Stat
+from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.loading import build_weights, compute_dtype
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.objective import make_objective
@@ -61,6 +62,7 @@ class Policy:
         self._world_size = world.size
         self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
+        self._replays = [block.replay for block in blocks_of(self.model) if block.replay is not None]
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         self.offload = OptimizerOffload(self.optimizer) if config.policy.offload_optimizer else None
 
@@ -121,6 +123,8 @@ class Policy:
             metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})
             if index == 0:
                 metrics.add(minibatch.left_out.stats(stats, self._world_size))
+        for replay in self._replays:
+            metrics.add({"mismatch/routes": replay.take_counts()})
         self.weights.reduce_gradients()
         self.weights.release()
 
@@ -179,8 +183,8 @@ def _moved(value: Any, device: torch.device) -> Any:
         return _on_device(value, device)
     if isinstance(value, LossInputs):
         return _on_device(value, device)
-    if isinstance(value, PrefixKeys):
-        return PrefixKeys(*(_moved(item, device) for item in value))
+    if isinstance(value, PrefixKeys | PackedRoutes):
+        return type(value)(*(_moved(item, device) for item in value))
     if not isinstance(value, Tensor):
         return value
     if device.type == "cuda" and value.device.type == "cpu":

@@ -177,6 +177,7 @@ class _Batch:
             seed=derive_seed(self._seed, self._job.name, prompt.index, sibling),
             sampling=self._job.sampling,
             pattern=prompt.pattern,
+            routes=self._job.routes,
         )
 
     def advance(self) -> Iterator[int]:
@@ -222,4 +223,5 @@ def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, sa
         temperature=sampling.temperature,
         score=score,
         plain=sampling.is_plain and prompt.pattern is None,
+        routes=completion.routes,
     )

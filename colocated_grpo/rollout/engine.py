@@ -46,6 +46,8 @@ class Request:
     """Regular expression for the whole completion. Log-probabilities are then normalised over the allowed tokens."""
     stream: bool = False
     """Deliver tokens as they are sampled, through `RolloutEngine.deltas`. False: nothing before completion."""
+    routes: bool = False
+    """Return the chosen experts with the completion. Only engines built with policy.routing_replay can."""
 
 
 class TokenDelta(NamedTuple):

@@ -273,6 +273,7 @@ class EpisodeRunner:
             token_ids=token_ids,
             seed=derive_seed(self._seed, job.name, prompt.index, playing.sibling, turn),
             sampling=replace(job.sampling, max_tokens=max_tokens, stop=(*job.sampling.stop, *stop)),
+            routes=job.routes,
         )
 
 

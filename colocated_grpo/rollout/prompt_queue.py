@@ -24,6 +24,8 @@ class Job:
     prompts: Sequence[Prompt]
     group_size: int
     sampling: Sampling
+    routes: bool = False
+    """Request the experts that the engine chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)

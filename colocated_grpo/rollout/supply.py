@@ -74,8 +74,10 @@ class PromptSupply:
         sampling: Sampling,
         opponent: Opponent | None = None,
         resampling: Resampling | None = None,
+        *,
+        routes: bool = False,
     ) -> None:
-        """source: on rank 0 only. resampling: None trains every group."""
+        """source: on rank 0 only. resampling: None trains every group. routes: request the chosen experts."""
         self._source = source
         self._collector = collector
         self._world = world
@@ -84,6 +86,7 @@ class PromptSupply:
         self.sampling = sampling
         self._opponent = opponent
         self._resampling = resampling
+        self._routes = routes
         self._before: dict[str, Any] | None = None
         """The source's state before the prompts that are not settled yet."""
 
@@ -104,7 +107,13 @@ class PromptSupply:
         prompts = self._world.from_main(self._pull)
         if prompts is None:
             raise Stopped
-        return Job(name=f"train/{step}", prompts=prompts, group_size=self._config.group_size, sampling=self.sampling)
+        return Job(
+            name=f"train/{step}",
+            prompts=prompts,
+            group_size=self._config.group_size,
+            sampling=self.sampling,
+            routes=self._routes,
+        )
 
     def sample(self, job: Job) -> Gather:
         """Decode this rank's prompts of the job; see `Collector.sample`. Further rounds are sampled by the gather."""
@@ -132,7 +141,7 @@ class PromptSupply:
         if others:
             assert self._opponent is not None  # the config of games with an opponent's turns names one
             with self._opponent.plays():
-                its_job = replace(job, name=f"{job.name}/opponent", prompts=others, group_size=1)
+                its_job = replace(job, name=f"{job.name}/opponent", prompts=others, group_size=1, routes=False)
                 groups += self._collector.collect(its_job)
         return self._completed(job, groups)
 

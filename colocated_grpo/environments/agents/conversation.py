@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import ContextExhausted
-from colocated_grpo.types import Completion, Prompt, Rollout, Score
+from colocated_grpo.environments.conversation import ContextExhausted, continued_routes
+from colocated_grpo.types import Completion, Prompt, Rollout, Routes, Score
 
 SampleAgent = Callable[[list[int], int, Sequence[str]], Awaitable[Completion]]
 """Samples one completion. Arguments: the prompt, the maximum number of tokens to sample, strings that end it."""
@@ -45,6 +45,7 @@ class _Sequence:
     last: Completion
     text: str
     """Decoded text of all tokens."""
+    routes: Routes | None = None
 
     def continued(self, prompt: list[int], completion: Completion, text: str) -> _Sequence:
         """Return the sequence after one more request. prompt: begins with all tokens of this sequence."""
@@ -56,6 +57,7 @@ class _Sequence:
             logprobs=[*self.logprobs, *[0.0] * observed, *completion.sampling_logprobs],
             last=completion,
             text=text,
+            routes=continued_routes(self.routes, completion.routes),
         )
 
 
@@ -132,6 +134,7 @@ class AgentConversation:
             temperature=temperature,
             score=score,
             plain=plain,
+            routes=one.routes,
         )
 
     def _count(self, n: int) -> None:

@@ -46,7 +46,11 @@ class PendingGroups:
         ]
         overdue = [key for key, pending in self._pending.items() if self._step - pending.since >= self._max_wait]
         self._step += 1
-        return complete, [self._pending.pop(turn_id).group for turn_id in overdue]
+        late = [self._pending.pop(turn_id).group for turn_id in overdue]
+        # As game states, routes would dominate the checkpoint size. Later on, the policy chooses the experts itself.
+        for turn_id, pending in self._pending.items():
+            self._pending[turn_id] = replace(pending, group=_without_routes(pending.group))
+        return complete, late
 
     def state_dict(self) -> JsonObject:
         return {
@@ -68,6 +72,12 @@ class PendingGroups:
             row["turn"]: _PendingGroup(_group_from(row["group"]), row["carried_out"], row["since"])
             for row in state["held"]
         }
+
+
+def _without_routes(group: Group) -> Group:
+    if all(rollout.routes is None for rollout in group.rollouts):
+        return group
+    return replace(group, rollouts=[replace(rollout, routes=None) for rollout in group.rollouts])
 
 
 def _with_return(pending: _PendingGroup, value: float) -> Group:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,19 @@ from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.rollout.vllm.adapters import Adapters
 from colocated_grpo.rollout.vllm.kv_budget import kv_cache_arguments, with_max_num_seqs
-from colocated_grpo.rollout.vllm.process import discard, forget_graph_pool, keep_trainer_state, name_shared_memory
+from colocated_grpo.rollout.vllm.process import (
+    RECORD_ROUTES,
+    discard,
+    forget_graph_pool,
+    keep_trainer_state,
+    name_shared_memory,
+)
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion, JsonObject
+
+if TYPE_CHECKING:
+    from colocated_grpo.rollout.vllm.routes import RequestRoutes
 
 CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """Full decode graphs without inductor: starts in 14 s instead of 43 s, decodes within 3 % of its speed."""
@@ -61,6 +70,8 @@ class VLLMEngine:
         self.max_num_seqs: int = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization")) or _repacks_experts(self.model)
         self._requests: Requests = (MixedRequests if needs_text(config) else CoreRequests)(self._engine)
+        scheduler = self._engine.engine_core.engine_core.scheduler  # pyrefly: ignore[missing-attribute]
+        self._routes = _request_routes(self._worker, scheduler) if config.policy.routing_replay else None
         self.adapters = Adapters(self._engine)
         self._keys: dict[str, Hashable] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -80,15 +91,22 @@ class VLLMEngine:
         for request in requests:
             name = self._new_name()
             with _rejections_as_value_errors():
-                self._requests.add(name, request.token_ids, _sampling_params(request), self.adapters.active)
+                params, adapter = _sampling_params(request), self.adapters.active
+                request_id = self._requests.add(name, request.token_ids, params, adapter)
             self._keys[name] = request.key
+            if request.routes:
+                assert self._routes is not None  # policy.routing_replay sets both
+                self._routes.expect(name, request_id, len(request.token_ids))
 
     def _new_name(self) -> str:
         self._submitted += 1
         return str(self._submitted)
 
     def step(self) -> list[tuple[Hashable, Completion]]:
-        return [(self._keys.pop(name), completion) for name, completion in self._requests.step(self._policy_version)]
+        finished = self._requests.step(self._policy_version)
+        if self._routes is not None:
+            finished = [(name, self._routes.add_to(name, completion)) for name, completion in finished]
+        return [(self._keys.pop(name), completion) for name, completion in finished]
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
         return [(self._keys[name], delta) for name, delta in self._requests.deltas()]
@@ -98,6 +116,8 @@ class VLLMEngine:
         self._requests.abort(names)
         for name in names:
             del self._keys[name]
+            if self._routes is not None:
+                self._routes.drop(name)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         entries = self._prompt_logprobs(token_ids, 0)
@@ -153,6 +173,14 @@ class VLLMEngine:
             _closed.append(self)
 
 
+def _request_routes(worker: Any, scheduler: Any) -> RequestRoutes:
+    """Return the recorder of an engine that was built with `RECORD_ROUTES`."""
+    # Imported here: it imports vLLM's layers of experts, which other models do not need.
+    from colocated_grpo.rollout.vllm.routes import request_routes
+
+    return request_routes(worker, scheduler)
+
+
 def _repacks_experts(model: nn.Module) -> bool:
     """True if vLLM stores experts as their kernel reads them: on the CPU, and for FlashInfer."""
     return any(method.unquantized_backend.name not in AS_LOADED for method in _expert_methods(model))
@@ -202,7 +230,10 @@ def _engine_arguments(
     else:
         # With chunked prefill vLLM rewinds the generator of a seeded request, which CPU generators do not support.
         arguments["enable_chunked_prefill"] = False
-    return {**arguments, **kv_cache_arguments(config, folder, dtype, world.device), **engine.args}
+    arguments |= kv_cache_arguments(config, folder, dtype, world.device) | engine.args
+    if config.policy.routing_replay:
+        arguments["additional_config"] = {**arguments.get("additional_config", {}), RECORD_ROUTES: True}
+    return arguments
 
 
 def read_config_json(folder: Path) -> JsonObject:

@@ -164,6 +164,20 @@ STEADY_UPDATE = Patch(
     upstream="vllm/v1/core/sched/scheduler.py",
 )
 
+INITIALIZE_CACHE = Patch(
+    target="vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
+    make=kernel("process", "make_initialize"),
+    cures="no record of the chosen experts: recording must begin before CUDA graphs are captured",
+    upstream="https://github.com/vllm-project/vllm/pull/38163",
+    required=True,
+)
+FREE_REQUEST = Patch(
+    target="vllm.v1.core.sched.scheduler:Scheduler._free_request",
+    make=None,
+    cures="the record of the chosen experts ends with the request's cache blocks",
+    upstream="vllm/v1/core/sched/scheduler.py",
+)
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         target="vllm.distributed.parallel_state:destroy_distributed_environment",
@@ -264,6 +278,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     STEADY_SCHEDULE,
     STEADY_UPDATE,
+    INITIALIZE_CACHE,
+    FREE_REQUEST,
 )
 
 PRIVATE_STATE: dict[str, str] = {
@@ -272,6 +288,7 @@ PRIVATE_STATE: dict[str, str] = {
     "vllm.platforms.interface:Platform._global_graph_pool": "cleared when an engine closes",
     "vllm.device_allocator.cumem:CuMemAllocator.pointer_to_data": "sleep unmaps allocations by tag",
     "vllm.device_allocator:AllocationData.is_asleep": "sleep marks what it unmapped",
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._quant_method": "kernels that choose experts",
     "vllm.v1.request:Request.num_computed_tokens": "counted by steady steps",
     "vllm.v1.request:Request.num_in_flight_tokens": "counted by steady steps",
     "vllm.v1.request:Request.num_output_placeholders": "counted by steady steps",

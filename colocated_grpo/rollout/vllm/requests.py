@@ -26,8 +26,8 @@ Finished = list[tuple[str, Completion]]
 class Requests(Protocol):
     """Requests that run in one engine, by name."""
 
-    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> None:
-        """adapter: None for the engine's own weights."""
+    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
+        """Start a request and return vLLM's id of it. adapter: None for the engine's own weights."""
         ...
 
     def step(self, policy_version: int) -> Finished:
@@ -56,7 +56,7 @@ class CoreRequests:
         scheduler = engine.engine_core.engine_core.scheduler  # pyrefly: ignore[missing-attribute]  # in-process client
         self._steady = SteadyDecode(scheduler) if is_supported(scheduler) else None
 
-    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> None:
+    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
         prompt = TokensInput(type="token", prompt_token_ids=token_ids)
         processor = self._engine.input_processor
         request = processor.process_inputs(
@@ -66,6 +66,7 @@ class CoreRequests:
         streams = params.output_kind is RequestOutputKind.DELTA
         self._running[request.request_id] = _Running(name, [], [], streams)
         self._engine.engine_core.add_request(request)
+        return request.request_id
 
     def step(self, policy_version: int) -> Finished:
         return self.receive(self._engine.engine_core.get_output().outputs, policy_version)
@@ -136,9 +137,11 @@ class TextRequests:
         """Name -> all tokens so far of a request that streams; None for the others."""
         self._deltas: list[tuple[str, TokenDelta]] = []
 
-    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> None:
-        self._engine.add_request(name, TokensPrompt(prompt_token_ids=token_ids), params, lora_request=adapter)
+    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
+        prompt = TokensPrompt(prompt_token_ids=token_ids)
+        request_id = self._engine.add_request(name, prompt, params, lora_request=adapter)
         self._running[name] = TokenDelta([], []) if params.output_kind is RequestOutputKind.DELTA else None
+        return request_id
 
     def receive(self, outputs: list[EngineCoreOutput], policy_version: int) -> Finished:
         """Completions that finished with these outputs. Outputs of other requests are skipped."""
@@ -184,8 +187,8 @@ class MixedRequests:
         self._engine = engine
         self._core, self._text = CoreRequests(engine), TextRequests(engine)
 
-    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> None:
-        (self._text if params.stop else self._core).add(name, token_ids, params, adapter)
+    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
+        return (self._text if params.stop else self._core).add(name, token_ids, params, adapter)
 
     def step(self, policy_version: int) -> Finished:
         outputs = self._engine.engine_core.get_output().outputs

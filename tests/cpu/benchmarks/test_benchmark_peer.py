@@ -45,7 +45,7 @@ from colocated_grpo.benchmarks.peer_tuning import (
 from colocated_grpo.benchmarks.throughput import ModelSize
 from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS, RandomWork, add_stop_tokens
 from colocated_grpo.config.lora import LoRAConfig
-from colocated_grpo.config.schema import PolicyConfig
+from colocated_grpo.config.policy import PolicyConfig
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.errors import RunError
 from colocated_grpo.tools.make_model import make_model

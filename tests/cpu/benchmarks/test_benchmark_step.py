@@ -22,7 +22,7 @@ from colocated_grpo.benchmarks.throughput import (
 )
 from colocated_grpo.benchmarks.workload import add_stop_tokens
 from colocated_grpo.config.lora import LoRAConfig
-from colocated_grpo.config.schema import PolicyConfig
+from colocated_grpo.config.policy import PolicyConfig
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from tests.support.ranks import TIMEOUT, start_module

@@ -41,6 +41,11 @@ def test_an_existing_model_folder_needs_no_network(model):
     assert check_inputs(config) == (config, [])
 
 
+def test_routing_replay_needs_a_mixture_of_experts(model):
+    config = load("", "--model.name", str(model(model_type="qwen3")), "--policy.routing_replay", "true")
+    assert input_error(config) == "policy.routing_replay=true: needs a mixture of experts, not model type 'qwen3'"
+
+
 def test_a_chat_template_is_jinja_text_of_any_length_or_an_existing_file(model, tmp_path):
     folder, file = str(model()), tmp_path / "template.jinja"
     text = "{{ messages }}" * 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from colocated_grpo.config.model_support import (
     OWN_ATTENTION_TYPES,
     RULES,
     check_cpu_engine,
+    check_has_experts,
     check_trains,
     head_sizes,
     refusals,
@@ -87,6 +89,9 @@ def test_a_setting_that_does_not_train_is_refused_in_any_family(feature):
 def test_every_tested_family_trains(family):
     config = model_config(family.architecture, TINY, build_char_tokenizer(), settings=SETTINGS[family.architecture])
     assert refusals(config.to_dict()) == []
+    refusal = nullcontext() if family.experts else pytest.raises(ConfigError, match=r"^replay: needs a mixture of exp")
+    with refusal:
+        check_has_experts(config.to_dict(), "replay")
     assert verdict(config.to_dict()) == f"trains ({family.name})"
     assert ARCHITECTURES[family.architecture] == family.model_type
 

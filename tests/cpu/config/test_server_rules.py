@@ -72,6 +72,18 @@ def lines(tmp_path: Path, *overrides: str) -> list[str]:
             [*SERVER, "--rollout.max_staleness", "1", "--sync_frequency", "4"],
             "rollout.max_staleness=1: must be 0 with sync_frequency=4, whose rollouts are older than one step",
         ),
+        (
+            [*SERVER, "--policy.routing_replay", "true"],
+            "policy.routing_replay=true: needs engine.placement: colocated; a server does not send its routes",
+        ),
+        (
+            ["--policy.routing_replay", "true", "--environments", "[{type: atropos}]"],
+            "policy.routing_replay=true: not possible with an atropos environment, whose rollouts come without the ",
+        ),
+        (
+            ["--policy.routing_replay", "true", "--policy.compile", "true"],
+            "policy: compile=true: not supported with policy.routing_replay; leave it out",
+        ),
     ],
 )
 def test_contradictions_are_one_line(tmp_path, overrides, line):

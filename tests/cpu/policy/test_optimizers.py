@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from colocated_grpo.config.schema import PolicyConfig
+from colocated_grpo.config.policy import PolicyConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.optimizers import learning_rate

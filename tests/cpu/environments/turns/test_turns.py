@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -15,11 +16,12 @@ from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.source import PromptSource
 from colocated_grpo.environments.town.players import reply
+from colocated_grpo.environments.turns.pending import PendingGroups
 from colocated_grpo.errors import RunError
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group, Prompt
 from tests.support.paths import SUPPORT
-from tests.support.small_policy import rollout_of
+from tests.support.small_policy import group_of, rollout_of
 from tests.support.town_tables import random_reply
 
 TOKENIZER = build_char_tokenizer()
@@ -170,6 +172,20 @@ def test_a_return_is_added_to_the_committed_completion():
     assert rewards_of(second.released) == [[1.0, 13.0, 2.0]] * 2
     assert second.released[0].rollouts[1].score.parts["return"] == 10.0
     assert [group.prompt.index for group in second.released] == [0, 1]
+
+
+def test_turns_that_wait_for_a_later_step_keep_no_routes():
+    pending = PendingGroups(max_wait=3)
+    rollout = replace(rollout_of([1], [2, 3]), routes=np.zeros((2, 1, 1), np.uint8))
+    for turn in ("at once", "later"):
+        pending.add(turn, group_of(0, [rollout]), 0)
+    ([now], _) = pending.end_step({"at once": 1.0})
+    assert now.rollouts[0].routes is not None
+    resumed = PendingGroups(max_wait=3)
+    resumed.load_state_dict(json.loads(json.dumps(pending.state_dict())))
+    for waiting in (pending, resumed):
+        ([then], _) = waiting.end_step({"later": 1.0})
+        assert then.rollouts[0].routes is None
 
 
 def test_an_overdue_turn_is_trained_once_without_its_return():

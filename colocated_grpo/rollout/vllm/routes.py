@@ -1,0 +1,137 @@
+"""Record the experts that each layer chose for each token, by the token's slot in the KV cache.
+
+vLLM can return them itself (`enable_return_routed_experts`), but not on CPUs, where it needs Triton, and in 0.26 only
+with its older model runner. A slot keeps its routes as long as its keys: tokens of cached prefixes and preempted
+requests have them too.
+
+Shapes: S slots of the KV cache, T tokens, L layers with experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.request import Request
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.rollout.vllm.patches import FREE_REQUEST
+from colocated_grpo.types import Completion, Routes
+
+
+class SlotRoutes:
+    """Routes of all slots, on the engine's device: S * L * K bytes, or twice as many for more than 256 experts."""
+
+    def __init__(self, model: nn.Module, cache: KVCacheConfig, device: torch.device) -> None:
+        """Raises RunError for engines whose routes cannot be recorded."""
+        self.group = _attention_group(cache)
+        """Position of the group of cache blocks whose slots are used."""
+        group = cache.kv_cache_groups[self.group]
+        self._block_size, self._attention = group.kv_cache_spec.block_size, group.layer_names[0]
+        runners = [module for module in model.modules() if isinstance(module, MoERunner)]
+        routers = [_router(runner) for runner in sorted(runners, key=lambda runner: runner.layer_id)]
+        dtype = torch.uint8 if routers[0].global_num_experts <= 256 else torch.int16
+        # The last row takes what padding tokens write, whose slot is -1.
+        rows = cache.num_blocks * self._block_size + 1
+        self._routes_SLK = torch.zeros((rows, len(routers), routers[0].top_k), dtype=dtype, device=device)
+        for layer, router in enumerate(routers):
+            router.set_capture_fn(partial(self._record, layer))
+
+    def _record(self, layer: int, experts_TK: Tensor) -> None:
+        """Store the experts of one layer. Called in each forward pass; inside a CUDA graph, once for its capture."""
+        context = get_forward_context()
+        if not context.slot_mapping:  # a trial run without a KV cache
+            return
+        if context.dp_metadata is not None or not isinstance(context.slot_mapping, dict):
+            raise RunError(
+                "policy.routing_replay=true: not possible with data parallelism or dual batch overlap in engine.args, "
+                "which split the tokens of a step"
+            )
+        slots_T = context.slot_mapping[self._attention]
+        tokens = min(len(slots_T), len(experts_TK))  # either may be padded for a CUDA graph
+        self._routes_SLK[slots_T[:tokens], layer] = experts_TK[:tokens].to(self._routes_SLK.dtype)
+
+    def read(self, blocks: Sequence[int], tokens: int) -> Routes:
+        """Return the routes of the first `tokens` tokens in these blocks of the KV cache, as a copy."""
+        offsets = torch.arange(self._block_size)
+        slots = (torch.tensor(blocks, dtype=torch.int64)[:, None] * self._block_size + offsets).flatten()[:tokens]
+        return self._routes_SLK[slots.to(self._routes_SLK.device)].cpu().numpy()
+
+
+class RequestRoutes:
+    """Routes of the requests that ask for them. They are read when vLLM frees a request's blocks."""
+
+    def __init__(self, slots: SlotRoutes, scheduler: Scheduler) -> None:
+        self._slots = slots
+        self._scheduler = scheduler
+        self._expected: dict[str, tuple[str, int]] = {}
+        """vLLM's id of each running request -> its name and the length of its prompt."""
+        self._finished: dict[str, tuple[int, Routes]] = {}
+        self._free = FREE_REQUEST.bind(scheduler, self._read_and_free)
+
+    def expect(self, name: str, request_id: str, prompt_length: int) -> None:
+        """Keep the routes of this request until `add_to` or `drop`. request_id: vLLM's id of it."""
+        self._expected[request_id] = name, prompt_length
+
+    def add_to(self, name: str, completion: Completion) -> Completion:
+        """Return the completion of a finished request with its routes, if they were expected."""
+        if name not in self._finished:
+            return completion
+        prompt_length, routes = self._finished.pop(name)
+        computed = prompt_length + len(completion.token_ids) - 1
+        assert len(routes) >= computed  # more if a stop string ends the completion within a step in flight
+        return replace(completion, routes=routes[:computed])
+
+    def drop(self, name: str) -> None:
+        """Forget an aborted request."""
+        self._finished.pop(name, None)
+
+    def _read_and_free(self, request: Request, *arguments: Any, **options: Any) -> Any:
+        FREE_REQUEST.hits += 1
+        if request.request_id in self._expected:
+            name, prompt_length = self._expected.pop(request.request_id)
+            blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[self._slots.group]
+            self._finished[name] = prompt_length, self._slots.read(blocks, request.num_tokens - 1)
+        return self._free(request, *arguments, **options)
+
+
+def start(worker: Any, cache: KVCacheConfig) -> None:
+    """Begin to record on a worker that has allocated its KV cache. Raises RunError where it is not possible."""
+    worker.slot_routes = SlotRoutes(worker.get_model(), cache, worker.device)
+
+
+def request_routes(worker: Any, scheduler: Scheduler) -> RequestRoutes:
+    """Return the recorder of an engine whose worker has been started by `start`."""
+    return RequestRoutes(worker.slot_routes, scheduler)
+
+
+def _attention_group(cache: KVCacheConfig) -> int:
+    """Return the position of the layers that attend to all tokens, so that each token has a slot of its own.
+
+    Hybrid models have other groups as well. Raises RunError if no group attends to all tokens.
+    """
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    found = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
+    if not found:
+        raise RunError("policy.routing_replay=true: needs a model with layers that attend to all tokens")
+    return found[0]
+
+
+def _router(runner: MoERunner) -> BaseRouter:
+    """Raises RunError if the layer's kernel chooses experts itself."""
+    if runner._quant_method.is_monolithic or not isinstance(runner.router, BaseRouter):
+        kernel = type(runner._quant_method).__name__
+        raise RunError(
+            f"policy.routing_replay=true: the engine's kernel for experts ({kernel}) does not return its choice; set "
+            "engine.args: {moe_backend: triton}"
+        )
+    return runner.router

@@ -1,0 +1,61 @@
+"""Runs of a mixture of experts whose policy rounds otherwise than its engine, with and without routing replay."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from colocated_grpo.tools import compare_runs
+from colocated_grpo.tracking import files
+from tests.support.families import SETTINGS
+from tests.support.paths import ROOT
+from tests.support.training_runs import ForkedRun, Settings, TrainingRun, settings, tiny_model, train, weights_of
+
+STEPS = 3
+MODEL = "qwen3_moe"
+PAGE = (ROOT / "docs/models.md").read_text()
+REPLAY = yaml.safe_load(PAGE.split("## Routing replay", 1)[1].split("```yaml\n", 1)[1].split("```", 1)[0])["policy"]
+PLAIN = {"lr": 1e-3, "compute_dtype": "bfloat16", "gradient_checkpointing": True}
+
+
+def in_bfloat16(*, replay: bool) -> Settings:
+    """Settings of a run whose policy computes in bfloat16, and whose engine in float32."""
+    return settings(
+        tiny_model(MODEL, edits=SETTINGS[MODEL]),
+        deterministic=True,
+        environments=[{"type": "task", "name": TASK}],  # rewards differ at once, so that every step moves the weights
+        rollout={"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_completion_tokens": 48, "group_size": 8},
+        training_steps=STEPS,
+        policy=PLAIN | REPLAY if replay else PLAIN,
+        engine={"dtype": "float32"},
+        evaluation={"every": 0},
+        checkpoint={"every": 1},
+    )
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory) -> TrainingRun:
+    return train(tmp_path_factory.mktemp("replayed"), in_bfloat16(replay=True), ranks=2)
+
+
+def test_replayed_routes_bring_policy_and_engine_closer(replayed, tmp_path):
+    """A record beside the wrong token would drive them apart."""
+    plain = train(tmp_path, in_bfloat16(replay=False), ranks=2)
+    without, with_replay = (run.rows(files.TRAIN) for run in (plain, replayed))
+    assert len(without) == len(with_replay) == STEPS
+    for before, after in zip(without, with_replay, strict=True):
+        assert after["mismatch/kl"] < 0.4 * before["mismatch/kl"]
+        assert after["mismatch/max"] < 0.5 * before["mismatch/max"]
+        assert 0 < after["mismatch/routes"] < 0.05
+        assert after["grad_norm"] > 0
+
+
+def test_a_killed_run_resumes_bit_for_bit(replayed, tmp_path):
+    config = in_bfloat16(replay=True)
+    with ForkedRun(tmp_path, config, ranks=2) as run:
+        run.wait_for_step(0)
+        run.kill()
+    resumed = train(tmp_path, config, "--resume", "auto", ranks=2)
+    assert weights_of(resumed) == weights_of(replayed)
+    assert compare_runs.main([str(resumed.folder), str(replayed.folder), "--assert-equal"]) == 0
