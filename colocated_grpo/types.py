@@ -6,14 +6,15 @@ Lists are aligned token by token unless a field says otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 JsonObject = dict[str, Any]
 """A parsed JSON object: a dataset row, a request body, a record in a run folder."""
 FinishReason = Literal["stop", "length", "abort"]
-Routes = np.ndarray
+Routes: TypeAlias = "np.ndarray"
 """[tokens, layers, experts per token]: the experts that each layer with experts chose for a token. uint8, or int16 for
 models of more than 256 experts."""
 

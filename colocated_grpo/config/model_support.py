@@ -204,7 +204,9 @@ def _check_cpu_states(text: Settings, setting: str, bfloat16: bool) -> None:
 
 def has_linear_attention(config_json: Settings) -> bool:
     """Return True if some layers carry a recurrent state instead of keys and values."""
-    return "linear_attention" in _layer_types(text_part(config_json))
+    text = text_part(config_json)
+    # The released Qwen3-Next states an interval instead of the layers' types.
+    return "linear_attention" in _layer_types(text) or text.get("model_type") in DELTA_RULE_TYPES
 
 
 def head_sizes(config_json: Settings) -> set[int]:

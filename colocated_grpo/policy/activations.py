@@ -220,8 +220,8 @@ def dummy_micro_batch(config: Config, tokens: int, prefix: int = TRIAL_PREFIX) -
     """
     longest = max(1, min(tokens // 2, config.max_sequence_tokens) - prefix)
     count, remainder = divmod(tokens - prefix, longest)
-    lengths = [prefix + own for own in [*[longest] * count, remainder] if own]
     first = max(1, prefix)  # nothing predicts a sequence's first token
+    lengths = [prefix + own for own in [*[longest] * count, remainder] if prefix + own > first]
     # Additional scored tokens, so that a trial of any size fills a chunk of logits as a full micro-batch does.
     extra = min(config.policy.logprob_chunk_tokens, candidate_sizes(config)[0])
     scored = [np.arange(first, length) for length in lengths]

@@ -18,28 +18,34 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from colocated_grpo.batching import PrefixKeys
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.attention_kernels import padded_runs
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """Functions of transformers' modules (since 5.16) that layers of linear attention call by these names."""
 
+LAYER_TYPES = {"linear_attention", "full_attention"}
 DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
 
 _replaced: set[ModuleType] = set()
 """Modules of transformers whose functions are replaced."""
 
 
-def pack_linear_attention(model: nn.Module) -> bool:
-    """Make the model's layers of linear attention respect the boundaries of packed sequences; False if it has none.
+def pack_linear_attention(model: PreTrainedModel) -> bool:
+    """Make the model's layers of linear attention respect the boundaries of packed sequences.
 
-    The functions are replaced in the modules of transformers that define the layers. Calls without boundaries, as in
-    models that are not packed, still reach the original ones. Raises ConfigError if this version has other functions.
+    Returns False if the model has none, or layers with other states beside them. The functions are replaced in the
+    modules of transformers that define the layers. Calls without boundaries, as in models that are not packed, still
+    reach the original ones. Raises ConfigError if this version has other functions.
     """
+    if not LAYER_TYPES.issuperset(getattr(model.config, "layer_types", None) or [None]):
+        return False
     layers = [module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")]
     for source in {sys.modules[type(layer).__module__] for layer in layers}:
         if source not in _replaced:
@@ -107,19 +113,35 @@ def packed_delta_rule(
     cu_seqlens: Tensor,
     max_length_q: int,
     original: DeltaRule,
-    **options: Any,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Apply the gated delta rule to each sequence. query, key, value: [1, T, H, D]. Returns [1, T, H, D].
 
     g, beta: [1, T, H], decay in log space and rate of update. cu_seqlens: [N + 1] int32. max_length_q: L.
-    original: transformers' function. With flash-linear-attention installed it has a kernel for packed sequences.
+    original: transformers' function. Its own code in torch computes on CPUs; GPUs need `kernel`.
     """
-    if query.is_cuda and "fla" in sys.modules:
-        out, _ = original(query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens.long(), **options)
+    options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    if query.is_cuda:
+        # Not through transformers' function: where it falls back to its own code, it drops the boundaries.
+        out, _state = kernel()(query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens.long(), **options)
         return out, None
     tensors = (query[0], key[0], value[0], g[0], beta[0])
     (query, valid_NL), *others = (padded_runs(tensor, cu_seqlens, max_length_q) for tensor in tensors)
     key, value, g, beta = (tensor for tensor, _ in others)
     # Padding comes after a sequence's tokens, which therefore never see it.
-    out, _ = inspect.unwrap(original)(query, key, value, g=g, beta=beta, **options)
+    out, _state = inspect.unwrap(original)(query, key, value, g=g, beta=beta, **options)
     return out[valid_NL][None], None
+
+
+def kernel() -> DeltaRule:
+    """Return the delta rule for packed sequences on GPUs. Raises ConfigError if it is not installed."""
+    try:
+        # pyrefly: ignore[missing-import]  (installed beside CUDA only)
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        raise ConfigError(
+            "training linear attention on GPUs needs flash-linear-attention: "
+            f"pip install 'colocated-grpo[linear-attention]' ({in_one_line(error)})"
+        ) from error
+    return chunk_gated_delta_rule

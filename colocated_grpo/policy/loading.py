@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from colocated_grpo.config.lora import LoRAConfig
 from colocated_grpo.config.schema import Config
+from colocated_grpo.policy import linear_attention
 from colocated_grpo.policy.attention import implementation_for
 from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, Weights, allocate
 from colocated_grpo.policy.model import (
@@ -97,6 +98,8 @@ def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, worl
         trust_remote_code=config.model.trust_remote_code,
         attention=implementation_for(hf_config, dtype, world.device, longest=longest),
     )
+    if world.device.type == "cuda" and not model.shares_prefixes:
+        linear_attention.kernel()  # raises before device memory is allocated
     if buffers := model.hf_buffers():
         read_parameters(buffers, model.lm.base_model_prefix, folder)
     return model

@@ -2,5 +2,5 @@
 
 URLS_VARIABLE = "COLOCATED_GRPO_ENGINE_URLS"
 """Addresses of the servers, separated by spaces, for ranks whose config names none."""
-KEY_VARIABLE = "COLOCATED_GRPO_ENGINE_KEY"
+KEY_VARIABLE = "COLOCATED_GRPO_ENGINE_API_KEY"
 """Their API key, new in each launch: other users of the machine can reach its ports."""

@@ -90,7 +90,7 @@ def with_subject(config: Config, subject: Subject) -> Config:
     return config.model_copy(
         update={
             "engine": config.engine.model_copy(update={"placement": "colocated", "args": arguments}),
-            "policy": config.policy.model_copy(update={"lora": None, "train_layers": None}),
+            "policy": config.policy.model_copy(update={"lora": None, "train_layers": None, "routing_replay": False}),
             "weights": "copied",
         }
     )

@@ -53,7 +53,7 @@ class VerifiersAgent:
         self.max_running = max_running
         self._tasks = tasks
         self._config = _agent_config(tasks, settings, max_turn_tokens)
-        self._shared_tools = SharedTools(tasks)
+        self._shared_tools = SharedTools(tasks, self._config.runtime)
         # The library warns of each request that does not fit the context, which is no fault.
         logging.getLogger("verifiers.v1").setLevel(logging.ERROR)
         # Imported here: during the first episode, it would block the event loop of all episodes for seconds.
@@ -84,20 +84,23 @@ class SharedTools:
     They stop with the event loop of the episodes. Each also asks the kernel to be killed with the thread of the loop.
     """
 
-    def __init__(self, tasks: VerifiersTasks) -> None:
+    def __init__(self, tasks: VerifiersTasks, runtime: Any) -> None:
+        """runtime: of the agents, as the library's settings. Tools are tunnelled to one on another machine."""
         self._tasks = tasks
+        self._runtime = runtime
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = WeakKeyDictionary()
 
     async def running(self) -> dict[str, Any]:
         """Return the servers by name, in the form in which the library's agent takes them."""
         from verifiers.v1.mcp import serve_shared
+        from verifiers.v1.runtimes import runtime_is_local
 
         loop = asyncio.get_running_loop()
         async with self._locks.setdefault(loop, asyncio.Lock()):
             if loop not in self._servers:
                 toolsets = self._tasks.taskset.toolsets(self._tasks.settings)
-                self._servers[loop] = await enter_for_loop(serve_shared(toolsets))
+                self._servers[loop] = await enter_for_loop(serve_shared(toolsets, runtime_is_local(self._runtime)))
         return self._servers[loop]
 
 
@@ -113,7 +116,10 @@ def _agent_config(tasks: VerifiersTasks, settings: JsonObject, max_turn_tokens: 
         # The library's default harness gives the model a shell.
         raise EnvironmentSetupError(f'{KEY}: args.agent.harness.id: required, such as {{id: "null"}}')
     if max_turn_tokens is not None:
-        settings = {**settings, "sampling": {**(settings.get("sampling") or {}), "max_tokens": max_turn_tokens}}
+        sampling = settings.get("sampling") or {}
+        if "max_tokens" in sampling:
+            raise EnvironmentSetupError(f"{KEY}: args.agent.sampling.max_tokens: max_turn_tokens sets it; remove one")
+        settings = {**settings, "sampling": {**sampling, "max_tokens": max_turn_tokens}}
     if default_harness_id(tasks.name) == tasks.name:
         settings = {"harness": {"id": tasks.name}, **settings}  # the taskset comes with a harness of its own
     config = validated(AgentConfig, {"runtime": LOCAL, **settings}, "args.agent", "the agent")
@@ -190,12 +196,12 @@ async def _converse(
         tools, names, connections = await connect_mcp({"mcpServers": servers}, stack)
         while True:
             try:
-                reply = await client.chat.completions.create(model=model, messages=messages, tools=tools or omit)
+                response = await client.chat.completions.create(model=model, messages=messages, tools=tools or omit)
             except APIStatusError as error:
                 if is_context_overflow(error):
                     return
                 raise
-            message = reply.choices[0].message
+            message = response.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
                 return

@@ -64,8 +64,8 @@ class VerifiersTasks:
         """
         top = Path(str(sys.modules[type(self.taskset).__module__.partition(".")[0]].__file__)).resolve()
         folder = str(top.parents[1] if top.name == "__init__.py" else top.parent)
-        if folder not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-            folders = [folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        if folder not in {str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib")}:
+            folders = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), folder]
             os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, folders)))
 
     @property

@@ -2,7 +2,7 @@
 
 vLLM can return them itself (`enable_return_routed_experts`), but not on CPUs, where it needs Triton, and in 0.26 only
 with its older model runner. A slot keeps its routes as long as its keys: tokens of cached prefixes and preempted
-requests have them too.
+requests have them too; those of a preempted request are of its last computation.
 
 Shapes: S slots of the KV cache, T tokens, L layers with experts, K experts per token.
 """
@@ -64,11 +64,14 @@ class SlotRoutes:
         """Return the routes of the first `tokens` tokens in these blocks of the KV cache, as a copy."""
         offsets = torch.arange(self._block_size)
         slots = (torch.tensor(blocks, dtype=torch.int64)[:, None] * self._block_size + offsets).flatten()[:tokens]
-        return self._routes_SLK[slots.to(self._routes_SLK.device)].cpu().numpy()
+        routes = self._routes_SLK[slots.to(self._routes_SLK.device)].cpu().numpy()
+        if routes.shape[-1] > 1 and (routes[..., 0] == routes[..., 1]).any():  # a token's experts differ
+            raise RunError("policy.routing_replay=true: the engine computed tokens without recording their experts")
+        return routes
 
 
 class RequestRoutes:
-    """Routes of the requests that ask for them. They are read when vLLM frees a request's blocks."""
+    """Routes of the requests that ask for them, read just before vLLM frees a request's blocks."""
 
     def __init__(self, slots: SlotRoutes, scheduler: Scheduler) -> None:
         self._slots = slots

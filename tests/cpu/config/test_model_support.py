@@ -22,6 +22,7 @@ from colocated_grpo.config.model_support import (
     check_cpu_engine,
     check_has_experts,
     check_trains,
+    has_linear_attention,
     head_sizes,
     refusals,
     verdict,
@@ -141,6 +142,12 @@ def test_a_head_size_that_the_cpu_engine_lacks_is_one_line():
         ConfigError, match=r"^model.name='x': heads of 16, but vLLM's engine for CPUs supports 32, 64, "
     ):
         check_cpu_engine({"head_dim": 16}, "model.name='x'", bfloat16=False)
+
+
+def test_a_model_of_linear_attention_is_known_by_its_type_where_its_layers_are_not_listed():
+    assert has_linear_attention({"model_type": "qwen3_next", "full_attention_interval": 4})
+    assert has_linear_attention({"text_config": {"layer_types": ["full_attention", "linear_attention"]}})
+    assert not has_linear_attention({"model_type": "qwen3"})
 
 
 @pytest.mark.parametrize(

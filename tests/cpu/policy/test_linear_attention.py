@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_next import modeling_qwen3_next as source
 
-from colocated_grpo.policy.linear_attention import packed_convolution, packed_delta_rule
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.policy.linear_attention import kernel, packed_convolution, packed_delta_rule
 from colocated_grpo.policy.loading import build_model
 from colocated_grpo.policy.model import read_model_config
 from tests.support.families import SETTINGS
@@ -74,3 +77,9 @@ def test_a_prompt_that_siblings_share_is_not_computed_once(world, model_folder):
     assert keys is not None
     with pytest.raises(ValueError, match="needs each sequence whole"):
         packed_convolution(random(1, 5, 4), random(5, 4), cu_seq_lens_q=BOUNDARIES, prefix_keys=keys)
+
+
+def test_gpus_need_kernels_which_a_line_names(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r"flash-linear-attention: pip install 'colocated-grpo\[linear-attention\]'"):
+        kernel()
