@@ -18,6 +18,7 @@ from typing import Literal
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS
 from colocated_grpo.errors import RunError
 from colocated_grpo.launch.cli import library_environment
+from colocated_grpo.launch.engine_servers import free_ports
 from colocated_grpo.types import JsonObject
 
 MODULE = "colocated_grpo.benchmarks.peer_trl"
@@ -205,5 +206,7 @@ def peer_environment(spec: PeerSpec) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: spec.gpus]),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_OFFLINE": "1",
+        # TRL's own choice prefers one port, for which two runs on a machine would compete.
+        "MASTER_PORT": str(free_ports(1)[0]),
         "PYTHONPATH": os.pathsep.join(paths),
     }

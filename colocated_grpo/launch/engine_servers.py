@@ -66,7 +66,7 @@ def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str])
     devices, trainer_devices = _divide_gpus(launch, config, environment)
     folder = launch.log_dir or Path(config.output_dir)
     names = ["server.log"] if len(devices) == 1 else [f"server_{index}.log" for index in range(len(devices))]
-    ports = _free_ports(len(devices))
+    ports = free_ports(len(devices))
     return ServerPlan(
         commands=[_serve_command(config, port) for port in ports],
         devices=devices,
@@ -130,7 +130,8 @@ def _allowed_rank(rank: int) -> int:
     return fitting[0]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine on which nothing listens now."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:

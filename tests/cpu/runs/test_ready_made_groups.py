@@ -72,7 +72,8 @@ def test_an_empty_minibatch_takes_no_optimizer_step(world, model_folder, policy)
 def test_a_group_of_equal_rewards_with_its_own_advantages_is_trained(world, model_folder):
     config = config_of(model_folder())
     clock = SimpleNamespace(time=lambda _phase: torch.no_grad())
-    run = SimpleNamespace(config=config, world=world, clock=clock, policy=SimpleNamespace(version=0))
+    policy = SimpleNamespace(version=0, model=SimpleNamespace(shares_prefixes=True))
+    run = SimpleNamespace(config=config, world=world, clock=clock, policy=policy)
     plain = group_of(0, [rollout_of([1], [2, 3], reward=1.0)] * 2)
     with_advantages = group_of(1, [replace(rollout_of([1], [4, 5], reward=1.0), advantages=[0.5, -0.5])] * 2)
     (micro_batch,) = make_batch(run, 0, [plain, with_advantages]).minibatches[0].micro_batches

@@ -96,7 +96,9 @@ def test_every_architecture_loads_from_its_folder_with_the_same_weights(architec
     assert loaded.config.eos_token_id == tokenizer.eos_token_id == loaded.generation_config.eos_token_id
     made = build_model(architecture, TINY, TOKENIZER, init_std=0.1, seed=5)
     ids = torch.tensor([tokenizer.encode("sort 3142")])
-    torch.testing.assert_close(loaded(ids).logits, made.to(ids.device).eval()(ids).logits, rtol=0, atol=0)
+    # Without a cache, which transformers refuses to models whose few layers are all linear attention.
+    logits = [model(ids, use_cache=False).logits for model in (loaded, made.to(ids.device).eval())]
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
 
 
 def test_weights_depend_only_on_the_seed():
