@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.imports import frozen_imports
 from tests.support.ranks import single_rank_group
 from tests.support.small_policy import make_small_model
+
+# In the background of a script this process ignores SIGINT, and so would the runs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a busy machine single examples are slow now and then, whatever the code does.
 settings.register_profile("no deadline", deadline=None)

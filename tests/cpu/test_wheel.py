@@ -25,8 +25,8 @@ from tests.support.training_runs import tiny_model
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OF_THE_USER = {"IPython", "mlflow", "swanlab", "trackio"}
 """Imported in a notebook, or for a tracker whose package the user has installed."""
-WITH_CUDA = {"triton"}
-"""Comes with the CUDA builds of torch. What imports it is imported on GPUs only."""
+WITH_CUDA = {"fla", "triton"}
+"""Come with the CUDA builds of torch or are installed beside them. What imports them is imported on GPUs only."""
 WORKER = "environments/rewards/math_worker.py"
 """A program of its own, started for the reward math_verify alone."""
 

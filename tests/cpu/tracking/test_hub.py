@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -149,7 +148,10 @@ def test_what_cannot_be_copied_or_started_or_read_is_a_line_and_later_pushes_go_
         pushes.hub.push_final(run_dir / "final_model", 6)
         assert pushes.finish() == 3, "both have failed, and nothing waits"
     with monkeypatch.context() as broken:
-        broken.setattr("sys.executable", shutil.which("echo"))  # prints a line that is no result
+        program = run_dir / "program"
+        program.write_text("#!/bin/sh\nread request\necho no result\n")
+        program.chmod(0o755)
+        broken.setattr("sys.executable", str(program))
         pushes.push(4)
         assert pushes.finish() == 4
     assert "the uploader was killed" in pushes.lines[-1]
