@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from colocated_grpo.benchmarks.harness import main_here
-from colocated_grpo.benchmarks.roofline import Roofline
+from colocated_grpo.benchmarks.roofline import Roofline, median_ratio
 from colocated_grpo.checkpoint.writer import ChecksummedWriter
 from colocated_grpo.runtime.checksums import write_checksums
 from colocated_grpo.types import JsonObject
@@ -62,12 +62,11 @@ def measure(options: argparse.Namespace, _device: torch.device, _roofline: Roofl
                 seconds[kind].append(save_seconds(tensors, kind, folder))
         exported = [export_seconds(tensors, Path(scratch) / "export") for _ in range(options.saves)]
     medians = {kind: statistics.median(values) for kind, values in seconds.items()}
-    ratios = [ours / theirs for ours, theirs in zip(seconds["xxh3"], seconds["none"], strict=True)]
     row = {
         "gigabytes": gigabytes,
         "save_seconds": medians["xxh3"],
         "without_checksums_seconds": medians["none"],
-        "ratio": statistics.median(ratios),
+        "ratio": median_ratio(seconds["xxh3"], seconds["none"]),
         "export_seconds_per_gigabyte": statistics.median(exported) / gigabytes,
     }
     return {"load_average_before": load, "rows": [row], "seconds": seconds | {"export": exported}}

@@ -26,7 +26,7 @@ from colocated_grpo.benchmarks.harness import (
     rank_parser,
     wake_with_weights,
 )
-from colocated_grpo.benchmarks.roofline import measure_roofline
+from colocated_grpo.benchmarks.roofline import measure_roofline, median_ratio
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, RandomWork, add_stop_tokens
 from colocated_grpo.config import Config
 from colocated_grpo.errors import RunError
@@ -161,11 +161,6 @@ def figures(measured: Mapping[str, Sequence[tuple[float, list[float | None]]]]) 
         for place, ours in seconds.items()
     ]
     return {"rows": rows, "seconds": seconds}
-
-
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the median of the ratios of the same batches."""
-    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -84,6 +84,11 @@ def median_seconds(
     align: called before each run, untimed. If `work` has collectives, pass `barrier`, or waiting for late ranks counts.
     """
     return statistics.median(seconds_of(work, device, repeats=repeats, warmup=warmup, align=align))
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median of the ratios of paired times."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 def seconds_of(

@@ -6,11 +6,7 @@ from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.evaluation import ANSWERS, HELD_OUT, PREFIX
 from colocated_grpo.config.schema import MIN_TEMPERATURE, Config
-from colocated_grpo.config.sources import (
-    AgentSourceConfig,
-    EpisodeSourceConfig,
-    RowsSourceConfig,
-)
+from colocated_grpo.config.sources import AgentSourceConfig, EpisodeSourceConfig, RowsSourceConfig
 
 Lines = Iterator[str]
 

@@ -36,7 +36,7 @@ from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.row_filter import Keep, load_filter
 from colocated_grpo.environments.solved import UnsolvedItems
 from colocated_grpo.environments.source import Mixture, PromptSource
-from colocated_grpo.environments.streams import ItemStream, RowStream, TaskStream, task_items
+from colocated_grpo.environments.streams import ItemStream, Prompting, RowStream, TaskStream, task_items
 from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.environments.templates import build_template, check_is_read
 from colocated_grpo.environments.turns.registry import build_turn_games
@@ -73,33 +73,34 @@ class ScoredEnvironment(Environment, Protocol):
     def scorer(self) -> Scorer: ...
 
 
-class TaskEnvironment:
+class PromptingEnvironment:
+    """An object of an environment yields the prompts."""
+
+    def __init__(self, name: str, prompting: Prompting) -> None:
+        self.name = name
+        self._prompting = prompting
+
+    def open_stream(self, seed: int) -> TaskStream:
+        return TaskStream(self.name, self._prompting, seed)
+
+    def held_out(self, seed: int) -> Iterator[Item]:
+        return task_items(self.name, self._prompting, seed, "held_out")
+
+
+class TaskEnvironment(PromptingEnvironment):
     """A task yields the prompts and scores the completions."""
 
     def __init__(self, name: str, task: Task) -> None:
-        self.name = name
-        self.task = task
+        super().__init__(name, task)
         self.scorer = TaskScorer(task)
 
-    def open_stream(self, seed: int) -> TaskStream:
-        return TaskStream(self.name, self.task, seed)
 
-    def held_out(self, seed: int) -> Iterator[Item]:
-        return task_items(self.name, self.task, seed, "held_out")
-
-
-class EpisodeEnvironment:
+class EpisodeEnvironment(PromptingEnvironment):
     """An episode yields the prompts and runs the conversations."""
 
     def __init__(self, name: str, episode: Episode) -> None:
-        self.name = name
+        super().__init__(name, episode)
         self.episode = episode
-
-    def open_stream(self, seed: int) -> TaskStream:
-        return TaskStream(self.name, self.episode, seed)
-
-    def held_out(self, seed: int) -> Iterator[Item]:
-        return task_items(self.name, self.episode, seed, "held_out")
 
 
 class RowsEnvironment:
@@ -158,21 +159,14 @@ class AgentEnvironment(RowsEnvironment):
         self.episode = AgentEpisode(build_agent(config, key), endpoint)
 
 
-class AgentTasksEnvironment:
+class AgentTasksEnvironment(PromptingEnvironment):
     """An agent of another library plays the library's tasks and returns the rewards."""
 
     def __init__(self, name: str, tasks: AgentTasks, endpoint: Endpoint, max_tokens: int) -> None:
         """max_tokens: longest sequence, prompt and completion together."""
-        self.name = name
-        self.tasks = tasks
+        super().__init__(name, tasks)
         self.limits = AgentLimits(max_tokens=max_tokens, max_requests=tasks.max_requests, max_running=tasks.max_running)
         self.episode = AgentEpisode(tasks, endpoint)
-
-    def open_stream(self, seed: int) -> TaskStream:
-        return TaskStream(self.name, self.tasks, seed)
-
-    def held_out(self, seed: int) -> Iterator[Item]:
-        return task_items(self.name, self.tasks, seed, "held_out")
 
 
 PlayedByAgents = AgentEnvironment | AgentTasksEnvironment
@@ -290,7 +284,7 @@ def build_environment(
     if isinstance(entry, EpisodeSourceConfig):
         episode = build_episode(entry.name, entry.args, entry.given)
         if isinstance(episode, AgentTasks):
-            _check_prompts_are_the_agents(name, entry)
+            _reject_prompt_settings(name, entry)
             return AgentTasksEnvironment(name, episode, endpoint, config.max_sequence_tokens)
         return EpisodeEnvironment(name, episode)
     if isinstance(entry, TurnsSourceConfig):
@@ -298,7 +292,7 @@ def build_environment(
     return TaskEnvironment(name, build_task(entry.name, entry.args, entry.given))
 
 
-def _check_prompts_are_the_agents(name: str, entry: EpisodeSourceConfig) -> None:
+def _reject_prompt_settings(name: str, entry: EpisodeSourceConfig) -> None:
     """Raise EnvironmentSetupError for settings of prompts, which would have no effect on the requests of an agent."""
     for key in ("system_prompt", "tools", "chat_template_kwargs"):
         if getattr(entry, key):

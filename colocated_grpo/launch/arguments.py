@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from colocated_grpo.launch.cli import OneLineParser, add_run_arguments, config_file, without_config
+from colocated_grpo.launch.rank_variables import LAST_PORT
 
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_JOIN_TIMEOUT = 900
@@ -125,8 +126,8 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         raise LaunchError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={options.nodes}")
     if options.nodes > 1 and options.master_addr is None:
         raise LaunchError(f"--master-addr: required with --nodes={options.nodes}; it is the address of node 0")
-    if options.master_port is not None and not 0 < options.master_port < 65536:
-        raise LaunchError(f"--master-port={options.master_port}: must be between 1 and 65535")
+    if options.master_port is not None and not 0 < options.master_port <= LAST_PORT:
+        raise LaunchError(f"--master-port={options.master_port}: must be between 1 and {LAST_PORT}")
     if options.join_timeout < 1:
         raise LaunchError(f"--join-timeout={options.join_timeout}: must be at least 1")
     if (config := config_file(options)) is None:

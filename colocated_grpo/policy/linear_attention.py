@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -134,6 +134,7 @@ def packed_delta_rule(
     return out[valid_NL][None], None
 
 
+@cache
 def kernel() -> DeltaRule:
     """Return the delta rule for packed sequences on GPUs. Raises ConfigError if it is not installed."""
     try:

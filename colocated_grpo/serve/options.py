@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from colocated_grpo.launch.cli import LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
 from colocated_grpo.launch.engine_servers import LORA_RANKS
+from colocated_grpo.launch.rank_variables import LAST_PORT
 
 if TYPE_CHECKING:
     from colocated_grpo.config.schema import Config
@@ -139,9 +140,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _port(text: str) -> int:
-    if text.isdecimal() and int(text) <= 65535:
+    if text.isdecimal() and int(text) <= LAST_PORT:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a port, 0-65535; 0 is any free one")
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a port, 0-{LAST_PORT}; 0 is any free one")
 
 
 def _fraction(text: str) -> float:

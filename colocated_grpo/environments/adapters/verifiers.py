@@ -51,7 +51,7 @@ class Verifiers(Section):
         return SingleTurn(tasks, self.max_turn_tokens)
 
 
-@wraps(Verifiers, updated=())
+@wraps(Verifiers, updated=())  # its signature is what settings are checked against
 def build_verifiers(**args: Any) -> Episode | AgentTasks:
     return Verifiers(**args).episode()
 

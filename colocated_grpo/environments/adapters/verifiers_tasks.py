@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,9 @@ class VerifiersTasks:
         if self.first.NEEDS_CONTAINER or own_hooks.intersection(RUNTIME_HOOKS):
             return True
         judges = [judge.score for judge in self.first.plugged_judges()]
-        given = [signature(hook).parameters.get("runtime") for hook in (*self._scoring(), *judges)]
+        scoring = (*self.first.hooks("reward"), *self.first.hooks("metric"), *judges)
+        given = [signature(hook).parameters.get("runtime") for hook in scoring]
         return any(runtime is not None and runtime.default is Parameter.empty for runtime in given)
-
-    def _scoring(self) -> Sequence[Any]:
-        return (*self.first.hooks("reward"), *self.first.hooks("metric"))
 
     def unsupported(self, reason: str) -> EnvironmentSetupError:
         return EnvironmentSetupError(f"{KEY}: taskset {self.name!r}: {reason}, which is not supported")

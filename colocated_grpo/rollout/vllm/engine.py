@@ -70,8 +70,7 @@ class VLLMEngine:
         self.max_num_seqs: int = config.engine.max_num_seqs
         self.transforms_weights = bool(arguments.get("quantization")) or _repacks_experts(self.model)
         self._requests: Requests = (MixedRequests if needs_text(config) else CoreRequests)(self._engine)
-        scheduler = self._engine.engine_core.engine_core.scheduler  # pyrefly: ignore[missing-attribute]
-        self._routes = _request_routes(self._worker, scheduler) if config.policy.routing_replay else None
+        self._routes = _request_routes(self._engine, self._worker) if config.policy.routing_replay else None
         self.adapters = Adapters(self._engine)
         self._keys: dict[str, Hashable] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -173,12 +172,12 @@ class VLLMEngine:
             _closed.append(self)
 
 
-def _request_routes(worker: Any, scheduler: Any) -> RequestRoutes:
-    """Return the recorder of an engine that was built with `RECORD_ROUTES`."""
+def _request_routes(engine: Any, worker: Any) -> RequestRoutes:
+    """Return the recorder of an engine that was built with `RECORD_ROUTES`, whose worker records already."""
     # Imported here: it imports vLLM's layers of experts, which other models do not need.
-    from colocated_grpo.rollout.vllm.routes import request_routes
+    from colocated_grpo.rollout.vllm.routes import RequestRoutes
 
-    return request_routes(worker, scheduler)
+    return RequestRoutes(worker.slot_routes, engine.engine_core.engine_core.scheduler)
 
 
 def _repacks_experts(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
@@ -116,20 +117,9 @@ def counted(replacement: Callable[..., Any]) -> Make:
     return make
 
 
-def _join_shared_memory(patch: Patch, original: Callable[..., int]) -> Callable[..., int]:
-    def join(group: Any) -> int:
-        patch.hits += 1
-        return process.join_shared_memory(group, original)
-
-    return join
-
-
-def _convolve_unpacked(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    def convolve(**arguments: Any) -> Any:
-        patch.hits += 1
-        return process.convolve_unpacked(original, **arguments)
-
-    return convolve
+def around(replacement: Callable[..., Any]) -> Make:
+    """A row's `make` for `replacement(original, *arguments)`, which calls the original; each call is a hit."""
+    return lambda patch, original: counted(partial(replacement, original))(patch, original)
 
 
 def _no_shapes(_patch: Patch, _original: Any) -> tuple[()]:
@@ -209,7 +199,7 @@ PATCHES: tuple[Patch, ...] = (
     *(
         Patch(
             target=f"vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:{function}",
-            make=_convolve_unpacked,
+            make=around(process.convolve_unpacked),
             cures="linear attention reads convolution weights that the CPU backend has packed after loading",
             upstream="vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py",
             versions=SpecifierSet(">=0.32,<0.34"),
@@ -228,7 +218,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm",
-        make=_join_shared_memory,
+        make=around(process.join_shared_memory),
         cures="the shared memory of a killed run stays in /dev/shm",
         upstream="vllm/distributed/device_communicators/cpu_communicator.py",
         devices=("cpu",),

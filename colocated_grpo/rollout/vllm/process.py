@@ -35,7 +35,7 @@ def unique_group_name(communicator: Any) -> str:
     return f"{_run_token}-{communicator.unique_name}-{ranks}"
 
 
-def join_shared_memory(group: Any, init_cpu_shm: Callable[[Any], int]) -> int:
+def join_shared_memory(init_cpu_shm: Callable[[Any], int], group: Any) -> int:
     """Join through vLLM's own function, then unlink the name: every rank has it mapped, and a killed process leaves
     nothing in /dev/shm."""
     handle = init_cpu_shm(group)

@@ -112,11 +112,6 @@ def start(worker: Any, cache: KVCacheConfig) -> None:
     worker.slot_routes = SlotRoutes(worker.get_model(), cache, worker.device)
 
 
-def request_routes(worker: Any, scheduler: Scheduler) -> RequestRoutes:
-    """Return the recorder of an engine whose worker has been started by `start`."""
-    return RequestRoutes(worker.slot_routes, scheduler)
-
-
 def _attention_group(cache: KVCacheConfig) -> int:
     """Return the position of the layers that attend to all tokens, so that each token has a slot of its own.
 
