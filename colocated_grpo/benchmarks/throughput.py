@@ -3,8 +3,8 @@
 Tokens are the prompt and completion tokens of real rollouts. Trained tokens count a prompt as often as it is computed,
 so a prompt whose forward pass is reused by its completions counts once. FLOP per trained token are 2 for each parameter
 in the forward pass, 2 for its input's gradient and 2 for its own, where they are computed: 6 per parameter in full
-training, 4 with adapters. Recomputed activations and attention are not counted, so prefix reuse, checkpointing and
-longer sequences do not raise MFU.
+training, 4 with adapters. Experts count by the share that a token chooses. Recomputed activations and attention are not
+counted, so prefix reuse, checkpointing and longer sequences do not raise MFU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from colocated_grpo.benchmarks.adapters import adapter_shapes, block_of
 from colocated_grpo.benchmarks.roofline import Roofline
@@ -39,10 +39,18 @@ class ModelSize:
     """Without adapters."""
     weight_bytes: int
     """Bytes of the engine's copy of the weights."""
+    expert_bytes: int = 0
+    """Those of routed experts."""
+    expert_share: float = 1.0
+    """Fraction of a block's experts that a token chooses."""
     kv_bytes_per_token: int
     trained_parameters: int
     """Parameters that the optimizer updates; with adapters, those of the adapters alone."""
     training_flops_per_token: int
+
+    def bytes_read(self, tokens: float) -> float:
+        """Return the expected bytes of the weights that a forward pass reads. Tokens choose experts independently."""
+        return self.weight_bytes - self.expert_bytes * (1 - self.expert_share) ** tokens
 
 
 def model_size(folder: Path, itemsize: int, policy: PolicyConfig | None = None) -> ModelSize:
@@ -50,32 +58,48 @@ def model_size(folder: Path, itemsize: int, policy: PolicyConfig | None = None) 
 
     policy: the settings that name the trained part; None: all parameters are trained.
     """
-    by_block = parameters_by_block(folder)
-    parameters = by_block.total()
-    trained, flops = parameters, 6 * parameters
+    config = AutoConfig.from_pretrained(folder)
+    share = expert_share(config)
+    dense, experts = parameters_by_block(folder, experts=False), parameters_by_block(folder, experts=True)
+    parameters = dense.total() + experts.total()
+    by_block = dense + Counter({block: round(share * count) for block, count in experts.items()})
+    trained, flops = parameters, 6 * by_block.total()
     if policy is not None and policy.lora is not None:
         trained = sum(math.prod(shape) for shape in adapter_shapes(folder, policy.lora).values())
         # Four products with the factors, all in the backward pass: the forward pass uses merged weights.
         flops = frozen_flops(by_block, policy.lora.layers) + 4 * trained
     elif policy is not None and policy.train_layers is not None:
-        trained = sum(by_block[block] for block in policy.train_layers)
-        flops = frozen_flops(by_block, policy.train_layers) + 2 * trained
+        trained = sum(dense[block] + experts[block] for block in policy.train_layers)
+        flops = frozen_flops(by_block, policy.train_layers) + 2 * sum(by_block[block] for block in policy.train_layers)
     return ModelSize(
         parameters=parameters,
         weight_bytes=parameters * itemsize,
-        kv_bytes_per_token=kv_bytes_per_token(AutoConfig.from_pretrained(folder), itemsize),
+        expert_bytes=experts.total() * itemsize,
+        expert_share=share,
+        kv_bytes_per_token=kv_bytes_per_token(config, itemsize),
         trained_parameters=trained,
         training_flops_per_token=flops,
     )
 
 
-def parameters_by_block(folder: Path) -> Counter[int | None]:
-    """Return the number of parameters of each transformer block in the checkpoint; of all others under None."""
+def expert_share(config: PretrainedConfig) -> float:
+    """Return the fraction of a block's routed experts that a token chooses; 1 without any."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    return config.num_experts_per_tok / count if count else 1.0
+
+
+def parameters_by_block(folder: Path, *, experts: bool) -> Counter[int | None]:
+    """Return the number of parameters of each transformer block in the checkpoint; of all others under None.
+
+    experts: whether to count the routed experts, or everything else.
+    """
     counts: Counter[int | None] = Counter()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, safe_open is no mapping
-                counts[block_of(name)] += math.prod(tensors.get_slice(name).get_shape())
+                if (".experts." in name) == experts:
+                    counts[block_of(name)] += math.prod(tensors.get_slice(name).get_shape())
     return counts
 
 
@@ -120,12 +144,15 @@ def generation_bound(
 ) -> float:
     """Return the least seconds to read weights and KV cache for decoding, with all sequences starting together.
 
-    Each step reads all weights, and there are as many steps as the longest completion has tokens. Token n of a
-    completion reads the keys and values of its prompt and of n tokens. The KV cache is assumed to be spread evenly over
-    ranks. Prefill is left out.
+    Each step reads the weights, except for experts that no sequence chooses. There are as many steps as the longest
+    completion has tokens. Token n of a completion reads the keys and values of its prompt and of n tokens. Sequences
+    are assumed to be spread evenly over ranks. Prefill is left out.
     """
     cached = sum(n * prompt_tokens + n * (n + 1) / 2 for n in completion_tokens)
-    read = max(completion_tokens) * size.weight_bytes + cached * size.kv_bytes_per_token / ranks
+    read, decoded = cached * size.kv_bytes_per_token / ranks, 0
+    for finished, tokens in enumerate(sorted(completion_tokens)):
+        read += (tokens - decoded) * size.bytes_read((len(completion_tokens) - finished) / ranks)
+        decoded = tokens
     return rates.seconds_for_bytes(read)
 
 

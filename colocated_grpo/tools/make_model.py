@@ -31,6 +31,7 @@ from colocated_grpo.tools.shapes import SHAPES, TINY, Shape
 from colocated_grpo.tools.warm_start import EVAL_PROMPTS, TaskTeacher, Teacher, WarmStart, warm_start
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
+OVERRIDES = ("architecture", *SIZES)
 DEFAULTS = WarmStart()
 
 ARCHITECTURES = {
@@ -62,7 +63,6 @@ ARCHITECTURES = {
 
 
 def build_model(
-    architecture: str,
     shape: Shape,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -75,7 +75,7 @@ def build_model(
 
     settings: as in `model_config`.
     """
-    config = model_config(architecture, shape, tokenizer, init_std, settings)
+    config = model_config(shape, tokenizer, init_std, settings)
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -86,7 +86,6 @@ def build_model(
 
 
 def model_config(
-    architecture: str,
     shape: Shape,
     tokenizer: PreTrainedTokenizerFast,
     init_std: float = 0.02,
@@ -96,23 +95,24 @@ def model_config(
 
     settings: further entries of config.json, or replacements of those that follow from the shape.
     """
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture={architecture!r}: must be one of {', '.join(ARCHITECTURES)}")
+    if shape.architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture={shape.architecture!r}: must be one of {', '.join(ARCHITECTURES)}")
     entries = {
-        **_size_arguments(architecture, shape),
+        **_size_arguments(shape),
         "vocab_size": len(tokenizer),
         "initializer_range": init_std,
         "tie_word_embeddings": shape.tied,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
+        **shape.settings,
         **(settings or {}),
     }
-    return AutoConfig.for_model(ARCHITECTURES[architecture], **entries)
+    return AutoConfig.for_model(ARCHITECTURES[shape.architecture], **entries)
 
 
-def _size_arguments(architecture: str, shape: Shape) -> dict[str, object]:
-    if architecture == "gpt2":
+def _size_arguments(shape: Shape) -> dict[str, object]:
+    if shape.architecture == "gpt2":
         return {
             "n_embd": shape.hidden,
             "n_layer": shape.layers,
@@ -129,12 +129,12 @@ def _size_arguments(architecture: str, shape: Shape) -> dict[str, object]:
         "intermediate_size": shape.intermediate,
         "max_position_embeddings": shape.max_positions,
     }
-    if architecture == "olmoe":
+    if shape.architecture == "olmoe":
         del sizes["head_dim"]  # its heads divide the hidden size
-    if architecture == "gemma4":
+    if shape.architecture == "gemma4":
         # Sizes of its layers without a window, and of the input that each layer adds: large by default.
         sizes |= {"global_head_dim": shape.head_dim, "hidden_size_per_layer_input": 0}
-    if architecture in ("gemma2", "gemma3"):
+    if shape.architecture in ("gemma2", "gemma3"):
         # Attention scores are divided by its square root. The default is for the head size of released checkpoints.
         sizes["query_pre_attn_scalar"] = shape.head_dim
     return sizes
@@ -167,7 +167,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: 
 def make_model(
     out: str | Path,
     *,
-    architecture: str = "qwen3",
+    architecture: str | None = None,
     shape: Shape = TINY,
     seed: int = 0,
     init_std: float = 0.02,
@@ -176,12 +176,13 @@ def make_model(
 ) -> Path:
     """Write a model with random weights and its tokenizer to the new folder `out`, and return the path.
 
-    settings: as in `model_config`.
+    architecture: instead of the shape's. settings: as in `model_config`.
     """
     out = Path(out)
     check_writable(out, force=False)
+    shape = shape if architecture is None else replace(shape, architecture=architecture)
     tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
-    model = build_model(architecture, shape, tokenizer, seed=seed, init_std=init_std, dtype=dtype, settings=settings)
+    model = build_model(shape, tokenizer, seed=seed, init_std=init_std, dtype=dtype, settings=settings)
     save_model(model, tokenizer, out)
     return out
 
@@ -193,7 +194,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Make a model with random weights and a character tokenizer, with a warm start on --task if given.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default=argparse.SUPPRESS, help="instead of --shape's")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="sizes to start from (default: small)")
     for size in SIZES:
         flag = f"--{size.replace('_', '-')}"
@@ -284,21 +285,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make the model. Returns exit code 0, or 2 after printing a one-line error."""
     options = parse_arguments(arguments)
     disable_progress_bar()
-    shape = replace(SHAPES[options.shape], **{size: getattr(options, size) for size in SIZES if size in options})
+    shape = replace(SHAPES[options.shape], **{name: getattr(options, name) for name in OVERRIDES if name in options})
     try:
         check_writable(options.out, options.force)
         tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
         dtype = getattr(torch, options.dtype)
-        model = build_model(options.architecture, shape, tokenizer, seed=options.seed, dtype=dtype)
+        model = build_model(shape, tokenizer, seed=options.seed, dtype=dtype)
         if options.task is not None:
             warm_start_on_task(model, tokenizer, options)
     except (FileExistsError, ValueError) as error:
         print(f"make_model: {error}", file=sys.stderr)
         return 2
     save_model(model, tokenizer, options.out, force=options.force)
-    print(
-        f"{options.out}: {options.architecture}, {model.num_parameters():,} parameters, vocabulary of {len(tokenizer)}"
-    )
+    print(f"{options.out}: {shape.architecture}, {model.num_parameters():,} parameters, vocabulary of {len(tokenizer)}")
     return 0
 
 

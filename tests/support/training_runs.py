@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -56,7 +57,7 @@ def tiny_model(
 
     Its weights have a wide spread: a sharp output distribution makes every error visible.
     """
-    folder = Path(_models().name) / f"{architecture}-{vocab}-{head_dim}{'-edited' if edits else ''}"
+    folder = Path(_models().name) / f"{architecture}-{vocab}-{head_dim}-{hex(zlib.crc32(repr(edits).encode()))}"
     if folder.exists():
         return folder
     # vLLM divides these families' hidden size by their heads, and its attention on CPUs does not support heads of 16.

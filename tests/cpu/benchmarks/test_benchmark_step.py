@@ -25,6 +25,7 @@ from colocated_grpo.config.lora import LoRAConfig
 from colocated_grpo.config.policy import PolicyConfig
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
+from tests.support.families import SETTINGS as FAMILIES
 from tests.support.ranks import TIMEOUT, start_module
 
 RATES = Roofline(
@@ -71,6 +72,14 @@ def test_decoding_reads_the_weights_each_step_and_the_cache_of_every_running_seq
     assert generation_bound(SIZE, RATES, 2, 10.0, [3, 1]) == pytest.approx(read / 100)
 
 
+def test_decoding_reads_only_the_experts_that_running_sequences_choose():
+    mixture = replace(SIZE, expert_bytes=80, expert_share=0.25, kv_bytes_per_token=0)
+    # One step of two sequences and two of one; 0.75 of the experts are not chosen by one token, 0.75^2 by two.
+    read = 3 * 20 + 80 * (1 - 0.75**2) + 2 * 80 * 0.25
+
+    assert generation_bound(mixture, RATES, 1, 10.0, [3, 1]) == pytest.approx(read / 100)
+
+
 def test_the_bounds_of_sync_and_training_shrink_with_the_number_of_ranks():
     assert sync_bound(SIZE, replace(RATES, gather_bytes_per_second=None), 1) == pytest.approx(200 / 100)
     assert sync_bound(SIZE, RATES, 4) == pytest.approx(75 / 10 + 200 / 100)
@@ -85,6 +94,17 @@ def test_model_sizes_are_read_from_the_checkpoint(model: Path):
     assert size.weight_bytes == 2 * size.parameters == 2 * num_parameters(model)
     assert size.trained_parameters == size.parameters
     assert size.training_flops_per_token == 6 * size.parameters
+
+
+def test_experts_count_by_the_share_that_a_token_chooses(tmp_path: Path):
+    folder = make_model(tmp_path / "mixture", architecture="qwen3_moe", settings=FAMILIES["qwen3_moe"])
+    size = model_size(folder, itemsize=2)
+
+    # 2 of 4 experts in each of 2 layers, with 3 matrices of 64 x 32
+    experts = 2 * 4 * 3 * 64 * 32
+    assert size.parameters == num_parameters(folder)
+    assert (size.expert_bytes, size.expert_share) == (2 * experts, 0.5)
+    assert size.training_flops_per_token == 6 * (size.parameters - experts // 2)
 
 
 def test_frozen_weights_have_no_gradient_and_adapters_no_forward_pass(model: Path):

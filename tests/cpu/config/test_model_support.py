@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def test_a_setting_that_does_not_train_is_refused_in_any_family(feature):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
 def test_every_tested_family_trains(family):
-    config = model_config(family.architecture, TINY, build_char_tokenizer(), settings=SETTINGS[family.architecture])
+    shape = replace(TINY, architecture=family.architecture, settings=SETTINGS[family.architecture])
+    config = model_config(shape, build_char_tokenizer())
     assert refusals(config.to_dict()) == []
     refusal = nullcontext() if family.experts else pytest.raises(ConfigError, match=r"^replay: needs a mixture of exp")
     with refusal:
@@ -132,7 +134,7 @@ def test_head_sizes_are_read_from_config_json(settings, sizes):
 
 
 def test_head_sizes_of_a_real_config_are_those_of_its_layers():
-    config = model_config("gemma4", TINY, build_char_tokenizer(), settings=GEMMA4)
+    config = model_config(replace(TINY, architecture="gemma4", settings=GEMMA4), build_char_tokenizer())
     assert head_sizes(config.to_dict()) == {TINY.head_dim, GEMMA4["global_head_dim"]}
 
 

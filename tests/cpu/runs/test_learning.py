@@ -67,7 +67,7 @@ class AlternatingTeacher:
 def warm_started_model(folder: Path, seed: int) -> Path:
     """Make a model that knows the formats of both tasks but is uncertain of every character."""
     tokenizer = build_char_tokenizer()
-    model = build_model("qwen3", TINY, tokenizer, seed=seed)
+    model = build_model(TINY, tokenizer, seed=seed)
     warm_settings = WarmStart(max_steps=200, batch_size=16, lr=4e-3, slips=0.03, max_completion_tokens=64, seed=seed)
     town = TaskTeacher(TwoMoveTown(**TOWN), tokenizer, warm_settings)
     tools = EpisodeTeacher(build_episode("tool_use", TOOLS), tokenizer, warm_settings)

@@ -45,9 +45,8 @@ SHORT = "rollout: {max_prompt_tokens: 512, max_completion_tokens: 512}\n"
 
 def config_json(shape: str = "qwen3-8b", architecture: str = "qwen3") -> dict:
     """Return the config.json of a model of real size."""
-    sizes = replace(SHAPES[shape])
-    config = model_config(architecture, sizes, TOKENIZER).to_dict()
-    return config | {"vocab_size": sizes.vocab}
+    sizes = replace(SHAPES[shape], architecture=architecture)
+    return model_config(sizes, TOKENIZER, settings={"vocab_size": sizes.vocab}).to_dict()
 
 
 def parameters_of(config: dict) -> int:

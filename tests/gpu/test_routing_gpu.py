@@ -1,0 +1,39 @@
+"""Routing replay on a CUDA device: training uses the experts that the engine's kernels chose."""
+
+from __future__ import annotations
+
+import pytest
+
+from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from colocated_grpo.tracking import files
+from tests.support.families import SETTINGS
+from tests.support.training_runs import launch, settings, tiny_model
+
+STEPS = 3
+MODEL = "qwen3_moe"
+
+
+def rows_of(folder, *, replay: bool) -> list[files.Row]:
+    """Return the steps of a run in bfloat16."""
+    config = settings(
+        tiny_model(MODEL, head_dim=64, edits=SETTINGS[MODEL]),
+        environments=[{"type": "task", "name": TASK}],  # rewards differ at once, so that every step moves the weights
+        rollout={"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_completion_tokens": 256, "group_size": 8},
+        engine={"enforce_eager": False, "max_num_seqs": 32, "args": {"moe_backend": "triton"}},
+        policy={"routing_replay": replay},
+        training_steps=STEPS,
+        evaluation={"every": 0},
+    )
+    rows = launch(folder, config, gpus=1).rows(files.TRAIN)
+    assert len(rows) == STEPS
+    assert all(row["grad_norm"] > 0 and row["freshness/mean_diff"] < 0.02 for row in rows)
+    assert not replay or all(0 < row["mismatch/routes"] < 0.2 for row in rows)
+    return rows
+
+
+@pytest.mark.gpu
+def test_replayed_routes_bring_policy_and_engine_closer(tmp_path):
+    plain, replayed = (rows_of(tmp_path / name, replay=name == "replayed") for name in ("plain", "replayed"))
+    for metric in ("mismatch/kl", "mismatch/max"):  # a token whose experts differ is in most steps, but not in each
+        largest_plain, largest_replayed = (max(row[metric] for row in rows) for rows in (plain, replayed))
+        assert largest_replayed < 0.5 * largest_plain
