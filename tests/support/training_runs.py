@@ -61,7 +61,7 @@ def tiny_model(
     if folder.exists():
         return folder
     # vLLM divides these families' hidden size by their heads, and its attention on CPUs does not support heads of 16.
-    divided = ("gpt2", "olmoe", "phi3", "qwen2", "qwen2_moe")
+    divided = ("gpt2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe")
     heads = 2 if architecture in divided else TINY.heads
     hidden = heads * head_dim if architecture in divided else TINY.hidden
     shape = replace(TINY, hidden=hidden, vocab=vocab, heads=heads, head_dim=head_dim)
