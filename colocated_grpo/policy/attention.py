@@ -27,6 +27,7 @@ from colocated_grpo.policy.attention_kernels import (
     attend_fa4,
     attend_padded,
     attend_varlen,
+    attend_with_sinks,
     has_fa4,
 )
 
@@ -74,16 +75,18 @@ def packed_attention(
     """
     if softcap is not None:
         raise ConfigError("attention logit soft-capping (gemma2) is not supported by packed attention")
-    if s_aux is not None:
-        raise ConfigError("attention sinks (gpt_oss) are not supported by packed attention")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if prefix_keys is None:
         runs = Runs(cu_seq_lens_q, max_length_q, cu_seq_lens_q, max_length_q)
     else:
         key, value = (expand_keys(tensor, prefix_keys) for tensor in (key, value))
         runs = Runs(cu_seq_lens_q, max_length_q, prefix_keys.cu_seqlens, prefix_keys.max_seqlen)
-    # FlashAttention has no float32 kernels.
-    attend = on_cuda if query.is_cuda and query.dtype.itemsize == 2 else attend_padded
+    if not (query.is_cuda and query.dtype.itemsize == 2):  # FlashAttention has no float32 kernels
+        attend: Attend = partial(attend_padded, sinks_H=s_aux)
+    elif s_aux is not None:
+        attend = partial(attend_with_sinks, sinks_H=s_aux)
+    else:
+        attend = on_cuda
     return attend(query, key, value, runs, scaling, sliding_window)[None], None
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from colocated_grpo.errors import in_one_line
-from colocated_grpo.policy import fa4
+from colocated_grpo.policy import fa4, sinks
 
 # torch 2.11 always broadcasts key-value heads and has no enable_gqa argument; later releases require it.
 _takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -58,6 +58,17 @@ def attend_varlen(
     left = -1 if window is None else window - 1
     boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
     return _varlen(query, key, value, *boundaries, scale=scaling, window_size=(left, 0))
+
+
+def attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None, *, sinks_H: Tensor
+) -> Tensor:
+    """Attend as `attend_varlen` does, with a score for each head that takes part in the softmax and has no value."""
+    if query.shape[-1] > MAX_VARLEN_HEAD:
+        return attend_padded(query, key, value, runs, scaling, window, sinks_H=sinks_H)
+    left = -1 if window is None else window - 1
+    boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
+    return sinks.attend(query, key, value, sinks_H, *boundaries, scaling, left)[0]
 
 
 def attend_fa4(
@@ -125,21 +136,55 @@ def _fa4_difference(heads: int, kv_heads: int, size: int, dtype: torch.dtype, de
 
 
 def attend_padded(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: Runs,
+    scaling: float | None,
+    window: int | None,
+    *,
+    sinks_H: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend over padded runs, on any device. Padding comes after all real keys, so the causal mask hides it."""
     query, valid_NL = padded_runs(query, runs.cu_q, runs.longest_q)
     (key, valid_NM), (value, _) = (padded_runs(tensor, runs.cu_k, runs.longest_k) for tensor in (key, value))
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    if window is None and runs.cu_k is runs.cu_q:
+    fused = sinks_H is None and softcap is None
+    if fused and window is None and runs.cu_k is runs.cu_q:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     else:
         steps_L, steps_M = (torch.arange(longest, device=key.device) for longest in (runs.longest_q, runs.longest_k))
         before_N1 = (valid_NM.sum(1) - valid_NL.sum(1))[:, None]
         distance_NLM = (before_N1 + steps_L)[:, :, None] - steps_M
         mask = ((distance_NLM >= 0) & (distance_NLM < (window or runs.longest_k + 1)))[:, None]
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+        if fused:
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+        else:
+            out = _attend_masked(query, key, value, mask, scaling, sinks_H, softcap)
     return out.transpose(1, 2)[valid_NL]
+
+
+def _attend_masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    sinks_H: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute what torch's function for padded attention cannot. query: [N, H, L, D], key and value: [N, K, M, D]."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1).to(exact) for tensor in (key, value))
+    scores = query.to(exact) @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    # Not -inf: a row of padding may see no key at all, and its NaN would reach the gradients of all keys.
+    scores = scores.masked_fill(~mask, torch.finfo(exact).min)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H.to(exact)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).to(query.dtype)
 
 
 def padded_runs(packed: Tensor, cu: Tensor, longest: int) -> tuple[Tensor, Tensor]:

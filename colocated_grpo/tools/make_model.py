@@ -44,6 +44,7 @@ ARCHITECTURES = {
     "mistral": "mistral",
     "gpt2": "gpt2",
     "gemma4": "gemma4_text",
+    "gpt_oss": "gpt_oss",
     "glm4": "glm4",
     "glm4_moe": "glm4_moe",
     "mixtral": "mixtral",

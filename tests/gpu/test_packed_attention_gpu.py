@@ -11,7 +11,14 @@ import torch
 
 from colocated_grpo.batching import build_micro_batch
 from colocated_grpo.policy.attention import expand_keys
-from colocated_grpo.policy.attention_kernels import Runs, attend_only_fa4, attend_padded, attend_varlen, has_fa4
+from colocated_grpo.policy.attention_kernels import (
+    Runs,
+    attend_only_fa4,
+    attend_padded,
+    attend_varlen,
+    attend_with_sinks,
+    has_fa4,
+)
 from tests.support.small_policy import sequence_of
 
 pytestmark = pytest.mark.gpu
@@ -73,6 +80,52 @@ def with_prefixes(count_kv: int, size: int) -> tuple[partial, Runs, list[torch.T
 
 def unchanged(keys: torch.Tensor) -> torch.Tensor:
     return keys
+
+
+def runs_of(kind: str, kv_heads: int, size: int):
+    """Return the function that copies prefix keys, the runs, and their query, key and value."""
+    return (unchanged, *own_keys(kv_heads, size)) if kind == "own keys" else with_prefixes(kv_heads, size)
+
+
+def assert_sinks_as_exact_as_padded(kernel, keys_of, runs: Runs, tensors, window) -> None:
+    """Compare output and gradients of query, key, value and sinks with padded attention in float64 and bfloat16."""
+    sinks = torch.arange(HEADS, device="cuda") * 0.75 - 2  # from hardly any weight to most of it; exact in bfloat16
+
+    def results(attend, dtype: torch.dtype) -> list[torch.Tensor]:
+        *inputs, sinks_H = (tensor.to(dtype).detach().requires_grad_() for tensor in (*tensors, sinks))
+        query, key, value = inputs
+        out = attend(query, keys_of(key), keys_of(value), runs, None, window, sinks_H=sinks_H)
+        upstream = heads(HEADS, len(query), seed=9, size=query.shape[-1]).double()
+        return [out.detach(), *torch.autograd.grad((out.double() * upstream).sum(), (*inputs, sinks_H))]
+
+    exact = results(attend_padded, torch.float64)
+    padded, tested = results(attend_padded, torch.bfloat16), results(kernel, torch.bfloat16)
+    for name, a, b, c in zip(("output", "query", "key", "value", "sinks"), tested, padded, exact, strict=True):
+        error, usual = ((tensor.double() - c).norm() / c.norm() for tensor in (a, b))
+        assert error < max(2 * usual, MAX_BF16_DIFFERENCE), (
+            f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
+        )
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("window", [None, 2, 100])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("kind", ["own keys", "prefixes"])
+def test_attention_with_sinks_equals_padded_attention_in_value_and_gradients(kind, kv_heads, window, size):
+    keys_of, runs, tensors = runs_of(kind, kv_heads, size)
+    assert_sinks_as_exact_as_padded(attend_with_sinks, keys_of, runs, tensors, window)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_compiled_attention_with_sinks_has_the_same_gradients_and_no_graph_break(window):
+    def attend(query, key, value, runs, scaling, window, *, sinks_H):
+        # Heads first in memory, as projections produce them: tokens are not contiguous.
+        query, key, value = (tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (query, key, value))
+        return attend_with_sinks(query * 1, key, value, runs, scaling, window, sinks_H=sinks_H * 1) * 1
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    runs, tensors = own_keys(2, 64)
+    assert_sinks_as_exact_as_padded(compiled, unchanged, runs, tensors, window)
 
 
 def fa4_or_skip(kv_heads: int, size: int):
