@@ -22,6 +22,8 @@ class Family:
     windows: bool = False
     """True if some layers of released models attend within a sliding window."""
     experts: bool = False
+    scores: Literal["plain", "sinks"] = "plain"
+    """What attention computes with its scores besides a softmax."""
     states: bool = False
     """True if some layers are linear attention."""
     transformers: str = "5.0"
@@ -86,6 +88,16 @@ FAMILIES = (
     Family(name="OLMoE", architecture="olmoe", model_type="olmoe", path="load_weights", heads=(128,), experts=True),
     Family(
         name="Mixtral", architecture="mixtral", model_type="mixtral", path="load_weights", heads=(128,), experts=True
+    ),
+    Family(
+        name="gpt-oss",
+        architecture="gpt_oss",
+        model_type="gpt_oss",
+        path="load_weights",
+        heads=(64,),
+        windows=True,
+        experts=True,
+        scores="sinks",
     ),
     Family(
         name="GLM-4.5 MoE",

@@ -29,6 +29,11 @@ def softmax_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tenso
     return weights_TK / weights_TK.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights_TK
 
 
+def softmax_of_chosen(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """Return the softmax of the experts' own logits, as in gpt-oss."""
+    return logits_TE.gather(1, experts_TK).softmax(-1)
+
+
 def sigmoid_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Return the experts' scores without the bias that is only for choosing, as in GLM-4.5."""
     weights_TK = logits_TE.sigmoid().gather(1, experts_TK)
@@ -39,6 +44,7 @@ def sigmoid_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tenso
 
 WEIGHTS: dict[str, Weigh] = {
     "glm4_moe": sigmoid_weights,
+    "gpt_oss": softmax_of_chosen,
     "mixtral": softmax_weights,
     "olmoe": softmax_weights,
     "qwen2_moe": softmax_weights,
@@ -114,10 +120,10 @@ def replays_of(blocks: nn.ModuleList, model_type: str) -> list[Replay | None]:
 
 
 def _router_of(block: nn.Module) -> nn.Module | None:
-    """Return the module `gate` that stands beside `experts`, as in all families here."""
+    """Return the module that stands beside `experts`: `router` in gpt-oss, `gate` in all other families here."""
     modules = dict(block.named_modules())
     places = [name.removesuffix("experts") for name in modules if name.endswith(".experts")]
-    return modules[f"{places[0]}gate"] if places else None
+    return (modules.get(f"{places[0]}gate") or modules[f"{places[0]}router"]) if places else None
 
 
 def running(block: nn.Module, replay: Replay | None, routes: PackedRoutes | None) -> Callable[..., Any]:

@@ -46,7 +46,8 @@ def attend(
     """Compute causal attention of each run's queries to its keys with FlashAttention 2.
 
     query: [T, H, D], key and value: [E, K, D], 16-bit; sinks: [H]; cu_q, cu_k: [N + 1] int32. left: number of earlier
-    keys that a query sees, -1 for all. The last query of a run stands at its last key. Returns [T, H, D] and the logsumexps [H, T] in float32, which have no gradient.
+    keys that a query sees, -1 for all; the last query of a run stands at the run's last key. Returns [T, H, D] and the
+    logsumexps [H, T] in float32, which have no gradient.
     """
     runs = cu_q, cu_k, longest_q, longest_k
     # As in torch.nn.attention.varlen: no dropout, no debug mask.

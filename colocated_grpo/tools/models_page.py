@@ -66,6 +66,8 @@ def _cells(family: Family) -> list[str]:
 def flash_attention_4(family: Family) -> str:
     from colocated_grpo.policy.fa4 import HEAD_SIZES
 
+    if family.scores != "plain":
+        return {"sinks": "no: attention sinks"}[family.scores]
     usable = [size for size in family.heads if size in HEAD_SIZES]
     if not usable:
         return f"no: heads of {_sizes(family.heads)}"
@@ -78,7 +80,7 @@ def shortcuts(family: Family) -> list[str]:
     from colocated_grpo.rollout.vllm.decode_attention import HEAD_SIZES
 
     names = [] if family.windows or family.states else ["steady decode"]
-    usable = [size for size in family.heads if size in HEAD_SIZES]
+    usable = [size for size in family.heads if size in HEAD_SIZES and family.scores == "plain"]
     if usable:
         names.append("decode kernel" + ("" if len(usable) == len(family.heads) else f" (heads of {_sizes(usable)})"))
     if family.model_type == "qwen3":

@@ -27,6 +27,7 @@ from colocated_grpo.rollout.vllm.process import (
     keep_trainer_state,
     name_shared_memory,
 )
+from colocated_grpo.rollout.vllm.reloading import reloadable
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion, JsonObject
@@ -135,9 +136,10 @@ class VLLMEngine:
             # The layers do not have the checkpoint's shapes: vLLM rebuilds them one by one.
             for method in _expert_methods(self.model):
                 method.moe_kernel = None  # with a kernel, vLLM would not repack the experts
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        else:
-            self._worker.get_model().load_weights(weights)
+            sinks: list[tuple[str, Tensor]] = []
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": reloadable(weights, aside=sinks)})
+            weights = iter(sinks)
+        self._worker.get_model().load_weights(weights)
 
     def weights_changed(self, policy_version: int) -> None:
         self._policy_version = policy_version

@@ -24,6 +24,7 @@ from colocated_grpo.runtime.distributed import World
 from tests.support.families import HYBRIDS, SETTINGS
 from tests.support.small_policy import config_of, pack_for, random_groups, whole
 
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 ARCHITECTURES = [family.architecture for family in FAMILIES if family.experts]
 
 
@@ -40,7 +41,8 @@ def batch_of(world: World, folder: Path) -> MicroBatch:
 
 
 def routers_of(model: PackedLM) -> list[torch.nn.Module]:
-    return [block._checkpoint_wrapped_module.mlp.gate for block in blocks_of(model) if block.replay is not None]
+    mixtures = [block._checkpoint_wrapped_module.mlp for block in blocks_of(model) if block.replay is not None]
+    return [mixture.router if hasattr(mixture, "router") else mixture.gate for mixture in mixtures]
 
 
 def computed(model: PackedLM, micro_batch: MicroBatch, experts: Tensor | None = None, recorded: Any = None) -> Any:
@@ -126,7 +128,7 @@ def test_recorded_experts_are_weighted_as_the_family_weights_its_own(world, mode
     torch.testing.assert_close(replayed[0], forced[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(replayed[1], forced[1], rtol=1e-4, atol=1e-5)
     assert (replayed[0] - plain[0]).abs().max() > 0.01, "a wrong record must be seen"
-    assert all(gradient.abs().max() > 0 for name, gradient in replayed[1].items() if name.endswith("mlp.gate.weight"))
+    assert all(gradient.abs().max() > 0 for name, gradient in replayed[1].items() if name.endswith(ROUTERS))
 
     nowhere = torch.zeros(others.shape[1], dtype=torch.bool)
     assert_equal(computed(model, micro_batch, others.to(torch.uint8), nowhere), plain)

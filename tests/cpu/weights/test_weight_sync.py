@@ -85,8 +85,9 @@ def test_the_engines_of_two_ranks_follow_the_policy(tensor_parallel, left_by_a_k
         assert all(name.endswith("(deleted)") for name in facts["shared memory"])
 
 
-def test_an_engine_of_two_ranks_follows_a_policy_with_experts():
-    folder = tiny_model("qwen3_moe", edits=SETTINGS["qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_an_engine_of_two_ranks_follows_a_policy_with_experts(architecture):
+    folder = tiny_model(architecture, edits=SETTINGS[architecture])
     for facts in run_on_ranks(synced_on_two_ranks, 2, folder, 2, timeout=TIMEOUT):
         assert_follows(facts)
         assert facts["path"] == "load_weights"
