@@ -22,8 +22,8 @@ class Family:
     windows: bool = False
     """True if some layers of released models attend within a sliding window."""
     experts: bool = False
-    scores: Literal["plain", "sinks"] = "plain"
-    """What attention computes with its scores besides a softmax."""
+    scores: Literal["plain", "sinks", "capped"] = "plain"
+    """How attention differs from a softmax of the scores."""
     states: bool = False
     """True if some layers are linear attention."""
     transformers: str = "5.0"
@@ -37,6 +37,15 @@ FAMILIES = (
     Family(name="Mistral", architecture="mistral", model_type="mistral", path="views", heads=(128,)),
     Family(name="Ministral 3", architecture="ministral3", model_type="ministral3", path="views", heads=(128,)),
     Family(name="Gemma", architecture="gemma", model_type="gemma", path="views", heads=(256,)),
+    Family(
+        name="Gemma 2",
+        architecture="gemma2",
+        model_type="gemma2",
+        path="views",
+        heads=(128, 256),
+        windows=True,
+        scores="capped",
+    ),
     Family(
         name="Gemma 3, text",
         architecture="gemma3",

@@ -40,8 +40,8 @@ ENCODER_TYPES = _types(
     "ernie git marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm roc_bert "
     "roformer trocr whisper xlm-roberta xlm-roberta-xl xmod"
 )
-SINK_TYPES = _types("gpt_oss")
-"""Models with attention sinks. Others that pass them to the attention interface would train, but no test does so."""
+SINK_TYPES = _types("gpt_oss granite_swa")
+"""Models with attention sinks: config.json does not show them."""
 EXPERT_TYPES = _types("dbrx dots1")
 TRAINED_EXPERT_TYPES = _types("glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next")
 """Mixtures of experts whose checkpoints `policy.conversion` reads and writes."""
@@ -91,11 +91,6 @@ RULES = (
         feature="attention within chunks",
         examples="Llama 4",
         found=lambda whole, text: "chunked_attention" in _layer_types(text) or text.get("attention_chunk_size"),
-    ),
-    Rule(
-        feature="soft-capped attention scores, which no kernel for packed sequences takes",
-        examples="Gemma 2",
-        found=lambda whole, text: _attention_cap(text),
     ),
     Rule(
         feature="latent attention: its keys and values have different head sizes",
@@ -224,6 +219,16 @@ _GLOBAL_HEAD_TYPES, _GLOBAL_HEAD_DIM = {"gemma4_text", "gemma4_unified_text"}, 5
 """Size of the heads of layers without a window where config.json leaves it out: transformers' default."""
 
 
+def has_sinks(text: Settings) -> bool:
+    """Return True if each head has a score without a value beside those of the keys."""
+    return text.get("model_type") in SINK_TYPES
+
+
+def caps_attention(text: Settings) -> bool:
+    """Return True if attention scores are bounded by a soft cap."""
+    return bool(text.get("attn_logit_softcapping"))
+
+
 def text_part(config_json: Settings) -> Settings:
     """Return the settings of the language model in a config.json."""
     return config_json.get("text_config") or config_json
@@ -251,11 +256,6 @@ def _counts(text: Settings) -> Iterator[int]:
             yield from count
         elif isinstance(count, int):
             yield count
-
-
-def _attention_cap(text: Settings) -> object:
-    capped_by_default = text.get("model_type") in ("gemma2", "vaultgemma")
-    return text.get("attn_logit_softcapping", capped_by_default)
 
 
 def _scales_logits(text: Settings) -> bool:

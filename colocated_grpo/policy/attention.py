@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from colocated_grpo.batching import PrefixKeys
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.model_support import head_sizes
+from colocated_grpo.config.model_support import caps_attention, has_sinks, head_sizes
 from colocated_grpo.policy.attention_kernels import (
     MIN_RUN_FOR_FA4,
     Attend,
@@ -30,6 +29,7 @@ from colocated_grpo.policy.attention_kernels import (
     attend_with_sinks,
     has_fa4,
 )
+from colocated_grpo.policy.softcap import Capped, attend_capped
 
 PACKED = "packed"
 PACKED_FA4 = "packed_fa4"
@@ -40,9 +40,9 @@ def implementation_for(config: PretrainedConfig, dtype: torch.dtype, device: tor
 
     longest: tokens of the longest possible sequence. Below MIN_RUN_FOR_FA4, FlashAttention 4 is not even compiled.
     """
-    if longest < MIN_RUN_FOR_FA4:
-        return PACKED
     text = config.get_text_config().to_dict()
+    if longest < MIN_RUN_FOR_FA4 or has_sinks(text) or caps_attention(text):
+        return PACKED
     heads = text.get("num_attention_heads")
     kv_heads = text.get("num_key_value_heads") or heads
     sizes = head_sizes(text)
@@ -64,6 +64,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    capped: Capped | None = None,
     on_cuda: Attend = attend_varlen,
     **_: object,
 ) -> tuple[Tensor, None]:
@@ -71,10 +72,8 @@ def packed_attention(
 
     query: [1, H, T, D], key and value: [1, K, T, D], cu_seq_lens_q: [N + 1] int32. Returns [1, T, H, D].
     prefix_keys: of the micro-batch; None: each run sees only its own keys. The last query of a run sees all of the
-    run's keys.
+    run's keys. softcap: largest score. s_aux: [H] attention sinks. capped: needed for softcap in 16 bit on a GPU.
     """
-    if softcap is not None:
-        raise ConfigError("attention logit soft-capping (gemma2) is not supported by packed attention")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if prefix_keys is None:
         runs = Runs(cu_seq_lens_q, max_length_q, cu_seq_lens_q, max_length_q)
@@ -82,7 +81,11 @@ def packed_attention(
         key, value = (expand_keys(tensor, prefix_keys) for tensor in (key, value))
         runs = Runs(cu_seq_lens_q, max_length_q, prefix_keys.cu_seqlens, prefix_keys.max_seqlen)
     if not (query.is_cuda and query.dtype.itemsize == 2):  # FlashAttention has no float32 kernels
-        attend: Attend = partial(attend_padded, sinks_H=s_aux)
+        attend: Attend = partial(attend_padded, sinks_H=s_aux, softcap=softcap)
+    elif softcap is not None:
+        assert s_aux is None  # no family has both
+        assert capped is not None
+        return attend_capped(query, key, value, capped, scaling, sliding_window)[None], None
     elif s_aux is not None:
         attend = partial(attend_with_sinks, sinks_H=s_aux)
     else:

@@ -35,6 +35,7 @@ from colocated_grpo.policy.linear_attention import pack_linear_attention
 from colocated_grpo.policy.logprobs import linear_logprobs
 from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.policy.routing import replays_of
+from colocated_grpo.policy.softcap import capped_attention
 from colocated_grpo.runtime.distributed import local_part
 
 Head = Callable[..., tuple[Tensor, ...]]
@@ -72,6 +73,7 @@ class PackedLM(nn.Module):
             max_length_q=tokens.max_seqlen,
             max_length_k=tokens.max_seqlen,
             prefix_keys=tokens.prefix_keys,
+            capped=capped_attention(self.lm.config, tokens),
             **({} if tokens.routes is None else {"routes": tokens.routes}),
         ).last_hidden_state
         output_layer = self.lm.get_output_embeddings()

@@ -67,7 +67,7 @@ def flash_attention_4(family: Family) -> str:
     from colocated_grpo.policy.fa4 import HEAD_SIZES
 
     if family.scores != "plain":
-        return {"sinks": "no: attention sinks"}[family.scores]
+        return {"sinks": "no: attention sinks", "capped": "no: capped scores"}[family.scores]
     usable = [size for size in family.heads if size in HEAD_SIZES]
     if not usable:
         return f"no: heads of {_sizes(family.heads)}"

@@ -19,6 +19,7 @@ from colocated_grpo.policy.attention_kernels import (
     attend_with_sinks,
     has_fa4,
 )
+from colocated_grpo.policy.softcap import Capped, attend_capped, block_mask
 from tests.support.small_policy import sequence_of
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +28,7 @@ LENGTHS = [37, 1, 300, 128, 5]
 SIBLINGS = {40: [37, 1, 300], 150: [128, 5, 70, 2]}
 """Tokens of each sibling after the common prefix, by the length of that prefix."""
 HEADS = 8
+CAP = 1.5
 MAX_BF16_DIFFERENCE = 2**-7
 """Two relative rounding errors of bfloat16: the kernel rounds a key's gradient per query head, then their sum."""
 
@@ -46,9 +48,15 @@ def attention_of(attend, keys_of, runs: Runs, tensors, dtype: torch.dtype, scali
 
 def assert_as_exact_as_padded(kernel, keys_of, runs: Runs, tensors, scaling, window) -> None:
     run = partial(attention_of, keys_of=keys_of, runs=runs, tensors=tensors, scaling=scaling, window=window)
-    exact = run(attend_padded, dtype=torch.float64)
-    padded, tested = run(attend_padded, dtype=torch.bfloat16), run(kernel, dtype=torch.bfloat16)
-    for name, a, b, c in zip(("output", "query", "key", "value"), tested, padded, exact, strict=True):
+    exact, padded = (run(attend_padded, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
+    assert_close_to_exact(run(kernel, dtype=torch.bfloat16), padded, exact)
+
+
+def assert_close_to_exact(tested: list[torch.Tensor], padded: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
+    """Compare the errors of two results in bfloat16: output and gradients of query, key, value, then sinks if any."""
+    names = ("output", "query", "key", "value", "sinks")
+    assert len(tested) == len(padded) == len(exact)
+    for name, a, b, c in zip(names, tested, padded, exact, strict=False):
         error, usual = ((tensor.double() - c).norm() / c.norm() for tensor in (a, b))
         assert error < max(2 * usual, MAX_BF16_DIFFERENCE), (
             f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
@@ -99,12 +107,7 @@ def assert_sinks_as_exact_as_padded(kernel, keys_of, runs: Runs, tensors, window
         return [out.detach(), *torch.autograd.grad((out.double() * upstream).sum(), (*inputs, sinks_H))]
 
     exact = results(attend_padded, torch.float64)
-    padded, tested = results(attend_padded, torch.bfloat16), results(kernel, torch.bfloat16)
-    for name, a, b, c in zip(("output", "query", "key", "value", "sinks"), tested, padded, exact, strict=True):
-        error, usual = ((tensor.double() - c).norm() / c.norm() for tensor in (a, b))
-        assert error < max(2 * usual, MAX_BF16_DIFFERENCE), (
-            f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
-        )
+    assert_close_to_exact(results(kernel, torch.bfloat16), results(attend_padded, torch.bfloat16), exact)
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -126,6 +129,50 @@ def test_compiled_attention_with_sinks_has_the_same_gradients_and_no_graph_break
     compiled = torch.compile(attend, fullgraph=True, dynamic=True)
     runs, tensors = own_keys(2, 64)
     assert_sinks_as_exact_as_padded(compiled, unchanged, runs, tensors, window)
+
+
+def softmax_of_capped(query, key, value, runs: Runs, scaling, window):
+    return attend_padded(query, key, value, runs, scaling, window, softcap=CAP)
+
+
+def flex_attention(query, key, value, runs: Runs, scaling, window):
+    masks = {window: block_mask(runs, window, len(query), len(key))}
+    return attend_capped(query, key, value, Capped(torch.full((), CAP, device="cuda"), masks), scaling, window)
+
+
+def assert_capped_as_exact_as_padded(kernel, keys_of, runs: Runs, tensors, scaling, window) -> None:
+    run = partial(attention_of, keys_of=keys_of, runs=runs, tensors=tensors, scaling=scaling, window=window)
+    exact, padded = (run(softmax_of_capped, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
+    assert_close_to_exact(run(kernel, dtype=torch.bfloat16), padded, exact)
+    uncapped = run(attend_padded, dtype=torch.float64)
+    assert (uncapped[0] - exact[0]).norm() > 0.01 * exact[0].norm(), "the cap must matter"
+
+
+@pytest.mark.parametrize(("kv_heads", "size"), [(1, 64), (4, 256), (8, 128)])
+def test_attention_with_capped_scores_equals_padded_attention_in_value_and_gradients(kv_heads, size):
+    torch.compiler.reset()  # a process may compile a function eight times
+    for kind in ("own keys", "prefixes"):
+        keys_of, runs, tensors = runs_of(kind, kv_heads, size)
+        for window in (None, 2, 100):
+            assert_capped_as_exact_as_padded(flex_attention, keys_of, runs, tensors, None, window)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_attention_with_capped_scores_inside_compiled_code_has_the_same_gradients_and_no_graph_break(window):
+    def attend(query, key, value, capped, window):
+        # Heads first in memory, as projections produce them: tokens are not contiguous.
+        query, key, value = (tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (query, key, value))
+        return attend_capped(query * 1, key, value, capped, 0.2, window) * 1
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+
+    def in_a_block(query, key, value, runs, scaling, window):
+        masks = {window: block_mask(runs, window, len(query), len(key))}
+        return compiled(query, key, value, Capped(torch.full((), CAP, device="cuda"), masks), window)
+
+    for kind in ("own keys", "prefixes"):  # with other numbers of tokens and keys
+        keys_of, runs, tensors = runs_of(kind, 4, 256)
+        assert_capped_as_exact_as_padded(in_a_block, keys_of, runs, tensors, 0.2, window)
 
 
 def fa4_or_skip(kv_heads: int, size: int):

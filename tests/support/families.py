@@ -90,6 +90,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma": {},
     "mistral": WINDOW,
+    "gemma2": MIXED_WINDOWS | {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
     "gemma3": MIXED_WINDOWS,
     "gpt2": {},
     "gemma4": GEMMA4,

@@ -15,7 +15,7 @@ SINKS = ".self_attn.sinks"
 
 
 def reloadable(weights: Iterable[tuple[str, Tensor]], aside: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield stacked experts one by one, which vLLM 0.32 passes to the parameters' loaders, and other tensors as they are.
+    """Yield stacked experts one by one, which vLLM 0.32 passes to the parameters' loaders, and other tensors unchanged.
 
     Sinks are appended to `aside` instead, to be loaded after the reload.
     """

@@ -51,7 +51,6 @@ REFUSED = {
     "jamba": STATE,
     "mamba2": STATE,
     "llama4_text": "attention within chunks",
-    "gemma2": "soft-capped attention scores",
     "minicpm3": "latent attention",
     "bloom": "attention outside transformers' interface",
     "phi": "an output layer with a bias",

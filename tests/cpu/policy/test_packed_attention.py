@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from colocated_grpo.batching import MicroBatch, build_micro_batch
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.policy.attention import packed_attention
 from tests.support.small_policy import rows_of, sequence_of
 
@@ -32,7 +31,9 @@ def attend_packed(query, key, value, lengths, **settings):
     return out
 
 
-def attend_separately(query, key, value, lengths, *, scaling=HEAD_DIM**-0.5, sliding_window=None, s_aux=None):
+def attend_separately(
+    query, key, value, lengths, *, scaling=HEAD_DIM**-0.5, sliding_window=None, softcap=None, s_aux=None
+):
     """Compute each sequence separately, with loops over tokens and heads: slow but simple."""
     out = torch.zeros(1, query.shape[2], query.shape[1], HEAD_DIM, dtype=query.dtype)
     repeat = query.shape[1] // key.shape[1]
@@ -43,6 +44,7 @@ def attend_separately(query, key, value, lengths, *, scaling=HEAD_DIM**-0.5, sli
             for head in range(query.shape[1]):
                 seen = 0, head // repeat, slice(first, position + 1)
                 scores = key[seen] @ query[0, head, position] * scaling
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
                 sink = scores[:0] if s_aux is None else s_aux[head, None]
                 weights = torch.softmax(torch.cat([scores, sink]), dim=0)[: len(scores)]
                 out[0, position, head] = weights @ value[seen]
@@ -50,8 +52,12 @@ def attend_separately(query, key, value, lengths, *, scaling=HEAD_DIM**-0.5, sli
     return out
 
 
-EXTRAS = {"plain": {}, "sinks": {"s_aux": torch.tensor([-2.0, 0.0, 1.0, 3.0]).double()}}
-"""What attention has beside keys and values, by name."""
+EXTRAS = {
+    "plain": {},
+    "sinks": {"s_aux": torch.tensor([-2.0, 0.0, 1.0, 3.0]).double()},
+    "capped scores": {"softcap": 0.5},
+}
+"""Arguments beside queries, keys and values, by name."""
 
 
 def parameters_of(extra: str) -> list[torch.Tensor]:
@@ -129,8 +135,3 @@ def test_a_change_in_one_sequence_changes_no_bit_of_the_others():
     assert changed[7:15].all()
     assert not changed[:6].any()
     assert not changed[15:].any()
-
-
-def test_attention_soft_capping_is_rejected():
-    with pytest.raises(ConfigError, match="soft-capping"):
-        attend_packed(heads(2, 0), heads(2, 1), heads(2, 2), LENGTHS, softcap=50.0)

@@ -194,8 +194,9 @@ def test_a_folder_without_weights_is_rejected_in_one_line(world, model_folder, t
 
 
 def test_a_policy_is_not_built_for_a_model_that_does_not_train(world, model_folder):
-    with pytest.raises(ConfigError, match=r"^model.name='.*': model type 'gemma2' does not train .* soft-capped"):
-        policy_of(config_of(model_folder("gemma2")), world)
+    folder = model_folder("gemma3", edits={"use_bidirectional_attention": True})
+    with pytest.raises(ConfigError, match=r"^model.name='.*': model type 'gemma3_text' does not train .* later tokens"):
+        policy_of(config_of(folder), world)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""Attention with soft-capped scores over packed sequences, by torch's FlexAttention on CUDA devices.
+
+Which keys a query sees is an interval: from the first key of its run, or of its window, to its own. A block mask of two
+numbers for each query therefore serves all kinds of runs and windows with one compiled kernel.
+
+Shapes: T queries, E keys, Q blocks of queries, K blocks of keys, B queries of a block; in `attend_capped` H heads of
+queries, K of keys and values, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import PretrainedConfig
+
+from colocated_grpo.batching import PackedTokens
+from colocated_grpo.policy.attention_kernels import Runs
+
+BLOCK = 128
+"""Queries, and keys, of one block. The kernel skips blocks of keys that no query of a block sees."""
+
+_flex_attention = torch.compile(flex_attention, dynamic=True)
+
+
+@dataclass(eq=False)
+class Capped:
+    """Inputs of all layers' attention in one micro-batch. Not a tuple: FSDP would cast its tensors to 16 bit."""
+
+    softcap: Tensor
+    """[] float32. A number would become an input of the compiled function, which FlexAttention's lowering rejects
+    (torch 2.11 to 2.13: "unbacked_bindings")."""
+    masks: dict[int | None, BlockMask]
+    """By the window of a layer."""
+
+
+def capped_attention(config: PretrainedConfig, tokens: PackedTokens) -> Capped | None:
+    """Return what `attend_capped` needs; None if the model does not cap scores or the tokens are not on a GPU."""
+    softcap, cu_q = getattr(config, "attn_logit_softcapping", None), tokens.cu_seqlens
+    if softcap is None or not cu_q.is_cuda:
+        return None
+    keys = tokens.prefix_keys
+    cu_k, longest_k = (cu_q, tokens.max_seqlen) if keys is None else (keys.cu_seqlens, keys.max_seqlen)
+    runs = Runs(cu_q, tokens.max_seqlen, cu_k, longest_k)
+    num_keys = tokens.num_tokens if keys is None else len(keys.rows_E)
+    windows = {None, getattr(config, "sliding_window", None)}
+    masks = {window: block_mask(runs, window, tokens.num_tokens, num_keys) for window in windows}
+    return Capped(torch.full((), softcap, device=cu_q.device), masks)
+
+
+def block_mask(runs: Runs, window: int | None, num_queries: int, num_keys: int) -> BlockMask:
+    """Return the mask of causal attention within runs; the last query of a run sees all of its keys.
+
+    A few dozen small operations: build it once for a micro-batch and window, not in each layer.
+    """
+    first_T, last_T = seen_keys(runs, window, num_queries)
+    # Padding after the last query sees no key.
+    padding = (0, -num_queries % BLOCK)
+    first_QB = F.pad(first_T, padding, value=num_keys).view(-1, BLOCK)
+    last_QB = F.pad(last_T, padding, value=-1).view(-1, BLOCK)
+    start_K = torch.arange(0, num_keys, BLOCK, device=first_T.device)
+    end_K = start_K + BLOCK - 1
+    # Two runs in one block of queries may leave keys between them that none sees: the mask below hides them.
+    seen_QK = (first_QB.amin(1)[:, None] <= end_K) & (last_QB.amax(1)[:, None] >= start_K)
+    full_QK = (first_QB.amax(1)[:, None] <= start_K) & (last_QB.amin(1)[:, None] >= end_K)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (first_T[query] <= key) & (key <= last_T[query])
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(seen_QK & ~full_QK),
+        *_ordered(full_QK),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(num_queries, num_keys),
+    )
+
+
+def seen_keys(runs: Runs, window: int | None, num_queries: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the last key, both [T], that each query sees."""
+    query_T = torch.arange(num_queries, device=runs.cu_q.device, dtype=runs.cu_q.dtype)
+    run_T = torch.searchsorted(runs.cu_q[1:], query_T, right=True)
+    last_T = query_T + (runs.cu_k - runs.cu_q)[run_T + 1]
+    first_T = runs.cu_k[run_T]
+    return first_T if window is None else torch.maximum(first_T, last_T - window + 1), last_T
+
+
+def _ordered(chosen_QK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of chosen blocks [1, 1, Q], and their positions before all others [1, 1, Q, K]."""
+    order = chosen_QK.to(torch.int32).argsort(dim=1, descending=True, stable=True)
+    return chosen_QK.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+def attend_capped(
+    query: Tensor, key: Tensor, value: Tensor, capped: Capped, scaling: float | None, window: int | None
+) -> Tensor:
+    """Attend with scores cap * tanh(score / cap). query: [T, H, D], key and value: [E, K, D]."""
+    softcap = capped.softcap
+
+    def cap(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    out = _flex_attention(
+        query,
+        key,
+        value,
+        score_mod=cap,
+        block_mask=capped.masks[window],
+        scale=scaling,
+        enable_gqa=True,
+        # By default micro-batches of fewer than 128 tokens compile a kernel of their own.
+        kernel_options={"BACKEND": "TRITON"},
+    )
+    return cast(Tensor, out)[0].transpose(0, 1)

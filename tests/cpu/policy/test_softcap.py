@@ -1,0 +1,78 @@
+"""Soft-capped attention by FlexAttention's plain implementation: masks, cap and gradients, compiled as blocks are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
+
+from colocated_grpo.policy import softcap
+from colocated_grpo.policy.attention_kernels import Runs, attend_padded
+from colocated_grpo.policy.softcap import Capped, attend_capped, block_mask
+
+HEADS, KV_HEADS, SIZE, SCALE, CAP = 6, 3, 16, 0.3, 1.5
+RUNS = {"short": ([5, 1, 9], [0, 0, 0]), "long": ([200, 41, 130], [0, 0, 0]), "prefixes": ([5, 300, 130], [0, 200, 3])}
+"""Queries of each run, and keys before its first query."""
+
+
+@pytest.fixture
+def plain_implementation(monkeypatch):
+    """FlexAttention on the CPU, compiled without kernels; torch refuses its gradients there."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    compiled = torch.compile(flex_attention.flex_attention, dynamic=True, backend="aot_eager")
+    monkeypatch.setattr(softcap, "_flex_attention", compiled)
+
+
+def runs_and_tensors(kind: str) -> tuple[Runs, list[Tensor]]:
+    queries, before = RUNS[kind]
+    keys = [own + earlier for own, earlier in zip(queries, before, strict=True)]
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32) for lengths in (queries, keys))
+    generator = torch.Generator().manual_seed(0)
+    shapes = (sum(queries), HEADS, SIZE), (sum(keys), KV_HEADS, SIZE), (sum(keys), KV_HEADS, SIZE)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return Runs(cu_q, max(queries), cu_k, max(keys)), tensors
+
+
+def capped_for(runs: Runs, tensors: list[Tensor], window: int | None) -> Capped:
+    mask = block_mask(runs, window, len(tensors[0]), len(tensors[1]))
+    return Capped(torch.tensor(CAP), {window: mask})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 150])
+@pytest.mark.parametrize("kind", RUNS)
+def test_output_and_gradients_equal_padded_attention(plain_implementation, kind, window, compiled):
+    runs, tensors = runs_and_tensors(kind)
+    in_a_block = torch.compile(attend_capped, fullgraph=True, dynamic=True, backend="aot_eager")
+    attend = in_a_block if compiled else attend_capped
+    results = []
+    for out in (
+        attend(*tensors, capped_for(runs, tensors, window), SCALE, window),
+        attend_padded(*tensors, runs, SCALE, window, softcap=CAP),
+    ):
+        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    for name, actual, expected in zip(("output", "query", "key", "value"), *results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+    uncapped = attend_padded(*tensors, runs, SCALE, window)
+    assert window == 1 or (uncapped - results[0][0]).abs().max() > 1e-3, "the cap must matter"
+
+
+def blocks_of(counts: Tensor, positions: Tensor) -> Tensor:
+    """Return which blocks of keys are listed for each block of queries."""
+    listed = torch.arange(positions.shape[-1]) < counts[0, 0, :, None]
+    return torch.zeros_like(listed).scatter(1, positions[0, 0].long(), listed)
+
+
+@pytest.mark.parametrize("window", [None, 1, 150])
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_blocks_are_those_of_torch_which_computes_each_pair(kind, window):
+    runs, tensors = runs_and_tensors(kind)
+    mask = capped_for(runs, tensors, window).masks[window]
+    exact = flex_attention.create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
+    whole, exact_whole = (blocks_of(own.full_kv_num_blocks, own.full_kv_indices) for own in (mask, exact))
+    assert torch.equal(whole, exact_whole), "blocks of which each query sees each key"
+    masked, exact_masked = (blocks_of(own.kv_num_blocks, own.kv_indices) for own in (mask, exact))
+    assert not (masked < exact_masked).any(), "a block with a visible key is missing"
+    # Keys between those that the last query of a run and the first of the next one see are in blocks of their own.
+    assert (masked > exact_masked).sum() <= (1 if kind == "prefixes" and window else 0)
