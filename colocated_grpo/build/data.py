@@ -40,6 +40,9 @@ from colocated_grpo.types import JsonObject
 if TYPE_CHECKING:
     from colocated_grpo.web.server import ServerThread
 
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""File that older vision-language models have their chat template in. transformers reads it with a processor only."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
@@ -101,6 +104,8 @@ def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
     template = config.model.chat_template
     if template is not None:
         tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
+    elif tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
+        tokenizer.chat_template = json.loads((folder / PROCESSOR_TEMPLATE).read_text())["chat_template"]
     return tokenizer
 
 

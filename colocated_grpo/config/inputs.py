@@ -18,7 +18,7 @@ from colocated_grpo.config.errors import ConfigError, dotted
 from colocated_grpo.config.hub import check_hub
 from colocated_grpo.config.layers import layers_text, out_of_range
 from colocated_grpo.config.lora import DEFAULT_INIT
-from colocated_grpo.config.model_support import check_has_experts, check_trains, text_part
+from colocated_grpo.config.model_support import check_has_experts, check_trains
 from colocated_grpo.config.schema import Config, ModelConfig
 from colocated_grpo.config.sources import (
     EVAL_DATASETS,
@@ -29,6 +29,7 @@ from colocated_grpo.config.sources import (
     RowsSourceConfig,
     prompt_functions,
 )
+from colocated_grpo.config.text_parts import text_part
 from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
@@ -260,8 +261,9 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
     positions = next((model[key] for key in _POSITION_KEYS if isinstance(model.get(key), int)), None)
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
-    if positions is None or kind in (None, "default", "longrope", "su", "llama3"):
-        return positions  # these kinds do not extend, or state the extended length already
+    extended = kind in (None, "default", "longrope", "su", "llama3") or model.get("model_type") == "gemma3_text"
+    if positions is None or extended:
+        return positions  # these do not extend, or state the extended length already
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.families import family_of
+from colocated_grpo.config.text_parts import OTHER_PARTS, has_text_part, left_out, text_part
 
 STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
 """transformers' names of layers that carry a recurrent state from token to token, with or without attention."""
@@ -46,7 +47,7 @@ EXPERT_TYPES = _types("dbrx dots1")
 TRAINED_EXPERT_TYPES = _types("glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next")
 """Mixtures of experts whose checkpoints `policy.conversion` reads and writes."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
-COMPOSITE = ("text_config", "vision_config", "audio_config")
+COMPOSITE = ("text_config", *OTHER_PARTS)
 COMPOSITE_TYPES = _types("blt fuyu got_ocr2 gemma4_assistant gemma4_unified_assistant")
 RENAMED_TYPES = _types("gpt_neox hrm_text")
 
@@ -70,11 +71,9 @@ class Rule:
 
 RULES = (
     Rule(
-        feature="parts beside the language model, such as a vision tower",
-        examples="Qwen2.5-VL, Qwen3-VL, Mistral 3, LLaVA; Gemma 3 and 4 with their vision tower",
-        found=lambda whole, text: (
-            any(whole.get(key) for key in COMPOSITE) or whole.get("model_type") in COMPOSITE_TYPES
-        ),
+        feature="parts beside the language model, such as a vision tower, other than in the table of text parts",
+        examples="Qwen2.5-VL, LLaVA, PaliGemma, Gemma 3n",
+        found=lambda whole, text: not has_text_part(whole) and _has_parts(whole),
     ),
     Rule(
         feature="a mixture of experts of another kind than in the tested families",
@@ -159,9 +158,10 @@ def check_has_experts(config_json: Settings, setting: str) -> None:
 
 def verdict(config_json: Settings) -> str:
     """Return a line for a model that trains."""
-    kind = config_json.get("model_type", "unknown type")
+    kind = text_part(config_json).get("model_type", "unknown type")
     family = family_of(kind)
-    return f"trains ({kind}, not among the tested families)" if family is None else f"trains ({family.name})"
+    name = f"{kind}, not among the tested families" if family is None else family.name
+    return f"trains ({name}{left_out(config_json)})"
 
 
 def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool) -> None:
@@ -229,9 +229,8 @@ def caps_attention(text: Settings) -> bool:
     return bool(text.get("attn_logit_softcapping"))
 
 
-def text_part(config_json: Settings) -> Settings:
-    """Return the settings of the language model in a config.json."""
-    return config_json.get("text_config") or config_json
+def _has_parts(whole: Settings) -> bool:
+    return any(whole.get(key) for key in COMPOSITE) or whole.get("model_type") in COMPOSITE_TYPES
 
 
 def _carries_state(text: Settings) -> bool:

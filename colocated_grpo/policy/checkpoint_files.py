@@ -19,10 +19,13 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.policy.conversion import Conversion, read_conversion
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, exported_damage
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.text_part import OwnName, own_names
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 """Patterns of all files but the weights."""
 WANTED_FILES = [*SMALL_FILES, "*.safetensors"]
+UNWANTED_FILES = ["consolidated*"]
+"""The same weights once more, in Mistral's own format."""
 
 
 def fetch_model(config: ModelConfig, world: World) -> Path:
@@ -36,7 +39,11 @@ def fetch_model(config: ModelConfig, world: World) -> Path:
         return folder
 
     def download() -> Path:
-        folder = Path(snapshot_download(config.name, revision=config.revision, allow_patterns=WANTED_FILES))
+        folder = Path(
+            snapshot_download(
+                config.name, revision=config.revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES
+            )
+        )
         if not any(folder.glob("*.safetensors")):
             snapshot_download(config.name, revision=config.revision, allow_patterns=["pytorch_model*.bin"])
         return folder
@@ -76,7 +83,8 @@ def check_export(setting: str, folder: Path) -> None:
 class CheckpointReader:
     """Tensors of a checkpoint by the names of the module's parameters. `read` loads only the requested rows from disk.
 
-    Experts that are stored one by one are read as one tensor, whose rows are the experts.
+    Tensors of other parts than the text part that trains are left out. Experts that are stored one by one are read as
+    one tensor, whose rows are the experts.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,7 +99,13 @@ class CheckpointReader:
                 self._add_torch(file)
         if not self._readers:
             raise ConfigError(f"model.name={str(folder)!r}: the folder has no *.safetensors or pytorch_model*.bin")
+        self._keep(own_names(folder))
         self._convert(read_conversion(folder))
+
+    def _keep(self, own_name: OwnName) -> None:
+        own = {name: new for name in self._readers if (new := own_name(name)) is not None}
+        self._readers = {new: self._readers[name] for name, new in own.items()}
+        self.shapes = {new: self.shapes[name] for name, new in own.items()}
 
     def _convert(self, conversion: Conversion) -> None:
         stored, shapes = self._readers, self.shapes

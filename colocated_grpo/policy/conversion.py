@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.text_parts import text_part
 
 _MERGES = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 """Supported operations, each with its dimension: experts are stacked, after their matrices were joined row by row."""
@@ -90,8 +91,9 @@ class Conversion:
 
 
 def read_conversion(folder: Path) -> Conversion:
-    """Return the conversion of the model in `folder`. Raises ConfigError."""
-    return conversion_of(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type"))
+    """Return the conversion of the model in `folder`, or of its text part if this trains. Raises ConfigError."""
+    config_json = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return conversion_of(text_part(config_json).get("model_type"))
 
 
 @cache

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from colocated_grpo.batching import PackedTokens
@@ -37,6 +37,7 @@ from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.policy.routing import replays_of
 from colocated_grpo.policy.softcap import capped_attention
 from colocated_grpo.runtime.distributed import local_part
+from colocated_grpo.runtime.text_part import read_text_config
 
 Head = Callable[..., tuple[Tensor, ...]]
 """`linear_logprobs`, or a function with its signature except for the outputs."""
@@ -120,9 +121,12 @@ def logit_divisor(hf_config: PretrainedConfig) -> float:
 
 
 def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
-    """Read config.json of the model in `folder`. Raises ConfigError for a type that transformers does not know."""
+    """Read config.json of the model in `folder`, or of its text part if this trains.
+
+    Raises ConfigError for a type that transformers does not know.
+    """
     try:
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        hf_config = read_text_config(folder, trust_remote_code=config.trust_remote_code)
     except ValueError as error:  # a type that this version does not know, or settings that contradict each other
         raise ConfigError(f"model.name={config.name!r}: transformers cannot read it: {in_one_line(error)}") from error
     return hf_config

@@ -183,10 +183,10 @@ def settings(options: ServeOptions) -> Config:
     """
     from colocated_grpo.config.inputs import longest_sequence, read_config_json
     from colocated_grpo.config.schema import Config, ModelConfig
+    from colocated_grpo.config.text_parts import text_part
 
     model = ModelConfig(name=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    description = read_config_json(model)
-    own_limit = longest_sequence(description.get("text_config") or description)
+    own_limit = longest_sequence(text_part(read_config_json(model)))
     length = min(options.max_model_len, own_limit or options.max_model_len)
     adapters = {"enable_lora": True, "max_lora_rank": options.max_lora_rank} if options.enable_lora else {}
     content: dict[str, Any] = {

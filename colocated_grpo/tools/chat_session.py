@@ -9,8 +9,8 @@ from pathlib import Path
 from colocated_grpo.build.data import read_model_files
 from colocated_grpo.config.inputs import longest_sequence, read_config_json
 from colocated_grpo.config.loading import build_config, parse_overrides
-from colocated_grpo.config.model_support import text_part
 from colocated_grpo.config.schema import Config
+from colocated_grpo.config.text_parts import text_part
 from colocated_grpo.config.yaml_text import parse_value
 from colocated_grpo.environments.chat import Message, render_tokens
 from colocated_grpo.errors import in_one_line

@@ -1,12 +1,13 @@
-"""Writes the table of model families into docs/models.md: `python -m colocated_grpo.tools.models_page`."""
+"""Writes the tables of models into docs/models.md: `python -m colocated_grpo.tools.models_page`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from colocated_grpo.config.families import FAMILIES, Family
+from colocated_grpo.config.families import FAMILIES, Family, family_of
 from colocated_grpo.config.model_support import RULES
+from colocated_grpo.config.text_parts import MODULES, TRAINED_AS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
 COLUMNS = (
@@ -29,7 +30,8 @@ def main() -> int:
 
 def with_tables(text: str) -> str:
     """Return the page's text with new tables between its markers. Raises ValueError if a marker is missing."""
-    for name, rows in (("families", family_table()), ("refused", refused_table())):
+    tables = {"families": family_table(), "refused": refused_table(), "text parts": text_part_table()}
+    for name, rows in tables.items():
         begin, end = (
             f"<!-- {name}: written by python -m colocated_grpo.tools.models_page -->",
             f"<!-- end of {name} -->",
@@ -48,6 +50,21 @@ def family_table() -> list[str]:
 
 def refused_table() -> list[str]:
     return [_row(["Feature", "Examples"]), _row(["---"] * 2), *(_row([rule.feature, rule.examples]) for rule in RULES)]
+
+
+def text_part_table() -> list[str]:
+    head = ["`model_type`", "of its `text_config`", "Trains as", "Class of vLLM"]
+    rows = [
+        [f"`{whole}`", f"`{text}`", name_of(TRAINED_AS.get(text, text)), f"`{module}`"]
+        for (whole, text), module in MODULES.items()
+    ]
+    return [_row(head), _row(["---"] * len(head)), *map(_row, rows)]
+
+
+def name_of(model_type: str) -> str:
+    """Return the name of a tested family, or the type of another model."""
+    family = family_of(model_type)
+    return f"`{model_type}`" if family is None else family.name
 
 
 def _cells(family: Family) -> list[str]:

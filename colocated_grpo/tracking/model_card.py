@@ -9,9 +9,11 @@ from typing import Any
 import yaml
 
 from colocated_grpo import __version__
-from colocated_grpo.config.inputs import DATA_SUFFIXES
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.inputs import DATA_SUFFIXES, read_config_json
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig, RowsSourceConfig
+from colocated_grpo.config.text_parts import has_text_part
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import TRAIN, Row
 from colocated_grpo.tracking.page import DARK, LIGHT
@@ -59,7 +61,7 @@ def card(config: Config, repo: str, rows: list[Row], step: int, *, with_figure: 
         f"# {repo.rpartition('/')[2]}",
         f"{kind} {_link_to(shown, base)}: {step} of {config.training_steps} steps of reinforcement learning "
         f"({config.loss.type}) with colocated_grpo {__version__}.",
-        f"## Use\n\n```bash\n{_serving(repo, shown, adapter)}\n```\n\n```python\n{_loading(repo, shown, adapter)}\n```",
+        f"## Use\n\n{_use(config, repo, shown, adapter)}",
         "## Reward" + (f"\n\n![Reward by step]({FIGURE})" if with_figure else ""),
         _table(("Metric", "First", "Last"), _rewards(rows)),
         "## Data\n\n" + _table(("Type", "Name", "Rewards", "Weight"), _sources(config)),
@@ -120,6 +122,22 @@ def _metadata(config: Config, base: str | None, adapter: bool) -> dict[str, Any]
 
 def _link_to(shown: str, base: str | None) -> str:
     return f"[{shown}](https://huggingface.co/{base})" if base else f"`{shown}`"
+
+
+def _use(config: Config, repo: str, base: str, adapter: bool) -> str:
+    if adapter and _has_text_part(config):
+        return (
+            f"The adapter's layers are named as in the text part of {base} alone. The page of models of colocated_grpo "
+            "(docs/models.md) shows how to load it beside that part."
+        )
+    return f"```bash\n{_serving(repo, base, adapter)}\n```\n\n```python\n{_loading(repo, base, adapter)}\n```"
+
+
+def _has_text_part(config: Config) -> bool:
+    try:
+        return has_text_part(read_config_json(config.model))
+    except ConfigError:  # the folder has been removed since the run started
+        return False
 
 
 def _serving(repo: str, base: str, adapter: bool) -> str:

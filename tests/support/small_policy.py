@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from colocated_grpo.batching import Batch, MicroBatch, TrainSequence, pack
 from colocated_grpo.config import Config
+from colocated_grpo.config.text_parts import text_part
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.model import read_model_config, reshard
 from colocated_grpo.policy.policy import Policy
@@ -124,7 +125,7 @@ def pack_for(
         rank=world.rank,
         world_size=world.size,
         shuffle_seed=0,
-        share_prefixes="linear_attention" not in (config_json(config).get("layer_types") or ()),
+        share_prefixes="linear_attention" not in (text_part(config_json(config)).get("layer_types") or ()),
     )
 
 

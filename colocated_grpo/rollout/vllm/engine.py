@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from colocated_grpo.config.model_support import check_cpu_engine, has_linear_attention
 from colocated_grpo.config.schema import Config
+from colocated_grpo.config.text_parts import has_text_part, text_part
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.rollout.vllm.adapters import Adapters
@@ -29,6 +30,7 @@ from colocated_grpo.rollout.vllm.process import (
 )
 from colocated_grpo.rollout.vllm.reloading import reloadable
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
+from colocated_grpo.rollout.vllm.text_part import text_part_arguments
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion, JsonObject
 
@@ -232,6 +234,8 @@ def _engine_arguments(
         # With chunked prefill vLLM rewinds the generator of a seeded request, which CPU generators do not support.
         arguments["enable_chunked_prefill"] = False
     arguments |= kv_cache_arguments(config, folder, dtype, world.device) | engine.args
+    if has_text_part(config_json):
+        arguments |= text_part_arguments(folder, arguments, trust_remote_code=config.model.trust_remote_code)
     if config.policy.routing_replay:
         arguments["additional_config"] = {**arguments.get("additional_config", {}), RECORD_ROUTES: True}
     return arguments
@@ -243,7 +247,7 @@ def read_config_json(folder: Path) -> JsonObject:
 
 def overrides(config_json: JsonObject) -> JsonObject:
     """Return entries that vLLM reads under other names than transformers writes: growing queries of Ministral 3."""
-    rope = config_json.get("rope_parameters") or {}
+    rope = text_part(config_json).get("rope_parameters") or {}
     if rope.get("llama_4_scaling_beta") is None:
         return {}
     key = "original_max_position_embeddings"

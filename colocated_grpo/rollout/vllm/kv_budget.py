@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
+from colocated_grpo.runtime.text_part import OwnName, own_names, read_text_config
 
 GIB = 1 << 30
 MAX_NUM_SEQS = 512
@@ -74,7 +75,7 @@ def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device:
 
 def useful_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
     """KV bytes on one rank for FILL_FRACTION of engine.max_num_seqs sequences of full length."""
-    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    hf_config = read_text_config(folder, trust_remote_code=config.model.trust_remote_code)
     bytes_per_token = kv_bytes_per_token(hf_config, dtype.itemsize, config.engine.tensor_parallel_size)
     longest = config.engine.max_model_len or config.max_sequence_tokens
     max_num_seqs = config.engine.max_num_seqs
@@ -113,12 +114,14 @@ def kv_bytes_per_token(hf_config: PretrainedConfig, itemsize: int, tensor_parall
 def weight_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
     """Bytes of the model's weights on one rank of the engine, in the engine's type."""
     if files := [*folder.glob("*.safetensors")]:
-        total = sum(map(_count_elements, files)) * dtype.itemsize
+        own_name = own_names(folder)
+        total = sum(_count_elements(file, own_name) for file in files) * dtype.itemsize
     else:  # pickled files give no element count before they are read; assume 16 bits, the smallest type in use
         total = sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin")) * dtype.itemsize // 2
     return total // config.engine.tensor_parallel_size
 
 
-def _count_elements(file: Path) -> int:
+def _count_elements(file: Path, own_name: OwnName) -> int:
     with safe_open(file, framework="pt") as tensors:
-        return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118 (no dict)
+        names = filter(own_name, tensors.keys())
+        return sum(prod(tensors.get_slice(name).get_shape()) for name in names)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from colocated_grpo.config.model_support import has_linear_attention
+from colocated_grpo.config.text_parts import text_part
 
 TIED_BY_DEFAULT = ("gemma", "gpt2")
 """Families whose config.json may leave out that the output layer is the embedding matrix."""
@@ -46,7 +47,7 @@ def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
     """Return the sizes of the model; None if config.json does not state them, or has layers of linear attention."""
     if has_linear_attention(config_json):
         return None
-    model = config_json.get("text_config") or config_json
+    model = text_part(config_json)
     hidden = _first(model, "hidden_size", "n_embd")
     blocks = _first(model, "num_hidden_layers", "n_layer")
     heads = _first(model, "num_attention_heads", "n_head")

@@ -16,6 +16,7 @@ from colocated_grpo.config.adapter_files import with_adapter_settings
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import read_config_json
 from colocated_grpo.config.schema import Config
+from colocated_grpo.config.text_parts import text_part
 from colocated_grpo.launch.arguments import Launch
 from colocated_grpo.tools.doctor.atropos_state import AtroposState, read_state
 from colocated_grpo.tools.doctor.gpus import Gpu, GpuListing, list_gpus, visible
@@ -85,8 +86,8 @@ class Subject:
         """The state of the API server; None without an atropos entry."""
         if self.config is None or self.config.atropos is None:
             return None
-        model = self.model.json or {}
-        return read_state(self.config, self.config.atropos, (model.get("text_config") or model).get("vocab_size"))
+        vocab_size = text_part(self.model.json or {}).get("vocab_size")
+        return read_state(self.config, self.config.atropos, vocab_size)
 
     @property
     def ranks(self) -> int:

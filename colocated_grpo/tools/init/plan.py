@@ -13,6 +13,7 @@ from colocated_grpo.config.code_names import check_code_name
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import longest_sequence, read_config_json
 from colocated_grpo.config.schema import Config
+from colocated_grpo.config.text_parts import text_part
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.dataset import READERS
 from colocated_grpo.environments.rewards.functions import check_reward_name
@@ -54,7 +55,7 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
     source = {"type": "dataset", "name": str(data), "rewards": [reward.name]}
     config = Config.model_validate({"model": {"name": model_name}, "environments": [source]})
     model = read_config_json(config.model)
-    text = model.get("text_config") or model
+    text = text_part(model)
     tokenizer = read_tokenizer(config)
     if tokenizer.chat_template is None:
         reward = Reward(name=reward.name, why=reward.why, rename=reward.rename)

@@ -183,6 +183,9 @@ def test_the_adapter_files_checked_are_those_that_are_read():
     assert {WEIGHTS_FILE, adapter_files.CONFIG_FILE} == ADAPTER
 
 
+GEMMA3 = {"model_type": "gemma3_text"}
+
+
 @pytest.mark.parametrize(
     ("settings", "positions"),
     [
@@ -191,6 +194,8 @@ def test_the_adapter_files_checked_are_those_that_are_read():
         ({"max_position_embeddings": 32768, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 131072),
         ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
         ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default"}}, 2048),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 16384),
+        (GEMMA3 | {"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 2048),
     ],
 )
 def test_the_longest_sequence_includes_rope_scaling(settings, positions):

@@ -28,6 +28,7 @@ from colocated_grpo.config.model_support import (
     refusals,
     verdict,
 )
+from colocated_grpo.config.text_parts import DEFAULTS, MODULES, OTHER_PARTS, TRAINED_AS, text_part
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tools.make_model import ARCHITECTURES, model_config
 from colocated_grpo.tools.shapes import TINY
@@ -40,11 +41,11 @@ REFUSED = {
     "granitemoe": EXPERTS,
     "dbrx": EXPERTS,
     "qwen2_5_vl": COMPOSITE,
-    "qwen3_vl": COMPOSITE,
-    "mistral3": COMPOSITE,
+    "qwen3_vl_moe": COMPOSITE,
     "llava": COMPOSITE,
     "smolvlm": COMPOSITE,
-    "gemma3": COMPOSITE,
+    "paligemma": COMPOSITE,
+    "gemma3n": COMPOSITE,
     "olmo_hybrid": STATE,
     "lfm2": STATE,
     "minimax": STATE,
@@ -95,6 +96,65 @@ def test_every_tested_family_trains(family):
         check_has_experts(config.to_dict(), "replay")
     assert verdict(config.to_dict()) == f"trains ({family.name})"
     assert ARCHITECTURES[family.architecture] == family.model_type
+
+
+@pytest.mark.parametrize(
+    ("model_type", "line"),
+    [
+        ("gemma3", "trains (Gemma 3, text; its vision part is left out)"),
+        ("mistral3", "trains (Mistral; its vision part is left out)"),
+        ("qwen3_vl", "trains (Qwen 3; its vision part is left out)"),
+        ("qwen3_5", "trains (qwen3_5_text, not among the tested families; its vision part is left out)"),
+        ("qwen3_5_moe", "trains (qwen3_5_moe_text, not among the tested families; its vision part is left out)"),
+    ],
+)
+def test_the_text_part_of_a_vision_language_model_trains(model_type, line):
+    config_json = AutoConfig.for_model(model_type).to_dict()
+    assert refusals(config_json) == []
+    assert verdict(config_json) == line
+
+
+def test_every_part_that_is_left_out_is_named():
+    parts = {key: AutoConfig.for_model(f"gemma4_{kind}").to_dict() for key, kind in OTHER_PARTS.items()}
+    config_json = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}
+    assert verdict(config_json) == "trains (Gemma 4, text)"
+    assert verdict(config_json | parts) == "trains (Gemma 4, text; its vision and audio parts are left out)"
+
+
+@pytest.mark.parametrize(
+    ("config_json", "feature"),
+    [
+        ({"model_type": "mistral3", "text_config": {"model_type": "llama"}}, COMPOSITE),
+        ({"model_type": "paligemma", "text_config": {"model_type": "gemma3_text"}}, COMPOSITE),
+        ({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "enable_moe_block": True}}, EXPERTS),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral"}, "quantization_config": {"bits": 8}},
+            "quantized weights",
+        ),
+    ],
+    ids=["text part of another model", "another whole", "part with experts", "quantized whole"],
+)
+def test_a_part_that_does_not_train_is_refused(config_json, feature):
+    if feature is EXPERTS:
+        config_json["text_config"]["num_experts"] = 8
+    [found] = refusals(config_json)
+    assert found.startswith(feature)
+
+
+def test_entries_that_released_models_leave_out_are_those_of_transformers():
+    for model_type, entries in DEFAULTS.items():
+        config_json = AutoConfig.for_model(model_type).to_dict()
+        assert {key: config_json[key] for key in entries} == entries
+        assert text_part({"model_type": model_type, "vocab_size": 7}) == {
+            "model_type": model_type,
+            **entries,
+            "vocab_size": 7,
+        }
+
+
+def test_text_parts_have_the_class_that_transformers_chooses_for_them_alone():
+    for (_, text_type), module in MODULES.items():
+        assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TRAINED_AS.get(text_type, text_type)] == module
 
 
 def test_a_model_without_a_test_is_said_to_have_none():

@@ -56,6 +56,14 @@ def parameters_of(config: dict) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_the_sizes_of_a_whole_model_are_those_of_its_text_part():
+    """The entries are those that the released Gemma 3 4B states."""
+    stated = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    vision = {"vision_config": AutoConfig.for_model("siglip_vision_model").to_dict()}
+    sizes = sizes_of({"model_type": "gemma3", "text_config": stated, **vision})
+    assert sizes.total == pytest.approx(parameters_of(AutoConfig.for_model(**stated).to_dict()), rel=2e-3)
+
+
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in LINEAR_ATTENTION])
 def test_parameters_are_counted_from_config_json_alone(architecture):
     config = config_json("qwen3-1.7b", architecture)

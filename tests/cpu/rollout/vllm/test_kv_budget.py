@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, Qwen3Config
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.policy.model import build_empty, read_model_config
 from colocated_grpo.rollout.vllm.kv_budget import (
     BLOCK,
     CPU_LIMIT,
@@ -19,6 +22,7 @@ from colocated_grpo.rollout.vllm.kv_budget import (
     weight_bytes,
     with_max_num_seqs,
 )
+from tests.support.composites import make_composite
 from tests.support.small_policy import SHAPE, config_of, make_small_model
 
 BYTES_PER_TOKEN = 2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 2
@@ -81,6 +85,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
 def test_weight_bytes_are_counted_once_in_the_engines_type(tmp_path, folder, kept_as, dtype):
     tensors = {name: t.to(kept_as) for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    shutil.copy(folder / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     numbers = sum(tensor.numel() for tensor in tensors.values())
@@ -90,6 +95,12 @@ def test_weight_bytes_are_counted_once_in_the_engines_type(tmp_path, folder, kep
     )
     (tmp_path / "model.safetensors").unlink()
     assert weight_bytes(config_of(tmp_path), tmp_path, dtype) >= numbers * dtype.itemsize
+
+
+def test_weight_bytes_of_a_text_part_are_those_of_the_text_model(tmp_path):
+    folder = make_composite(tmp_path / "whole", "gemma3")
+    numbers = build_empty(read_model_config(config_of(folder).model, folder), 64, trust_remote_code=False).parameters()
+    assert weight_bytes(config_of(folder), folder, torch.bfloat16) == 2 * sum(map(torch.numel, numbers))
 
 
 @pytest.fixture

@@ -1,0 +1,70 @@
+"""vLLM for the text part of a vision-language model: its settings, and its tensors in the whole model's checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Generator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import vllm
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from vllm import ModelRegistry
+from vllm.config.load import LoadConfig
+from vllm.config.model import ModelConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.text_parts import text_name
+from colocated_grpo.runtime.text_part import read_text_config
+
+LOAD_FORMAT = "text_part"
+
+
+@register_model_loader(LOAD_FORMAT)
+class TextPartLoader(DefaultModelLoader):
+    """Reads the tensors of the text part under the names that it has alone."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        # "auto" would prefer the files of Mistral's own format, if the folder has them too.
+        super().__init__(dataclasses.replace(load_config, load_format="hf"))
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Generator[tuple[str, Tensor], None, None]:
+        for name, tensor in super().get_all_weights(model_config, model):
+            own = text_name(name)
+            if own is not None:
+                yield own, tensor
+
+
+def text_part_arguments(folder: Path, arguments: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
+    """Return replacements of the arguments with which vLLM would build and read the whole model in `folder`.
+
+    Raises ConfigError where vLLM has no class for the text part: 0.26 has none for Qwen 3.5, 0.32 has.
+    """
+    text = read_text_config(folder, trust_remote_code=trust_remote_code)
+    assert text.architectures is not None  # read_text_config sets them
+    [module] = text.architectures
+    if module not in ModelRegistry.get_supported_archs():
+        raise ConfigError(
+            f"model.name={str(folder)!r}: vLLM {vllm.__version__} has no {module}; install a later version of vLLM"
+        )
+    return {
+        "hf_overrides": partial(_text_alone, text, arguments["hf_overrides"]),
+        "load_format": "dummy" if arguments["load_format"] == "dummy" else LOAD_FORMAT,
+    }
+
+
+def _text_alone(text: PretrainedConfig, entries: dict[str, Any], config: PretrainedConfig) -> PretrainedConfig:
+    """Return the text part's settings, with `entries`, in place of the whole model's.
+
+    config: the whole model's, or a stand-in with which vLLM asks whether the model type changes.
+    """
+    if config.get_text_config() is config:
+        return config
+    text = copy.deepcopy(text)
+    text.update(entries)
+    return text

@@ -1,0 +1,61 @@
+"""Settings of the language model in a folder, which may be the text part of a vision-language model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers import AutoConfig, PretrainedConfig
+
+from colocated_grpo.config.text_parts import TRAINED_AS, has_text_part, module_of, text_name
+
+OUTPUT_LAYER = "lm_head.weight"
+
+OwnName = Callable[[str], str | None]
+"""From a tensor's name in a checkpoint to its name in the language model alone; None for a tensor of another part."""
+
+
+def read_text_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
+    """Return the settings with which transformers and vLLM build the language model of `folder` alone.
+
+    Raises ValueError for a model type that transformers does not know.
+    """
+    whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    text = whole.get_text_config()
+    module = module_of(whole.model_type, text.model_type)
+    if module is None:
+        return whole
+    text = _alone(text)
+    text.architectures = [module]
+    text.name_or_path = whole.name_or_path
+    if text.tie_word_embeddings != whole.tie_word_embeddings:
+        # A config.json may state one of them only; the other is then transformers' default.
+        text.tie_word_embeddings = not _has_output_layer(folder)
+    return text
+
+
+def _alone(text: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of the settings, with the model type that trains."""
+    kind = TRAINED_AS.get(text.model_type)
+    if kind is None:
+        return copy.deepcopy(text)
+    entries = text.to_dict()
+    entries["rope_parameters"] = {k: v for k, v in entries["rope_parameters"].items() if not k.startswith("mrope_")}
+    return AutoConfig.for_model(**entries | {"model_type": kind})
+
+
+def own_names(folder: Path) -> OwnName:
+    """Return how the names in the checkpoint in `folder` become those of its language model."""
+    whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return text_name if has_text_part(whole) else lambda name: name
+
+
+def _has_output_layer(folder: Path) -> bool:
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            if any(text_name(name) == OUTPUT_LAYER for name in tensors.keys()):  # noqa: SIM118 (no dict)
+                return True
+    return False
