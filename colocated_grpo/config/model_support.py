@@ -128,7 +128,7 @@ RULES = (
     ),
     Rule(
         feature="quantized weights; train the checkpoint that they were made from",
-        examples="fp8, AWQ and GPTQ checkpoints",
+        examples="fp8, AWQ and GPTQ checkpoints; gpt-oss in MXFP4",
         found=lambda whole, text: whole.get("quantization_config") or text.get("quantization_config"),
     ),
 )

@@ -65,12 +65,13 @@ DELTA_RULE = {
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "factor": 32.0,
+    "original_max_position_embeddings": 64,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
 }
+"""vLLM's table of rotary angles ends at 32 * 64 positions, which are those of the small models."""
 DENSE_FIRST_LAYER = {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 GPT_OSS = (
     MIXED_WINDOWS

@@ -59,7 +59,7 @@ REFUSED = {
     "bart": "an encoder",
 }
 SETTINGS_OF = {
-    "quantized weights": {"quantization_config": {"quant_method": "fp8"}},
+    "quantized weights": {"quantization_config": {"quant_method": "mxfp4"}},
     "attention to later tokens": {"use_bidirectional_attention": "all"},
     "logits that are both scaled and soft-capped": {"logit_scale": 0.5, "final_logit_softcapping": 30.0},
 }

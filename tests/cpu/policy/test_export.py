@@ -64,7 +64,9 @@ def train_and_export(
 
 
 def logprobs_from(folder: Path, micro_batch) -> torch.Tensor:
-    model, tokens = AutoModelForCausalLM.from_pretrained(folder).eval(), micro_batch.tokens
+    # By default, transformers computes Gemma 2 without the cap of its attention scores.
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokens = micro_batch.tokens
     logits = []
     for index, rows in enumerate(rows_of(micro_batch)):
         sources = positions_of(rows, tokens.source_N[micro_batch.loss_inputs.sequence_N == index])

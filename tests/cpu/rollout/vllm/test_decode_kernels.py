@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.support.paths import ROOT
 
@@ -18,3 +19,27 @@ def test_the_kernels_equal_plain_arithmetic():
     checks = [sys.executable, "-m", "tests.support.decode_kernels"]
     done = subprocess.run(checks, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"s_aux": torch.zeros(8)}, False),
+        ({"softcap": 50.0}, False),
+        ({"window_size": [127, 0]}, False),
+    ],
+)
+def test_attention_with_sinks_capped_scores_or_windows_is_left_to_vllm(changes, expected):
+    from colocated_grpo.rollout.vllm.decode_attention import FEWEST_SEQUENCES, suits
+
+    plain = {
+        "q": torch.zeros(FEWEST_SEQUENCES, 8, 64, dtype=torch.bfloat16),
+        "k": torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16),
+        "block_table": torch.zeros(FEWEST_SEQUENCES, 1),
+        "max_seqlen_q": 1,
+        "window_size": [-1, -1],
+        "softcap": 0,
+        "s_aux": None,
+    }
+    assert suits(plain | changes) == expected
