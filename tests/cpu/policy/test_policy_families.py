@@ -86,14 +86,23 @@ def test_packed_log_probabilities_and_gradients_equal_those_of_one_sequence_at_a
         assert_same(dict(sorted(gradients.items())), dict(sorted(expected_gradients.items())), rtol=1e-3, atol=atol)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "gemma4", "olmo3"])
-def test_the_sliding_window_changes_the_log_probabilities(world, model_folder, family):
-    """Otherwise the test above would pass with windows ignored on both sides."""
+WITHOUT_WINDOW, WITHOUT_CAP = {"sliding_window": 64}, {"attn_logit_softcapping": 1e3}
+
+
+@pytest.mark.parametrize(
+    ("family", "without"),
+    [
+        *((family, WITHOUT_WINDOW) for family in ("mistral", "gemma2", "gemma3", "gemma4", "gpt_oss", "olmo3")),
+        ("gemma2", WITHOUT_CAP),
+    ],
+)
+def test_sliding_window_and_cap_change_the_log_probabilities(world, model_folder, family, without):
+    """Otherwise the test above would pass with them ignored on both sides."""
     folder = model_folder(family, tied=True, edits=FAMILIES[family])
-    wide = model_folder(family, tied=True, edits=FAMILIES[family] | {"sliding_window": 64})
+    other = model_folder(family, tied=True, edits=FAMILIES[family] | without)
     micro_batch = micro_batch_of(world, folder)
-    (narrow_logprobs, _), (wide_logprobs, _) = (packed_forward(world, f, micro_batch) for f in (folder, wide))
-    assert (narrow_logprobs - wide_logprobs).abs().max() > 1e-3
+    (logprobs, _), (other_logprobs, _) = (packed_forward(world, f, micro_batch) for f in (folder, other))
+    assert (logprobs - other_logprobs).abs().max() > 1e-3
 
 
 @torch.no_grad()
