@@ -54,13 +54,12 @@ def assert_as_exact_as_padded(kernel, keys_of, runs: Runs, tensors, scaling, win
 
 def assert_close_to_exact(tested: list[torch.Tensor], padded: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
     """Compare the errors of two results in bfloat16: output and gradients of query, key, value, then sinks if any."""
-    names = ("output", "query", "key", "value", "sinks")
+    # A sink's gradient is a sum over all tokens, whose roundings of the output add up.
+    limits = dict.fromkeys(("output", "query", "key", "value"), MAX_BF16_DIFFERENCE) | {"sinks": 2**-6}
     assert len(tested) == len(padded) == len(exact)
-    for name, a, b, c in zip(names, tested, padded, exact, strict=False):
+    for (name, limit), a, b, c in zip(limits.items(), tested, padded, exact, strict=False):
         error, usual = ((tensor.double() - c).norm() / c.norm() for tensor in (a, b))
-        assert error < max(2 * usual, MAX_BF16_DIFFERENCE), (
-            f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
-        )
+        assert error < max(2 * usual, limit), f"{name}: relative error {error:.2e}, padded bf16 has {usual:.2e}"
 
 
 def own_keys(count_kv: int, size: int) -> tuple[Runs, list[torch.Tensor]]:

@@ -10,6 +10,7 @@ import torch
 
 from colocated_grpo.runtime.distributed import World, local_part
 from tests.support.engines import PROBE, Pair, request_of
+from tests.support.families import SETTINGS
 from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import tiny_model
 
@@ -96,9 +97,9 @@ def test_an_opponent_sharded_over_two_devices_plays_on_both():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3", "qwen3_moe"])
 def test_the_engine_follows_the_policy_through_sleep(architecture):
-    [facts] = run_on_ranks(followed, 1, tiny_model(architecture), 1, timeout=TIMEOUT)
+    [facts] = run_on_ranks(followed, 1, tiny_model(architecture, edits=SETTINGS[architecture]), 1, timeout=TIMEOUT)
     assert facts["path"] == "views"
     assert_follows(facts)
 

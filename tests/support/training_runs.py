@@ -131,9 +131,9 @@ class TrainingRun(ABC):
     def stderr(self) -> str:
         return self._stderr.read_text()
 
-    def finish(self) -> Self:
+    def finish(self, timeout: float = TIMEOUT) -> Self:
         """Wait for the end of the run and assert exit code 0."""
-        code = self.wait()
+        code = self.wait(timeout)
         assert code == 0, f"exit code {code}\n{self.tail()}"
         return self
 
@@ -284,10 +284,12 @@ def train(output_dir: Path, config: Settings, *flags: str, ranks: int = 1) -> Tr
         return run.finish()
 
 
-def launch(output_dir: Path, config: Settings, *flags: str, ranks: int = 1, gpus: int = 0) -> TrainingRun:
+def launch(
+    output_dir: Path, config: Settings, *flags: str, ranks: int = 1, gpus: int = 0, timeout: float = TIMEOUT
+) -> TrainingRun:
     """Run the launcher to the end and assert success."""
     with LaunchedRun(output_dir, config, *flags, ranks=ranks, gpus=gpus) as run:
-        return run.finish()
+        return run.finish(timeout)
 
 
 def without_wall_clock(rows: Iterator[Row] | list[Row]) -> list[Row]:
