@@ -9,7 +9,7 @@ from colocated_grpo.tracking import files
 from tests.support.families import HYBRIDS, LARGE_STATES, SETTINGS, WITHOUT_ENGINE
 from tests.support.training_runs import launch, settings, tiny_model
 
-STEPS = 3
+STEPS = 5
 TIMEOUT = 400.0
 """Compiling FlexAttention (Gemma 2) or the parts of a hybrid model takes minutes on a busy machine."""
 FAMILIES = SETTINGS | {name: (SETTINGS | WITHOUT_ENGINE)[name] | LARGE_STATES for name in (*HYBRIDS, *WITHOUT_ENGINE)}

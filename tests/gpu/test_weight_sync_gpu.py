@@ -20,8 +20,8 @@ CLOSE = 0.15
 """The tolerance of the freshness check: bfloat16 on both sides, different kernels."""
 
 
-def followed(world: World, folder: Path, tensor_parallel: int) -> dict[str, Any]:
-    pair = Pair(world, folder, engine={**ENGINE, "tensor_parallel_size": tensor_parallel})
+def followed(world: World, folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
+    pair = Pair(world, folder, engine=ENGINE | engine)
     return {**three_phases(pair), "path": pair.sync.path}
 
 
@@ -99,7 +99,7 @@ def test_an_opponent_sharded_over_two_devices_plays_on_both():
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3", "qwen3_moe"])
 def test_the_engine_follows_the_policy_through_sleep(architecture):
-    [facts] = run_on_ranks(followed, 1, tiny_model(architecture, edits=SETTINGS[architecture]), 1, timeout=TIMEOUT)
+    [facts] = run_on_ranks(followed, 1, tiny_model(architecture, edits=SETTINGS[architecture]), {}, timeout=TIMEOUT)
     assert facts["path"] == "views"
     assert_follows(facts)
 
@@ -116,6 +116,17 @@ def test_an_engine_with_shared_weights_follows_the_policy_through_sleep(architec
 @pytest.mark.multigpu(2)
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_the_engines_of_two_devices_follow_the_policy_through_sleep(tensor_parallel):
-    for facts in run_on_ranks(followed, 2, tiny_model(), tensor_parallel, timeout=TIMEOUT):
+    for facts in run_on_ranks(followed, 2, tiny_model(), {"tensor_parallel_size": tensor_parallel}, timeout=TIMEOUT):
         assert facts["path"] == "views"
+        assert_follows(facts)
+
+
+@pytest.mark.multigpu(2)
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_an_engine_of_two_devices_follows_a_policy_with_experts(expert_parallel):
+    """It has half of each expert on each device, or half of the experts."""
+    engine = {"tensor_parallel_size": 2, "args": {"enable_expert_parallel": expert_parallel}}
+    for facts in run_on_ranks(
+        followed, 2, tiny_model("qwen3_moe", edits=SETTINGS["qwen3_moe"]), engine, timeout=TIMEOUT
+    ):
         assert_follows(facts)
