@@ -126,7 +126,6 @@ def test_the_engines_of_two_devices_follow_the_policy_through_sleep(tensor_paral
 def test_an_engine_of_two_devices_follows_a_policy_with_experts(expert_parallel):
     """It has half of each expert on each device, or half of the experts."""
     engine = {"tensor_parallel_size": 2, "args": {"enable_expert_parallel": expert_parallel}}
-    for facts in run_on_ranks(
-        followed, 2, tiny_model("qwen3_moe", edits=SETTINGS["qwen3_moe"]), engine, timeout=TIMEOUT
-    ):
+    folder = tiny_model("qwen3_moe", edits=SETTINGS["qwen3_moe"])
+    for facts in run_on_ranks(followed, 2, folder, engine, timeout=TIMEOUT):
         assert_follows(facts)
