@@ -59,10 +59,11 @@ def block_mask(runs: Runs, window: int | None, num_queries: int, num_keys: int) 
     """
     first_T, last_T = seen_keys(runs, window, num_queries)
     # Padding after the last query sees no key.
-    padding = (0, -num_queries % BLOCK)
+    rows, columns = _list_sizes(num_queries, num_keys)
+    padding = (0, rows * BLOCK - num_queries)
     first_QB = F.pad(first_T, padding, value=num_keys).view(-1, BLOCK)
     last_QB = F.pad(last_T, padding, value=-1).view(-1, BLOCK)
-    start_K = torch.arange(0, num_keys, BLOCK, device=first_T.device)
+    start_K = torch.arange(columns, device=first_T.device) * BLOCK
     end_K = start_K + BLOCK - 1
     # Two runs in one block of queries may leave keys between them that none sees: the mask below hides them.
     seen_QK = (first_QB.amin(1)[:, None] <= end_K) & (last_QB.amax(1)[:, None] >= start_K)
@@ -87,6 +88,16 @@ def seen_keys(runs: Runs, window: int | None, num_queries: int) -> tuple[Tensor,
     last_T = query_T + (runs.cu_k - runs.cu_q)[run_T + 1]
     first_T = runs.cu_k[run_T]
     return first_T if window is None else torch.maximum(first_T, last_T - window + 1), last_T
+
+
+def _list_sizes(num_queries: int, num_keys: int) -> tuple[int, int]:
+    """Return the sizes of lists of blocks: large enough, odd, not 1, and different from each other.
+
+    The compiler takes a size of 1 for a constant and equal sizes for the same one, such as the number of heads, and
+    compiles again where they are not. Blocks after the last token are never visited.
+    """
+    rows, columns = (max(3, -(-tokens // BLOCK) | 1) for tokens in (num_queries, num_keys))
+    return rows, columns + 2  # each query has a key
 
 
 def _ordered(chosen_QK: Tensor) -> tuple[Tensor, Tensor]:

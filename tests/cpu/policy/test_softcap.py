@@ -11,14 +11,21 @@ from colocated_grpo.policy import softcap
 from colocated_grpo.policy.attention_kernels import Runs, attend_padded
 from colocated_grpo.policy.softcap import Capped, attend_capped, block_mask
 
-HEADS, KV_HEADS, SIZE, SCALE, CAP = 6, 3, 16, 0.3, 1.5
-RUNS = {"short": ([5, 1, 9], [0, 0, 0]), "long": ([200, 41, 130], [0, 0, 0]), "prefixes": ([5, 300, 130], [0, 200, 3])}
+HEADS, KV_HEADS, SIZE, SCALE, CAP = 4, 2, 16, 0.3, 1.5
+RUNS = {
+    "short": ([5, 1, 9], [0, 0, 0]),
+    "long": ([200, 41, 130], [0, 0, 0]),
+    "short prefixes": ([5, 1, 9], [0, 2, 2]),
+    "prefixes": ([5, 300, 130], [0, 200, 3]),
+    "many prefixes": ([50] * 14, [40] * 14),
+}
 """Queries of each run, and keys before its first query."""
 
 
 @pytest.fixture
 def plain_implementation(monkeypatch):
     """FlexAttention on the CPU, compiled without kernels; torch refuses its gradients there."""
+    torch.compiler.reset()  # a process may compile a function eight times
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     compiled = torch.compile(flex_attention.flex_attention, dynamic=True, backend="aot_eager")
     monkeypatch.setattr(softcap, "_flex_attention", compiled)
@@ -39,9 +46,8 @@ def capped_for(runs: Runs, tensors: list[Tensor], window: int | None) -> Capped:
     return Capped(torch.tensor(CAP), {window: mask})
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 150])
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(("window", "compiled"), [(None, False), (1, False), (150, True)])
+@pytest.mark.parametrize("kind", ["short", "long", "prefixes"])
 def test_output_and_gradients_equal_padded_attention(plain_implementation, kind, window, compiled):
     runs, tensors = runs_and_tensors(kind)
     in_a_block = torch.compile(attend_capped, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -71,8 +77,29 @@ def test_the_blocks_are_those_of_torch_which_computes_each_pair(kind, window):
     mask = capped_for(runs, tensors, window).masks[window]
     exact = flex_attention.create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
     whole, exact_whole = (blocks_of(own.full_kv_num_blocks, own.full_kv_indices) for own in (mask, exact))
-    assert torch.equal(whole, exact_whole), "blocks of which each query sees each key"
     masked, exact_masked = (blocks_of(own.kv_num_blocks, own.kv_indices) for own in (mask, exact))
+    rows, columns = exact_whole.shape
+    assert not whole[rows:].any() and not masked[rows:].any(), "blocks after the last query"
+    assert not whole[:, columns:].any() and not masked[:, columns:].any(), "blocks after the last key"
+    whole, masked = whole[:rows, :columns], masked[:rows, :columns]
+    assert torch.equal(whole, exact_whole), "blocks of which each query sees each key"
     assert not (masked < exact_masked).any(), "a block with a visible key is missing"
     # Keys between those that the last query of a run and the first of the next one see are in blocks of their own.
-    assert (masked > exact_masked).sum() <= (1 if kind == "prefixes" and window else 0)
+    assert (masked > exact_masked).sum() <= (1 if "prefixes" in kind and window else 0)
+
+
+def test_one_compiled_kernel_serves_all_lengths_and_windows(plain_implementation):
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    attend = torch.compile(attend_capped, fullgraph=True, dynamic=True, backend=backend)
+    for kind in ("prefixes", "short prefixes", "many prefixes"):  # the first has as many blocks of queries as heads
+        runs, tensors = runs_and_tensors(kind)
+        for window in (1, 150):
+            masks = capped_for(runs, tensors, window).masks
+            with torch.no_grad():
+                attend(*tensors, Capped(torch.tensor(CAP), {None: masks[window]}), SCALE, None)
+    assert len(compiled) == 1
