@@ -34,6 +34,5 @@ def rows_of(folder, *, replay: bool) -> list[files.Row]:
 @pytest.mark.gpu
 def test_replayed_routes_bring_policy_and_engine_closer(tmp_path):
     plain, replayed = (rows_of(tmp_path / name, replay=name == "replayed") for name in ("plain", "replayed"))
-    for metric in ("mismatch/kl", "mismatch/max"):  # a token whose experts differ is in most steps, but not in each
-        largest_plain, largest_replayed = (max(row[metric] for row in rows) for rows in (plain, replayed))
-        assert largest_replayed < 0.5 * largest_plain
+    for metric in ("mismatch/kl", "mismatch/max"):  # few tokens of a step may choose other experts
+        assert sum(row[metric] for row in replayed) < 0.5 * sum(row[metric] for row in plain)
