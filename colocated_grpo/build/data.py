@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from colocated_grpo.build.evaluation import Evaluated, read_evaluated
 from colocated_grpo.build.user_code import Guarded, GuardedEpisode, GuardedScorer
 from colocated_grpo.config.adapter_files import adapter_shape
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import is_inline, shape_of
-from colocated_grpo.config.schema import Config
+from colocated_grpo.config.schema import Config, ModelConfig
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.environments.build import PlayedByAgents
 from colocated_grpo.environments.chat import ChatCodec
@@ -100,13 +100,30 @@ def limits_of(config: Config, model: ModelFiles, max_tokens_setting: str = LENGT
 
 def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
     loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    if type(loaded).__name__ == "MistralCommonBackend":
+        loaded = _without_mistral_common(config.model, folder)
     tokenizer = cast(PreTrainedTokenizerBase, loaded)  # a model's own code may bring another class
     template = config.model.chat_template
     if template is not None:
         tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
     elif tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
-        tokenizer.chat_template = json.loads((folder / PROCESSOR_TEMPLATE).read_text())["chat_template"]
+        entries = json.loads((folder / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
+        tokenizer.chat_template = entries.get("chat_template")
     return tokenizer
+
+
+def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of tokenizer.json. Raises ConfigError without that file.
+
+    Where a folder also has Mistral's tekken.json, and mistral-common is installed, which vLLM needs, transformers (5.19)
+    loads a tokenizer without a chat template: prompts would become plain text.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"model.name={model.name!r}: its only tokenizer is Mistral's tekken.json, which has no chat template; add the "
+            "tokenizer.json and chat template of another release of the model"
+        )
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:

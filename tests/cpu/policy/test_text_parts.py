@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import mistral_common
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.build.data import load_tokenizer
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.model_support import refusals
 from colocated_grpo.config.text_parts import text_part
 from colocated_grpo.policy.export import ModelExport
@@ -145,6 +147,20 @@ def test_the_chat_template_of_a_processor_is_used_if_the_tokenizer_has_none(comp
     assert load_tokenizer(config_of(folder), folder).chat_template == "of the processor"
     given = config_of(folder, model={"name": str(folder), "chat_template": "{{ given }}"})
     assert load_tokenizer(given, folder).chat_template == "{{ given }}"
+
+
+def test_a_mistral_with_a_tokenizer_of_its_own_format_keeps_its_chat_template(composite, tmp_path):
+    folder = tmp_path / "whole"
+    shutil.copytree(composite("mistral3"), folder)
+    own = AutoTokenizer.from_pretrained(folder)
+    shutil.copy(Path(mistral_common.__file__).parent / "data/tekken_240911.json", folder / "tekken.json")
+    assert AutoTokenizer.from_pretrained(folder).chat_template is None, "transformers prefers tekken.json"
+    tokenizer = load_tokenizer(config_of(folder), folder)
+    assert tokenizer.chat_template == own.chat_template
+    assert tokenizer.encode("12+3") == own.encode("12+3")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"^model.name='.*': its only tokenizer is Mistral's tekken.json, .*; add the "):
+        load_tokenizer(config_of(folder), folder)
 
 
 @pytest.mark.parametrize(("stored", "tied"), [(True, False), (False, True)])
