@@ -49,7 +49,7 @@ class ModelSize:
     training_flops_per_token: int
 
     def bytes_read(self, tokens: float) -> float:
-        """Return the expected bytes of the weights that a forward pass reads. Tokens choose experts independently."""
+        """Return the expected bytes of weights that a forward pass reads, if tokens choose experts independently."""
         return self.weight_bytes - self.expert_bytes * (1 - self.expert_share) ** tokens
 
 

@@ -115,13 +115,13 @@ def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
 def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of tokenizer.json. Raises ConfigError without that file.
 
-    Where a folder also has Mistral's tekken.json, and mistral-common is installed, which vLLM needs, transformers (5.19)
-    loads a tokenizer without a chat template: prompts would become plain text.
+    If a folder has Mistral's tekken.json, and mistral-common is installed, which vLLM needs, transformers (5.19) loads
+    a tokenizer without a chat template: prompts would become plain text.
     """
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
-            f"model.name={model.name!r}: its only tokenizer is Mistral's tekken.json, which has no chat template; add the "
-            "tokenizer.json and chat template of another release of the model"
+            f"model.name={model.name!r}: its only tokenizer is Mistral's tekken.json, which has no chat template; add "
+            "the tokenizer.json and chat template of another release of the model"
         )
     return PreTrainedTokenizerFast.from_pretrained(folder)
 

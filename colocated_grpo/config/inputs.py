@@ -261,8 +261,8 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
     positions = next((model[key] for key in _POSITION_KEYS if isinstance(model.get(key), int)), None)
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
-    extended = kind in (None, "default", "longrope", "su", "llama3") or model.get("model_type") == "gemma3_text"
-    if positions is None or extended:
+    final = kind in (None, "default", "longrope", "su", "llama3") or model.get("model_type") == "gemma3_text"
+    if positions is None or final:
         return positions  # these do not extend, or state the extended length already
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 

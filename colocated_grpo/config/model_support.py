@@ -71,7 +71,7 @@ class Rule:
 
 RULES = (
     Rule(
-        feature="parts beside the language model, such as a vision tower, other than in the table of text parts",
+        feature="parts beside the language model, such as a vision tower, and no row in the table of text parts",
         examples="Qwen2.5-VL, LLaVA, PaliGemma, Gemma 3n",
         found=lambda whole, text: not has_text_part(whole) and _has_parts(whole),
     ),
@@ -164,11 +164,16 @@ def verdict(config_json: Settings) -> str:
     return f"trains ({name}{left_out(config_json)})"
 
 
-def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool) -> None:
-    """Raise ConfigError with one line if vLLM's engine for CPUs cannot compute the model's attention.
+def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, adapters: bool = False) -> None:
+    """Raise ConfigError with one line if vLLM's engine for CPUs cannot compute the model.
 
-    bfloat16: True if policy and engine compute in this type.
+    bfloat16: True if policy and engine compute in this type. adapters: True if the engine loads them beside the model.
     """
+    if adapters and _experts(text_part(config_json)) > 1:
+        raise ConfigError(
+            f"{setting}: vLLM's engine for CPUs loads no adapter beside a mixture of experts; use the merged model "
+            "(checkpoint.export_merged: true), or a GPU"
+        )
     if has_linear_attention(config_json):
         _check_cpu_states(text_part(config_json), setting, bfloat16)
     unsupported = sorted(head_sizes(config_json) - set(CPU_ENGINE_HEAD_SIZES))

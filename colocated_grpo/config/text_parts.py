@@ -14,8 +14,8 @@ MODULES = {
     ("qwen3_5", "qwen3_5_text"): "Qwen3_5ForCausalLM",
     ("qwen3_5_moe", "qwen3_5_moe_text"): "Qwen3_5MoeForCausalLM",
 }
-"""Model types of the whole and of its text part -> the part's class in transformers and vLLM. For text alone both
-compute the same; in other types the text part may be changed by its surroundings."""
+"""Model types of the whole and of its text part -> the part's class in transformers and vLLM. The part alone computes
+text as the whole does. In pairs that are not listed, the whole may add to what its text part computes."""
 TRAINED_AS = {"qwen3_vl_text": "qwen3"}
 """Model type of a text part -> the type that computes the same for text. Positions of Qwen3-VL have three coordinates,
 which are equal without images."""

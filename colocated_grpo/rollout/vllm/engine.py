@@ -56,8 +56,9 @@ class VLLMEngine:
     def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
         patches.apply("cuda" if world.device.type == "cuda" else "cpu")
         if world.device.type == "cpu":
-            setting = f"model.name={str(folder)!r}"
-            check_cpu_engine(read_config_json(folder), setting, bfloat16=dtype == torch.bfloat16)
+            setting, adapters = f"model.name={str(folder)!r}", bool(config.engine.args.get("enable_lora"))
+            config_json = read_config_json(folder)
+            check_cpu_engine(config_json, setting, bfloat16=dtype == torch.bfloat16, adapters=adapters)
             name_shared_memory(world)
         config = with_max_num_seqs(config, world.size)
         self._on_gpu = world.device.type == "cuda"

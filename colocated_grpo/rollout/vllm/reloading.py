@@ -1,7 +1,8 @@
 """Weights in a form that vLLM can reload layer by layer, as it does for layers that it transforms after loading.
 
-Such a reload counts what the parameters' own loaders receive. vLLM's model of gpt-oss writes stacks of experts and
-attention sinks past them, into parameters that have no storage meanwhile: they would keep their old values, unnoticed.
+During such a reload parameters have no storage, and vLLM sees only what their own weight loaders receive. vLLM's model
+of gpt-oss copies stacked experts and attention sinks into the parameters directly: the copies would be lost, and the
+engine would keep the old values without an error.
 """
 
 from __future__ import annotations

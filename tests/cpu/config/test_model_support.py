@@ -204,6 +204,14 @@ def test_a_head_size_that_the_cpu_engine_lacks_is_one_line():
         check_cpu_engine({"head_dim": 16}, "model.name='x'", bfloat16=False)
 
 
+def test_an_adapter_beside_experts_that_the_cpu_engine_lacks_is_one_line():
+    mixture, setting = {"model_type": "qwen3_moe", "num_experts": 8}, "model.name='x'"
+    check_cpu_engine(mixture, setting, bfloat16=False)
+    check_cpu_engine({"model_type": "qwen3"}, setting, bfloat16=False, adapters=True)
+    with pytest.raises(ConfigError, match=r"^model.name='x': vLLM's engine for CPUs loads no adapter beside a mix"):
+        check_cpu_engine(mixture, setting, bfloat16=False, adapters=True)
+
+
 def test_a_model_of_linear_attention_is_known_by_its_type_where_its_layers_are_not_listed():
     assert has_linear_attention({"model_type": "qwen3_next", "full_attention_interval": 4})
     assert has_linear_attention({"text_config": {"layer_types": ["full_attention", "linear_attention"]}})

@@ -159,7 +159,7 @@ def test_a_mistral_with_a_tokenizer_of_its_own_format_keeps_its_chat_template(co
     assert tokenizer.chat_template == own.chat_template
     assert tokenizer.encode("12+3") == own.encode("12+3")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"^model.name='.*': its only tokenizer is Mistral's tekken.json, .*; add the "):
+    with pytest.raises(ConfigError, match=r"^model.name='.*': its only tokenizer is Mistral's tekken.json, .*; add "):
         load_tokenizer(config_of(folder), folder)
 
 
