@@ -19,13 +19,11 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.policy.conversion import Conversion, read_conversion
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, exported_damage
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.text_part import OwnName, own_names
+from colocated_grpo.runtime.text_part import UNWANTED_FILES, OwnName, own_names, weight_files
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 """Patterns of all files but the weights."""
 WANTED_FILES = [*SMALL_FILES, "*.safetensors"]
-UNWANTED_FILES = ["consolidated*"]
-"""The same weights once more, in Mistral's own format."""
 
 
 def fetch_model(config: ModelConfig, world: World) -> Path:
@@ -91,7 +89,7 @@ class CheckpointReader:
         self._readers: dict[str, Callable[[slice], Tensor]] = {}
         self.shapes: dict[str, torch.Size] = {}
         """By name."""
-        files = sorted(folder.glob("*.safetensors"))
+        files = weight_files(folder)
         for file in files:
             self._add_safetensors(file)
         if not files:

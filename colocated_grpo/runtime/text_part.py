@@ -1,4 +1,4 @@
-"""Settings of the language model in a folder, which may be the text part of a vision-language model."""
+"""Settings and files of the language model in a folder, which may be the text part of a vision-language model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from transformers import AutoConfig, PretrainedConfig
 from colocated_grpo.config.text_parts import TRAINED_AS, has_text_part, module_of, text_name
 
 OUTPUT_LAYER = "lm_head.weight"
+UNWANTED_FILES = ["consolidated*"]
+"""Patterns of files that repeat the weights in Mistral's own format, under other names."""
 
 OwnName = Callable[[str], str | None]
 """From a tensor's name in a checkpoint to its name in the language model alone; None for a tensor of another part."""
@@ -53,8 +55,14 @@ def own_names(folder: Path) -> OwnName:
     return text_name if has_text_part(whole) else lambda name: name
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files with the weights as transformers names them."""
+    files = sorted(folder.glob("*.safetensors"))
+    return [file for file in files if not any(file.match(pattern) for pattern in UNWANTED_FILES)]
+
+
 def _has_output_layer(folder: Path) -> bool:
-    for file in folder.glob("*.safetensors"):
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             if any(text_name(name) == OUTPUT_LAYER for name in tensors.keys()):  # noqa: SIM118 (no dict)
                 return True

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime.text_part import OwnName, own_names, read_text_config
+from colocated_grpo.runtime.text_part import OwnName, own_names, read_text_config, weight_files
 
 GIB = 1 << 30
 MAX_NUM_SEQS = 512
@@ -113,7 +113,7 @@ def kv_bytes_per_token(hf_config: PretrainedConfig, itemsize: int, tensor_parall
 
 def weight_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:
     """Bytes of the model's weights on one rank of the engine, in the engine's type."""
-    if files := [*folder.glob("*.safetensors")]:
+    if files := weight_files(folder):
         own_name = own_names(folder)
         total = sum(_count_elements(file, own_name) for file in files) * dtype.itemsize
     else:  # pickled files give no element count before they are read; assume 16 bits, the smallest type in use

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, Qwen3Config
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.model import build_empty, read_model_config
 from colocated_grpo.rollout.vllm.kv_budget import (
     BLOCK,
@@ -95,6 +96,16 @@ def test_weight_bytes_are_counted_once_in_the_engines_type(tmp_path, folder, kep
     )
     (tmp_path / "model.safetensors").unlink()
     assert weight_bytes(config_of(tmp_path), tmp_path, dtype) >= numbers * dtype.itemsize
+
+
+def test_weights_that_a_folder_repeats_in_mistrals_own_format_count_once(tmp_path, folder):
+    tensors = load_file(folder / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    once, shapes = weight_bytes(config_of(tmp_path), tmp_path, torch.bfloat16), CheckpointReader(tmp_path).shapes
+    save_file({f"own.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "consolidated.safetensors")
+    assert weight_bytes(config_of(tmp_path), tmp_path, torch.bfloat16) == once
+    assert CheckpointReader(tmp_path).shapes == shapes
 
 
 def test_weight_bytes_of_a_text_part_are_those_of_the_text_model(tmp_path):
