@@ -7,10 +7,10 @@ possible micro-batch with every block recomputed: what does not fit by this arit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from colocated_grpo.config.lora import ALL_LINEAR, LoRAConfig
+from colocated_grpo.config.lora import LoRAConfig
 from colocated_grpo.config.schema import Config
 from colocated_grpo.tools.doctor.parameters import Sizes
 
@@ -18,6 +18,8 @@ MASTER = GRADIENT = 4
 OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 """Optimizer -> bytes of state per trained parameter."""
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+STATE_BYTES = 4
+"""Bytes of a number in a recurrent state, as in rollout/vllm/kv_budget.py."""
 ENGINE_RESERVE = 6 << 30
 """Memory that an engine on a GPU keeps free for its activations and CUDA graphs, as in rollout/vllm/kv_budget.py."""
 
@@ -97,33 +99,25 @@ def trained_parameters(config: Config, sizes: Sizes) -> int:
     if config.policy.lora is not None:
         return 0
     layers = config.policy.train_layers
-    return sizes.total if layers is None else len(layers) * sizes.block
+    return sizes.total if layers is None else sum(block.total for block in sizes.chosen(layers))
 
 
 def adapter_parameters(lora: LoRAConfig | None, sizes: Sizes) -> int:
     """Return the number of parameters of an adapter's factors."""
-    return (
-        0
-        if lora is None
-        else sum(lora.rank * sum(shape) for shape in _adapted(lora, sizes).values()) * _count(lora, sizes)
-    )
+    return 0 if lora is None else sum(lora.rank * sum(shape) for shape in _adapted(lora, sizes))
 
 
 def adapted_parameters(lora: LoRAConfig | None, sizes: Sizes) -> int:
     """Return the number of parameters of the layers that have an adapter."""
-    return 0 if lora is None else sum(a * b for a, b in _adapted(lora, sizes).values()) * _count(lora, sizes)
+    return 0 if lora is None else sum(inputs * outputs for inputs, outputs in _adapted(lora, sizes))
 
 
-def _adapted(lora: LoRAConfig, sizes: Sizes) -> Mapping[str, tuple[int, int]]:
-    """Return the layers of a block that have an adapter: all linear ones, if they are not given as known names."""
-    targets = lora.target_modules
-    if targets == ALL_LINEAR or isinstance(targets, str) or not set(targets) <= set(sizes.linear):
-        return sizes.linear
-    return {name: sizes.linear[name] for name in targets}
-
-
-def _count(lora: LoRAConfig, sizes: Sizes) -> int:
-    return sizes.blocks if lora.layers is None else len(lora.layers)
+def _adapted(lora: LoRAConfig, sizes: Sizes) -> Iterator[tuple[int, int]]:
+    """Yield inputs and outputs of the layers that have an adapter: all linear ones, unless known names are given."""
+    targets, known = lora.target_modules, {name for block in sizes.blocks for name in block.linear}
+    everything = isinstance(targets, str) or not set(targets) <= known
+    for block in sizes.chosen(lora.layers):
+        yield from (shape for name, shape in block.linear.items() if everything or name in targets)
 
 
 def _has_reference(config: Config) -> bool:
@@ -142,14 +136,15 @@ def _gathered(config: Config, sizes: Sizes, place: Placement, compute: int) -> i
         return compute * trained_parameters(config, sizes)  # no FSDP: frozen weights are used where they are
     if place.shards(config) == 1 and not config.policy.cpu_offload:
         return compute * sizes.total
-    return compute * (sizes.outside + 2 * sizes.block)
+    return compute * (sizes.outside + 2 * sizes.largest.total)
 
 
 def _activations(config: Config, sizes: Sizes, compute: int) -> int:
     """Return the bytes of one micro-batch: the inputs of all blocks, one block's own, and a chunk's logits twice."""
     size = config.batch.max_tokens_per_micro_batch
     tokens = config.max_sequence_tokens if size == "auto" else size
-    per_token = compute * (sizes.blocks * sizes.hidden + 6 * sizes.hidden + 3 * sizes.intermediate)
+    own = max(block.activations(sizes.hidden) for block in sizes.blocks)
+    per_token = compute * (len(sizes.blocks) * sizes.hidden + own)
     return tokens * per_token + 2 * 4 * min(tokens, config.policy.logprob_chunk_tokens) * sizes.vocab
 
 
@@ -176,10 +171,13 @@ def _generation(config: Config, sizes: Sizes, place: Placement, weights: int) ->
 
 
 def kv_bytes_per_sequence(config: Config, sizes: Sizes, place: Placement) -> int:
-    """Return the bytes of a sequence of full length in the KV cache of one rank."""
-    tokens = config.engine.max_model_len or config.max_sequence_tokens
-    whole = 2 * sizes.blocks * sizes.kv_width * engine_bytes(config, place) * tokens
-    return whole // config.engine.tensor_parallel_size
+    """Return the bytes of a sequence of full length in the KV cache of one rank, with its recurrent states."""
+    tokens, itemsize = config.engine.max_model_len or config.max_sequence_tokens, engine_bytes(config, place)
+    parts = [block.attention for block in sizes.blocks]
+    ranks = config.engine.tensor_parallel_size
+    keys = sum(max(part.kv_width // ranks, sizes.head_size) for part in parts if part.kv_width)
+    states = sum(part.window * part.channels * itemsize + part.state * STATE_BYTES for part in parts)
+    return 2 * keys * itemsize * tokens + states // ranks
 
 
 def run_folder_bytes(config: Config, sizes: Sizes, place: Placement) -> int:

@@ -2,97 +2,212 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from colocated_grpo.config.model_support import has_linear_attention
+from colocated_grpo.config.model_support import DELTA_RULE_TYPES, has_linear_attention
 from colocated_grpo.config.text_parts import text_part
 
 TIED_BY_DEFAULT = ("gemma", "gpt2")
 """Families whose config.json may leave out that the output layer is the embedding matrix."""
 UNGATED = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
 """Model types whose MLP has two linear layers, not three."""
+FULL_ATTENTION_INTERVAL = 4
+"""transformers' value where config.json states neither it nor the types of the layers."""
+
+LinearLayers = Mapping[str, tuple[int, int]]
+"""Name of a linear layer, Llama's where models differ -> its inputs and outputs, one of which is the hidden size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Attention of a block: full, with keys and values, or linear, with a convolution and a recurrent state."""
+
+    linear: LinearLayers
+    kv_width: int = 0
+    """Keys of one token: key-value heads times head size."""
+    channels: int = 0
+    """Those of the convolution."""
+    window: int = 0
+    """Tokens that the convolution sees before the current one."""
+    state: int = 0
+    """Numbers in the recurrent state of one sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """MLP of a block, or its mixture of experts."""
+
+    linear: LinearLayers
+    """Layers that every token passes."""
+    experts: int = 0
+    """Parameters of all other experts and their router."""
+    routed: int = 0
+    """Activations of one token in those of these experts that it passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    attention: Attention
+    mlp: Mlp
+
+    @cached_property
+    def linear(self) -> LinearLayers:
+        """Linear layers. Experts that not every token passes are not here."""
+        return {**self.attention.linear, **self.mlp.linear}
+
+    @cached_property
+    def total(self) -> int:
+        linear = sum(inputs * outputs for inputs, outputs in self.linear.values())
+        return linear + self.attention.channels * (self.attention.window + 1) + self.mlp.experts
+
+    def activations(self, hidden: int) -> int:
+        """Return the numbers of one token that the backward pass needs at least.
+
+        These are the inputs of linear layers, the results of both norms among them, and the inputs of attention and
+        activation functions. hidden: the model's hidden size.
+        """
+        inner = sum(inputs + outputs - hidden for inputs, outputs in self.linear.values())
+        return 2 * hidden + inner + self.attention.channels + self.mlp.routed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Parameters of a decoder, by part."""
 
-    blocks: int
+    blocks: Sequence[Block]
     hidden: int
-    intermediate: int
+    head_size: int
     vocab: int
     outside: int
     """Parameters outside the blocks: embeddings and output layer."""
-    linear: Mapping[str, tuple[int, int]]
-    """Linear layers of a block with their inputs and outputs, under Llama's names. Experts of a block are not here."""
-    experts: int
-    """Parameters of the experts of a block."""
-    dense_blocks: int
-    """Difference that the first blocks of a mixture make by having a dense MLP instead of experts, all together."""
-    kv_width: int
-    """Keys of one token in one block: key-value heads times head size."""
 
-    @property
-    def block(self) -> int:
-        return sum(inputs * outputs for inputs, outputs in self.linear.values()) + self.experts
-
-    @property
+    @cached_property
     def total(self) -> int:
-        return self.outside + self.blocks * self.block + self.dense_blocks
+        return self.outside + sum(block.total for block in self.blocks)
+
+    @cached_property
+    def largest(self) -> Block:
+        """The block of the most parameters."""
+        return max(self.blocks, key=lambda block: block.total)
+
+    def chosen(self, layers: Collection[int] | None) -> Sequence[Block]:
+        """Return the blocks of these indices; None: all."""
+        return self.blocks if layers is None else [self.blocks[index] for index in layers if index < len(self.blocks)]
 
 
 def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
-    """Return the sizes of the model; None if config.json does not state them, or has layers of linear attention."""
-    if has_linear_attention(config_json):
-        return None
+    """Return the sizes of the model; None if config.json does not state them, or has an unknown linear attention."""
     model = text_part(config_json)
     hidden = _first(model, "hidden_size", "n_embd")
-    blocks = _first(model, "num_hidden_layers", "n_layer")
+    num_blocks = _first(model, "num_hidden_layers", "n_layer")
     heads = _first(model, "num_attention_heads", "n_head")
     vocab = _first(model, "vocab_size")
-    if not (hidden and blocks and heads and vocab):
+    if not (hidden and num_blocks and heads and vocab):
         return None
     head_size = _first(model, "head_dim") or hidden // heads
+    attention = {False: _full_attention(model, hidden, heads, head_size)}
+    linear_layers = _linear_layers(model, num_blocks)
+    if has_linear_attention(config_json):
+        linear_attention = _linear_attention(model, hidden)
+        if linear_attention is None:
+            return None
+        attention[True] = linear_attention
+    mlp = {True: _dense(model, hidden), False: _mixture(model, hidden)}
+    kinds = list(zip(linear_layers, _dense_layers(model, num_blocks), strict=True))
+    block_of = {kind: Block(attention=attention[kind[0]], mlp=mlp[kind[1]]) for kind in set(kinds)}
+    return Sizes(
+        blocks=[block_of[kind] for kind in kinds],
+        hidden=hidden,
+        head_size=head_size,
+        vocab=vocab,
+        outside=vocab * hidden * (1 if _is_tied(config_json, model) else 2) + _positions(model) * hidden,
+    )
+
+
+def _linear_layers(model: Mapping[str, Any], num_blocks: int) -> list[bool]:
+    """Return for each block whether its attention is linear."""
+    if model.get("model_type") not in DELTA_RULE_TYPES:
+        return [False] * num_blocks
+    # The released Qwen3-Next states an interval instead of the layers' types.
+    interval = _first(model, "full_attention_interval") or FULL_ATTENTION_INTERVAL
+    types = model.get("layer_types") or []
+    stated = {index: kind == "linear_attention" for index, kind in enumerate(types)}
+    return [stated.get(index, (index + 1) % interval != 0) for index in range(num_blocks)]
+
+
+def _full_attention(model: Mapping[str, Any], hidden: int, heads: int, head_size: int) -> Attention:
     kv_width = (_first(model, "num_key_value_heads") or heads) * head_size
-    intermediate = _first(model, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    gated = model.get("model_type") in DELTA_RULE_TYPES  # q_proj also returns a gate of each output
     linear = {
-        "q_proj": (hidden, heads * head_size),
+        "q_proj": (hidden, heads * head_size * (2 if gated else 1)),
         "k_proj": (hidden, kv_width),
         "v_proj": (hidden, kv_width),
         "o_proj": (heads * head_size, hidden),
     }
-    experts = _experts(model, hidden, intermediate)
-    dense = _shared(model) if experts else intermediate
-    num_dense_blocks = _first(model, "first_k_dense_replace") or 0 if experts else 0
-    if dense:
-        gate = {} if model.get("model_type") in UNGATED else {"gate_proj": (hidden, dense)}
-        linear |= gate | {"up_proj": (hidden, dense), "down_proj": (dense, hidden)}
-    return Sizes(
-        blocks=blocks,
-        hidden=hidden,
-        intermediate=dense or intermediate,
-        vocab=vocab,
-        outside=vocab * hidden * (1 if _is_tied(config_json, model) else 2) + _positions(model) * hidden,
-        linear=linear,
-        experts=experts,
-        dense_blocks=num_dense_blocks * (3 * hidden * (intermediate - dense) - experts),
-        kv_width=kv_width,
+    return Attention(linear=linear, kv_width=kv_width)
+
+
+def _linear_attention(model: Mapping[str, Any], hidden: int) -> Attention | None:
+    """Return the gated delta rule of Qwen3-Next and Qwen 3.5; None for others, or if sizes are missing."""
+    if model.get("model_type") not in DELTA_RULE_TYPES:
+        return None
+    key_heads, value_heads = (_first(model, f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    key_size, value_size = (_first(model, f"linear_{kind}_head_dim") for kind in ("key", "value"))
+    kernel = _first(model, "linear_conv_kernel_dim")
+    if not (key_heads and value_heads and key_size and value_size and kernel):
+        return None
+    values = value_heads * value_size
+    channels = 2 * key_heads * key_size + values
+    if model.get("model_type") == "qwen3_next":
+        inputs = {"in_proj_qkvz": channels + values, "in_proj_ba": 2 * value_heads}
+    else:
+        inputs = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": value_heads, "in_proj_a": value_heads}
+    linear = {name: (hidden, outputs) for name, outputs in inputs.items()} | {"out_proj": (values, hidden)}
+    state = value_heads * key_size * value_size
+    return Attention(linear=linear, channels=channels, window=kernel - 1, state=state)
+
+
+def _dense_layers(model: Mapping[str, Any], num_blocks: int) -> list[bool]:
+    """Return for each block whether it has an MLP instead of experts."""
+    if not _num_experts(model):
+        return [True] * num_blocks
+    first = _first(model, "first_k_dense_replace") or 0
+    step = _first(model, "decoder_sparse_step") or 1
+    listed = set(model.get("mlp_only_layers") or ())
+    return [index < first or index in listed or (index + 1) % step != 0 for index in range(num_blocks)]
+
+
+def _dense(model: Mapping[str, Any], hidden: int) -> Mlp:
+    return Mlp(linear=_mlp_layers(model, hidden, _intermediate(model, hidden)))
+
+
+def _mixture(model: Mapping[str, Any], hidden: int) -> Mlp:
+    count = _num_experts(model)
+    size = _first(model, "moe_intermediate_size") or _intermediate(model, hidden)
+    shared = _first(model, "shared_expert_intermediate_size")
+    width = shared or (_first(model, "n_shared_experts") or 0) * size
+    linear = _mlp_layers(model, hidden, width) if width else {}
+    return Mlp(
+        linear=linear | ({"shared_expert_gate": (hidden, 1)} if shared else {}),
+        experts=count * (3 * hidden * size + hidden),
+        routed=(_first(model, "num_experts_per_tok") or 1) * (hidden + 3 * size),
     )
 
 
-def _experts(model: Mapping[str, Any], hidden: int, intermediate: int) -> int:
-    """Return the parameters of a block's experts and their router; 0 for a dense model."""
-    count = _first(model, "num_experts", "num_local_experts", "n_routed_experts") or 0
-    size = _first(model, "moe_intermediate_size") or intermediate
-    return count * (3 * hidden * size + hidden)
+def _mlp_layers(model: Mapping[str, Any], hidden: int, width: int) -> LinearLayers:
+    gate = {} if model.get("model_type") in UNGATED else {"gate_proj": (hidden, width)}
+    return gate | {"up_proj": (hidden, width), "down_proj": (width, hidden)}
 
 
-def _shared(model: Mapping[str, Any]) -> int:
-    """Return the width of a block's shared experts, which every token passes; 0 without any."""
-    separate = (_first(model, "n_shared_experts") or 0) * (_first(model, "moe_intermediate_size") or 0)
-    return _first(model, "shared_expert_intermediate_size") or separate
+def _intermediate(model: Mapping[str, Any], hidden: int) -> int:
+    return _first(model, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+
+
+def _num_experts(model: Mapping[str, Any]) -> int:
+    return _first(model, "num_experts", "num_local_experts", "n_routed_experts") or 0
 
 
 def _is_tied(config_json: Mapping[str, Any], model: Mapping[str, Any]) -> bool:

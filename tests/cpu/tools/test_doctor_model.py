@@ -1,4 +1,4 @@
-"""The doctor's checks of the model: numbers of parameters, memory and disk by arithmetic, incomplete folders."""
+"""The doctor's checks of the model: memory and disk by arithmetic, incomplete folders."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from colocated_grpo.config.lora import LoRAConfig
 from colocated_grpo.rollout.vllm import kv_budget
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tools.doctor.footprint import (
     ENGINE_RESERVE,
     Placement,
-    adapter_parameters,
     footprint,
     run_folder_bytes,
 )
@@ -30,70 +25,14 @@ from colocated_grpo.tools.doctor.model_checks import (
 )
 from colocated_grpo.tools.doctor.parameters import sizes_of
 from colocated_grpo.tools.doctor.results import GIB
-from colocated_grpo.tools.make_model import ARCHITECTURES, model_config
-from colocated_grpo.tools.shapes import SHAPES
 from tests.support.config_text import load
 from tests.support.doctor import TWO_H200, fake_nvidia_smi, python_on_small_disk, subject_of
+from tests.support.real_sizes import config_json
 from tests.support.small_policy import config_of
 
-TOKENIZER = build_char_tokenizer()
 H100 = Placement(ranks=1, on_gpu=True, device_bytes=80 * GIB)
 ON_CPU = Placement(ranks=1, on_gpu=False, device_bytes=0)
-LINEAR_ATTENTION = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 SHORT = "rollout: {max_prompt_tokens: 512, max_completion_tokens: 512}\n"
-
-
-def config_json(shape: str = "qwen3-8b", architecture: str = "qwen3") -> dict:
-    """Return the config.json of a model of real size."""
-    sizes = replace(SHAPES[shape], architecture=architecture)
-    return model_config(sizes, TOKENIZER, settings={"vocab_size": sizes.vocab}).to_dict()
-
-
-def parameters_of(config: dict) -> int:
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    model.tie_weights()
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def test_the_sizes_of_a_whole_model_are_those_of_its_text_part():
-    """The entries are those that the released Gemma 3 4B states."""
-    stated = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
-    vision = {"vision_config": AutoConfig.for_model("siglip_vision_model").to_dict()}
-    sizes = sizes_of({"model_type": "gemma3", "text_config": stated, **vision})
-    assert sizes.total == pytest.approx(parameters_of(AutoConfig.for_model(**stated).to_dict()), rel=2e-3)
-
-
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in LINEAR_ATTENTION])
-def test_parameters_are_counted_from_config_json_alone(architecture):
-    config = config_json("qwen3-1.7b", architecture)
-    sizes = sizes_of(json.loads(json.dumps(config)))
-    assert sizes.total == pytest.approx(parameters_of(config), rel=2e-3)
-
-
-def test_parameters_of_a_mixture_of_experts_are_counted():
-    changes = {"num_experts": 16, "moe_intermediate_size": 768, "num_hidden_layers": 4, "hidden_size": 1024}
-    config = AutoConfig.for_model("qwen3_moe", **changes).to_dict()
-    assert sizes_of(config).total == pytest.approx(parameters_of(config), rel=2e-3)
-
-
-@pytest.mark.parametrize("architecture", LINEAR_ATTENTION)
-def test_layers_of_linear_attention_have_sizes_that_are_not_known(architecture):
-    assert sizes_of(config_json("qwen3-1.7b", architecture)) is None
-
-
-def test_a_config_json_without_sizes_gives_none():
-    assert sizes_of({"model_type": "mystery"}) is None
-
-
-def test_an_adapter_s_parameters_are_those_of_its_layers():
-    sizes = sizes_of(config_json())
-    everything = adapter_parameters(LoRAConfig(rank=8), sizes)
-    assert everything == 8 * 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
-    half = adapter_parameters(LoRAConfig(rank=8, layers=list(range(18))), sizes)
-    assert half == everything / 2
-    queries = adapter_parameters(LoRAConfig(rank=8, target_modules=["q_proj", "v_proj"]), sizes)
-    assert queries == 8 * 36 * (4096 + 4096 + 4096 + 1024)
 
 
 @pytest.mark.parametrize(
