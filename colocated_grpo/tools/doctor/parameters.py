@@ -197,7 +197,7 @@ def _mixture(model: Mapping[str, Any], hidden: int) -> Mlp:
     )
 
 
-def _mlp_layers(model: Mapping[str, Any], hidden: int, width: int) -> LinearLayers:
+def _mlp_layers(model: Mapping[str, Any], hidden: int, width: int) -> dict[str, tuple[int, int]]:
     gate = {} if model.get("model_type") in UNGATED else {"gate_proj": (hidden, width)}
     return gate | {"up_proj": (hidden, width), "down_proj": (width, hidden)}
 
