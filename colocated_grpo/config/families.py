@@ -24,6 +24,8 @@ class Family:
     experts: bool = False
     scores: Literal["plain", "sinks", "capped"] = "plain"
     """How attention differs from a softmax of the scores."""
+    latent: bool = False
+    """True if keys and values are computed from one vector for each token."""
     states: bool = False
     """True if some layers are linear attention."""
     transformers: str = "5.0"
@@ -115,6 +117,15 @@ FAMILIES = (
         path="load_weights",
         heads=(128,),
         experts=True,
+    ),
+    Family(
+        name="DeepSeek-V3, Moonlight",
+        architecture="deepseek_v3",
+        model_type="deepseek_v3",
+        path="load_weights",
+        heads=(128, 192),
+        experts=True,
+        latent=True,
     ),
     Family(name="GPT-2", architecture="gpt2", model_type="gpt2", path="load_weights", heads=(64,)),
 )

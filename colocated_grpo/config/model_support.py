@@ -44,14 +44,20 @@ ENCODER_TYPES = _types(
 SINK_TYPES = _types("gpt_oss granite_swa")
 """Models with attention sinks: config.json does not show them."""
 EXPERT_TYPES = _types("dbrx dots1")
-TRAINED_EXPERT_TYPES = _types("glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next")
+TRAINED_EXPERT_TYPES = _types(
+    "deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next"
+)
 """Mixtures of experts whose checkpoints `policy.conversion` reads and writes."""
+LATENT_TYPES = _types("deepseek_v3")
+"""Models with latent attention that the tests train."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 COMPOSITE = ("text_config", *OTHER_PARTS)
 COMPOSITE_TYPES = _types("blt fuyu got_ocr2 gemma4_assistant gemma4_unified_assistant")
 RENAMED_TYPES = _types("gpt_neox hrm_text")
 
 CPU_ENGINE_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_ENGINE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""Sizes of latent attention that the kernel for CPUs is compiled for, which are those of released models."""
 CPU_ENGINE_STATE_SIZES = (64, 128)
 """Sizes of the heads of linear attention with which the tests ran it."""
 
@@ -77,7 +83,7 @@ RULES = (
     ),
     Rule(
         feature="a mixture of experts of another kind than in the tested families",
-        examples="DeepSeek-V3, Granite MoE, Llama 4",
+        examples="DeepSeek-V2, Granite MoE, Llama 4",
         found=lambda whole, text: _experts(text) > 1 and text.get("model_type") not in TRAINED_EXPERT_TYPES,
     ),
     Rule(
@@ -92,9 +98,9 @@ RULES = (
         found=lambda whole, text: "chunked_attention" in _layer_types(text) or text.get("attention_chunk_size"),
     ),
     Rule(
-        feature="latent attention: its keys and values have different head sizes",
-        examples="DeepSeek-V3, MiniCPM3",
-        found=lambda whole, text: text.get("kv_lora_rank"),
+        feature="latent attention other than in DeepSeek-V3",
+        examples="DeepSeek-V2, DeepSeek-V3.2, MiniCPM3",
+        found=lambda whole, text: text.get("kv_lora_rank") and text.get("model_type") not in LATENT_TYPES,
     ),
     Rule(
         feature="attention to later tokens",
@@ -176,6 +182,9 @@ def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, ada
         )
     if has_linear_attention(config_json):
         _check_cpu_states(text_part(config_json), setting, bfloat16)
+    if has_latent_attention(config_json):
+        _check_cpu_sizes(text_part(config_json), setting, {key: (size,) for key, size in CPU_ENGINE_LATENT.items()})
+        return
     unsupported = sorted(head_sizes(config_json) - set(CPU_ENGINE_HEAD_SIZES))
     if unsupported:
         raise ConfigError(
@@ -190,11 +199,17 @@ def _check_cpu_states(text: Settings, setting: str, bfloat16: bool) -> None:
             f"{setting}: vLLM's engine for CPUs has linear attention in bfloat16 only; set "
             "policy.compute_dtype: bfloat16"
         )
-    for key in ("linear_key_head_dim", "linear_value_head_dim"):
-        if text.get(key) not in CPU_ENGINE_STATE_SIZES:
+    _check_cpu_sizes(
+        text, setting, dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), CPU_ENGINE_STATE_SIZES)
+    )
+
+
+def _check_cpu_sizes(text: Settings, setting: str, supported: Mapping[str, tuple[int, ...]]) -> None:
+    for key, sizes in supported.items():
+        if text.get(key) not in sizes:
             raise ConfigError(
                 f"{setting}: {key}={text.get(key)}, but vLLM's engine for CPUs supports "
-                f"{', '.join(map(str, CPU_ENGINE_STATE_SIZES))}; train on a GPU, or choose another model"
+                f"{', '.join(map(str, sizes))}; train on a GPU, or choose another model"
             )
 
 
@@ -205,9 +220,19 @@ def has_linear_attention(config_json: Settings) -> bool:
     return "linear_attention" in _layer_types(text) or text.get("model_type") in DELTA_RULE_TYPES
 
 
+def has_latent_attention(config_json: Settings) -> bool:
+    """Return True if keys and values of all heads are computed from one vector, which the engine caches."""
+    return bool(text_part(config_json).get("kv_lora_rank"))
+
+
 def head_sizes(config_json: Settings) -> set[int]:
-    """Return the sizes of the attention heads of all layers; empty if config.json does not state them."""
+    """Return the sizes of the attention heads of all layers; empty if config.json does not state them.
+
+    In latent attention, heads of queries and keys have one size and those of values another.
+    """
     text = text_part(config_json)
+    if has_latent_attention(config_json):
+        return {text["qk_nope_head_dim"] + text["qk_rope_head_dim"], text["v_head_dim"]}
     heads, width = (text.get(key) or text.get(other) for key, other in _HEAD_KEYS)
     size = text.get("head_dim") or (heads and width and width // heads)
     if not size:

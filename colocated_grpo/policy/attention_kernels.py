@@ -1,9 +1,10 @@
 """Causal attention of runs of queries to runs of keys: one function per kernel.
 
-Each takes query [T, H, D], key and value [E, K, D] and returns [T, H, D]. The last query of a run sees all of its keys.
+Each takes query [T, H, D], key and value [E, K, D] and returns [T, H, D]. `attend_varlen` and `attend_padded` also take
+values [E, K, V] with smaller heads, and return [T, H, V]. The last query of a run sees all of its keys.
 
 Shapes: T queries, E keys, N runs of consecutive queries, L queries of the longest run, M keys of the run with the most
-keys, H query heads, K key-value heads, D head size.
+keys, H query heads, K key-value heads, D head size, V head size of values.
 """
 
 from __future__ import annotations
@@ -54,10 +55,13 @@ def attend_varlen(
     """Attend with torch's FlashAttention 2, and over padded runs where it has no kernel for the head size."""
     if query.shape[-1] > MAX_VARLEN_HEAD:
         return attend_padded(query, key, value, runs, scaling, window)
+    size = value.shape[-1]
+    if size < query.shape[-1]:  # the kernel has heads of one size only
+        value = F.pad(value, (0, query.shape[-1] - size))
     # Causal is (-1, 0). A window of w tokens includes the token itself; the kernel counts only those to its left.
     left = -1 if window is None else window - 1
     boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
-    return _varlen(query, key, value, *boundaries, scale=scaling, window_size=(left, 0))
+    return _varlen(query, key, value, *boundaries, scale=scaling, window_size=(left, 0))[..., :size]
 
 
 def attend_with_sinks(

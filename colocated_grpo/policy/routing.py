@@ -35,7 +35,7 @@ def softmax_of_chosen(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Ten
 
 
 def sigmoid_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Return the experts' scores without the bias that is only for choosing, as in GLM-4.5."""
+    """Return the experts' scores without the bias that is only for choosing, as in DeepSeek-V3 and GLM-4.5."""
     weights_TK = logits_TE.sigmoid().gather(1, experts_TK)
     if router.norm_topk_prob:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -43,6 +43,7 @@ def sigmoid_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tenso
 
 
 WEIGHTS: dict[str, Weigh] = {
+    "deepseek_v3": sigmoid_weights,
     "glm4_moe": sigmoid_weights,
     "gpt_oss": softmax_of_chosen,
     "mixtral": softmax_weights,

@@ -44,6 +44,7 @@ ARCHITECTURES = {
     "mistral": "mistral",
     "gpt2": "gpt2",
     "gemma4": "gemma4_text",
+    "deepseek_v3": "deepseek_v3",
     "gpt_oss": "gpt_oss",
     "glm4": "glm4",
     "glm4_moe": "glm4_moe",
@@ -130,6 +131,11 @@ def _size_arguments(shape: Shape) -> dict[str, object]:
         "intermediate_size": shape.intermediate,
         "max_position_embeddings": shape.max_positions,
     }
+    if shape.architecture == "deepseek_v3":
+        # All heads have keys of their own, and defaults are the sizes of a model of 671 B parameters.
+        del sizes["head_dim"]
+        heads = {"qk_nope_head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
+        sizes |= {"num_key_value_heads": shape.heads, "q_lora_rank": None, **heads}
     if shape.architecture == "olmoe":
         del sizes["head_dim"]  # its heads divide the hidden size
     if shape.architecture == "gemma4":

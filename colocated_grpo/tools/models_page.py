@@ -83,6 +83,8 @@ def _cells(family: Family) -> list[str]:
 def flash_attention_4(family: Family) -> str:
     from colocated_grpo.policy.fa4 import HEAD_SIZES
 
+    if family.latent:
+        return "no: values have smaller heads than keys"
     if family.scores != "plain":
         return {"sinks": "no: attention sinks", "capped": "no: capped scores"}[family.scores]
     usable = [size for size in family.heads if size in HEAD_SIZES]
@@ -96,6 +98,8 @@ def shortcuts(family: Family) -> list[str]:
     """Return the engine's own code paths that the family's released models use on a GPU."""
     from colocated_grpo.rollout.vllm.decode_attention import HEAD_SIZES
 
+    if family.latent:
+        return []
     names = [] if family.windows or family.states else ["steady decode"]
     usable = [size for size in family.heads if size in HEAD_SIZES and family.scores == "plain"]
     if usable:

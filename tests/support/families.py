@@ -73,6 +73,8 @@ YARN = {
 }
 """vLLM's table of rotary angles ends at 32 * 64 positions, which are those of the small models."""
 DENSE_FIRST_LAYER = {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+LATENT = {"n_group": 2, "topk_group": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""vLLM's engine for CPUs has these two sizes only."""
 GPT_OSS = (
     MIXED_WINDOWS
     | UNTIED
@@ -108,6 +110,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2} | ALIGNED,
     "gpt_oss": GPT_OSS,
     "glm4_moe": DENSE_FIRST_LAYER | SMALL_EXPERTS | UNTIED,
+    "deepseek_v3": DENSE_FIRST_LAYER | SMALL_EXPERTS | UNTIED | LATENT,
 }
 """By architecture. Models that the tests train, all of them rows of docs/models.md."""
 HYBRIDS = ("qwen3_next",)

@@ -14,7 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from colocated_grpo.config.model_support import check_cpu_engine, has_linear_attention
+from colocated_grpo.config.model_support import check_cpu_engine, has_latent_attention, has_linear_attention
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.text_parts import has_text_part, text_part
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
@@ -72,7 +72,9 @@ class VLLMEngine:
         self._worker = self._engine.model_executor.driver_worker.worker
         assert config.engine.max_num_seqs is not None  # with_max_num_seqs has set it
         self.max_num_seqs: int = config.engine.max_num_seqs
-        self.transforms_weights = bool(arguments.get("quantization")) or _repacks_experts(self.model)
+        # Latent attention decodes with products that vLLM makes of a projection after loading it.
+        absorbs = self._engine.vllm_config.model_config.use_mla
+        self.transforms_weights = bool(arguments.get("quantization")) or absorbs or _repacks_experts(self.model)
         self._requests: Requests = (MixedRequests if needs_text(config) else CoreRequests)(self._engine)
         self._routes = _request_routes(self._engine, self._worker) if config.policy.routing_replay else None
         self.adapters = Adapters(self._engine)
@@ -234,6 +236,9 @@ def _engine_arguments(
     else:
         # With chunked prefill vLLM rewinds the generator of a seeded request, which CPU generators do not support.
         arguments["enable_chunked_prefill"] = False
+        if has_latent_attention(config_json):
+            # The default on processors with AMX computes in bfloat16 only, and keeps no weights to reload.
+            arguments["attention_backend"] = "CPU_MLA"
     arguments |= kv_cache_arguments(config, folder, dtype, world.device) | engine.args
     if has_text_part(config_json):
         arguments |= text_part_arguments(folder, arguments, trust_remote_code=config.model.trust_remote_code)

@@ -106,6 +106,8 @@ def kv_bytes_per_token(hf_config: PretrainedConfig, itemsize: int, tensor_parall
     """Bytes of one token's keys and values over all layers, on one rank of the engine."""
     text = hf_config.get_text_config()
     layers = text.num_hidden_layers - _layer_types(text).count("linear_attention")
+    if latent := getattr(text, "kv_lora_rank", None):  # keys and values of all heads are computed from it on each rank
+        return layers * (latent + text.qk_rope_head_dim) * itemsize
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * layers * max(1, heads // tensor_parallel_size) * head_size * itemsize

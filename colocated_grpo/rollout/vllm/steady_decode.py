@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
 from colocated_grpo.rollout.vllm.patches import STEADY_SCHEDULE, STEADY_UPDATE
@@ -28,11 +28,15 @@ NOTHING = np.empty(0, dtype=np.float32)
 
 
 def is_supported(scheduler: Scheduler) -> bool:
-    """True for one full-attention cache group without speculation, connectors, pipeline or context parallelism."""
+    """True for one full-attention cache group without speculation, connectors, pipeline or context parallelism.
+
+    Latent attention is left to vLLM: no GPU has run steady steps with it.
+    """
     groups = scheduler.kv_cache_config.kv_cache_groups
     return (
         len(groups) == 1
         and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+        and not isinstance(groups[0].kv_cache_spec, MLAAttentionSpec)
         and scheduler.num_spec_tokens == 0
         and scheduler.num_lookahead_tokens == 0
         and scheduler.connector is None

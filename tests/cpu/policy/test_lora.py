@@ -49,7 +49,7 @@ SHARED = ("llama", "qwen2", "qwen3", "gemma", "mistral", "gemma3", "gpt2")
 
 
 ATTENTION_ONLY = {"exclude_modules": ["gate_proj", "up_proj", "down_proj"]}
-LAYERS = dict.fromkeys(("glm4_moe", "qwen3_5_moe", "qwen3_next"), ATTENTION_ONLY)
+LAYERS = dict.fromkeys(("deepseek_v3", "glm4_moe", "qwen3_5_moe", "qwen3_next"), ATTENTION_ONLY)
 """PEFT takes the shared layers of these families for their experts."""
 
 
