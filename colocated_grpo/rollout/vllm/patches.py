@@ -209,6 +209,14 @@ PATCHES: tuple[Patch, ...] = (
         for function in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
     ),
     Patch(
+        target="vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",
+        make=around(process.rotate_flat),
+        cures="latent attention: the kernel for CPUs rotates wrong parts of [tokens, heads, size]",
+        upstream="csrc/cpu/pos_encoding.cpp",
+        devices=("cpu",),
+        required=True,
+    ),
+    Patch(
         target="vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name",
         make=counted(process.unique_group_name),
         cures="under an external launcher all engines of a host get one shared-memory name, killed runs included",

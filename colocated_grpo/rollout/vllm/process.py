@@ -57,6 +57,17 @@ def convolve_unpacked(original: Callable[..., Tensor], *, weight: Tensor, **argu
     return original(weight=weight.flatten(1), **{**arguments, "is_weight_packed": False})
 
 
+def rotate_flat(
+    original: Callable[..., Any], rotary: nn.Module, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Call vLLM's rotation with contiguous rows of all heads where it gets [T, H, D], views into wider rows."""
+    if query.dim() < 3:
+        return original(rotary, positions, query, key)
+    rows = [None if heads is None else heads.flatten(1).contiguous() for heads in (query, key)]
+    query_TN, key_TN = original(rotary, positions, *rows)
+    return query_TN.view(query.shape), None if key is None else key_TN.view(key.shape)
+
+
 def leave_heap() -> None:
     """Do nothing in place of gc.collect() and gc.freeze()."""
 
