@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,7 +53,16 @@ def _alone(text: PretrainedConfig) -> PretrainedConfig:
 def own_names(folder: Path) -> OwnName:
     """Return how the names in the checkpoint in `folder` become those of its language model."""
     whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return text_name if has_text_part(whole) else lambda name: name
+    if has_text_part(whole):
+        return text_name
+    blocks = whole.get("num_hidden_layers")
+    return lambda name: None if _is_prediction(name, blocks) else name
+
+
+def _is_prediction(name: str, blocks: int | None) -> bool:
+    """Return True for a tensor of the layers after the last block, which predict further tokens and do not train."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and blocks is not None and int(found[1]) >= blocks
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -42,7 +42,7 @@ def attention_of(attend, keys_of, runs: Runs, tensors, dtype: torch.dtype, scali
     """Return the output and the gradients of query, key and value."""
     query, key, value = (tensor.to(dtype).detach().requires_grad_() for tensor in tensors)
     out = attend(query, keys_of(key), keys_of(value), runs, scaling, window)
-    upstream = heads(HEADS, len(query), seed=9, size=query.shape[-1]).float()
+    upstream = heads(HEADS, len(query), seed=9, size=value.shape[-1]).float()
     return [out.detach(), *torch.autograd.grad((out.float() * upstream).sum(), (query, key, value))]
 
 
@@ -183,6 +183,14 @@ def fa4_or_skip(kv_heads: int, size: int):
 def test_heads_that_are_too_large_for_the_varlen_kernel_attend_over_padded_runs():
     runs, tensors = own_keys(2, 512)
     assert_as_exact_as_padded(attend_varlen, unchanged, runs, tensors, 1.0, None)
+
+
+@pytest.mark.parametrize("kind", ["own keys", "prefixes"])
+@pytest.mark.parametrize(("size", "value_size"), [(192, 128), (96, 32)])
+def test_the_varlen_kernel_attends_to_values_with_smaller_heads(size, value_size, kind):
+    keys_of, runs, (query, key, value) = runs_of(kind, HEADS, size)
+    tensors = query, key, value[..., :value_size]
+    assert_as_exact_as_padded(attend_varlen, keys_of, runs, tensors, 0.2, None)
 
 
 @pytest.mark.parametrize("window", [None, 2, 16])

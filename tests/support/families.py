@@ -75,6 +75,8 @@ YARN = {
 DENSE_FIRST_LAYER = {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 LATENT = {"n_group": 2, "topk_group": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 """vLLM's engine for CPUs has these two sizes only."""
+WHOLE_QUERIES = {"q_lora_rank": None}
+"""As in Moonlight: queries are computed from the hidden states directly."""
 GPT_OSS = (
     MIXED_WINDOWS
     | UNTIED
@@ -110,7 +112,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2} | ALIGNED,
     "gpt_oss": GPT_OSS,
     "glm4_moe": DENSE_FIRST_LAYER | SMALL_EXPERTS | UNTIED,
-    "deepseek_v3": DENSE_FIRST_LAYER | SMALL_EXPERTS | UNTIED | LATENT,
+    "deepseek_v3": {"q_lora_rank": 32} | DENSE_FIRST_LAYER | SMALL_EXPERTS | UNTIED | LATENT,
 }
 """By architecture. Models that the tests train, all of them rows of docs/models.md."""
 HYBRIDS = ("qwen3_next",)

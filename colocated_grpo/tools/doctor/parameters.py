@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from colocated_grpo.config.model_support import DELTA_RULE_TYPES, has_linear_attention
+from colocated_grpo.config.model_support import DELTA_RULE_TYPES, has_latent_attention, has_linear_attention
 from colocated_grpo.config.text_parts import text_part
 
 TIED_BY_DEFAULT = ("gemma", "gpt2")
@@ -99,7 +99,9 @@ class Sizes:
 
 
 def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
-    """Return the sizes of the model; None if config.json does not state them, or has an unknown linear attention."""
+    """Return the sizes of the model; None if config.json does not state them, or has attention of another kind."""
+    if has_latent_attention(config_json):
+        return None
     model = text_part(config_json)
     hidden = _first(model, "hidden_size", "n_embd")
     num_blocks = _first(model, "num_hidden_layers", "n_layer")

@@ -37,7 +37,7 @@ from tests.support.families import GEMMA4, SETTINGS
 MODELS = Path(transformers.__file__).parent / "models"
 EXPERTS, COMPOSITE, STATE = "a mixture of experts", "parts beside the language model", "layers that carry a state"
 REFUSED = {
-    "deepseek_v3": EXPERTS,
+    "deepseek_v2": EXPERTS,
     "granitemoe": EXPERTS,
     "dbrx": EXPERTS,
     "qwen2_5_vl": COMPOSITE,
@@ -183,6 +183,10 @@ def calls_interface(model_type: str) -> bool:
         ({"num_attention_heads": 16, "hidden_size": 1024}, {64}),
         ({"n_head": 12, "n_embd": 768}, {64}),
         ({"text_config": {"head_dim": 256}}, {256}),
+        (
+            {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64},
+            {128, 192},
+        ),
         ({"model_type": "gemma4_text", "head_dim": 256}, {256, 512}),
         ({"model_type": "gemma4_text", "head_dim": 256, "per_layer_config": {"5": {"head_dim": 128}}}, {128, 256}),
     ],
@@ -210,6 +214,15 @@ def test_an_adapter_beside_experts_that_the_cpu_engine_lacks_is_one_line():
     check_cpu_engine({"model_type": "qwen3"}, setting, bfloat16=False, adapters=True)
     with pytest.raises(ConfigError, match=r"^model.name='x': vLLM's engine for CPUs loads no adapter beside a mix"):
         check_cpu_engine(mixture, setting, bfloat16=False, adapters=True)
+
+
+def test_a_latent_size_that_the_cpu_engine_lacks_is_one_line():
+    config_json = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    check_cpu_engine(config_json, "model.name='x'", bfloat16=False)
+    with pytest.raises(
+        ConfigError, match=r"^model.name='x': kv_lora_rank=256, but vLLM's engine for CPUs supports 512;"
+    ):
+        check_cpu_engine(config_json | {"kv_lora_rank": 256}, "model.name='x'", bfloat16=False)
 
 
 def test_a_model_of_linear_attention_is_known_by_its_type_where_its_layers_are_not_listed():

@@ -11,8 +11,8 @@ import torch
 
 from colocated_grpo.config.families import FAMILIES
 from colocated_grpo.runtime.distributed import World
-from tests.support.engines import Pair
-from tests.support.families import HYBRIDS, SETTINGS
+from tests.support.engines import PROBE, Pair, request_of
+from tests.support.families import HYBRIDS, SETTINGS, WHOLE_QUERIES
 from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import tiny_model
 
@@ -62,6 +62,31 @@ def test_the_engine_follows_the_policy(followed, family):
     facts = followed[family.architecture]
     assert_follows(facts)
     assert facts["path"] == family.path
+
+
+def decoded_by_latent_attention(world: World, folder: Path) -> dict[str, Any]:
+    """Change only the projection that decoding reads in a form of its own. Scoring reads the projection itself."""
+    pair, request = Pair(world, folder), request_of(0, seed=3)
+    pair.write()
+    before = pair.generate([request])[0]
+    with torch.no_grad():
+        for name, parameter in pair.policy.parameters().items():
+            if name.endswith("kv_b_proj.weight"):
+                parameter.mul_(1.5).add_(0.02)
+    pair.policy.weights.publish()
+    moved = pair.sampling_error(PROBE, before, 0.7)
+    pair.write()
+    after = pair.sampling_error(PROBE, pair.generate([request])[0], 0.7)
+    pair.engine.close()
+    return {"moved": moved, "after": after}
+
+
+@pytest.mark.parametrize("queries", [{}, WHOLE_QUERIES], ids=["latent queries", "whole queries"])
+def test_latent_attention_decodes_with_the_new_weights(queries):
+    folder = tiny_model("deepseek_v3", edits=SETTINGS["deepseek_v3"] | queries)
+    [facts] = run_on_ranks(decoded_by_latent_attention, 1, folder, timeout=TIMEOUT)
+    assert facts["moved"] > 100 * CLOSE, "the weights moved too little for the test to see a missing sync"
+    assert facts["after"] < CLOSE
 
 
 @pytest.fixture

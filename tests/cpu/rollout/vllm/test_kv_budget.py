@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, Qwen3Config
+from transformers import DeepseekV3Config, GPT2Config, Qwen3Config
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
@@ -54,6 +54,22 @@ def test_the_cache_holds_half_of_the_sequences_at_full_length_and_at_least_eight
 def test_max_num_seqs_covers_an_engines_part_of_a_step(tmp_path, ranks, changes, seats):
     """32 prompts of 8 completions."""
     assert with_max_num_seqs(config_of(tmp_path, **changes), ranks).engine.max_num_seqs == seats
+
+
+def test_layers_that_predict_further_tokens_are_neither_read_nor_counted(tmp_path):
+    folder = make_small_model(tmp_path / "model", "qwen3")
+    config, file = config_of(folder), folder / "model.safetensors"
+    before, names = weight_bytes(config, folder, torch.bfloat16), CheckpointReader(folder).names()
+    prediction = {f"model.layers.{SHAPE.layers}.eh_proj.weight": torch.ones(4, 4)}
+    save_file(load_file(file) | prediction, file)
+    assert weight_bytes(config, folder, torch.bfloat16) == before
+    assert CheckpointReader(folder).names() == names
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_latent_attention_caches_one_vector_for_all_heads_on_each_rank(tensor_parallel):
+    config = DeepseekV3Config(num_hidden_layers=3, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert kv_bytes_per_token(config, 2, tensor_parallel) == 3 * (512 + 64) * 2
 
 
 @pytest.mark.parametrize(("tensor_parallel", "heads_here"), [(1, 4), (2, 2), (8, 1)])
