@@ -1,4 +1,4 @@
-"""Runs that train attention sinks and soft-capped scores: engine and policy agree while the weights move."""
+"""Runs that train attention sinks, soft-capped scores and latent attention: engine and policy agree while the weights move."""
 
 from __future__ import annotations
 
@@ -52,3 +52,19 @@ def test_a_model_with_attention_sinks_trains_them(tmp_path, replay):
 
 def test_a_model_with_soft_capped_scores_trains(tmp_path):
     assert_on_policy(trained(tmp_path, "gemma2"))
+    trained(tmp_path, "gemma2")
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_model_with_latent_attention_trains(tmp_path, replay):
+    run = trained(tmp_path, "deepseek_v3", routing_replay=replay)
+    base, final = (
+        load_file(path / "model.safetensors")
+        for path in (tiny_model("deepseek_v3", edits=SETTINGS["deepseek_v3"]), run.folder / "final_model")
+    )
+    assert base.keys() == final.keys()
+    trained_parts = [name for name in final if ".self_attn.kv_" in name]
+    assert len(trained_parts) == 2 * 3
+    assert all((base[name].float() - final[name].float()).abs().max() > 1e-4 for name in trained_parts)
+    if replay:
+        assert {row["mismatch/routes"] for row in run.rows(files.TRAIN)} == {0.0}
