@@ -75,7 +75,7 @@ class VLLMEngine:
         self._worker = self._engine.model_executor.driver_worker.worker
         assert config.engine.max_num_seqs is not None  # with_max_num_seqs has set it
         self.max_num_seqs: int = config.engine.max_num_seqs
-        # Latent attention decodes with products that vLLM makes of a projection after loading it.
+        # Latent attention decodes with rearranged parts of a projection, made after loading: views of it, or copies.
         absorbs = self._engine.vllm_config.model_config.use_mla
         self.transforms_weights = bool(arguments.get("quantization")) or absorbs or _repacks_experts(self.model)
         self._requests: Requests = (MixedRequests if needs_text(config) else CoreRequests)(self._engine)

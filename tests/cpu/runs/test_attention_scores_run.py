@@ -1,4 +1,4 @@
-"""Runs that train attention sinks, soft-capped scores and latent attention: engine and policy agree while the weights move."""
+"""Runs that train attention sinks, capped scores and latent attention: engine and policy agree while weights move."""
 
 from __future__ import annotations
 

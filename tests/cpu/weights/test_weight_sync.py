@@ -65,8 +65,12 @@ def test_the_engine_follows_the_policy(followed, family):
 
 
 def decoded_by_latent_attention(world: World, folder: Path) -> dict[str, Any]:
-    """Change only the projection that decoding reads in a form of its own. Scoring reads the projection itself."""
+    """Change only the projection of which decoding reads rearranged parts. Scoring reads the projection itself."""
     pair, request = Pair(world, folder), request_of(0, seed=3)
+    for module in pair.engine.model.modules():
+        if hasattr(module, "W_UK_T"):  # views of the projection on this device, where no sync could miss them
+            for part in (module.W_UK_T, module.W_UV):
+                part.data = part.data.clone()
     pair.write()
     before = pair.generate([request])[0]
     with torch.no_grad():
