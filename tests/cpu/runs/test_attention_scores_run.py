@@ -52,12 +52,12 @@ def test_a_model_with_attention_sinks_trains_them(tmp_path, replay):
 
 def test_a_model_with_soft_capped_scores_trains(tmp_path):
     assert_on_policy(trained(tmp_path, "gemma2"))
-    trained(tmp_path, "gemma2")
 
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_model_with_latent_attention_trains(tmp_path, replay):
     run = trained(tmp_path, "deepseek_v3", routing_replay=replay)
+    assert_on_policy(run)
     base, final = (
         load_file(path / "model.safetensors")
         for path in (tiny_model("deepseek_v3", edits=SETTINGS["deepseek_v3"]), run.folder / "final_model")
