@@ -119,7 +119,7 @@ FAMILIES = (
         experts=True,
     ),
     Family(
-        name="DeepSeek-V3, Moonlight",
+        name="DeepSeek-V3",
         architecture="deepseek_v3",
         model_type="deepseek_v3",
         path="load_weights",
