@@ -60,11 +60,11 @@ def adapted(**changes: Any) -> Settings:
     )
 
 
-def everything(weights: str) -> Settings:
-    """16 bits, minibatches of several micro-batches, several updates of a batch, and a reference."""
+def everything(weights: str, dtype: str = "bfloat16") -> Settings:
+    """Minibatches of several micro-batches, several updates of a batch, and a reference."""
     return adapted(
         weights=weights,
-        policy={"compute_dtype": "bfloat16"},
+        policy={"compute_dtype": dtype},
         batch={"max_tokens_per_micro_batch": 256, "minibatches": 2, "epochs": 2},
         loss={"kl": {"coef": 0.01}},
     )
@@ -96,14 +96,17 @@ def uninterrupted(tmp_path_factory) -> dict[int, TrainingRun]:
 
 
 @pytest.mark.parametrize(("weights", "ranks"), [("shared", 1), ("copied", 2)])
-def test_a_killed_run_resumes_bit_for_bit_and_shared_weights_change_nothing(uninterrupted, tmp_path, weights, ranks):
-    with ForkedRun(tmp_path, everything(weights), ranks=ranks) as run:
+def test_a_killed_run_resumes_bit_for_bit_and_shared_weights_change_nothing(tmp_path, weights, ranks):
+    # Not in bfloat16: on CPUs a few of many equal runs then compute other last bits, from their first step on.
+    whole = train(tmp_path / "whole", everything("copied", "float32"), ranks=ranks)
+    config = everything(weights, "float32")
+    with ForkedRun(tmp_path, config, ranks=ranks) as run:
         run.wait_for_step(1)
         run.kill()
-    resumed = train(tmp_path, everything(weights), "--resume", "auto", ranks=ranks)
+    resumed = train(tmp_path, config, "--resume", "auto", ranks=ranks)
     first, second = (start["first_step"] for start in files.read_environment(resumed.folder))
     assert first == 0 < second < STEPS
-    assert_same_run(resumed, uninterrupted[ranks])
+    assert_same_run(resumed, whole)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
