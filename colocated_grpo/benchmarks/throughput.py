@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from colocated_grpo.benchmarks.adapters import adapter_shapes, block_of
 from colocated_grpo.benchmarks.roofline import Roofline
+from colocated_grpo.config.model_support import EXPERT_COUNTS
 from colocated_grpo.config.policy import PolicyConfig
 from colocated_grpo.rollout.vllm.kv_budget import kv_bytes_per_token
 from colocated_grpo.types import JsonObject
@@ -60,7 +61,7 @@ def model_size(folder: Path, itemsize: int, policy: PolicyConfig | None = None) 
     """
     config = AutoConfig.from_pretrained(folder)
     share = expert_share(config)
-    dense, experts = parameters_by_block(folder, experts=False), parameters_by_block(folder, experts=True)
+    dense, experts = parameters_by_block(folder)
     parameters = dense.total() + experts.total()
     by_block = dense + Counter({block: round(share * count) for block, count in experts.items()})
     trained, flops = parameters, 6 * by_block.total()
@@ -84,23 +85,23 @@ def model_size(folder: Path, itemsize: int, policy: PolicyConfig | None = None) 
 
 def expert_share(config: PretrainedConfig) -> float:
     """Return the fraction of a block's routed experts that a token chooses; 1 without any."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    count = next((getattr(config, name) for name in EXPERT_COUNTS if getattr(config, name, None)), None)
     return config.num_experts_per_tok / count if count else 1.0
 
 
-def parameters_by_block(folder: Path, *, experts: bool) -> Counter[int | None]:
-    """Return the number of parameters of each transformer block in the checkpoint; of all others under None.
+def parameters_by_block(folder: Path) -> tuple[Counter[int | None], Counter[int | None]]:
+    """Return the numbers of parameters of each transformer block in the checkpoint; of all others under None.
 
-    experts: whether to count the routed experts, or everything else.
+    The first counts all but routed experts, the second these alone.
     """
-    counts: Counter[int | None] = Counter()
+    dense: Counter[int | None] = Counter()
+    experts: Counter[int | None] = Counter()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, safe_open is no mapping
-                if (".experts." in name) == experts:
-                    counts[block_of(name)] += math.prod(tensors.get_slice(name).get_shape())
-    return counts
+                counts = experts if ".experts." in name else dense
+                counts[block_of(name)] += math.prod(tensors.get_slice(name).get_shape())
+    return dense, experts
 
 
 def frozen_flops(by_block: Counter[int | None], layers: Sequence[int] | None) -> int:

@@ -58,10 +58,8 @@ def attend_varlen(
     size = value.shape[-1]
     if size < query.shape[-1]:  # the kernel has heads of one size only
         value = F.pad(value, (0, query.shape[-1] - size))
-    # Causal is (-1, 0). A window of w tokens includes the token itself; the kernel counts only those to its left.
-    left = -1 if window is None else window - 1
     boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
-    return _varlen(query, key, value, *boundaries, scale=scaling, window_size=(left, 0))[..., :size]
+    return _varlen(query, key, value, *boundaries, scale=scaling, window_size=(_left(window), 0))[..., :size]
 
 
 def attend_with_sinks(
@@ -70,9 +68,16 @@ def attend_with_sinks(
     """Attend as `attend_varlen` does, with a score for each head that takes part in the softmax and has no value."""
     if query.shape[-1] > MAX_VARLEN_HEAD:
         return attend_padded(query, key, value, runs, scaling, window, sinks_H=sinks_H)
-    left = -1 if window is None else window - 1
     boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
-    return sinks.attend(query, key, value, sinks_H, *boundaries, scaling, left)[0]
+    return sinks.attend(query, key, value, sinks_H, *boundaries, scaling, _left(window))[0]
+
+
+def _left(window: int | None) -> int:
+    """Return how many keys before its own a query sees, as FlashAttention 2 counts them: -1 for all.
+
+    window: in tokens, the query's own included.
+    """
+    return -1 if window is None else window - 1
 
 
 def attend_fa4(

@@ -292,6 +292,16 @@ def launch(
         return run.finish(timeout)
 
 
+def assert_on_policy(run: TrainingRun, steps: int) -> None:
+    """Assert that a run in float32 has moved its weights in each of `steps` steps, with an engine that agrees."""
+    rows = run.rows(files.TRAIN)
+    assert len(rows) == steps
+    for row in rows:
+        assert row["freshness/mean_diff"] < 1e-4
+        assert row["mismatch/abs"] < 1e-4
+        assert row["grad_norm"] > 0
+
+
 def without_wall_clock(rows: Iterator[Row] | list[Row]) -> list[Row]:
     """Return metric rows without times, rates and memory, which differ between equal runs."""
     return [

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from safetensors.torch import load_file
 
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tracking import files
 from tests.support.families import SETTINGS
-from tests.support.training_runs import TrainingRun, settings, tiny_model, train
+from tests.support.training_runs import TrainingRun, assert_on_policy, settings, tiny_model, train
 
 STEPS = 3
 
@@ -25,46 +27,35 @@ def trained(folder, architecture: str, **policy: object) -> TrainingRun:
     return train(folder, config)
 
 
-def assert_on_policy(run: TrainingRun) -> None:
-    rows = run.rows(files.TRAIN)
-    assert len(rows) == STEPS
-    for row in rows:
-        assert row["freshness/mean_diff"] < 1e-4
-        assert row["mismatch/abs"] < 1e-4
-        assert row["grad_norm"] > 0
+def assert_trained(run: TrainingRun, architecture: str, is_part: Callable[[str], bool], *, parts: int) -> None:
+    """Assert that the export has the tensors of the base, and that the `parts` of them that `is_part` names changed."""
+    base, final = (
+        load_file(path / "model.safetensors")
+        for path in (tiny_model(architecture, edits=SETTINGS[architecture]), run.folder / "final_model")
+    )
+    assert {name: tensor.shape for name, tensor in base.items()} == {name: t.shape for name, t in final.items()}
+    names = [name for name in final if is_part(name)]
+    assert len(names) == parts
+    assert all((base[name].float() - final[name].float()).abs().max() > 1e-4 for name in names)
 
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_model_with_attention_sinks_trains_them(tmp_path, replay):
     run = trained(tmp_path, "gpt_oss", routing_replay=replay)
-    assert_on_policy(run)
-    base, final = (
-        load_file(path / "model.safetensors")
-        for path in (tiny_model("gpt_oss", edits=SETTINGS["gpt_oss"]), run.folder / "final_model")
-    )
-    assert {name: tensor.shape for name, tensor in base.items()} == {name: t.shape for name, t in final.items()}
-    trained_parts = [name for name in final if name.endswith(("sinks", "_bias", "router.bias"))]
-    assert len(trained_parts) == 2 * 4
-    assert all((base[name].float() - final[name].float()).abs().max() > 1e-4 for name in trained_parts)
+    assert_on_policy(run, STEPS)
+    assert_trained(run, "gpt_oss", lambda name: name.endswith(("sinks", "_bias", "router.bias")), parts=2 * 4)
     if replay:
         assert {row["mismatch/routes"] for row in run.rows(files.TRAIN)} == {0.0}
 
 
 def test_a_model_with_soft_capped_scores_trains(tmp_path):
-    assert_on_policy(trained(tmp_path, "gemma2"))
+    assert_on_policy(trained(tmp_path, "gemma2"), STEPS)
 
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_model_with_latent_attention_trains(tmp_path, replay):
     run = trained(tmp_path, "deepseek_v3", routing_replay=replay)
-    assert_on_policy(run)
-    base, final = (
-        load_file(path / "model.safetensors")
-        for path in (tiny_model("deepseek_v3", edits=SETTINGS["deepseek_v3"]), run.folder / "final_model")
-    )
-    assert base.keys() == final.keys()
-    trained_parts = [name for name in final if ".self_attn.kv_" in name]
-    assert len(trained_parts) == 2 * 3
-    assert all((base[name].float() - final[name].float()).abs().max() > 1e-4 for name in trained_parts)
+    assert_on_policy(run, STEPS)
+    assert_trained(run, "deepseek_v3", lambda name: ".self_attn.kv_" in name, parts=2 * 3)
     if replay:
         assert {row["mismatch/routes"] for row in run.rows(files.TRAIN)} == {0.0}

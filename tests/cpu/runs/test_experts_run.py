@@ -9,11 +9,19 @@ from transformers import AutoModelForCausalLM
 
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tools import compare_runs
-from colocated_grpo.tracking import files
 from tests.support.families import SETTINGS
 from tests.support.serve_process import ServeProcess
 from tests.support.served_runs import SERVER_FLAGS
-from tests.support.training_runs import ForkedRun, Settings, TrainingRun, settings, tiny_model, train, weights_of
+from tests.support.training_runs import (
+    ForkedRun,
+    Settings,
+    TrainingRun,
+    assert_on_policy,
+    settings,
+    tiny_model,
+    train,
+    weights_of,
+)
 
 STEPS = 3
 MODEL = "qwen3_moe"
@@ -38,17 +46,8 @@ def whole(tmp_path_factory) -> TrainingRun:
     return train(tmp_path_factory.mktemp("whole"), with_experts(), ranks=2)
 
 
-def assert_on_policy(run: TrainingRun) -> None:
-    rows = run.rows(files.TRAIN)
-    assert len(rows) == STEPS
-    for row in rows:
-        assert row["freshness/mean_diff"] < 1e-4
-        assert row["mismatch/abs"] < 1e-4
-        assert row["grad_norm"] > 0
-
-
 def test_engine_and_policy_agree_and_the_export_has_the_layout_of_the_hub(whole):
-    assert_on_policy(whole)
+    assert_on_policy(whole, STEPS)
     base, final = (
         load_file(path / "model.safetensors")
         for path in (tiny_model(MODEL, edits=SETTINGS[MODEL]), whole.folder / "final_model")
@@ -76,4 +75,4 @@ def test_an_engine_server_receives_the_experts(tmp_path):
     with ServeProcess(tiny_model(MODEL, edits=SETTINGS[MODEL]), *SERVER_FLAGS) as server:
         server.wait_until_ready()
         engine = {"placement": "server", "urls": [server.url]}
-        assert_on_policy(train(tmp_path, with_experts(engine=engine)))
+        assert_on_policy(train(tmp_path, with_experts(engine=engine)), STEPS)
