@@ -14,10 +14,12 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import cache, partial, wraps
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
@@ -26,12 +28,15 @@ from colocated_grpo.batching import PrefixKeys
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.attention_kernels import padded_runs
+from colocated_grpo.policy.fa4 import HOPPER
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """Functions of transformers' modules (since 5.16) that layers of linear attention call by these names."""
 
 LAYER_TYPES = {"linear_attention", "full_attention"}
 DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
+WRONG_TRITON = Version("3.4"), Version("3.7.1")
+"""First release with the error, and the first without."""
 
 _replaced: set[ModuleType] = set()
 """Modules of transformers whose functions are replaced."""
@@ -136,7 +141,7 @@ def packed_delta_rule(
 
 @cache
 def kernel() -> DeltaRule:
-    """Return the delta rule for packed sequences on GPUs. Raises ConfigError if it is not installed."""
+    """Return the delta rule for packed sequences on GPUs. Raises ConfigError if it is not installed or cannot train."""
     try:
         # pyrefly: ignore[missing-import]  (installed beside CUDA only)
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -145,4 +150,22 @@ def kernel() -> DeltaRule:
             "training linear attention on GPUs needs flash-linear-attention: "
             f"pip install 'colocated-grpo[linear-attention]' ({in_one_line(error)})"
         ) from error
+    _check_triton()
     return chunk_gated_delta_rule
+
+
+def _check_triton() -> None:
+    """Raise ConfigError for releases of Triton with which the gradients are wrong on Hopper GPUs (fla's issue 640).
+
+    fla itself refuses them, but in the first backward pass. Its kernels in TileLang compute right gradients.
+    """
+    if torch.cuda.get_device_capability() != HOPPER or find_spec("tilelang") is not None:
+        return
+    import triton  # imported by fla already; CPUs have none
+
+    first_wrong, first_right = WRONG_TRITON
+    if first_wrong <= Version(triton.__version__) < first_right:
+        raise ConfigError(
+            f"training linear attention on Hopper GPUs needs Triton {first_right} or later, which torch 2.13 has, or "
+            f"tilelang with nvcc: with Triton {triton.__version__} flash-linear-attention computes wrong gradients"
+        )

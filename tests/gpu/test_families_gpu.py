@@ -6,13 +6,21 @@ import pytest
 
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tracking import files
-from tests.support.families import HYBRIDS, LARGE_STATES, SETTINGS, WITHOUT_ENGINE
+from tests.support.families import HYBRIDS, LARGE_STATES, MINISTRAL3, SETTINGS, WITHOUT_ENGINE
 from tests.support.training_runs import launch, settings, tiny_model
 
 STEPS = 5
 TIMEOUT = 400.0
 """Compiling FlexAttention (Gemma 2) or the parts of a hybrid model takes minutes on a busy machine."""
-FAMILIES = SETTINGS | {name: (SETTINGS | WITHOUT_ENGINE)[name] | LARGE_STATES for name in (*HYBRIDS, *WITHOUT_ENGINE)}
+LATENT_HEADS = {"qk_nope_head_dim": 128, "v_head_dim": 128}
+"""Of released models. vLLM's kernel for prompts has no other sizes."""
+LONGER_TABLE = {"rope_parameters": MINISTRAL3["rope_parameters"] | {"original_max_position_embeddings": 64}}
+"""vLLM's engines end at 4 * 64 positions."""
+FAMILIES = (
+    SETTINGS
+    | {name: (SETTINGS | WITHOUT_ENGINE)[name] | LARGE_STATES for name in (*HYBRIDS, *WITHOUT_ENGINE)}
+    | {"deepseek_v3": SETTINGS["deepseek_v3"] | LATENT_HEADS, "ministral3": LONGER_TABLE}
+)
 
 
 @pytest.mark.gpu

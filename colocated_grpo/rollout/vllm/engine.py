@@ -30,7 +30,7 @@ from colocated_grpo.rollout.vllm.process import (
 )
 from colocated_grpo.rollout.vllm.reloading import reloadable
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
-from colocated_grpo.rollout.vllm.text_part import text_part_arguments
+from colocated_grpo.rollout.vllm.text_part import check_has_class, text_part_arguments
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion, JsonObject
 
@@ -161,8 +161,10 @@ class VLLMEngine:
         torch.cuda.empty_cache()
         self._worker.wake_up([part])
         if part == "weights":
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(self._buffers[name])
+            # vLLM reloads some models in inference mode, and the buffers that it makes there change only in this mode.
+            with torch.inference_mode():
+                for name, buffer in self.model.named_buffers():
+                    buffer.copy_(self._buffers[name])
 
     def sleep(self) -> None:
         if not self._sleeps:
@@ -213,6 +215,7 @@ def _engine_arguments(
     on_gpu = world.device.type == "cuda"
     max_model_len = engine.max_model_len or config.max_sequence_tokens
     config_json = read_config_json(folder)
+    check_has_class(folder, config_json)
     arguments: dict[str, Any] = {
         "model": str(folder),
         "trust_remote_code": config.model.trust_remote_code,

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.text_parts import text_name
+from colocated_grpo.config.text_parts import MODULES, text_name
 from colocated_grpo.runtime.text_part import read_text_config
 
 LOAD_FORMAT = "text_part"
@@ -40,18 +40,22 @@ class TextPartLoader(DefaultModelLoader):
                 yield own, tensor
 
 
-def text_part_arguments(folder: Path, arguments: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return replacements of the arguments with which vLLM would build and read the whole model in `folder`.
+def check_has_class(folder: Path, config_json: Mapping[str, Any]) -> None:
+    """Raise ConfigError where vLLM has no class for a text part, alone or in a whole model.
 
-    Raises ConfigError where vLLM has no class for the text part: 0.26 has none for Qwen 3.5, 0.32 has.
+    vLLM 0.26 has none for Qwen 3.5, and would build the whole model; 0.32 has.
     """
-    text = read_text_config(folder, trust_remote_code=trust_remote_code)
-    assert text.architectures is not None  # read_text_config sets them
-    [module] = text.architectures
-    if module not in ModelRegistry.get_supported_archs():
+    text_types = {text_type: module for (_, text_type), module in MODULES.items()}
+    module = text_types.get((config_json.get("text_config") or config_json).get("model_type"))
+    if module is not None and module not in ModelRegistry.get_supported_archs():
         raise ConfigError(
             f"model.name={str(folder)!r}: vLLM {vllm.__version__} has no {module}; install a later version of vLLM"
         )
+
+
+def text_part_arguments(folder: Path, arguments: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
+    """Return replacements of the arguments with which vLLM would build and read the whole model in `folder`."""
+    text = read_text_config(folder, trust_remote_code=trust_remote_code)
     return {
         "hf_overrides": partial(_text_alone, text, arguments["hf_overrides"]),
         "load_format": "dummy" if arguments["load_format"] == "dummy" else LOAD_FORMAT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from transformers.models.qwen3_next import modeling_qwen3_next as source
 
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.policy import linear_attention
 from colocated_grpo.policy.linear_attention import kernel, packed_convolution, packed_delta_rule
 from colocated_grpo.policy.loading import build_model
 from colocated_grpo.policy.model import read_model_config
@@ -77,6 +79,35 @@ def test_a_prompt_that_siblings_share_is_not_computed_once(world, model_folder):
     assert keys is not None
     with pytest.raises(ValueError, match="needs each sequence whole"):
         packed_convolution(random(1, 5, 4), random(5, 4), cu_seq_lens_q=BOUNDARIES, prefix_keys=keys)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "tilelang", "trains"),
+    [
+        ((9, 0), "3.6.0", False, False),
+        ((9, 0), "3.7.0", False, False),
+        ((9, 0), "3.7.1", False, True),
+        ((9, 0), "3.3.1", False, True),
+        ((9, 0), "3.6.0", True, True),
+        ((8, 0), "3.6.0", False, True),
+    ],
+)
+def test_hopper_gpus_need_a_triton_with_right_gradients(monkeypatch, capability, triton, tilelang, trains):
+    package = ModuleType("fla.ops.gated_delta_rule")
+    package.chunk_gated_delta_rule = packed_delta_rule
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(linear_attention, "find_spec", lambda name: object() if tilelang else None)
+    kernel.cache_clear()
+    if trains:
+        assert kernel() is packed_delta_rule
+    else:
+        with pytest.raises(ConfigError, match=rf"needs Triton 3.7.1 or later.* with Triton {triton} .*wrong gradients"):
+            kernel()
+    kernel.cache_clear()
 
 
 def test_gpus_need_kernels_which_a_line_names(monkeypatch):

@@ -19,7 +19,7 @@ from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.config import Config
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.launch.cli import library_environment
-from colocated_grpo.rollout.vllm.text_part import text_part_arguments
+from colocated_grpo.rollout.vllm.text_part import check_has_class
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tools.models_page import PAGE
@@ -121,11 +121,12 @@ def test_engines_read_the_whole_checkpoint_and_follow_the_policy(folders, kind):
     assert facts["path"] == ("load_weights" if kind == "gemma4" else "views")
 
 
-def test_a_vllm_without_the_class_of_the_text_part_is_named_in_one_line(gemma, monkeypatch):
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_vllm_without_the_class_of_a_text_part_is_named_in_one_line(gemma, monkeypatch, alone):
     monkeypatch.setattr(ModelRegistry, "get_supported_archs", lambda: {"Gemma3ForConditionalGeneration"})
-    arguments = {"hf_overrides": {}, "load_format": "auto"}
+    config_json = json.loads((gemma / "config.json").read_text(encoding="utf-8"))
     with pytest.raises(ConfigError, match=r"^model.name='.*': vLLM \S+ has no Gemma3ForCausalLM; install a later ver"):
-        text_part_arguments(gemma, arguments, trust_remote_code=False)
+        check_has_class(gemma, config_json["text_config"] if alone else config_json)
 
 
 @pytest.fixture(scope="module")
