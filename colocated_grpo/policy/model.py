@@ -7,13 +7,15 @@ Shapes: T packed tokens, N scored tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,7 +28,7 @@ from colocated_grpo.batching import PackedTokens
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.model_support import check_trains
 from colocated_grpo.config.schema import ModelConfig
-from colocated_grpo.errors import in_one_line
+from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.policy.attention import PACKED
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
@@ -44,6 +46,13 @@ Head = Callable[..., tuple[Tensor, ...]]
 COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """By default Inductor chooses the reduction of norms by the number of tokens and compiles twice, for few and for many.
 Trial steps are small, so the second compilation would slow down a run's first training step."""
+COMPILE_OPTIONS_OF = {
+    # In this reduction, rows beyond the last token are zeros: powers of their mean are infinite, and their sum is NaN.
+    "gemma4_text": {"triton.mix_order_reduction": False},
+    # With numbers of tokens that vary, this analysis fails in torch 2.11 (pytorch issue 181563).
+    "deepseek_v3": {"triton.coalesce_tiling_analysis": False},
+}
+"""By model type: options of Inductor that avoid its errors."""
 
 
 class PackedLM(nn.Module):
@@ -187,11 +196,24 @@ def freeze(model: PackedLM, dtype: torch.dtype, trained: Collection[int] = ()) -
 def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool, replays: bool = False) -> None:
     """Wrap each transformer block for activation checkpointing, compilation and routing replay, in place."""
     blocks = transformer_blocks(model.lm)
-    replay_of = replays_of(blocks, model.lm.config.model_type) if replays else [None] * len(blocks)
+    kind = model.lm.config.model_type
+    replay_of = replays_of(blocks, kind) if replays else [None] * len(blocks)
     for index, module in enumerate(blocks):
         blocks[index] = Block(module, checkpointed=checkpointed, replay=replay_of[index])
         if compiled:
-            blocks[index].compile(dynamic=True, options=COMPILE_OPTIONS)
+            blocks[index].compile(dynamic=True, options=COMPILE_OPTIONS | COMPILE_OPTIONS_OF.get(kind, {}))
+
+
+@contextmanager
+def compiler_errors_in_one_line() -> Iterator[None]:
+    """Raise RunError in place of an error of torch.compile, which compiles blocks when they are first called."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        cause = in_one_line(getattr(error, "inner_exception", error))
+        raise RunError(
+            f"policy.compile: torch {torch.__version__} cannot compile the model; set it to false ({cause})"
+        ) from error
 
 
 def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: bool) -> None:

@@ -19,6 +19,7 @@ from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.loading import build_weights, compute_dtype
 from colocated_grpo.policy.masters import Weights
+from colocated_grpo.policy.model import compiler_errors_in_one_line
 from colocated_grpo.policy.objective import make_objective
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 from colocated_grpo.runtime.distributed import World, whole
@@ -111,8 +112,12 @@ class Policy:
         """Return the log-probabilities [N] of the scored tokens under the current weights, without gradient."""
         return score(self.weights, micro_batch, self.device)
 
+    @compiler_errors_in_one_line()
     def forward_backward(self, minibatch: Minibatch, metrics: Metrics) -> None:
-        """Accumulate the minibatch's gradient and add this rank's statistics to `metrics`."""
+        """Accumulate the minibatch's gradient and add this rank's statistics to `metrics`.
+
+        Raises RunError if torch cannot compile the blocks.
+        """
         denominator = self._denominator(minibatch.counts)
         parts = len(minibatch.micro_batches)
         for index, micro_batch in enumerate(minibatch.micro_batches):

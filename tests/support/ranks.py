@@ -38,8 +38,8 @@ _slow_modules = [
     "colocated_grpo.trainer",
     "tests.support.engine_modules",
 ]
-# On a GPU host, importing the engine may initialize CUDA, which does not survive a fork.
-_context.set_forkserver_preload(_slow_modules[:2] if torch.cuda.is_available() else _slow_modules)
+# On a GPU host, imports may ask for devices (flash-linear-attention's do), after which CUDA does not survive a fork.
+_context.set_forkserver_preload(["torch"] if torch.cuda.is_available() else _slow_modules)
 
 
 @cache

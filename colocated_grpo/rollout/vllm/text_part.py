@@ -45,8 +45,8 @@ def check_has_class(folder: Path, config_json: Mapping[str, Any]) -> None:
 
     vLLM 0.26 has none for Qwen 3.5, and would build the whole model; 0.32 has.
     """
-    text_types = {text_type: module for (_, text_type), module in MODULES.items()}
-    module = text_types.get((config_json.get("text_config") or config_json).get("model_type"))
+    kind = (config_json.get("text_config") or config_json).get("model_type")
+    module = next((module for (_, text_type), module in MODULES.items() if text_type == kind), None)
     if module is not None and module not in ModelRegistry.get_supported_archs():
         raise ConfigError(
             f"model.name={str(folder)!r}: vLLM {vllm.__version__} has no {module}; install a later version of vLLM"

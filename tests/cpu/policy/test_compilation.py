@@ -1,0 +1,46 @@
+"""Compiled blocks: Inductor's options by family, and one line where the compiler fails."""
+
+from __future__ import annotations
+
+from functools import partialmethod
+
+import pytest
+import torch
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.metrics import Metrics
+from colocated_grpo.policy.blocks import Block
+from colocated_grpo.policy.model import COMPILE_OPTIONS, COMPILE_OPTIONS_OF
+from tests.support.families import SETTINGS
+from tests.support.small_policy import config_of, make_small_model, pack_for, policy_of, random_groups
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma4", "deepseek_v3"])
+def test_blocks_are_compiled_with_the_options_of_their_family(world, tmp_path, monkeypatch, family):
+    seen = []
+    monkeypatch.setattr(Block, "compile", lambda self, **options: seen.append(options))
+    folder = make_small_model(tmp_path / "model", family, edits=SETTINGS[family])
+    policy = policy_of(config_of(folder, policy={"compile": True}), world)
+    expected = COMPILE_OPTIONS_OF.get(policy.model.lm.config.model_type, {})
+    assert bool(expected) == (family != "qwen3")
+    assert seen == [{"dynamic": True, "options": COMPILE_OPTIONS | expected}] * len(seen)
+    assert seen
+
+
+def test_the_options_are_known_to_torch():
+    for options in (COMPILE_OPTIONS, *COMPILE_OPTIONS_OF.values()):
+        assert set(options) <= set(torch._inductor.list_options())
+
+
+def test_a_failure_of_the_compiler_is_one_line_that_names_the_setting(world, tmp_path, monkeypatch):
+    def fail(graph, inputs, **_):
+        raise AssertionError("sizes do not match\nSet TORCHDYNAMO_VERBOSE=1")
+
+    monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend=fail, options=None))
+    config = config_of(make_small_model(tmp_path / "model", "qwen3"), policy={"compile": True})
+    policy = policy_of(config, world)
+    minibatch = pack_for(world, random_groups(1, 2), config).minibatches[0]
+    with pytest.raises(
+        RunError, match=r"^policy\.compile: torch \S+ cannot compile .*; set it to false .*sizes do not match"
+    ):
+        policy.forward_backward(minibatch, Metrics(world.device))
