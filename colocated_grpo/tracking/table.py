@@ -93,7 +93,8 @@ def step_text(row: Row) -> str:
             if key.startswith("seconds/") and key != "seconds/step" and seconds >= shortest
         )
         figures.append(f"{number(row['seconds/step'])} s" + (f" ({phases})" if phases else ""))
-    memory = [row[key] for key in row if key.startswith("memory/")]
+    # torch's own peaks (memory/*_torch_gib) count memory that the sleeping engine has released.
+    memory = [row[key] for key in ("memory/generate_gib", "memory/train_gib") if key in row]
     if memory:
         figures.append(f"{number(max(memory))} GiB")
     return "  ".join(figures)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from colocated_grpo.tracking.console import LiveDisplay, PlainDisplay
 from colocated_grpo.tracking.output import LogFile, RunOutput
-from colocated_grpo.tracking.table import COLUMNS, PROBLEM_COLUMNS, step_table
+from colocated_grpo.tracking.table import COLUMNS, PROBLEM_COLUMNS, step_table, step_text
 from tests.support.tracked_run import TrackedRun, config_of
 
 ROW = {column.key: 1234.5 for column in (*COLUMNS, *PROBLEM_COLUMNS)}
@@ -81,6 +81,11 @@ def test_the_least_important_columns_are_dropped_first() -> None:
     kept = [{str(column.header) for column in step_table([(0, ROW)], width).columns} for width in range(20, 200, 5)]
     assert all(narrow <= wide for narrow, wide in pairwise(kept))
     assert kept[-1] == {"step"} | {column.title for column in (*COLUMNS, *PROBLEM_COLUMNS)}
+
+
+def test_a_step_line_shows_memory_in_use_and_not_what_a_sleeping_engine_has_released() -> None:
+    line = step_text({"memory/generate_gib": 135.3, "memory/train_gib": 134.2, "memory/train_torch_gib": 179.5})
+    assert line == "135.3 GiB"
 
 
 def test_one_completion_of_a_step_is_shown_on_request(tmp_path: Path) -> None:
