@@ -70,6 +70,8 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     check_trains(model, f"model.name={config.model.name!r}")
     if config.policy.routing_replay:
         check_has_experts(model, "policy.routing_replay=true")
+    if config.policy.load_balancing:
+        check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
     if outside := list(_check_layers(config, model)):
         raise ConfigError(*outside)
     for index, source in enumerate(config.environments):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from colocated_grpo.config.adapter_rules import ADAPTER_RULES
 from colocated_grpo.config.engine import EngineConfig
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.evaluation_rules import EVALUATION_RULES, evaluated_data_is_trained
 from colocated_grpo.config.hub import HUB_RULES
-from colocated_grpo.config.layers import layers_text
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.selection_rules import SELECTION_RULES
 from colocated_grpo.config.server_rules import SERVER_RULES, SERVER_WORLD_RULES
@@ -133,30 +133,6 @@ def _shared_weights_are_plain(config: Config) -> Lines:
     if quantization is not None:
         yield (
             f"engine.args.quantization={quantization}: not supported with {setting}: shared, whose weights are trained"
-        )
-
-
-def _adapter_is_all_that_is_trained(config: Config) -> Lines:
-    policy = config.policy
-    if policy.lora is None:
-        return
-    if policy.train_layers is not None:
-        yield (
-            f"policy.train_layers={layers_text(policy.train_layers)}: must be null with policy.lora, which freezes all "
-            "weights of the model; set policy.lora.layers for the blocks that get an adapter"
-        )
-    if policy.cpu_offload:
-        yield (
-            "policy.cpu_offload=true: must be false with policy.lora, whose forward pass reads the merged weights on "
-            "the device; set policy.lora.base_on_host to keep the base weights in host memory"
-        )
-
-
-def _merged_export_needs_an_adapter(config: Config) -> Lines:
-    if config.checkpoint.export_merged and config.policy.lora is None:
-        yield (
-            "checkpoint.export_merged=true: must be false without policy.lora, as final_model/ and step_N/ are whole "
-            "models then"
         )
 
 
@@ -319,8 +295,6 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _checkpoints_fall_on_syncs,
     _engine_fields_are_not_arguments,
     _shared_weights_are_plain,
-    _adapter_is_all_that_is_trained,
-    _merged_export_needs_an_adapter,
     _one_atropos_entry,
     _atropos_share_is_whole,
     _atropos_engines_are_independent,
@@ -329,6 +303,7 @@ RULES: tuple[Callable[[Config], Lines], ...] = (
     _structured_output_needs_trainer_logprobs,
     _one_opponent,
     _shared_frozen_weights_survive_the_opponent,
+    *ADAPTER_RULES,
     *EVALUATION_RULES,
     *HUB_RULES,
     *SELECTION_RULES,

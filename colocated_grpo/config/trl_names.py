@@ -214,7 +214,7 @@ TRL: dict[str, Alias] = {
     "log_unique_prompts": not_needed(_ROLLOUTS),
     "log_multimodal": not_needed(_ROLLOUTS),
     "disable_dropout": not_needed("dropout is always off"),
-    "router_aux_loss_coef": not_supported("there is no auxiliary router loss"),
+    "router_aux_loss_coef": renamed("policy.load_balancing"),
     "cache_implementation": not_supported("vLLM always generates"),
     "transformers_continuous_batching_config": not_supported("vLLM always generates"),
     **{

@@ -17,9 +17,10 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.losses import LossInputs, make_denominator
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.blocks import blocks_of
+from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.loading import build_weights, compute_dtype
 from colocated_grpo.policy.masters import Weights
-from colocated_grpo.policy.model import compiler_errors_in_one_line
+from colocated_grpo.policy.model import PackedLM, compiler_errors_in_one_line
 from colocated_grpo.policy.objective import make_objective
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 from colocated_grpo.runtime.distributed import World, whole
@@ -43,6 +44,10 @@ def fill_missing(given_N: Tensor | None, scored_N: Tensor) -> Tensor:
     return torch.where(given_N.isnan(), scored_N, given_N)
 
 
+def _load_balancing(coefficient: float, model: PackedLM, device: torch.device) -> LoadBalancing | None:
+    return LoadBalancing(model, model.lm.config.model_type, coefficient, device) if coefficient else None
+
+
 class Policy:
     """Owns the model's weights, their optimizer and the learning-rate schedule.
 
@@ -64,6 +69,7 @@ class Policy:
         self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
         self._replays = [block.replay for block in blocks_of(self.model) if block.replay is not None]
+        self._balancing = _load_balancing(config.policy.load_balancing, self.model, self.device)
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         self.offload = OptimizerOffload(self.optimizer) if config.policy.offload_optimizer else None
 
@@ -120,6 +126,8 @@ class Policy:
         """
         denominator = self._denominator(minibatch.counts)
         parts = len(minibatch.micro_batches)
+        if self._balancing is not None:
+            self._balancing.begin(parts, self._world_size)
         for index, micro_batch in enumerate(minibatch.micro_batches):
             self.weights.before_forward(last=index == parts - 1)
             loss, stats = self._objective(self.model, _on_device(micro_batch, self.device), denominator)
@@ -130,6 +138,8 @@ class Policy:
                 metrics.add(minibatch.left_out.stats(stats, self._world_size))
         for replay in self._replays:
             metrics.add({"mismatch/routes": replay.take_counts()})
+        if self._balancing is not None:
+            metrics.add({"loss/load_balancing": self._balancing.mean()})
         self.weights.reduce_gradients()
         self.weights.release()
 

@@ -87,12 +87,7 @@ class Replay:
     def _replace(self, router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         if self._routes is None:
             return output
-        if not (isinstance(output, tuple) and len(output) == 3):
-            raise ConfigError(
-                "policy.routing_replay=true: the routers of this version of transformers return no experts; install a "
-                "newer one"
-            )
-        logits_TE, own_weights_TK, own_experts_TK = output
+        logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
         experts_TK = self._routes.experts_LTK[self._layer].to(own_experts_TK.dtype)
         # Where both chose the same experts, the order of the policy's choice gives the same bits as without replay.
         agrees_T = (experts_TK.sort(-1).values == own_experts_TK.sort(-1).values).all(-1)
@@ -115,12 +110,21 @@ def replays_of(blocks: nn.ModuleList, model_type: str) -> list[Replay | None]:
     weigh = WEIGHTS.get(model_type)
     if weigh is None:
         raise ConfigError(f"policy.routing_replay=true: not supported for model type {model_type!r}")
-    routers = [_router_of(block) for block in blocks]
+    routers = [router_of(block) for block in blocks]
     layers = count()
     return [None if router is None else Replay(router, next(layers), weigh) for router in routers]
 
 
-def _router_of(block: nn.Module) -> nn.Module | None:
+def routed(output: Any, setting: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a router returns: logits [T, E], and weights and experts [T, K]. Raises ConfigError."""
+    if not (isinstance(output, tuple) and len(output) == 3):
+        raise ConfigError(
+            f"{setting}: the routers of this version of transformers return no experts; install a newer one"
+        )
+    return output
+
+
+def router_of(block: nn.Module) -> nn.Module | None:
     """Return the module that stands beside `experts`: `router` in gpt-oss, `gate` in all other families here."""
     modules = dict(block.named_modules())
     places = [name.removesuffix("experts") for name in modules if name.endswith(".experts")]

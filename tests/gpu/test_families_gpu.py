@@ -6,7 +6,7 @@ import pytest
 
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tracking import files
-from tests.support.families import HYBRIDS, LARGE_STATES, MINISTRAL3, SETTINGS, WITHOUT_ENGINE
+from tests.support.families import HYBRIDS, MINISTRAL3, SETTINGS, WITHOUT_ENGINE
 from tests.support.training_runs import launch, settings, tiny_model
 
 STEPS = 5
@@ -16,9 +16,11 @@ LATENT_HEADS = {"qk_nope_head_dim": 128, "v_head_dim": 128}
 """Of released models. vLLM's kernel for prompts has no other sizes."""
 LONGER_TABLE = {"rope_parameters": MINISTRAL3["rope_parameters"] | {"original_max_position_embeddings": 64}}
 """vLLM's engines end at 4 * 64 positions."""
+RELEASED_STATES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+"""Of released models. FlashInfer's kernel for prompts, which vLLM uses on Hopper GPUs, has no other sizes."""
 FAMILIES = (
     SETTINGS
-    | {name: (SETTINGS | WITHOUT_ENGINE)[name] | LARGE_STATES for name in (*HYBRIDS, *WITHOUT_ENGINE)}
+    | {name: (SETTINGS | WITHOUT_ENGINE)[name] | RELEASED_STATES for name in (*HYBRIDS, *WITHOUT_ENGINE)}
     | {"deepseek_v3": SETTINGS["deepseek_v3"] | LATENT_HEADS, "ministral3": LONGER_TABLE}
 )
 

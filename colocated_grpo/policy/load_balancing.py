@@ -1,0 +1,97 @@
+"""Load-balancing loss of mixtures of experts: lower if a router uses its experts equally often.
+
+E * sum_e f_e P_e for each layer and micro-batch, averaged over both: f_e is the mean number of choices of expert e per
+token, and P_e its mean probability (Switch Transformers, Fedus et al. 2021, equations 4 to 6). The scale is that of
+transformers' `load_balancing_loss_func`, so that coefficients carry over. That function pools the tokens of all layers
+and would not see that two layers prefer different experts.
+
+Shapes: T packed tokens, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colocated_grpo.metrics import Stat
+from colocated_grpo.policy.blocks import blocks_of
+from colocated_grpo.policy.routing import WEIGHTS, routed, router_of, sigmoid_weights
+
+Probabilities = Callable[[Tensor], Tensor]
+"""A router's logits [T, E] -> probabilities [T, E] float32."""
+
+
+class LoadBalancing:
+    """Adds the gradient of the loss in every backward pass through the routers.
+
+    A forward hook attaches the loss to the weights of the experts: compiled and checkpointed blocks need not return it.
+    """
+
+    def __init__(self, model: nn.Module, model_type: str, coefficient: float, device: torch.device) -> None:
+        """model: prepared, before its first forward pass. Routers that are not trained get no loss."""
+        self._coefficient = coefficient
+        self._probabilities = normalized_sigmoid if WEIGHTS.get(model_type) is sigmoid_weights else softmax
+        # Both are tensors on the device: compiled blocks would treat numbers as constants.
+        self._scale = torch.zeros((), device=device)
+        self._total_and_count = torch.zeros(2, device=device, requires_grad=True)
+        routers = [router for block in blocks_of(model) if (router := router_of(block)) is not None]
+        self._trained = [router for router in routers if any(p.requires_grad for p in router.parameters())]
+        for router in self._trained:
+            router.register_forward_hook(self._attach)
+
+    def begin(self, micro_batches: int, ranks: int) -> None:
+        """Start a minibatch: average over the layers and over this many micro-batches on each rank."""
+        self._total_and_count.grad = None
+        self._scale.fill_(self._coefficient / (max(1, len(self._trained)) * micro_batches * ranks))
+
+    def mean(self) -> Stat:
+        """Return the mean loss of all layers and micro-batches of the minibatch, without the coefficient."""
+        sums = self._total_and_count.grad
+        return Stat.mean(0.0, 0.0) if sums is None else Stat.mean(sums[0], sums[1])
+
+    def _attach(self, _router: nn.Module, _inputs: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        logits_TE, weights_TK, experts_TK = routed(output, f"policy.load_balancing={self._coefficient:g}")
+        loss = load_balancing_loss(self._probabilities(logits_TE), experts_TK)
+        return logits_TE, _WithLoss.apply(weights_TK, loss, self._scale, self._total_and_count), experts_TK
+
+
+def load_balancing_loss(probabilities_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """Return the loss of one layer, [] float32: K if all experts are used equally, E if one has all probability."""
+    tokens, experts = probabilities_TE.shape
+    choices = experts_TK.reshape(-1)
+    counts_E = probabilities_TE.new_zeros(experts).scatter_add_(0, choices, probabilities_TE.new_ones(choices.shape))
+    return experts * (counts_E / tokens * probabilities_TE.mean(0)).sum()
+
+
+def softmax(logits_TE: Tensor) -> Tensor:
+    return logits_TE.softmax(-1, dtype=torch.float32)
+
+
+def normalized_sigmoid(logits_TE: Tensor) -> Tensor:
+    """Return scores divided by their sum over the experts, as in DeepSeek-V3's balance loss (equations 18 to 20)."""
+    scores_TE = logits_TE.float().sigmoid()
+    return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+
+
+class _WithLoss(torch.autograd.Function):
+    """Return `value`; backward adds the gradient of loss * scale.
+
+    The gradient of `total_and_count` becomes the sum and the number of the losses. Counted in backward, a layer that is
+    checkpointed, and therefore computed twice, counts once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor, scale: Tensor, total_and_count: Tensor) -> Tensor:
+        ctx.save_for_backward(loss, scale)
+        return value.view_as(value)
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+        loss, scale = ctx.saved_tensors
+        return grad, scale, None, torch.stack([loss, torch.ones_like(loss)])
