@@ -49,6 +49,23 @@ _QWEN3_30B = Shape(
         "norm_topk_prob": True,
     },
 )
+_QWEN3_5_4B = Shape(
+    architecture="qwen3_5",
+    hidden=2560,
+    layers=32,
+    heads=16,
+    kv_heads=4,
+    head_dim=256,
+    intermediate=9216,
+    vocab=248320,
+    max_positions=262144,
+    settings={
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+)
 SHAPES = {
     "tiny": TINY,
     "small": SMALL,
@@ -71,21 +88,6 @@ SHAPES = {
         max_positions=4096,
         settings={"num_experts": 64, "num_experts_per_tok": 8},
     ),
-    "qwen3.5-4b": Shape(
-        architecture="qwen3_5",
-        hidden=2560,
-        layers=32,
-        heads=16,
-        kv_heads=4,
-        head_dim=256,
-        intermediate=9216,
-        vocab=248320,
-        max_positions=262144,
-        settings={
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
-    ),
+    "qwen3.5-4b": _QWEN3_5_4B,
+    "qwen3.5-9b": replace(_QWEN3_5_4B, hidden=4096, intermediate=12288, tied=False),
 }

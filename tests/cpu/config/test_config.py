@@ -245,6 +245,7 @@ def setting(config: Config, name: str):
         ("scale_rewards: false", "advantage.scale", "none"),
         ("scale_rewards: batch", "advantage.scale", "batch"),
         ("num_iterations: 2", "batch.epochs", 2),
+        ("router_aux_loss_coef: 0.01", "policy.load_balancing", 0.01),
         ("max_completion_length: 77", "rollout.max_completion_tokens", 77),
         ("max_prompt_length: 77", "rollout.max_prompt_tokens", 77),
         ("temperature: 0.8", "rollout.temperature", 0.8),

@@ -319,6 +319,10 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
             "the device; set policy.lora.base_on_host to keep the base weights in host memory",
         ),
         (
+            "policy: {lora: {}, load_balancing: 0.001}",
+            "policy.load_balancing=0.001: must be 0 with policy.lora, which freezes the routers",
+        ),
+        (
             "checkpoint: {export_merged: true}",
             "checkpoint.export_merged=true: must be false without policy.lora, as final_model/ and step_N/ are whole "
             "models then",

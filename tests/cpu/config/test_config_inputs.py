@@ -41,9 +41,10 @@ def test_an_existing_model_folder_needs_no_network(model):
     assert check_inputs(config) == (config, [])
 
 
-def test_routing_replay_needs_a_mixture_of_experts(model):
-    config = load("", "--model.name", str(model(model_type="qwen3")), "--policy.routing_replay", "true")
-    assert input_error(config) == "policy.routing_replay=true: needs a mixture of experts, not model type 'qwen3'"
+@pytest.mark.parametrize(("setting", "value"), [("policy.routing_replay", "true"), ("policy.load_balancing", "0.001")])
+def test_settings_of_routers_need_a_mixture_of_experts(model, setting, value):
+    config = load("", "--model.name", str(model(model_type="qwen3")), f"--{setting}", value)
+    assert input_error(config) == f"{setting}={value}: needs a mixture of experts, not model type 'qwen3'"
 
 
 def test_a_chat_template_is_jinja_text_of_any_length_or_an_existing_file(model, tmp_path):

@@ -67,6 +67,7 @@ def test_the_compared_defaults_are_right():
     correction = ours.loss.correction
     assert (correction.level, correction.mode, correction.cap) == ("token", "truncate", 2.0)
     assert theirs["use_bias_correction_kl"] is True
+    assert (theirs["router_aux_loss_coef"], ours.policy.load_balancing) == (None, 0.0)
     assert (theirs["max_completion_length"], ours.rollout.max_completion_tokens) == (512, 1024)
     assert (theirs["eval_strategy"], ours.evaluation.every) == ("no", 10)
     assert (theirs["learning_rate"], ours.policy.lr, load(ADAPTER).policy.lr) == (1e-6, 1e-6, 1e-5)

@@ -71,8 +71,9 @@ def test_parameters_are_counted_from_config_json_alone(architecture):
     assert known_sizes(config).total == pytest.approx(num_parameters(config), rel=5e-4)
 
 
-def test_parameters_of_a_hybrid_of_real_size_are_counted():
-    config = config_json("qwen3.5-4b")
+@pytest.mark.parametrize("shape", ["qwen3.5-4b", "qwen3.5-9b"])
+def test_parameters_of_a_hybrid_of_real_size_are_counted(shape):
+    config = config_json(shape)
     assert known_sizes(config).total == pytest.approx(num_parameters(config), rel=1e-4)
 
 
