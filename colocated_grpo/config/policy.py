@@ -75,8 +75,8 @@ class PolicyConfig(Section):
     """For mixtures of experts: train each token with the experts that the engine chose while sampling it, instead of
     the policy's own choice, which differs where rounding does (docs/models.md). The policy is then not compiled."""
     load_balancing: float = Field(0.0, ge=0)
-    """For mixtures of experts: coefficient of a loss that is lower if each router uses its experts equally often
-    (docs/models.md), for example 0.001. 0: no such loss. Must be 0 with `lora`, which does not train routers."""
+    """For mixtures of experts: coefficient of the load-balancing loss, which falls as each router uses its experts more
+    equally (docs/models.md), for example 0.001. 0: off. Must be 0 with `lora`, which does not train routers."""
     lora: LoRAConfig | None = None
     """Train an adapter (LoRA) on frozen weights instead of all weights. null: off. {}: on, with the defaults below."""
     train_layers: Layers | None = None

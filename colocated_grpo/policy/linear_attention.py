@@ -36,7 +36,7 @@ CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 LAYER_TYPES = {"linear_attention", "full_attention"}
 DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
 WRONG_TRITON = Version("3.4"), Version("3.7.1")
-"""First release with the error, and the first without."""
+"""Releases whose gradients are wrong on Hopper GPUs: from the first, up to but not including the second."""
 
 _replaced: set[ModuleType] = set()
 """Modules of transformers whose functions are replaced."""
@@ -155,13 +155,13 @@ def kernel() -> DeltaRule:
 
 
 def _check_triton() -> None:
-    """Raise ConfigError for releases of Triton with which the gradients are wrong on Hopper GPUs (fla's issue 640).
+    """Raise ConfigError for a Triton with which fla's gradients are wrong on Hopper GPUs (fla's issue 640).
 
-    fla itself refuses them, but in the first backward pass. Its kernels in TileLang compute right gradients.
+    fla itself raises an error only in the first backward pass. Its TileLang kernels compute correct gradients.
     """
     if torch.cuda.get_device_capability() != HOPPER or find_spec("tilelang") is not None:
         return
-    import triton  # imported by fla already; CPUs have none
+    import triton  # imported by fla already; not installed where there is no GPU
 
     first_wrong, first_right = WRONG_TRITON
     if first_wrong <= Version(triton.__version__) < first_right:

@@ -1,9 +1,9 @@
-"""Load-balancing loss of mixtures of experts: lower if a router uses its experts equally often.
+"""Load-balancing loss of mixtures of experts, which falls as a router uses its experts more equally.
 
-E * sum_e f_e P_e for each layer and micro-batch, averaged over both: f_e is the mean number of choices of expert e per
-token, and P_e its mean probability (Switch Transformers, Fedus et al. 2021, equations 4 to 6). The scale is that of
-transformers' `load_balancing_loss_func`, so that coefficients carry over. That function pools the tokens of all layers
-and would not see that two layers prefer different experts.
+E * sum_e f_e P_e for each layer and micro-batch, averaged over both: f_e is the fraction of tokens routed to expert e,
+and P_e the mean probability of e (Switch Transformers, Fedus et al. 2021, equations 4 to 6). The scale is that of
+transformers' `load_balancing_loss_func`, so that coefficients carry over. That function pools the tokens of all layers,
+so that imbalances of different layers can cancel out.
 
 Shapes: T packed tokens, E experts, K experts per token.
 """
@@ -27,11 +27,12 @@ Probabilities = Callable[[Tensor], Tensor]
 class LoadBalancing:
     """Adds the gradient of the loss in every backward pass through the routers.
 
-    A forward hook attaches the loss to the weights of the experts: compiled and checkpointed blocks need not return it.
+    A forward hook attaches the loss to the routing weights [T, K] that a router returns, so compiled and checkpointed
+    blocks need not return the loss.
     """
 
     def __init__(self, model: nn.Module, model_type: str, coefficient: float, device: torch.device) -> None:
-        """model: prepared, before its first forward pass. Routers that are not trained get no loss."""
+        """model: with prepared blocks, before its first forward pass. Routers that are not trained get no loss."""
         self._coefficient = coefficient
         self._probabilities = normalized_sigmoid if WEIGHTS.get(model_type) is sigmoid_weights else softmax
         # Both are tensors on the device: compiled blocks would treat numbers as constants.
@@ -43,7 +44,7 @@ class LoadBalancing:
             router.register_forward_hook(self._attach)
 
     def begin(self, micro_batches: int, ranks: int) -> None:
-        """Start a minibatch: average over the layers and over this many micro-batches on each rank."""
+        """Start a minibatch: set the scale that averages over layers, ranks and `micro_batches` of each rank."""
         self._total_and_count.grad = None
         self._scale.fill_(self._coefficient / (max(1, len(self._trained)) * micro_batches * ranks))
 
@@ -61,7 +62,7 @@ class LoadBalancing:
 
 
 def load_balancing_loss(probabilities_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Return the loss of one layer, [] float32: K if all experts are used equally, E if one has all probability."""
+    """Return the loss of one layer, [] float32: K if all experts are used equally, more if some are preferred."""
     tokens, experts = probabilities_TE.shape
     choices = experts_TK.reshape(-1)
     counts_E = probabilities_TE.new_zeros(experts).scatter_add_(0, choices, probabilities_TE.new_ones(choices.shape))
@@ -81,8 +82,8 @@ def normalized_sigmoid(logits_TE: Tensor) -> Tensor:
 class _WithLoss(torch.autograd.Function):
     """Return `value`; backward adds the gradient of loss * scale.
 
-    The gradient of `total_and_count` becomes the sum and the number of the losses. Counted in backward, a layer that is
-    checkpointed, and therefore computed twice, counts once.
+    Backward also adds the losses and their number to the gradient of `total_and_count`. A checkpointed layer counts
+    once there, although its forward pass runs twice.
     """
 
     @staticmethod

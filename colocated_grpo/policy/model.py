@@ -47,7 +47,7 @@ COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """By default Inductor chooses the reduction of norms by the number of tokens and compiles twice, for few and for many.
 Trial steps are small, so the second compilation would slow down a run's first training step."""
 COMPILE_OPTIONS_OF = {
-    # In this reduction, rows beyond the last token are zeros: powers of their mean are infinite, and their sum is NaN.
+    # This reduction pads with rows of zeros: the negative power of their mean is infinite, the sum over rows NaN.
     "gemma4_text": {"triton.mix_order_reduction": False},
     # With numbers of tokens that vary, this analysis fails in torch 2.11 (pytorch issue 181563).
     "deepseek_v3": {"triton.coalesce_tiling_analysis": False},
@@ -206,7 +206,7 @@ def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool, repla
 
 @contextmanager
 def compiler_errors_in_one_line() -> Iterator[None]:
-    """Raise RunError in place of an error of torch.compile, which compiles blocks when they are first called."""
+    """Raise errors of torch.compile, which compiles blocks at their first call, as RunError."""
     try:
         yield
     except TorchDynamoException as error:

@@ -116,7 +116,10 @@ def replays_of(blocks: nn.ModuleList, model_type: str) -> list[Replay | None]:
 
 
 def routed(output: Any, setting: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a router returns: logits [T, E], and weights and experts [T, K]. Raises ConfigError."""
+    """Return a router's output: logits [T, E], routing weights [T, K] and expert indices [T, K].
+
+    Raises ConfigError if the installed transformers has routers with another output.
+    """
     if not (isinstance(output, tuple) and len(output) == 3):
         raise ConfigError(
             f"{setting}: the routers of this version of transformers return no experts; install a newer one"

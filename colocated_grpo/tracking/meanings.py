@@ -16,7 +16,8 @@ MEANINGS = {
     "staleness": "optimizer steps between the weights that sampled and the weights being trained",
     "loss": "the minimized objective; close to 0 because advantages cancel within a group, and no measure of progress",
     "loss/load_balancing": (
-        "load-balancing loss of a mixture of experts without its coefficient; lower if experts are used equally"
+        "load-balancing loss of a mixture of experts, without its coefficient; the experts per token if all are used "
+        "equally, higher if some are preferred"
     ),
     "kl": "KL estimate (k3) to the reference, or to the rollout policy with loss.kl.target: rollout",
     "ratio": "mean importance ratio, policy over the policy before this batch; 1 with one optimizer step per batch",

@@ -13,11 +13,11 @@ STEPS = 5
 TIMEOUT = 400.0
 """Compiling FlexAttention (Gemma 2) or the parts of a hybrid model takes minutes on a busy machine."""
 LATENT_HEADS = {"qk_nope_head_dim": 128, "v_head_dim": 128}
-"""Of released models. vLLM's kernel for prompts has no other sizes."""
+"""Sizes of released models: vLLM's prefill kernel supports no others."""
 LONGER_TABLE = {"rope_parameters": MINISTRAL3["rope_parameters"] | {"original_max_position_embeddings": 64}}
-"""vLLM's engines end at 4 * 64 positions."""
+"""vLLM's table of rotary angles then has 4 * 64 positions, enough for prompts and completions."""
 RELEASED_STATES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-"""Of released models. FlashInfer's kernel for prompts, which vLLM uses on Hopper GPUs, has no other sizes."""
+"""Sizes of released models: FlashInfer's prefill kernel, which vLLM uses on Hopper GPUs, supports no others."""
 FAMILIES = (
     SETTINGS
     | {name: (SETTINGS | WITHOUT_ENGINE)[name] | RELEASED_STATES for name in (*HYBRIDS, *WITHOUT_ENGINE)}

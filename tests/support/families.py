@@ -118,7 +118,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 HYBRIDS = ("qwen3_next",)
 """Those with linear attention, which vLLM's engine for CPUs computes in bfloat16 and with heads of 64 or 128 only."""
 LARGE_STATES = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
-"""Heads of linear attention that all kernels support."""
+"""Heads of linear attention that kernels for CPUs support."""
 WITHOUT_ENGINE: dict[str, dict[str, Any]] = {
     "qwen3_5": DELTA_RULE,
     "qwen3_5_moe": DELTA_RULE | TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT,

@@ -38,7 +38,7 @@ _slow_modules = [
     "colocated_grpo.trainer",
     "tests.support.engine_modules",
 ]
-# On a GPU host, imports may ask for devices (flash-linear-attention's do), after which CUDA does not survive a fork.
+# On a GPU host, some imports (flash-linear-attention) initialize CUDA, which a process forked afterwards cannot use.
 _context.set_forkserver_preload(["torch"] if torch.cuda.is_available() else _slow_modules)
 
 

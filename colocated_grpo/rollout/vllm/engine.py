@@ -159,7 +159,7 @@ class VLLMEngine:
         torch.cuda.empty_cache()
         self._worker.wake_up([part])
         if part == "weights":
-            # vLLM reloads some models in inference mode, and the buffers that it makes there change only in this mode.
+            # vLLM reloads some models in inference mode; buffers created there can be written only in inference mode.
             with torch.inference_mode():
                 for name, buffer in self.model.named_buffers():
                     buffer.copy_(self._buffers[name])

@@ -1,4 +1,4 @@
-"""Entries of config.json that vLLM reads, and transformers writes under other names or not at all."""
+"""Entries of config.json that vLLM needs but transformers writes under other names or not at all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def overrides(config_json: JsonObject) -> JsonObject:
     if has_latent_attention(config_json):
         return SIGMOID_ROUTER
     rope = text_part(config_json).get("rope_parameters") or {}
-    return _growing_queries(rope) | _yarn_scale(rope)
+    return _query_scale(rope) | _yarn_scale(rope)
 
 
-def _growing_queries(rope: JsonObject) -> JsonObject:
-    """Queries that grow with the position, as in Ministral 3."""
+def _query_scale(rope: JsonObject) -> JsonObject:
+    """Return the entry that scales queries by their position, as in Ministral 3."""
     if rope.get("llama_4_scaling_beta") is None:
         return {}
     key = "original_max_position_embeddings"
@@ -29,17 +29,18 @@ def _growing_queries(rope: JsonObject) -> JsonObject:
 
 
 def _yarn_scale(rope: JsonObject) -> JsonObject:
-    """YaRN's factor of queries and keys where it is not the default: vLLM 0.26 reads it under other names only."""
+    """Return YaRN's scale of queries and keys, if not the default, also under the names that vLLM 0.26 reads."""
     if rope.get("rope_type") != "yarn":
         return {}
     scale = rope.get("attention_factor")
     if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
-        scale = _grown(rope, rope["mscale"]) / _grown(rope, rope["mscale_all_dim"])
+        scale = _mscale(rope, rope["mscale"]) / _mscale(rope, rope["mscale_all_dim"])
     if scale is None:
         return {}
     names = {"attention_factor": scale, "attn_factor": scale, "apply_yarn_scaling": False}
     return {"rope_parameters": rope | names}
 
 
-def _grown(rope: JsonObject, mscale: float) -> float:
+def _mscale(rope: JsonObject, mscale: float) -> float:
+    """Return the scale of the YaRN paper, 0.1 ln(factor) + 1, with `mscale` times the logarithm."""
     return 0.1 * mscale * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0

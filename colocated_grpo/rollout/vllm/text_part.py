@@ -41,9 +41,9 @@ class TextPartLoader(DefaultModelLoader):
 
 
 def check_has_class(folder: Path, config_json: Mapping[str, Any]) -> None:
-    """Raise ConfigError where vLLM has no class for a text part, alone or in a whole model.
+    """Raise ConfigError if vLLM has no class for this text model, stored alone or as a part of a whole model.
 
-    vLLM 0.26 has none for Qwen 3.5, and would build the whole model; 0.32 has.
+    vLLM 0.32 has one for Qwen 3.5; vLLM 0.26 does not, and would build the whole model.
     """
     kind = (config_json.get("text_config") or config_json).get("model_type")
     module = next((module for (_, text_type), module in MODULES.items() if text_type == kind), None)

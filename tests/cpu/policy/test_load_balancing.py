@@ -40,12 +40,15 @@ Result = tuple[dict[str, Tensor], dict[str, float]]
 """Gradients and metrics."""
 
 
-def computed(world: World, folder: Path, add_formula: bool = False, **policy: Any) -> Result:
-    """Return the result of a minibatch of several micro-batches. add_formula: to the objective of the policy."""
+def computed(world: World, folder: Path, groups: int = 6, add_formula: bool = False, **policy: Any) -> Result:
+    """Return the result of a minibatch of several micro-batches, or of one if `groups` is 1.
+
+    add_formula: add the loss by `add_the_formula`.
+    """
     config = config_of(folder, policy=policy, batch={"max_tokens_per_micro_batch": 64})
     trained = policy_of(config, world)
-    minibatch = pack_for(world, random_groups(6, 4), config).map(with_old_logprobs).minibatches[0]
-    assert len(minibatch.micro_batches) > 1
+    minibatch = pack_for(world, random_groups(groups, 4), config).map(with_old_logprobs).minibatches[0]
+    assert (len(minibatch.micro_batches) > 1) == (groups > 1)
     if add_formula:
         add_the_formula(trained, len(minibatch.micro_batches) * world.size)
     metrics = Metrics(world.device)
@@ -77,7 +80,7 @@ def balance_of_transformers(logits: Tensor, _experts: Tensor) -> Tensor:
 
 
 def balance_of_scores(logits: Tensor, experts: Tensor) -> Tensor:
-    """DeepSeek-V3, equations 17 to 20, times the number of chosen experts."""
+    """Return DeepSeek-V3's balance loss (equations 17 to 20) times the number of chosen experts."""
     scores = logits.sigmoid()
     share = (scores / scores.sum(1, keepdim=True)).mean(0)
     return (EXPERTS * one_hot(experts, EXPERTS).sum(1).float().mean(0) * share).sum()
@@ -87,11 +90,11 @@ def routers_of(policy: Policy) -> list[torch.nn.Module]:
     return [router for block in blocks_of(policy.model) if (router := router_of(block)) is not None]
 
 
-def assert_adds_the_formula(world: World, folder: Path, **policy: Any) -> None:
+def assert_adds_the_formula(world: World, folder: Path, groups: int = 6, **policy: Any) -> None:
     frozen = {name: value for name, value in policy.items() if name == "train_layers"}
-    expected, _ = computed(world, folder, add_formula=True, **frozen)
-    plain, _ = computed(world, folder, **frozen)
-    actual, metrics = computed(world, folder, load_balancing=COEFFICIENT, **policy)
+    expected, _ = computed(world, folder, groups, add_formula=True, **frozen)
+    plain, _ = computed(world, folder, groups, **frozen)
+    actual, metrics = computed(world, folder, groups, load_balancing=COEFFICIENT, **policy)
     assert_same(actual, expected, rtol=1e-5, atol=1e-5)
     moved = [name for name in plain if (actual[name] - plain[name]).abs().max() > 1e-3]
     assert any(name.endswith(("gate.weight", "router.weight")) for name in moved), "routers get the gradient"
@@ -105,13 +108,19 @@ def test_the_gradient_of_the_formula_is_added_for_every_mixture(world, model_fol
 
 @pytest.mark.parametrize(
     "policy",
-    [{"gradient_checkpointing": True}, {"compile": True}, {"train_layers": [1]}],
-    ids=["checkpointed blocks", "compiled blocks", "one trained block"],
+    [{"gradient_checkpointing": True}, {"train_layers": [1]}],
+    ids=["checkpointed blocks", "one trained block"],
 )
-def test_the_same_gradient_is_added_with(world, model_folder, monkeypatch, policy):
+def test_the_same_gradient_is_added_with(world, model_folder, policy):
+    assert_adds_the_formula(world, model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"]), **policy)
+
+
+def test_compiled_blocks_add_the_same_gradient(world, model_folder, monkeypatch):
+    # aot_eager: tracing is what can fail here, and generating code would take a minute. Sizes that differ, as those of
+    # several micro-batches, are traced again.
     monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager", options=None))
     folder = model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"])
-    assert_adds_the_formula(world, folder, **policy)
+    assert_adds_the_formula(world, folder, groups=1, compile=True)
 
 
 def on_two_ranks(world: World, folder: Path) -> None:

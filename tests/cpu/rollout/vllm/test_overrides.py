@@ -49,7 +49,7 @@ def test_yarn_without_a_scale_of_its_own_is_left_as_it_is():
     assert overrides({"model_type": "llama", "rope_parameters": YARN}) == {}
 
 
-def test_growing_queries_of_ministral_3_get_the_name_that_vllm_reads():
+def test_the_scale_of_queries_of_ministral_3_gets_the_name_that_vllm_reads():
     rope = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
     expected = {"llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 64}}
     assert overrides({"model_type": "ministral3", "rope_parameters": rope}) == expected
