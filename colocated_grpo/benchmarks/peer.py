@@ -67,6 +67,8 @@ class PeerSpec:
     """Arguments of PEFT's LoraConfig; None trains all weights."""
     extra_arguments: JsonObject
     """Further arguments of GRPOConfig; they take precedence over all others."""
+    lengthened: bool = False
+    """True: one token of each completion is sampled, and repeated to the maximum length."""
 
     @classmethod
     def read(cls, file: Path) -> PeerSpec:

@@ -110,6 +110,7 @@ class Recorder(TrainerCallback):
     def __init__(self, trainer: GRPOTrainer, spec: PeerSpec) -> None:
         self._until = math.inf if spec.until is None else spec.until
         self._probing = spec.setup.probe
+        self._lengthens_all = spec.lengthened
         self.rows: list[dict[str, float]] = []
         self.started = 0.0
         """Unix time at which the first recorded step began."""
@@ -122,7 +123,7 @@ class Recorder(TrainerCallback):
         self._instrument(trainer)
 
     def _instrument(self, trainer: GRPOTrainer) -> None:
-        """Time TRL's phases, and lengthen the completions of the probe step."""
+        """Time TRL's phases, and lengthen completions of the probe step, or of all steps if the work says so."""
         engine = trainer.vllm_generation
         lengthened = self._lengthened(engine, engine.generate)
         replace_method(engine, "sync_weights", self._during_generation(self._timed("sync", engine.sync_weights)))
@@ -163,14 +164,14 @@ class Recorder(TrainerCallback):
         return noting
 
     def _lengthened(self, engine: Any, method: Callable[P, Sequence[list[list[Any]]]]) -> Callable[P, Any]:
-        """Wrap `method` so that the probe step's completions have the maximum length.
+        """Wrap `method` so that completions have the maximum length, in the probe step or in all steps.
 
-        One token per completion is sampled and repeated, so the probe costs almost no decoding.
+        One token per completion is sampled and repeated, which costs almost no decoding.
         """
 
         @wraps(method)
         def lengthened(*arguments: P.args, **named: P.kwargs) -> Any:
-            if not self._probing:
+            if not (self._probing or self._lengthens_all):
                 return method(*arguments, **named)
             with temporary(engine, "max_completion_length", 1) as greatest:
                 prompts, *aligned = method(*arguments, **named)

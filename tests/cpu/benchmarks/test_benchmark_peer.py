@@ -477,6 +477,19 @@ def test_completions_of_the_probe_step_have_the_greatest_length_and_it_is_not_re
     assert control.should_training_stop, "the time was up, and one step after the warm-up is recorded"
 
 
+def test_lengthened_completions_have_the_greatest_length_in_every_recorded_step():
+    trainer = fake_trainer()
+    recorder = Recorder(trainer, replace(SPEC, lengthened=True))
+    recorder.on_train_begin()
+
+    for recorded in (1, 2):
+        _prompts, completions, logprobs, token_ids = trainer.vllm_generation.generate([[1, 2]])
+        recorder.on_step_end(TrainingArguments(), TrainerState(), TrainerControl())
+        assert completions == [[5] * 8]
+        assert len(logprobs[0]) == len(token_ids[0]) == 8
+        assert len(recorder.rows) == recorded
+
+
 def test_an_error_in_the_first_weight_sync_belongs_to_the_first_generation_and_later_ones_to_training():
     trainer = fake_trainer()
     recorder = Recorder(trainer, SPEC)
@@ -494,11 +507,15 @@ def test_an_error_in_the_first_weight_sync_belongs_to_the_first_generation_and_l
 
 def run_beside_trl(model: Path, file: Path, *settings: str) -> tuple[str, JsonObject]:
     """Run two of our steps and two of TRL's. Returns what was printed, and the result, which is written into `file`."""
+    ours = ["--max-completion", "8", "--steps", "2", "--warmup", "0", "--policy.compile", "off"]
+    return run_benchmark("step", model, file, *ours, "--peer", "trl", "--peer-steps", "3", *settings)
+
+
+def run_benchmark(name: str, model: Path, file: Path, *arguments: str) -> tuple[str, JsonObject]:
+    """Run a benchmark in which TRL makes one measured step of 2 x 4 completions."""
     command = [
-        sys.executable, "-m", "colocated_grpo.benchmarks.step", "--model", str(model), "--gpus", "0",
-        "--prompts", "2", "--group-size", "4", "--max-completion", "8",
-        "--steps", "2", "--warmup", "0", "--json", str(file), "--peer", "trl", "--peer-steps", "3",
-        "--peer-until", "0", "--policy.compile", "off", *settings,
+        sys.executable, "-m", f"colocated_grpo.benchmarks.{name}", "--model", str(model), "--gpus", "0",
+        "--prompts", "2", "--group-size", "4", "--peer-until", "0", "--json", str(file), *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
@@ -508,13 +525,16 @@ def run_beside_trl(model: Path, file: Path, *settings: str) -> tuple[str, JsonOb
 
 @pytest.fixture(scope="module")
 def beside_trl(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
-    """Both runs, at the same time: most of each is start-up on one core."""
+    """All runs, at the same time: most of each is start-up on one core."""
     folder = tmp_path_factory.mktemp("beside_trl")
     adapter = ["--policy.lora.rank", "4", "--policy.lora.alpha", "8", "--weights", "shared"]
     with ThreadPoolExecutor() as pool:
         yield {
             "all weights": pool.submit(run_beside_trl, model, folder / "step.json"),
             "an adapter": pool.submit(run_beside_trl, model, folder / "adapter.json", *adapter),
+            "long completions": pool.submit(
+                run_benchmark, "train_trl", model, folder / "train.json", "--max-completion", "64"
+            ),
         }
 
 
@@ -556,3 +576,15 @@ def test_both_trainers_train_the_adapter_of_our_settings(beside_trl: dict[str, F
     )
     for side in ("ours", "peer"):
         assert result[side]["median"]["mfu"] > 0
+
+
+def test_the_training_phase_of_trl_is_measured_with_completions_of_the_greatest_length(beside_trl: dict[str, Future]):
+    printed, result = beside_trl["long completions"].result()
+
+    [row] = result["rows"]
+    median = result["peer"]["median"]
+    assert median["completion_tokens"] == 64
+    assert row["seconds"] == pytest.approx(median["seconds/score"] + median["seconds/train"])
+    assert row["tokens_per_second_per_gpu"] == pytest.approx(row["tokens"] / row["seconds"])
+    assert (row["micro_batch"], row["gradient_checkpointing"]) == (8, False)
+    assert f"max_completion_length={64!r}" in printed
