@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def fraction_for_one_completion(options: argparse.Namespace, size: ModelSize, *, adapters: bool) -> float:
-    """Return vLLM's fraction of device memory: its cache must hold one sequence of maximum length, or it won't start."""
+    """Return vLLM's fraction of device memory, with a cache for one sequence of maximum length, the least it needs."""
     return engine_fraction(
         size, 1, options.max_completion, options.gpus, total_device_bytes(options.gpus), adapters=adapters
     )
