@@ -25,6 +25,9 @@ SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 """Patterns of all files but the weights."""
 WANTED_FILES = [*SMALL_FILES, "*.safetensors"]
 
+Rows = Callable[[slice], Tensor]
+"""Returns rows of a stored tensor, in its type: a view of the memory-mapped file."""
+
 
 def fetch_model(config: ModelConfig, world: World) -> Path:
     """Return the model's folder. A Hub name is downloaded once per node, into the Hub cache. Collective.
@@ -79,14 +82,17 @@ def check_export(setting: str, folder: Path) -> None:
 
 
 class CheckpointReader:
-    """Tensors of a checkpoint by the names of the module's parameters. `read` loads only the requested rows from disk.
+    """Tensors of a checkpoint by the names of the module's parameters. `read_into` reads only the requested rows.
 
     Tensors of other parts than the text part that trains are left out. Experts that are stored one by one are read as
     one tensor, whose rows are the experts.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._readers: dict[str, Callable[[slice], Tensor]] = {}
+        self.folder = folder
+        self._stored: dict[str, Rows] = {}
+        self._experts: dict[str, list[list[Rows]]] = {}
+        """For experts that are stored one by one: the matrices of each, which are joined row by row."""
         self.shapes: dict[str, torch.Size] = {}
         """By name."""
         files = weight_files(folder)
@@ -95,51 +101,64 @@ class CheckpointReader:
         if not files:
             for file in sorted(folder.glob("pytorch_model*.bin")):
                 self._add_torch(file)
-        if not self._readers:
+        if not self._stored:
             raise ConfigError(f"model.name={str(folder)!r}: the folder has no *.safetensors or pytorch_model*.bin")
         self._keep(own_names(folder))
         self._convert(read_conversion(folder))
 
     def _keep(self, own_name: OwnName) -> None:
-        own = {name: new for name in self._readers if (new := own_name(name)) is not None}
-        self._readers = {new: self._readers[name] for name, new in own.items()}
+        own = {name: new for name in self._stored if (new := own_name(name)) is not None}
+        self._stored = {new: self._stored[name] for name, new in own.items()}
         self.shapes = {new: self.shapes[name] for name, new in own.items()}
 
     def _convert(self, conversion: Conversion) -> None:
-        stored, shapes = self._readers, self.shapes
-        self._readers, self.shapes = {}, {}
+        stored, shapes = self._stored, self.shapes
+        self._stored, self.shapes = {}, {}
         experts: dict[str, dict[int, dict[int, str]]] = {}
         for name in stored:
             piece = conversion.piece(name)
             if piece.expert is None:
-                self._readers[piece.name], self.shapes[piece.name] = stored[name], shapes[name]
+                self._stored[piece.name], self.shapes[piece.name] = stored[name], shapes[name]
             else:
                 experts.setdefault(piece.name, {}).setdefault(piece.expert, {})[piece.part] = name
         for name, matrices in experts.items():
             table = [[parts[part] for part in sorted(parts)] for _, parts in sorted(matrices.items())]
             first = [shapes[part] for part in table[0]]
             self.shapes[name] = torch.Size([len(table), sum(shape[0] for shape in first), *first[0][1:]])
-            self._readers[name] = lambda rows, table=table: torch.stack(
-                [torch.cat([stored[part](slice(None)) for part in parts]) for parts in table[rows]]
-            )
+            self._experts[name] = [[stored[part] for part in parts] for parts in table]
 
     def _add_safetensors(self, file: Path) -> None:
         handle = safe_open(file, framework="pt")
         for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
-            self._readers[name] = lambda rows, name=name: _rows(handle.get_slice(name), rows)
+            self._stored[name] = lambda rows, name=name: _rows(handle.get_slice(name), rows)
             self.shapes[name] = torch.Size(handle.get_slice(name).get_shape())
 
     def _add_torch(self, file: Path) -> None:
         for name, tensor in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
-            self._readers[name] = lambda rows, tensor=tensor: tensor[rows]
+            self._stored[name] = lambda rows, tensor=tensor: tensor[rows]
             self.shapes[name] = tensor.shape
 
     def names(self) -> set[str]:
-        return set(self._readers)
+        return set(self.shapes)
 
-    def read(self, name: str, rows: slice) -> Tensor:
-        """Return rows along the first dimension, in the checkpoint's dtype."""
-        return self._readers[name](rows)
+    def read_into(self, target: Tensor, name: str, first: int) -> None:
+        """Copy rows from `first` on into `target`, as many as it has, in its type and on its device."""
+        rows = slice(first, first + len(target))
+        if name not in self._experts:
+            _copy(target, self._stored[name](rows))
+            return
+        # Each matrix is copied to its place: joined in host memory first, page faults would take most of the time.
+        for joined, matrices in zip(target, self._experts[name][rows], strict=True):
+            begin = 0
+            for read in matrices:
+                matrix = read(slice(None))
+                _copy(joined[begin : begin + len(matrix)], matrix)
+                begin += len(matrix)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy with the cast on the target's device: torch casts on the host, which is slower and may double the bytes."""
+    target.copy_(source.to(target.device))
 
 
 def _rows(tensor_slice: Any, rows: slice) -> Tensor:

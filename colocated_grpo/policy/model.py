@@ -280,7 +280,12 @@ def read_parameters(parameters: Mapping[str, Tensor], prefix: str, folder: Path)
     prefix: the base model's, such as "model"; names in the checkpoint may have or lack it.
     Raises ConfigError if tensors are missing.
     """
-    reader = CheckpointReader(folder)
+    read_from(CheckpointReader(folder), parameters, prefix)
+
+
+@torch.no_grad()
+def read_from(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix: str) -> None:
+    """Read as `read_parameters` does, with a reader that is open already."""
     names = reader.names()
     prefix += "."
     missing = []
@@ -292,7 +297,7 @@ def read_parameters(parameters: Mapping[str, Tensor], prefix: str, folder: Path)
             _fill(parameter, reader, source)
     if missing:
         raise ConfigError(
-            f"model.name={str(folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}"
+            f"model.name={str(reader.folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}"
         )
 
 
@@ -313,4 +318,4 @@ def _fill(parameter: Tensor, reader: CheckpointReader, source: str) -> None:
         )
         start, rows = offset[0], shape[0]
     if rows:
-        local.copy_(reader.read(source, slice(start, start + rows)))
+        reader.read_into(local[:rows], source, start)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.model import read_parameters
+from colocated_grpo.policy.model import read_from
 from colocated_grpo.rollout.engine import LocalEngine
-from colocated_grpo.weights.plan import Plan, build_plan
+from colocated_grpo.weights.plan import Plan, Target, build_plan
 
 OUTPUT_LAYER = "lm_head.weight"
 
@@ -22,17 +22,19 @@ def verified_plan(engine: LocalEngine, shapes: Mapping[str, torch.Size], prefix:
     """
     if engine.transforms_weights:
         return None
-    plan = build_plan(engine.model, shapes, engine.tensor_parallel_rank)
-    if plan is None or not all(_is_loaded(plan, name, shape, prefix, folder) for name, shape in shapes.items()):
+    plan, reader = build_plan(engine.model, shapes, engine.tensor_parallel_rank), CheckpointReader(folder)
+    if plan is None or not all(
+        _is_loaded(plan.targets[name], name, shape, prefix, reader) for name, shape in shapes.items()
+    ):
         return None
     return plan
 
 
-def _is_loaded(plan: Plan, name: str, shape: torch.Size, prefix: str, folder: Path) -> bool:
-    whole, target = torch.nn.Parameter(torch.empty(shape), requires_grad=False), plan.targets[name]
-    read_parameters({name: whole}, prefix, folder)
-    part = whole.data.narrow(target.dim, target.start, target.view.shape[target.dim])
-    return torch.equal(target.view, part.to(target.view.device, target.view.dtype))
+def _is_loaded(target: Target, name: str, shape: torch.Size, prefix: str, reader: CheckpointReader) -> bool:
+    whole = torch.empty(shape, dtype=target.view.dtype)
+    read_from(reader, {name: whole}, prefix)
+    part = whole.narrow(target.dim, target.start, target.view.shape[target.dim])
+    return torch.equal(target.view, part.to(target.view.device))
 
 
 def checkpoint_shapes(folder: Path, *, tied: bool) -> dict[str, torch.Size]:
