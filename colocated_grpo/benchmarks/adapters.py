@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from colocated_grpo.config.adapter_files import WEIGHTS_FILE
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.lora import DEFAULT_INIT, LoRAConfig
+from colocated_grpo.config.lora import ALL_LINEAR, DEFAULT_INIT, LoRAConfig
+from colocated_grpo.config.model_support import EXPERT_COUNTS
 from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
@@ -42,6 +43,20 @@ def peft_arguments(lora: LoRAConfig) -> JsonObject:
     }
 
 
+def arguments_for(model_folder: Path, lora: LoRAConfig) -> JsonObject:
+    """Return `peft_arguments` for the same adapter of this model as our trainer's. Raises ConfigError as they do."""
+    return _without_experts(peft_arguments(lora), _meta_model(model_folder))
+
+
+def _without_experts(arguments: JsonObject, model: PreTrainedModel) -> JsonObject:
+    """Name the linear layers of a mixture in place of 'all-linear', which for PEFT includes its experts."""
+    from colocated_grpo.policy.lora.targets import linear_names  # imports PEFT too
+
+    if arguments["target_modules"] != ALL_LINEAR or not any(getattr(model.config, key, 0) for key in EXPERT_COUNTS):
+        return arguments
+    return arguments | {"target_modules": sorted({name.rpartition(".")[2] for name in linear_names(model)})}
+
+
 def adapter_shapes(model_folder: Path, lora: LoRAConfig) -> dict[str, torch.Size]:
     """Return the shape of each tensor of the adapter by its name in PEFT's files."""
     return _shapes(_adapted(model_folder, lora), lora)
@@ -69,12 +84,18 @@ def _adapted(model_folder: Path, lora: LoRAConfig) -> PeftModel:
     """Return the model without storage, with adapters in all blocks."""
     from peft import LoraConfig, PeftModel, get_peft_model  # takes seconds, and full training does not need it
 
+    model = _meta_model(model_folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder))
-        assert isinstance(model, PreTrainedModel)
-        adapted = get_peft_model(model, LoraConfig(**peft_arguments(lora)))
+        adapted = get_peft_model(model, LoraConfig(**_without_experts(peft_arguments(lora), model)))
     assert isinstance(adapted, PeftModel)
     return adapted
+
+
+def _meta_model(model_folder: Path) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder))
+    assert isinstance(model, PreTrainedModel)
+    return model
 
 
 def _shapes(adapted: PeftModel, lora: LoRAConfig) -> dict[str, torch.Size]:

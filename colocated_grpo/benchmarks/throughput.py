@@ -143,9 +143,10 @@ def sync_bound(size: ModelSize, rates: Roofline, ranks: int) -> float:
 def generation_bound(
     size: ModelSize, rates: Roofline, ranks: int, prompt_tokens: float, completion_tokens: Sequence[int]
 ) -> float:
-    """Return the least seconds to read weights and KV cache for decoding, with all sequences starting together.
+    """Return the seconds to read weights and KV cache for decoding at the rate of a copy. All sequences start together.
 
-    Each step reads the weights, except for experts that no sequence chooses. There are as many steps as the longest
+    Each step reads the weights, except for experts that no sequence chooses if all choose independently: an estimate,
+    and no bound, for mixtures of experts. There are as many steps as the longest
     completion has tokens. Token n of a completion reads the keys and values of its prompt and of n tokens. Sequences
     are assumed to be spread evenly over ranks. Prefill is left out.
     """

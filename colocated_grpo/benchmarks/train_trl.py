@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from colocated_grpo.benchmarks import peer_options
-from colocated_grpo.benchmarks.adapters import peft_arguments
+from colocated_grpo.benchmarks.adapters import arguments_for, peft_arguments
 from colocated_grpo.benchmarks.comparison import PeerSummary
 from colocated_grpo.benchmarks.harness import config_of, model_name, rank_parser
 from colocated_grpo.benchmarks.peer_tuning import engine_fraction, total_device_bytes
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = options.model or scratch / options.shape
         try:
             policy = config_of(model, options).policy
-            lora = None if policy.lora is None else peft_arguments(policy.lora)
+            if policy.lora is not None:
+                peft_arguments(policy.lora)  # raises before the model is made
         except ConfigError as error:
             print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
             return USAGE_ERROR
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {problem}", file=sys.stderr)
             return USAGE_ERROR
         make_missing(model, options.shape)
+        lora = None if policy.lora is None else arguments_for(model, policy.lora)
         size = model_size(model, 2 if options.gpus else 4, policy)
         rates = measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
         if options.peer_gpu_memory is None:

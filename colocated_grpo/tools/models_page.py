@@ -104,7 +104,7 @@ def shortcuts(family: Family) -> list[str]:
     usable = [size for size in family.heads if size in HEAD_SIZES and family.scores == "plain"]
     if usable:
         names.append("decode kernel" + ("" if len(usable) == len(family.heads) else f" (heads of {_sizes(usable)})"))
-    if family.model_type == "qwen3":
+    if family.model_type in ("qwen3", "qwen3_moe"):
         names.append("QKV kernel")
     return names
 

@@ -36,6 +36,7 @@ from colocated_grpo.benchmarks.adapters import write_random_adapter
 from colocated_grpo.benchmarks.harness import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
+from colocated_grpo.benchmarks.throughput import model_size
 from colocated_grpo.benchmarks.workload import STOP_PROBABILITY
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.lora import LoRAConfig
@@ -43,6 +44,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Group, JsonObject, Rollout
+from tests.support.families import SETTINGS
 from tests.support.ranks import TIMEOUT, start_module
 from tests.support.small_policy import config_of, group_of, policy_of, rollout_of, sequence_of
 from tests.support.training_runs import tiny_model
@@ -198,6 +200,14 @@ def test_a_random_adapter_has_the_format_of_peft(tmp_path):
     assert {name.replace(".default", "") for name in loaded} == {name for name in names if "lora_B" in name}
     assert adapted.peft_config["default"].r == 8
     assert not torch.allclose(adapted(token_ids).logits, expected)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "olmoe"])
+def test_the_adapter_of_the_benchmarks_is_that_of_the_trainer(world, architecture):
+    folder = tiny_model(architecture, edits=SETTINGS[architecture])
+    config = config_of(folder, policy={"lora": {"rank": 8}})
+    trained = policy_of(config, world).num_trained()
+    assert model_size(folder, 2, config.policy).trained_parameters == trained > 0
 
 
 def test_patches_lists_every_replacement_inside_vllm_with_its_hits(measured):
