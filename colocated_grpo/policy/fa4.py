@@ -8,6 +8,7 @@ Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ class Kernels(NamedTuple):
 @cache
 def kernels() -> Kernels:
     """Import the kernels. Raises ImportError if vLLM lacks them, or their compiler is not installed."""
+    # nvidia-cutlass-dsl 4.6 warns once for each kernel about an argument that is not used here.
+    warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)
     from vllm.vllm_flash_attn.cute import interface
 
     return Kernels(interface._flash_attn_fwd, interface._flash_attn_bwd)
