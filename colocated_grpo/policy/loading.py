@@ -20,6 +20,7 @@ from colocated_grpo.policy.model import (
     load_shards,
     prepare_blocks,
     read_parameters,
+    require_input_gradients,
     shard,
     transformer_blocks,
 )
@@ -111,6 +112,8 @@ def _prepare_blocks(config: Config, model: PackedLM, world: World) -> None:
     compiled = world.device.type == "cuda" and not policy.routing_replay if policy.compile == "auto" else policy.compile
     checkpointed = policy.gradient_checkpointing is True
     prepare_blocks(model, checkpointed=checkpointed, compiled=compiled, replays=policy.routing_replay)
+    if compiled and policy.lora is not None and (policy.lora.layers is None or 0 in policy.lora.layers):
+        require_input_gradients(model)
 
 
 def _load_sharded(config: Config, model: PackedLM, folder: Path, world: World, *, offloaded: bool) -> None:

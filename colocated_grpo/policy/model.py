@@ -204,6 +204,17 @@ def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool, repla
             blocks[index].compile(dynamic=True, options=COMPILE_OPTIONS | COMPILE_OPTIONS_OF.get(kind, {}))
 
 
+def require_input_gradients(model: PackedLM) -> None:
+    """Make the input of the first block require a gradient, as those of the others do beside frozen embeddings.
+
+    All blocks then share one compiled graph; otherwise the first is compiled once more. The additional gradient is that
+    of the first block's norm and projections.
+    """
+    embeddings = model.lm.get_input_embeddings()
+    assert isinstance(embeddings, nn.Module)
+    embeddings.register_forward_hook(lambda _, _inputs, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
+
+
 @contextmanager
 def compiler_errors_in_one_line() -> Iterator[None]:
     """Raise errors of torch.compile, which compiles blocks at their first call, as RunError."""

@@ -9,10 +9,17 @@ import torch
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.blocks import Block
+from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.model import COMPILE_OPTIONS, COMPILE_OPTIONS_OF
 from tests.support.families import SETTINGS
-from tests.support.small_policy import config_of, make_small_model, pack_for, policy_of, random_groups
+from tests.support.small_policy import (
+    config_of,
+    make_small_model,
+    pack_for,
+    policy_of,
+    random_groups,
+    with_old_logprobs,
+)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma4", "deepseek_v3"])
@@ -25,6 +32,25 @@ def test_blocks_are_compiled_with_the_options_of_their_family(world, tmp_path, m
     assert bool(expected) == (family != "qwen3")
     assert seen == [{"dynamic": True, "options": COMPILE_OPTIONS | expected}] * len(seen)
     assert seen
+
+
+@pytest.mark.parametrize(("layers", "first"), [(None, True), ([0], True), ([1], False)])
+def test_inputs_of_blocks_with_adapters_require_gradients_so_that_they_share_one_graph(
+    world, tmp_path, monkeypatch, layers, first
+):
+    monkeypatch.setattr(Block, "compile", lambda self, **options: None)
+    folder = make_small_model(tmp_path / "model", "qwen3")
+    config = config_of(folder, policy={"compile": True, "lora": {"rank": 4, "layers": layers}})
+    policy = policy_of(config, world)
+    seen = []
+    for block in blocks_of(policy.model):
+        block.register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
+    minibatch = pack_for(world, random_groups(1, 2), config).map(with_old_logprobs).minibatches[0]
+    policy.forward_backward(minibatch, Metrics(world.device))
+    assert seen == [first, layers != [1]]
+    seen.clear()
+    policy.score(minibatch.micro_batches[0])
+    assert seen == [False, False]
 
 
 def test_the_options_are_known_to_torch():
