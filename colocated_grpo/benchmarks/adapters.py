@@ -44,22 +44,38 @@ def peft_arguments(lora: LoRAConfig) -> JsonObject:
 
 
 def arguments_for(model_folder: Path, lora: LoRAConfig) -> JsonObject:
-    """Return `peft_arguments` for the same adapter of this model as our trainer's. Raises ConfigError as they do."""
-    return _without_experts(peft_arguments(lora), _meta_model(model_folder))
+    """Return arguments of PEFT's LoraConfig that adapt the same layers of this model as our trainer.
+
+    Raises ConfigError as `peft_arguments` does, and if PEFT adapts other layers: for some mixtures of experts it takes
+    the names of shared layers for those of experts.
+    """
+    from peft import LoraConfig, get_peft_model  # takes seconds, and full training does not need it
+
+    from colocated_grpo.policy.lora.targets import linear_names
+
+    model, arguments = _meta_model(model_folder), peft_arguments(lora)
+    expected = adapter_parameters(model_folder, lora.model_copy(update={"layers": None}))
+    if lora.target_modules == ALL_LINEAR and any(getattr(model.config, key, 0) for key in EXPERT_COUNTS):
+        # For PEFT, 'all-linear' includes experts and routers.
+        arguments["target_modules"] = sorted({name.rpartition(".")[2] for name in linear_names(model)})
+    with torch.device("meta"):
+        adapted = get_peft_model(model, LoraConfig(**arguments))
+    if expected != sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad):
+        raise ConfigError(
+            "policy.lora: PEFT, which TRL uses, adapts other layers of this model; name layers of attention in "
+            "policy.lora.target_modules"
+        )
+    return arguments
 
 
-def _without_experts(arguments: JsonObject, model: PreTrainedModel) -> JsonObject:
-    """Name the linear layers of a mixture in place of 'all-linear', which for PEFT includes its experts."""
-    from colocated_grpo.policy.lora.targets import linear_names  # imports PEFT too
+def adapter_parameters(model_folder: Path, lora: LoRAConfig) -> int:
+    """Return the number of parameters of our trainer's adapter."""
+    from colocated_grpo.policy.lora.targets import target_names
+    from colocated_grpo.policy.model import transformer_blocks
 
-    if arguments["target_modules"] != ALL_LINEAR or not any(getattr(model.config, key, 0) for key in EXPERT_COUNTS):
-        return arguments
-    return arguments | {"target_modules": sorted({name.rpartition(".")[2] for name in linear_names(model)})}
-
-
-def adapter_shapes(model_folder: Path, lora: LoRAConfig) -> dict[str, torch.Size]:
-    """Return the shape of each tensor of the adapter by its name in PEFT's files."""
-    return _shapes(_adapted(model_folder, lora), lora)
+    model = _meta_model(model_folder)
+    names = target_names(model, transformer_blocks(model), lora)
+    return sum(lora.rank * sum(model.get_parameter(f"{name}.weight").shape) for name in names)
 
 
 def write_random_adapter(folder: Path, model_folder: Path, lora: LoRAConfig, dtype: torch.dtype) -> None:
@@ -82,11 +98,11 @@ def block_of(name: str) -> int | None:
 
 def _adapted(model_folder: Path, lora: LoRAConfig) -> PeftModel:
     """Return the model without storage, with adapters in all blocks."""
-    from peft import LoraConfig, PeftModel, get_peft_model  # takes seconds, and full training does not need it
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     model = _meta_model(model_folder)
     with torch.device("meta"):
-        adapted = get_peft_model(model, LoraConfig(**_without_experts(peft_arguments(lora), model)))
+        adapted = get_peft_model(model, LoraConfig(**arguments_for(model_folder, lora)))
     assert isinstance(adapted, PeftModel)
     return adapted
 

@@ -68,7 +68,7 @@ class PeerSpec:
     extra_arguments: JsonObject
     """Further arguments of GRPOConfig; they take precedence over all others."""
     lengthened: bool = False
-    """True: one token of each completion is sampled, and repeated to the maximum length."""
+    """True: sample one token per completion and repeat it to the maximum length."""
 
     @classmethod
     def read(cls, file: Path) -> PeerSpec:

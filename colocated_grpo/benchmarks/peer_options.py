@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from colocated_grpo.benchmarks.adapters import arguments_for, peft_arguments
 from colocated_grpo.benchmarks.peer import WARMUP, PeerSetup, PeerSpec, SetupName, default_micro_batch
 from colocated_grpo.benchmarks.peer_tuning import engine_fraction, total_device_bytes
 from colocated_grpo.benchmarks.throughput import ModelSize
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.policy import PolicyConfig
 from colocated_grpo.config.schema import Config
 from colocated_grpo.types import JsonObject
@@ -100,6 +102,24 @@ def setups(options: argparse.Namespace) -> list[SetupName]:
     if options.peer_both:
         return ["tuned", "defaults"]
     return ["defaults"] if options.peer_defaults else ["tuned"]
+
+
+def check_possible(options: argparse.Namespace, policy: PolicyConfig) -> None:
+    """Raise ConfigError, before a model is made, if TRL cannot run this work here.
+
+    policy: of our trainer, as TRL trains the same parameters.
+    """
+    if policy.lora is not None:
+        peft_arguments(policy.lora)
+    if line := problem(options, policy):
+        raise ConfigError(line)
+
+
+def adapter(options: argparse.Namespace, policy: PolicyConfig, model: Path) -> JsonObject | None:
+    """Return arguments of PEFT's LoraConfig for the adapter; None without. Raises ConfigError if TRL's would differ."""
+    if policy.lora is None:
+        return None
+    return peft_arguments(policy.lora) if options.peer is None else arguments_for(model, policy.lora)
 
 
 def problem(options: argparse.Namespace, policy: PolicyConfig) -> str | None:

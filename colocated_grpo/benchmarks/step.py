@@ -25,7 +25,6 @@ import yaml
 from transformers import AutoConfig
 
 from colocated_grpo.benchmarks import peer, peer_options
-from colocated_grpo.benchmarks.adapters import arguments_for, peft_arguments
 from colocated_grpo.benchmarks.comparison import PeerSummary, Summary, comparison
 from colocated_grpo.benchmarks.peer import PeerSpec, SetupName, loads_frozen_weights_in_bf16, run_peer
 from colocated_grpo.benchmarks.peer_tuning import (
@@ -85,16 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config_file.write_text(yaml.safe_dump(settings(options, model, scratch / "runs")))
         try:
             policy = load_config(config_file, overrides).policy
-            if policy.lora is not None:
-                peft_arguments(policy.lora)  # raises before the model is made
+            peer_options.check_possible(options, policy)
+            make_missing(model, options.shape)
+            lora = peer_options.adapter(options, policy, model)
         except ConfigError as error:
             print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
             return USAGE_ERROR
-        if problem := peer_options.problem(options, policy):
-            print(f"error: {problem}", file=sys.stderr)
-            return USAGE_ERROR
-        make_missing(model, options.shape)
-        lora = None if policy.lora is None else arguments_for(model, policy.lora)
         size = model_size(model, 2 if options.gpus else 4, policy)
         rates = measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
         run = run_ours(options, config_file, overrides, scratch / "runs")
@@ -253,7 +248,10 @@ def summary(
 
 
 def lower_bounds(run: OurRun, size: ModelSize, rates: Roofline, ranks: int, warmup: int) -> Medians:
-    """Return the least seconds that the device needs for the phases of our median step."""
+    """Return the least seconds that the device needs for the phases of our median step.
+
+    With a mixture of experts, those of generation are an estimate.
+    """
     bounds = [
         {
             "seconds/sync": sync_bound(size, rates, ranks),

@@ -19,7 +19,7 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from colocated_grpo.benchmarks.adapters import adapter_shapes, block_of
+from colocated_grpo.benchmarks.adapters import adapter_parameters, block_of
 from colocated_grpo.benchmarks.roofline import Roofline
 from colocated_grpo.config.model_support import EXPERT_COUNTS
 from colocated_grpo.config.policy import PolicyConfig
@@ -66,7 +66,7 @@ def model_size(folder: Path, itemsize: int, policy: PolicyConfig | None = None) 
     by_block = dense + Counter({block: round(share * count) for block, count in experts.items()})
     trained, flops = parameters, 6 * by_block.total()
     if policy is not None and policy.lora is not None:
-        trained = sum(math.prod(shape) for shape in adapter_shapes(folder, policy.lora).values())
+        trained = adapter_parameters(folder, policy.lora)
         # Four products with the factors, all in the backward pass: the forward pass uses merged weights.
         flops = frozen_flops(by_block, policy.lora.layers) + 4 * trained
     elif policy is not None and policy.train_layers is not None:
@@ -145,10 +145,10 @@ def generation_bound(
 ) -> float:
     """Return the seconds to read weights and KV cache for decoding at the rate of a copy. All sequences start together.
 
-    Each step reads the weights, except for experts that no sequence chooses if all choose independently: an estimate,
-    and no bound, for mixtures of experts. There are as many steps as the longest
-    completion has tokens. Token n of a completion reads the keys and values of its prompt and of n tokens. Sequences
-    are assumed to be spread evenly over ranks. Prefill is left out.
+    Each step reads all weights except unused experts. Their number is estimated as if sequences chose experts
+    independently, so for mixtures of experts the result is an estimate, not a lower bound. There are as many steps as
+    the longest completion has tokens. Token n of a completion reads the keys and values of its prompt and of n tokens.
+    Sequences are assumed to be spread evenly over ranks. Prefill is left out.
     """
     cached = sum(n * prompt_tokens + n * (n + 1) / 2 for n in completion_tokens)
     read, decoded = cached * size.kv_bytes_per_token / ranks, 0

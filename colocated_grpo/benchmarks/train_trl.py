@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from colocated_grpo.benchmarks import peer_options
-from colocated_grpo.benchmarks.adapters import arguments_for, peft_arguments
 from colocated_grpo.benchmarks.comparison import PeerSummary
 from colocated_grpo.benchmarks.harness import config_of, model_name, rank_parser
 from colocated_grpo.benchmarks.peer_tuning import engine_fraction, total_device_bytes
@@ -40,16 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = options.model or scratch / options.shape
         try:
             policy = config_of(model, options).policy
-            if policy.lora is not None:
-                peft_arguments(policy.lora)  # raises before the model is made
+            peer_options.check_possible(options, policy)
+            make_missing(model, options.shape)
+            lora = peer_options.adapter(options, policy, model)
         except ConfigError as error:
             print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
             return USAGE_ERROR
-        if problem := peer_options.problem(options, policy):
-            print(f"error: {problem}", file=sys.stderr)
-            return USAGE_ERROR
-        make_missing(model, options.shape)
-        lora = None if policy.lora is None else arguments_for(model, policy.lora)
         size = model_size(model, 2 if options.gpus else 4, policy)
         rates = measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
         if options.peer_gpu_memory is None:
@@ -85,11 +80,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     peer_options.check(options, parser)
     if options.peer_defaults or options.peer_both:
         parser.error("--peer-defaults, --peer-both: this benchmark tunes TRL")
+    for flag in options.settings[::2]:
+        if not flag.startswith("--policy.lora."):
+            parser.error(f"{flag}: TRL has no such setting; only --policy.lora.* may follow")
     return options
 
 
 def fraction_for_one_completion(options: argparse.Namespace, size: ModelSize, *, adapters: bool) -> float:
-    """Return vLLM's fraction of device memory, with a cache for one sequence of maximum length, the least it needs."""
+    """Return the least `vllm_gpu_memory_utilization` that works: the KV cache holds one sequence of maximum length."""
     return engine_fraction(
         size, 1, options.max_completion, options.gpus, total_device_bytes(options.gpus), adapters=adapters
     )

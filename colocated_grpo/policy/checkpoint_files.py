@@ -26,7 +26,7 @@ SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 WANTED_FILES = [*SMALL_FILES, "*.safetensors"]
 
 Rows = Callable[[slice], Tensor]
-"""Returns rows of a stored tensor, in its type: a view of the memory-mapped file."""
+"""Takes a slice of rows; returns a view of the memory-mapped file, in the stored dtype."""
 
 
 def fetch_model(config: ModelConfig, world: World) -> Path:
@@ -124,6 +124,8 @@ class CheckpointReader:
         for name, matrices in experts.items():
             table = [[parts[part] for part in sorted(parts)] for _, parts in sorted(matrices.items())]
             first = [shapes[part] for part in table[0]]
+            if any([shapes[part] for part in parts] != first for parts in table):
+                raise ConfigError(f"model.name={str(self.folder)!r}: the checkpoint lacks matrices of {name!r}")
             self.shapes[name] = torch.Size([len(table), sum(shape[0] for shape in first), *first[0][1:]])
             self._experts[name] = [[stored[part] for part in parts] for parts in table]
 
@@ -142,12 +144,13 @@ class CheckpointReader:
         return set(self.shapes)
 
     def read_into(self, target: Tensor, name: str, first: int) -> None:
-        """Copy rows from `first` on into `target`, as many as it has, in its type and on its device."""
+        """Fill `target` with the rows of `name` that start at `first`, cast to its dtype and moved to its device."""
         rows = slice(first, first + len(target))
         if name not in self._experts:
             _copy(target, self._stored[name](rows))
             return
-        # Each matrix is copied to its place: joined in host memory first, page faults would take most of the time.
+        # Copy each matrix directly into its rows: concatenating in host memory first would spend most of the time on
+        # page faults.
         for joined, matrices in zip(target, self._experts[name][rows], strict=True):
             begin = 0
             for read in matrices:
@@ -157,8 +160,8 @@ class CheckpointReader:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy with the cast on the target's device: torch casts on the host, which is slower and may double the bytes."""
-    target.copy_(source.to(target.device))
+    """Copy with a cast where the fewest bytes travel. `copy_` alone casts on the host, also to a larger dtype."""
+    target.copy_(source.to(target.device) if source.itemsize < target.itemsize else source)
 
 
 def _rows(tensor_slice: Any, rows: slice) -> Tensor:

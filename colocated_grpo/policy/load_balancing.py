@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colocated_grpo.batching import MicroBatch
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.metrics import Stat
 from colocated_grpo.policy.blocks import blocks_of
-from colocated_grpo.policy.routing import WEIGHTS, routed, router_of, sigmoid_weights
+from colocated_grpo.policy.routing import WEIGHTS, check_returns_logits, routed, router_of, sigmoid_weights
 
 Probabilities = Callable[[Tensor], Tensor]
 """A router's logits [T, E] -> probabilities [T, E] float32."""
@@ -32,24 +34,35 @@ class LoadBalancing:
     """
 
     def __init__(self, model: nn.Module, model_type: str, coefficient: float, device: torch.device) -> None:
-        """model: with prepared blocks, before its first forward pass. Routers that are not trained get no loss."""
+        """model: with prepared blocks, before its first forward pass. Routers that are not trained get no loss.
+
+        Raises ConfigError if no router is trained, or if the routers of this transformers return no logits.
+        """
+        check_returns_logits(f"policy.load_balancing={coefficient:g}")
         self._coefficient = coefficient
         self._probabilities = normalized_sigmoid if WEIGHTS.get(model_type) is sigmoid_weights else softmax
         # Both are tensors on the device: compiled blocks would treat numbers as constants.
         self._scale = torch.zeros((), device=device)
+        self._share = 0.0
         self._total_and_count = torch.zeros(2, device=device, requires_grad=True)
         routers = [router for block in blocks_of(model) if (router := router_of(block)) is not None]
         self._trained = [router for router in routers if any(p.requires_grad for p in router.parameters())]
+        if not self._trained:
+            raise ConfigError(f"policy.load_balancing={coefficient:g}: no trained block has a router; leave it out")
         for router in self._trained:
             router.register_forward_hook(self._attach)
 
     def begin(self, micro_batches: int, ranks: int) -> None:
-        """Start a minibatch: set the scale that averages over layers, ranks and `micro_batches` of each rank."""
+        """Start a minibatch, which averages over layers, ranks and the `micro_batches` of each rank."""
         self._total_and_count.grad = None
-        self._scale.fill_(self._coefficient / (max(1, len(self._trained)) * micro_batches * ranks))
+        self._share = self._coefficient / (len(self._trained) * micro_batches * ranks)
+
+    def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Call before the forward pass. The padding micro-batch of a rank without work gets no loss."""
+        self._scale.fill_(self._share if micro_batch.loss_inputs.loss_mask_N.any() else 0.0)
 
     def mean(self) -> Stat:
-        """Return the mean loss of all layers and micro-batches of the minibatch, without the coefficient."""
+        """Return the mean loss of the minibatch's layers and micro-batches, without padding and the coefficient."""
         sums = self._total_and_count.grad
         return Stat.mean(0.0, 0.0) if sums is None else Stat.mean(sums[0], sums[1])
 
@@ -95,4 +108,4 @@ class _WithLoss(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
         loss, scale = ctx.saved_tensors
-        return grad, scale, None, torch.stack([loss, torch.ones_like(loss)])
+        return grad, scale, None, torch.stack([loss, torch.ones_like(loss)]) * (scale > 0)

@@ -205,10 +205,10 @@ def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool, repla
 
 
 def require_input_gradients(model: PackedLM) -> None:
-    """Make the input of the first block require a gradient, as those of the others do beside frozen embeddings.
+    """Make the first block's input require a gradient, as the input of every later block does.
 
-    All blocks then share one compiled graph; otherwise the first is compiled once more. The additional gradient is that
-    of the first block's norm and projections.
+    With frozen embeddings it would not, and torch.compile would compile the first block separately. Costs the backward
+    pass of that block's first norm and input projections.
     """
     embeddings = model.lm.get_input_embeddings()
     assert isinstance(embeddings, nn.Module)
@@ -289,14 +289,14 @@ def read_parameters(parameters: Mapping[str, Tensor], prefix: str, folder: Path)
     """Read parameters or buffers from the checkpoint in `folder`; only this rank's rows if they are sharded.
 
     prefix: the base model's, such as "model"; names in the checkpoint may have or lack it.
-    Raises ConfigError if tensors are missing.
+    Raises ConfigError if tensors are missing or have other shapes.
     """
     read_from(CheckpointReader(folder), parameters, prefix)
 
 
 @torch.no_grad()
 def read_from(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix: str) -> None:
-    """Read as `read_parameters` does, with a reader that is open already."""
+    """Read parameters as `read_parameters` does, from an open reader. Raises ConfigError as it does."""
     names = reader.names()
     prefix += "."
     missing = []
@@ -304,6 +304,11 @@ def read_from(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix
         source = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
         if source is None:
             missing.append(name)
+        elif reader.shapes[source] != parameter.shape:
+            raise ConfigError(
+                f"model.name={str(reader.folder)!r}: {source!r} has shape {list(reader.shapes[source])} in the "
+                f"checkpoint, and {list(parameter.shape)} by config.json"
+            )
         else:
             _fill(parameter, reader, source)
     if missing:

@@ -130,6 +130,8 @@ class Policy:
             self._balancing.begin(parts, self._world_size)
         for index, micro_batch in enumerate(minibatch.micro_batches):
             self.weights.before_forward(last=index == parts - 1)
+            if self._balancing is not None:
+                self._balancing.begin_micro_batch(micro_batch)
             loss, stats = self._objective(self.model, _on_device(micro_batch, self.device), denominator)
             loss.backward()
             # All ranks have equally many micro-batches: these weights add up to 1 for each minibatch.

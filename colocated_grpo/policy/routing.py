@@ -13,12 +13,16 @@ from itertools import count
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from colocated_grpo.batching import PackedRoutes
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.metrics import Stat
 
+FIRST_WITH_LOGITS = Version("5.6")
+"""First minor release of transformers after pull request 45131. Before it, most routers returned probabilities."""
 Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 """(router, its logits [T, E], experts [T, K]) -> their weights [T, K], as the router of the family computes them."""
 
@@ -107,12 +111,22 @@ def replays_of(blocks: nn.ModuleList, model_type: str) -> list[Replay | None]:
 
     Raises ConfigError for families whose routers are not known.
     """
+    check_returns_logits("policy.routing_replay=true")
     weigh = WEIGHTS.get(model_type)
     if weigh is None:
         raise ConfigError(f"policy.routing_replay=true: not supported for model type {model_type!r}")
     routers = [router_of(block) for block in blocks]
     layers = count()
     return [None if router is None else Replay(router, next(layers), weigh) for router in routers]
+
+
+def check_returns_logits(setting: str) -> None:
+    """Raise ConfigError for releases of transformers whose routers return probabilities in place of logits."""
+    if Version(transformers.__version__) < FIRST_WITH_LOGITS:
+        raise ConfigError(
+            f"{setting}: routers of transformers {transformers.__version__} return probabilities in place of logits; "
+            f"install {FIRST_WITH_LOGITS} or later"
+        )
 
 
 def routed(output: Any, setting: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,19 +22,19 @@ def verified_plan(engine: LocalEngine, shapes: Mapping[str, torch.Size], prefix:
     """
     if engine.transforms_weights:
         return None
-    plan, reader = build_plan(engine.model, shapes, engine.tensor_parallel_rank), CheckpointReader(folder)
-    if plan is None or not all(
-        _is_loaded(plan.targets[name], name, shape, prefix, reader) for name, shape in shapes.items()
-    ):
+    plan = build_plan(engine.model, shapes, engine.tensor_parallel_rank)
+    if plan is None:
         return None
-    return plan
+    reader = CheckpointReader(folder)
+    loaded = all(_is_loaded(plan.targets[name], name, shape, prefix, reader) for name, shape in shapes.items())
+    return plan if loaded else None
 
 
 def _is_loaded(target: Target, name: str, shape: torch.Size, prefix: str, reader: CheckpointReader) -> bool:
-    whole = torch.empty(shape, dtype=target.view.dtype)
+    whole = torch.empty(shape, dtype=target.view.dtype, device=target.view.device)
     read_from(reader, {name: whole}, prefix)
     part = whole.narrow(target.dim, target.start, target.view.shape[target.dim])
-    return torch.equal(target.view, part.to(target.view.device))
+    return torch.equal(target.view, part)
 
 
 def checkpoint_shapes(folder: Path, *, tied: bool) -> dict[str, torch.Size]:

@@ -1,4 +1,4 @@
-"""On CUDA devices, an engine takes the shortcuts that docs/models.md names for its family, and no others."""
+"""On CUDA devices, engines use the shortcuts that docs/models.md names for their family, and none of its others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import pytest
 from colocated_grpo.config.families import FAMILIES, Family
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools.models_page import shortcuts
-from tests.gpu.test_families_gpu import FAMILIES as SETTINGS
+from tests.gpu.test_families_gpu import FAMILIES as SMALL_MODELS
 from tests.support.engines import Pair, request_of
 from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import tiny_model
 
+SETTINGS = SMALL_MODELS | {"mistral": {}}
+"""Mistral as in the table, without the window of its first models."""
 TIMEOUT = 300.0
 SEQUENCES = 64
 """Enough for the decode kernel, which leaves few sequences to vLLM."""
@@ -28,7 +30,7 @@ SHORTCUTS = {
 
 
 def taken(world: World, folder: Path) -> set[str]:
-    """Return the shortcuts that an engine takes while it samples."""
+    """Return the shortcuts that an engine uses: kernels in its CUDA graphs, or steps while it samples."""
     pair = Pair(world, folder, engine={"enforce_eager": False, "max_num_seqs": SEQUENCES})
     from colocated_grpo.rollout.vllm import patches  # imports vLLM, which the ranks alone need
 

@@ -29,7 +29,7 @@ def _query_scale(rope: JsonObject) -> JsonObject:
 
 
 def _yarn_scale(rope: JsonObject) -> JsonObject:
-    """Return YaRN's scale of queries and keys, if not the default, also under the names that vLLM 0.26 reads."""
+    """Return rope parameters with an explicit YaRN scale, also under vLLM 0.26's names; {} if the default applies."""
     if rope.get("rope_type") != "yarn":
         return {}
     scale = rope.get("attention_factor")

@@ -32,7 +32,7 @@ from colocated_grpo.benchmarks import (
     sync,
     train,
 )
-from colocated_grpo.benchmarks.adapters import write_random_adapter
+from colocated_grpo.benchmarks.adapters import arguments_for, write_random_adapter
 from colocated_grpo.benchmarks.harness import config_of as config_of_benchmark
 from colocated_grpo.benchmarks.results import number, table
 from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
@@ -202,12 +202,27 @@ def test_a_random_adapter_has_the_format_of_peft(tmp_path):
     assert not torch.allclose(adapted(token_ids).logits, expected)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "olmoe"])
-def test_the_adapter_of_the_benchmarks_is_that_of_the_trainer(world, architecture):
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", "gpt2", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3"]
+)
+def test_benchmarks_count_the_parameters_of_the_trainers_adapter(world, architecture):
     folder = tiny_model(architecture, edits=SETTINGS[architecture])
     config = config_of(folder, policy={"lora": {"rank": 8}})
     trained = policy_of(config, world).num_trained()
     assert model_size(folder, 2, config.policy).trained_parameters == trained > 0
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "olmoe", "qwen2_moe"])
+def test_trl_gets_an_adapter_without_experts(architecture):
+    folder = tiny_model(architecture, edits=SETTINGS[architecture])
+    assert "all-linear" not in arguments_for(folder, LoRAConfig(rank=8))["target_modules"]
+
+
+@pytest.mark.parametrize("architecture", ["glm4_moe", "deepseek_v3"])
+def test_families_of_which_peft_adapts_other_layers_are_not_measured_beside_trl(architecture):
+    folder = tiny_model(architecture, edits=SETTINGS[architecture])
+    with pytest.raises(ConfigError, match=r"policy\.lora: PEFT, which TRL uses, adapts other layers"):
+        arguments_for(folder, LoRAConfig(rank=8))
 
 
 def test_patches_lists_every_replacement_inside_vllm_with_its_hits(measured):

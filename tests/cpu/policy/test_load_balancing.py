@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from colocated_grpo.batching import Minibatch, build_micro_batch
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.families import FAMILIES
+from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.policy import routing
 from colocated_grpo.policy.activations import run_trial_step
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.policy import Policy
@@ -29,6 +33,7 @@ from tests.support.small_policy import (
     policy_of,
     random_groups,
     train,
+    whole,
     with_old_logprobs,
 )
 
@@ -164,6 +169,33 @@ def test_experts_are_used_more_equally_the_longer_it_trains(world, model_folder)
     policy, batch = policy_of(config, world), pack_for(world, random_groups(6, 4), config)
     losses = [reduce(train(policy, batch), world.sum_, world.max_)[METRIC] for _ in range(12)]
     assert losses[-1] < CHOSEN + (losses[0] - CHOSEN) / 2
+
+
+def test_the_padding_of_a_rank_without_work_adds_nothing(world, model_folder):
+    config = config_of(model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"]), policy={"load_balancing": COEFFICIENT})
+    policy = policy_of(config, world)
+    with torch.no_grad():
+        whole(policy.parameters()["model.embed_tokens.weight"])[0].normal_()  # the token of padding
+    counts = Counts(tokens=1, sequences=1, batch_tokens=1, minibatches=1)
+    metrics = Metrics(world.device)
+    policy.forward_backward(Minibatch(micro_batches=[build_micro_batch([])], counts=counts), metrics)
+    assert not any(gradient.any() for gradient in gradients_of(policy).values())
+    assert METRIC not in reduce(metrics, world.sum_, world.max_)
+
+
+def test_blocks_without_a_router_are_refused_in_one_line(world, model_folder):
+    folder = model_folder("glm4_moe", edits=SETTINGS["glm4_moe"])  # its first block is dense
+    config = config_of(folder, policy={"load_balancing": 0.5, "train_layers": [0]})
+    with pytest.raises(ConfigError, match=r"^policy\.load_balancing=0\.5: no trained block has a router"):
+        policy_of(config, world)
+
+
+@pytest.mark.parametrize("policy", [{"load_balancing": 0.5}, {"routing_replay": True}], ids=["loss", "replay"])
+def test_routers_that_return_probabilities_are_refused_in_one_line(world, model_folder, monkeypatch, policy):
+    monkeypatch.setattr(routing.transformers, "__version__", "5.5.4")
+    config = config_of(model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"]), policy=policy)
+    with pytest.raises(ConfigError, match=r"routers of transformers 5\.5\.4 return probabilities .*; install 5\.6"):
+        policy_of(config, world)
 
 
 def test_off_by_default_nothing_is_added(world, model_folder):

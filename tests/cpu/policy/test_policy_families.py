@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from colocated_grpo.batching import MicroBatch
@@ -185,6 +186,31 @@ def test_a_checkpoint_of_the_base_model_alone_loads(world, model_folder, tmp_pat
     AutoModelForCausalLM.from_pretrained(model_folder("gpt2")).transformer.save_pretrained(tmp_path)
     weights = weights_of(policy_of(config_of(tmp_path), world))
     assert_same(weights, weights_of(policy_of(config_of(model_folder("gpt2")), world)), rtol=0, atol=0)
+
+
+MATRIX = "model.layers.0.mlp.experts.1.{}_proj.weight"
+
+
+@pytest.mark.parametrize("edit", ["gate", "up", "down", "rows", "experts"])
+def test_experts_that_do_not_fill_their_parameter_are_rejected_in_one_line(world, model_folder, tmp_path, edit):
+    folder = tmp_path / "model"
+    copytree(model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"]), folder)
+    tensors = load_file(folder / "model.safetensors")
+    if edit in ("gate", "up", "down"):
+        del tensors[MATRIX.format(edit)]
+    else:
+        stored = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+        for name, tensor in stored.items():
+            if edit == "rows":
+                tensors[name] = tensor[:-2].clone()
+            elif ".experts.3." in name:
+                del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"^model\.name=.*(experts.* has shape|lacks matrices of .*experts)"
+    ) as caught:
+        policy_of(config_of(folder), world)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_checkpoint_that_lacks_tensors_is_rejected_in_one_line(world, model_folder, tmp_path):
