@@ -51,6 +51,7 @@ from colocated_grpo.benchmarks.throughput import (
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK, add_stop_tokens
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.loading import load_config
+from colocated_grpo.config.policy import PolicyConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.tools.shapes import SHAPES
@@ -83,15 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config_file = scratch / "step.yaml"
         config_file.write_text(yaml.safe_dump(settings(options, model, scratch / "runs")))
         try:
-            policy = load_config(config_file, overrides).policy
-            peer_options.check_possible(options, policy)
-            make_missing(model, options.shape)
-            lora = peer_options.adapter(options, policy, model)
+            lora, size, rates = prepare(options, load_config(config_file, overrides).policy, model, scratch)
         except ConfigError as error:
             print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
             return USAGE_ERROR
-        size = model_size(model, 2 if options.gpus else 4, policy)
-        rates = measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
         run = run_ours(options, config_file, overrides, scratch / "runs")
         ours = summary(run.steps, run.start_seconds, size, rates, ranks, options.warmup)
         bounds = lower_bounds(run, size, rates, ranks, options.warmup)
@@ -116,6 +112,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             publish({**result, **comparison(ours, peers, bounds)}, options.json)
     return code
+
+
+def prepare(
+    options: argparse.Namespace, policy: PolicyConfig, model: Path, scratch: Path
+) -> tuple[JsonObject | None, ModelSize, Roofline]:
+    """Make the model if it is missing. Return PEFT's arguments for the adapter, sizes, and the devices' rates.
+
+    Raises ConfigError if TRL is to run work that it cannot.
+    """
+    peer_options.check_possible(options, policy)
+    make_missing(model, options.shape)
+    lora = peer_options.adapter(options, policy, model)
+    size = model_size(model, 2 if options.gpus else 4, policy)
+    return lora, size, measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -21,10 +21,9 @@ from colocated_grpo.benchmarks import peer_options
 from colocated_grpo.benchmarks.comparison import PeerSummary
 from colocated_grpo.benchmarks.harness import config_of, model_name, rank_parser
 from colocated_grpo.benchmarks.peer_tuning import engine_fraction, total_device_bytes
-from colocated_grpo.benchmarks.rates import measured_rates
 from colocated_grpo.benchmarks.results import describe, publish
-from colocated_grpo.benchmarks.step import make_missing, measure_peer
-from colocated_grpo.benchmarks.throughput import ModelSize, model_size
+from colocated_grpo.benchmarks.step import measure_peer, prepare
+from colocated_grpo.benchmarks.throughput import ModelSize
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
@@ -38,15 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scratch = Path(name)
         model = options.model or scratch / options.shape
         try:
-            policy = config_of(model, options).policy
-            peer_options.check_possible(options, policy)
-            make_missing(model, options.shape)
-            lora = peer_options.adapter(options, policy, model)
+            lora, size, rates = prepare(options, config_of(model, options).policy, model, scratch)
         except ConfigError as error:
             print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
             return USAGE_ERROR
-        size = model_size(model, 2 if options.gpus else 4, policy)
-        rates = measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
         if options.peer_gpu_memory is None:
             options.peer_gpu_memory = fraction_for_one_completion(options, size, adapters=lora is not None)
         spec = peer_options.spec("tuned", options, model, size, lora, began)
