@@ -11,10 +11,12 @@ D size of a head.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from functools import cache, partial, wraps
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -159,7 +161,7 @@ def _check_triton() -> None:
 
     fla itself raises an error only in the first backward pass. Its TileLang kernels compute correct gradients.
     """
-    if torch.cuda.get_device_capability() != HOPPER or find_spec("tilelang") is not None:
+    if torch.cuda.get_device_capability() != HOPPER or _uses_tilelang():
         return
     import triton  # imported by fla already; not installed where there is no GPU
 
@@ -169,3 +171,15 @@ def _check_triton() -> None:
             f"training linear attention on Hopper GPUs needs Triton {first_right} or later, which torch 2.13 has, or "
             f"tilelang with nvcc: with Triton {triton.__version__} flash-linear-attention computes wrong gradients"
         )
+
+
+def _uses_tilelang() -> bool:
+    """Return True if fla uses its TileLang kernels on Hopper GPUs.
+
+    vLLM's CUDA builds install tilelang, but it compiles with nvcc, which many machines lack.
+    """
+    from torch.utils.cpp_extension import CUDA_HOME  # imports setuptools
+
+    if find_spec("tilelang") is None or os.environ.get("FLA_TILELANG") == "0":
+        return False
+    return CUDA_HOME is not None and (Path(CUDA_HOME) / "bin" / "nvcc").exists()

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import cpp_extension
 from transformers.models.qwen3_next import modeling_qwen3_next as source
 
 from colocated_grpo.config.errors import ConfigError
@@ -82,17 +83,21 @@ def test_a_prompt_that_siblings_share_is_not_computed_once(world, model_folder):
 
 
 @pytest.mark.parametrize(
-    ("capability", "triton", "tilelang", "trains"),
+    ("capability", "triton", "tilelang", "nvcc", "allowed", "trains"),
     [
-        ((9, 0), "3.6.0", False, False),
-        ((9, 0), "3.7.0", False, False),
-        ((9, 0), "3.7.1", False, True),
-        ((9, 0), "3.3.1", False, True),
-        ((9, 0), "3.6.0", True, True),
-        ((8, 0), "3.6.0", False, True),
+        ((9, 0), "3.6.0", False, True, "1", False),
+        ((9, 0), "3.7.0", False, True, "1", False),
+        ((9, 0), "3.7.1", False, False, "1", True),
+        ((9, 0), "3.3.1", False, False, "1", True),
+        ((9, 0), "3.6.0", True, True, "1", True),
+        ((9, 0), "3.6.0", True, False, "1", False),
+        ((9, 0), "3.6.0", True, True, "0", False),
+        ((8, 0), "3.6.0", False, False, "1", True),
     ],
 )
-def test_hopper_gpus_need_a_triton_with_right_gradients(monkeypatch, capability, triton, tilelang, trains):
+def test_hopper_gpus_need_a_triton_with_right_gradients(
+    monkeypatch, tmp_path, capability, triton, tilelang, nvcc, allowed, trains
+):
     package = ModuleType("fla.ops.gated_delta_rule")
     package.chunk_gated_delta_rule = packed_delta_rule
     for name in ("fla", "fla.ops"):
@@ -101,6 +106,11 @@ def test_hopper_gpus_need_a_triton_with_right_gradients(monkeypatch, capability,
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(linear_attention, "find_spec", lambda name: object() if tilelang else None)
+    monkeypatch.setenv("FLA_TILELANG", allowed)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    if nvcc:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").touch()
     kernel.cache_clear()
     if trains:
         assert kernel() is packed_delta_rule
