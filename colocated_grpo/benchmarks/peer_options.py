@@ -1,4 +1,4 @@
-"""Command-line flags of `benchmarks.step` for its run of TRL, and the work and setup that they select."""
+"""Command-line flags of benchmarks that run TRL, and the work and setup that they select."""
 
 from __future__ import annotations
 
@@ -23,11 +23,22 @@ CHECKPOINTING = {"on": True, "off": False, None: None}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select setups of TRL, and those of the tuned one."""
     group = parser.add_argument_group("the same work through TRL")
     group.add_argument("--peer", choices=["trl"], help="run the same work through this trainer afterwards")
     which = group.add_mutually_exclusive_group()
     which.add_argument("--peer-defaults", action="store_true", help="run TRL with its defaults instead of tuned")
     which.add_argument("--peer-both", action="store_true", help="run TRL tuned, then with its defaults")
+    _add_tuned(group)
+
+
+def add_tuned_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of tuned TRL alone, for a benchmark that runs no other setup."""
+    _add_tuned(parser.add_argument_group("tuned TRL"))
+    parser.set_defaults(peer="trl", peer_defaults=False, peer_both=False)
+
+
+def _add_tuned(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--peer-steps", type=int, default=4, metavar="N", help="measured steps, after one warm-up step")
     group.add_argument(
         "--peer-micro-batch",
@@ -45,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--peer-gpu-memory",
         type=float,
         metavar="FRACTION",
-        help="vllm_gpu_memory_utilization of the tuned TRL; default: lets all sequences of a rank decode together",
+        help="vllm_gpu_memory_utilization of the tuned TRL; default: enough for the work",
     )
     group.add_argument(
         "--peer-until",

@@ -68,12 +68,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=2, help="prompts per batch, over all ranks")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--max-completion", type=int, default=32768)
-    peer_options.add_flags(parser)
-    parser.set_defaults(peer="trl")
+    peer_options.add_tuned_flags(parser)
     options, options.settings = parser.parse_known_args(arguments)
     peer_options.check(options, parser)
-    if options.peer_defaults or options.peer_both:
-        parser.error("--peer-defaults, --peer-both: this benchmark tunes TRL")
     for flag in options.settings[::2]:
         if not flag.startswith("--policy.lora."):
             parser.error(f"{flag}: TRL has no such setting; only --policy.lora.* may follow")

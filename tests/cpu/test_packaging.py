@@ -184,11 +184,22 @@ def test_make_lint_checks_rules_format_and_types_and_changes_nothing():
     assert re.findall(r"^elsewhere/bin/pyrefly (\w+)", plan, re.MULTILINE) == ["check"]
 
 
-def test_a_folder_that_the_first_pytest_of_make_test_ignores_is_run_by_the_second():
+def test_a_folder_that_one_pytest_of_make_test_ignores_is_run_by_another():
     plan = make(ROOT, "--dry-run", "test", "VENV=elsewhere", "PLATFORM=cpu").stdout
-    ignored = re.findall(r"--ignore (\S+)", plan)
-    assert ignored == re.findall(r"^elsewhere/verifiers/bin/python -m pytest (\S+)$", plan, re.MULTILINE)
-    assert ignored == ["tests/cpu/environments/verifiers"]
+    ignored = re.findall(r"--ignore ([^\s;]+)", plan)
+    assert ignored == re.findall(r"^elsewhere/(?:verifiers/)?bin/python -m pytest (\S+)(?: >|$)", plan, re.MULTILINE)
+    assert ignored == ["tests/cpu/policy", "tests/cpu/environments/verifiers"]
+
+
+@pytest.mark.parametrize("failing", ["tests/cpu", "tests/cpu/policy"])
+def test_make_test_fails_if_one_of_two_pytests_fails(tmp_path, failing):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "tests in $3"\n[ "$3" != {failing} ]\n')
+    python.chmod(0o755)
+    sources = f"--old-file={tmp_path}/vllm-0.26.0"
+    result = make(ROOT, "--old-file=install", sources, "test", f"VENV={tmp_path}", f"PY={python}", "PLATFORM=cpu")
+    assert result.returncode != 0
+    assert sorted(result.stdout.splitlines()) == ["tests in tests/cpu", "tests in tests/cpu/policy"]
 
 
 def test_continuous_integration_runs_lint_then_the_tests():
