@@ -38,7 +38,8 @@ class LoadBalancing:
 
         Raises ConfigError if no router is trained, or if the routers of this transformers return no logits.
         """
-        check_returns_logits(f"policy.load_balancing={coefficient:g}")
+        self._setting = f"policy.load_balancing={coefficient:g}"  # formatted here: a compiled block cannot
+        check_returns_logits(self._setting)
         self._coefficient = coefficient
         self._probabilities = normalized_sigmoid if WEIGHTS.get(model_type) is sigmoid_weights else softmax
         # Both are tensors on the device: compiled blocks would treat numbers as constants.
@@ -48,7 +49,7 @@ class LoadBalancing:
         routers = [router for block in blocks_of(model) if (router := router_of(block)) is not None]
         self._trained = [router for router in routers if any(p.requires_grad for p in router.parameters())]
         if not self._trained:
-            raise ConfigError(f"policy.load_balancing={coefficient:g}: no trained block has a router; leave it out")
+            raise ConfigError(f"{self._setting}: no trained block has a router; leave it out")
         for router in self._trained:
             router.register_forward_hook(self._attach)
 
@@ -69,7 +70,7 @@ class LoadBalancing:
     def _attach(self, _router: nn.Module, _inputs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return output
-        logits_TE, weights_TK, experts_TK = routed(output, f"policy.load_balancing={self._coefficient:g}")
+        logits_TE, weights_TK, experts_TK = routed(output, self._setting)
         loss = load_balancing_loss(self._probabilities(logits_TE), experts_TK)
         return logits_TE, _WithLoss.apply(weights_TK, loss, self._scale, self._total_and_count), experts_TK
 
