@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import cache, lru_cache, partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -131,7 +131,7 @@ def packed_delta_rule(
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if query.is_cuda:
         # Not through transformers' function: where it falls back to its own code, it drops the boundaries.
-        out, _state = kernel()(query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens.long(), **options)
+        out, _state = kernel()(query, key, value, g=g, beta=beta, cu_seqlens=int64_boundaries(cu_seqlens), **options)
         return out, None
     tensors = (query[0], key[0], value[0], g[0], beta[0])
     (query, valid_NL), *others = (padded_runs(tensor, cu_seqlens, max_length_q) for tensor in tensors)
@@ -139,6 +139,15 @@ def packed_delta_rule(
     # Padding comes after a sequence's tokens, which therefore never see it.
     out, _state = inspect.unwrap(original)(query, key, value, g=g, beta=beta, **options)
     return out[valid_NL][None], None
+
+
+@lru_cache(maxsize=1)
+def int64_boundaries(cu_seqlens: Tensor) -> Tensor:
+    """Return the boundaries as int64, the same tensor for all layers of a forward pass.
+
+    fla caches by identity what it derives from this tensor; otherwise every layer would wait for the device.
+    """
+    return cu_seqlens.long()
 
 
 @cache

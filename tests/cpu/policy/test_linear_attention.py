@@ -13,7 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as source
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.policy import linear_attention
-from colocated_grpo.policy.linear_attention import kernel, packed_convolution, packed_delta_rule
+from colocated_grpo.policy.linear_attention import int64_boundaries, kernel, packed_convolution, packed_delta_rule
 from colocated_grpo.policy.loading import build_model
 from colocated_grpo.policy.model import read_model_config
 from tests.support.families import SETTINGS
@@ -118,6 +118,15 @@ def test_hopper_gpus_need_a_triton_with_right_gradients(
         with pytest.raises(ConfigError, match=rf"needs Triton 3.7.1 or later.* with Triton {triton} .*wrong gradients"):
             kernel()
     kernel.cache_clear()
+
+
+def test_the_layers_of_one_forward_pass_share_a_tensor_of_boundaries():
+    """Equal boundaries of another micro-batch are another tensor, which may change on its own."""
+    first = int64_boundaries(BOUNDARIES)
+    assert first.dtype == torch.int64
+    assert torch.equal(first, BOUNDARIES.long())
+    assert int64_boundaries(BOUNDARIES) is first
+    assert int64_boundaries(BOUNDARIES.clone()) is not first
 
 
 def test_gpus_need_kernels_which_a_line_names(monkeypatch):
