@@ -49,38 +49,18 @@ def arguments_for(model_folder: Path, lora: LoRAConfig) -> JsonObject:
     Raises ConfigError as `peft_arguments` does, and if PEFT adapts other layers: for some mixtures of experts it takes
     the names of shared layers for those of experts.
     """
-    from peft import LoraConfig, get_peft_model  # takes seconds, and full training does not need it
-
-    from colocated_grpo.policy.lora.targets import linear_names
-
-    model, arguments = _meta_model(model_folder), peft_arguments(lora)
-    expected = adapter_parameters(model_folder, lora.model_copy(update={"layers": None}))
-    if lora.target_modules == ALL_LINEAR and any(getattr(model.config, key, 0) for key in EXPERT_COUNTS):
-        # For PEFT, 'all-linear' includes experts and routers.
-        arguments["target_modules"] = sorted({name.rpartition(".")[2] for name in linear_names(model)})
-    with torch.device("meta"):
-        adapted = get_peft_model(model, LoraConfig(**arguments))
-    if expected != sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad):
-        raise ConfigError(
-            "policy.lora: PEFT, which TRL uses, adapts other layers of this model; name layers of attention in "
-            "policy.lora.target_modules"
-        )
+    _, arguments = _adapted(model_folder, lora)
     return arguments
 
 
 def adapter_parameters(model_folder: Path, lora: LoRAConfig) -> int:
     """Return the number of parameters of our trainer's adapter."""
-    from colocated_grpo.policy.lora.targets import target_names
-    from colocated_grpo.policy.model import transformer_blocks
-
-    model = _meta_model(model_folder)
-    names = target_names(model, transformer_blocks(model), lora)
-    return sum(lora.rank * sum(model.get_parameter(f"{name}.weight").shape) for name in names)
+    return _adapter_parameters(_meta_model(model_folder), lora)
 
 
 def write_random_adapter(folder: Path, model_folder: Path, lora: LoRAConfig, dtype: torch.dtype) -> None:
     """Write an adapter for the model in `model_folder` in PEFT's format, with random factors A and B."""
-    adapted = _adapted(model_folder, lora)
+    adapted, _ = _adapted(model_folder, lora)
     torch.manual_seed(0)
     tensors = {name: (torch.randn(shape) * STD).to(dtype) for name, shape in _shapes(adapted, lora).items()}
     adapted.peft_config["default"].save_pretrained(str(folder))
@@ -96,15 +76,37 @@ def block_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _adapted(model_folder: Path, lora: LoRAConfig) -> PeftModel:
-    """Return the model without storage, with adapters in all blocks."""
-    from peft import LoraConfig, PeftModel, get_peft_model
+def _adapted(model_folder: Path, lora: LoRAConfig) -> tuple[PeftModel, JsonObject]:
+    """Return the model without storage, with adapters in all blocks, and the arguments of their LoraConfig.
 
-    model = _meta_model(model_folder)
+    Raises ConfigError as `arguments_for` does.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model  # takes seconds, and full training does not need it
+
+    from colocated_grpo.policy.lora.targets import linear_names
+
+    model, arguments = _meta_model(model_folder), peft_arguments(lora)
+    expected = _adapter_parameters(model, lora.model_copy(update={"layers": None}))
+    if lora.target_modules == ALL_LINEAR and any(getattr(model.config, key, 0) for key in EXPERT_COUNTS):
+        # For PEFT, 'all-linear' includes experts and routers.
+        arguments["target_modules"] = sorted({name.rpartition(".")[2] for name in linear_names(model)})
     with torch.device("meta"):
-        adapted = get_peft_model(model, LoraConfig(**arguments_for(model_folder, lora)))
+        adapted = get_peft_model(model, LoraConfig(**arguments))
     assert isinstance(adapted, PeftModel)
-    return adapted
+    if expected != sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad):
+        raise ConfigError(
+            "policy.lora: PEFT, which TRL uses, adapts other layers of this model; name layers of attention in "
+            "policy.lora.target_modules"
+        )
+    return adapted, arguments
+
+
+def _adapter_parameters(model: PreTrainedModel, lora: LoRAConfig) -> int:
+    from colocated_grpo.policy.lora.targets import target_names
+    from colocated_grpo.policy.model import transformer_blocks
+
+    names = target_names(model, transformer_blocks(model), lora)
+    return sum(lora.rank * sum(model.get_parameter(f"{name}.weight").shape) for name in names)
 
 
 def _meta_model(model_folder: Path) -> PreTrainedModel:

@@ -98,20 +98,25 @@ def routers_of(policy: Policy) -> list[torch.nn.Module]:
     return [router for block in blocks_of(policy.model) if (router := router_of(block)) is not None]
 
 
-def assert_adds_the_formula(world: World, folder: Path, **policy: Any) -> None:
+def three_results(world: World, folder: Path, **policy: Any) -> tuple[Result, Result, Result]:
+    """Return the results with the formula added, without the loss, and with the loss of the setting."""
     frozen = {name: value for name, value in policy.items() if name == "train_layers"}
-    expected, _ = computed(world, folder, add_formula=True, **frozen)
-    plain, _ = computed(world, folder, **frozen)
-    actual, metrics = computed(world, folder, load_balancing=COEFFICIENT, **policy)
+    with_formula = computed(world, folder, add_formula=True, **frozen)
+    plain = computed(world, folder, **frozen)
+    return with_formula, plain, computed(world, folder, load_balancing=COEFFICIENT, **policy)
+
+
+def assert_adds_the_formula(with_formula: Result, plain: Result, with_loss: Result) -> None:
+    (expected, _), (before, _), (actual, metrics) = with_formula, plain, with_loss
     assert_same(actual, expected, rtol=1e-5, atol=1e-5)
-    moved = [name for name in plain if (actual[name] - plain[name]).abs().max() > 1e-3]
+    moved = [name for name in before if (actual[name] - before[name]).abs().max() > 1e-3]
     assert any(name.endswith(("gate.weight", "router.weight")) for name in moved), "routers get the gradient"
     assert 1 < metrics[METRIC] < EXPERTS
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_gradient_of_the_formula_is_added_for_every_mixture(world, model_folder, architecture):
-    assert_adds_the_formula(world, model_folder(architecture, edits=SETTINGS[architecture]))
+    assert_adds_the_formula(*three_results(world, model_folder(architecture, edits=SETTINGS[architecture])))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,8 @@ def test_the_gradient_of_the_formula_is_added_for_every_mixture(world, model_fol
     ids=["checkpointed blocks", "one trained block"],
 )
 def test_the_same_gradient_is_added_with(world, model_folder, policy):
-    assert_adds_the_formula(world, model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"]), **policy)
+    folder = model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"])
+    assert_adds_the_formula(*three_results(world, folder, **policy))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])
@@ -149,12 +155,11 @@ def gradient_of(router: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor, 
     return gradient
 
 
-def on_two_ranks(world: World, folder: Path) -> None:
-    assert_adds_the_formula(world, folder)
-
-
 def test_two_ranks_add_the_gradient_of_the_mean_over_both(model_folder):
-    run_on_ranks(on_two_ranks, 2, model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"]))
+    by_rank = run_on_ranks(three_results, 2, model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"]))
+    assert len(by_rank) == 2
+    for results in by_rank:
+        assert_adds_the_formula(*results)
 
 
 def test_the_metric_counts_each_layer_once_and_leaves_out_the_trial_step(world, model_folder):
