@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -57,8 +57,8 @@ class PolicyConfig(Section):
     """Recompute the activations of transformer blocks in the backward pass: less memory, up to a third more compute.
     auto: on CUDA as few blocks as the measured free memory requires, none on CPU. true: all blocks. false: none."""
     compile: AutoOrBool = "auto"
-    """Compile each transformer block with torch.compile. auto: on CUDA only. Set false for very small models, where
-    compiling takes longer than it saves."""
+    """Compile each transformer block with torch.compile. auto: on CUDA without `routing_replay`. Set false for very
+    small models, where compiling takes longer than it saves."""
     cpu_offload: bool = False
     """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload), about 16 bytes per
     parameter over all ranks with AdamW. Slower; for models that do not fit on the device beside their engine."""
@@ -73,7 +73,7 @@ class PolicyConfig(Section):
     2,048 tokens and a vocabulary of 152,000."""
     routing_replay: bool = False
     """For mixtures of experts: train each token with the experts that the engine chose while sampling it, instead of
-    the policy's own choice, which differs where rounding does (docs/models.md). The policy is then not compiled."""
+    the policy's own choice, which differs where rounding does (docs/models.md)."""
     load_balancing: float = Field(0.0, ge=0)
     """For mixtures of experts: coefficient of the load-balancing loss, which falls as each router uses its experts more
     equally (docs/models.md), for example 0.001. 0: off. Must be 0 with `lora`, which does not train routers."""
@@ -90,9 +90,3 @@ class PolicyConfig(Section):
         if isinstance(values, dict) and values.get("lora") is not None and "lr" not in values:
             return {**values, "lr": LEARNING_RATE}
         return values
-
-    @model_validator(mode="after")
-    def _replays_without_compiler(self) -> Self:
-        if self.routing_replay and self.compile is True:
-            raise ValueError("compile=true: not supported with policy.routing_replay; leave it out")
-        return self

@@ -9,9 +9,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils.checkpoint import checkpoint
 
-from colocated_grpo.batching import PackedRoutes
-from colocated_grpo.policy.routing import Replay, running
-
 
 class Block(ActivationWrapper):
     """Transformer block. If `checkpointed`, forward keeps only the block's input, and backward runs forward again.
@@ -19,14 +16,12 @@ class Block(ActivationWrapper):
     The base class looks up missing attributes on the wrapped block: models read, for example, its attention type.
     """
 
-    def __init__(self, block: nn.Module, *, checkpointed: bool, replay: Replay | None = None) -> None:
-        """replay: of the block's router, if routes are to be replayed."""
+    def __init__(self, block: nn.Module, *, checkpointed: bool) -> None:
         super().__init__(block)
         self.checkpointed = checkpointed
-        self.replay = replay
 
-    def forward(self, *args: Any, routes: PackedRoutes | None = None, **kwargs: Any) -> Any:
-        block = running(self._checkpoint_wrapped_module, self.replay, routes)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._checkpoint_wrapped_module
         # Test gradient mode first: without gradients, checkpointed and other blocks then run one compiled forward.
         if torch.is_grad_enabled() and self.checkpointed:
             # Nothing draws random numbers (dropout is off), and saving the RNG state would synchronize with the device.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.metrics import Stat
+from colocated_grpo.policy.backward_sum import BackwardSum
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.routing import WEIGHTS, check_returns_logits, routed, router_of, sigmoid_weights
 
@@ -45,7 +46,7 @@ class LoadBalancing:
         # Both are tensors on the device: compiled blocks would treat numbers as constants.
         self._scale = torch.zeros((), device=device)
         self._share = 0.0
-        self._total_and_count = torch.zeros(2, device=device, requires_grad=True)
+        self._loss_and_count = BackwardSum(2, device)
         routers = [router for block in blocks_of(model) if (router := router_of(block)) is not None]
         self._trained = [router for router in routers if any(p.requires_grad for p in router.parameters())]
         if not self._trained:
@@ -55,7 +56,7 @@ class LoadBalancing:
 
     def begin(self, micro_batches: int, ranks: int) -> None:
         """Start a minibatch, which averages over layers, ranks and the `micro_batches` of each rank."""
-        self._total_and_count.grad = None
+        self._loss_and_count.reset()
         self._share = self._coefficient / (len(self._trained) * micro_batches * ranks)
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
@@ -64,15 +65,16 @@ class LoadBalancing:
 
     def mean(self) -> Stat:
         """Return the mean loss of the minibatch's layers and micro-batches, without padding and the coefficient."""
-        sums = self._total_and_count.grad
-        return Stat.mean(0.0, 0.0) if sums is None else Stat.mean(sums[0], sums[1])
+        return Stat.mean(*self._loss_and_count.values())
 
     def _attach(self, _router: nn.Module, _inputs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return output
         logits_TE, weights_TK, experts_TK = routed(output, self._setting)
         loss = load_balancing_loss(self._probabilities(logits_TE), experts_TK)
-        return logits_TE, _WithLoss.apply(weights_TK, loss, self._scale, self._total_and_count), experts_TK
+        counted = torch.stack([loss.detach(), torch.ones_like(loss)]) * (self._scale > 0)
+        weights_TK = self._loss_and_count.attach(weights_TK, counted)
+        return logits_TE, _WithLoss.apply(weights_TK, loss, self._scale), experts_TK
 
 
 def load_balancing_loss(probabilities_TE: Tensor, experts_TK: Tensor) -> Tensor:
@@ -94,19 +96,15 @@ def normalized_sigmoid(logits_TE: Tensor) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return `value`; backward adds the gradient of loss * scale.
-
-    Backward also adds the losses and their number to the gradient of `total_and_count`. A checkpointed layer counts
-    once there, although its forward pass runs twice.
-    """
+    """Return `value`; backward adds the gradient of loss * scale."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, loss: Tensor, scale: Tensor, total_and_count: Tensor) -> Tensor:
-        ctx.save_for_backward(loss, scale)
+    def forward(ctx: Any, value: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
         return value.view_as(value)
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
-        loss, scale = ctx.saved_tensors
-        return grad, scale, None, torch.stack([loss, torch.ones_like(loss)]) * (scale > 0)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grad, scale, None

@@ -12,6 +12,7 @@ from colocated_grpo.config.lora import LoRAConfig
 from colocated_grpo.config.schema import Config
 from colocated_grpo.policy import linear_attention
 from colocated_grpo.policy.attention import implementation_for
+from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, Weights, allocate
 from colocated_grpo.policy.model import (
     PackedLM,
@@ -24,6 +25,7 @@ from colocated_grpo.policy.model import (
     shard,
     transformer_blocks,
 )
+from colocated_grpo.policy.routing import RoutingReplay
 from colocated_grpo.runtime.distributed import World
 
 
@@ -111,7 +113,9 @@ def _prepare_blocks(config: Config, model: PackedLM, world: World) -> None:
     policy = config.policy
     compiled = world.device.type == "cuda" and not policy.routing_replay if policy.compile == "auto" else policy.compile
     checkpointed = policy.gradient_checkpointing is True
-    prepare_blocks(model, checkpointed=checkpointed, compiled=compiled, replays=policy.routing_replay)
+    prepare_blocks(model, checkpointed=checkpointed, compiled=compiled)
+    if policy.routing_replay:
+        model.replay = RoutingReplay(blocks_of(model), model.lm.config.model_type, world.device)
     if compiled and policy.lora is not None and (policy.lora.layers is None or 0 in policy.lora.layers):
         require_input_gradients(model)
 

@@ -36,7 +36,7 @@ from colocated_grpo.policy.conversion import conversion_of
 from colocated_grpo.policy.linear_attention import pack_linear_attention
 from colocated_grpo.policy.logprobs import linear_logprobs
 from colocated_grpo.policy.lora.linear import is_factor
-from colocated_grpo.policy.routing import replays_of
+from colocated_grpo.policy.routing import RoutingReplay
 from colocated_grpo.policy.softcap import capped_attention
 from colocated_grpo.runtime.distributed import local_part
 from colocated_grpo.runtime.text_part import read_text_config
@@ -71,9 +71,13 @@ class PackedLM(nn.Module):
         """True if a prompt that siblings share may be computed once; a recurrent state after it would be lost."""
         self.conversion = conversion_of(lm.config.model_type)
         """From these parameters to the tensors of a checkpoint."""
+        self.replay: RoutingReplay | None = None
+        """Replaces the routers' choice by the routes of the tokens."""
 
     def forward(self, tokens: PackedTokens, head: Head = linear_logprobs) -> tuple[Tensor, ...]:
         """Apply `head` to the scored tokens; by default return log-probabilities and entropies, both [N] float32."""
+        if self.replay is not None:
+            self.replay.load(tokens.routes)
         hidden_1TH = self.lm.base_model(
             input_ids=tokens.input_ids_T[None],
             position_ids=tokens.position_ids_T[None],
@@ -84,7 +88,6 @@ class PackedLM(nn.Module):
             max_length_k=tokens.max_seqlen,
             prefix_keys=tokens.prefix_keys,
             capped=capped_attention(self.lm.config, tokens),
-            **({} if tokens.routes is None else {"routes": tokens.routes}),
         ).last_hidden_state
         output_layer = self.lm.get_output_embeddings()
         assert output_layer is not None
@@ -193,13 +196,12 @@ def freeze(model: PackedLM, dtype: torch.dtype, trained: Collection[int] = ()) -
             setattr(module, name, frozen[meta])
 
 
-def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool, replays: bool = False) -> None:
-    """Wrap each transformer block for activation checkpointing, compilation and routing replay, in place."""
+def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> None:
+    """Wrap each transformer block for activation checkpointing and compilation, in place."""
     blocks = transformer_blocks(model.lm)
     kind = model.lm.config.model_type
-    replay_of = replays_of(blocks, kind) if replays else [None] * len(blocks)
     for index, module in enumerate(blocks):
-        blocks[index] = Block(module, checkpointed=checkpointed, replay=replay_of[index])
+        blocks[index] = Block(module, checkpointed=checkpointed)
         if compiled:
             blocks[index].compile(dynamic=True, options=COMPILE_OPTIONS | COMPILE_OPTIONS_OF.get(kind, {}))
 

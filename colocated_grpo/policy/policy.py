@@ -16,7 +16,6 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import LossInputs, make_denominator
 from colocated_grpo.metrics import Metrics, Stat
-from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.loading import build_weights, compute_dtype
 from colocated_grpo.policy.masters import Weights
@@ -68,7 +67,6 @@ class Policy:
         self._world_size = world.size
         self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
-        self._replays = [block.replay for block in blocks_of(self.model) if block.replay is not None]
         self._balancing = _load_balancing(config.policy.load_balancing, self.model, self.device)
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         self.offload = OptimizerOffload(self.optimizer) if config.policy.offload_optimizer else None
@@ -138,8 +136,8 @@ class Policy:
             metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})
             if index == 0:
                 metrics.add(minibatch.left_out.stats(stats, self._world_size))
-        for replay in self._replays:
-            metrics.add({"mismatch/routes": replay.take_counts()})
+        if self.model.replay is not None:
+            metrics.add({"mismatch/routes": self.model.replay.take_mismatch()})
         if self._balancing is not None:
             metrics.add({"loss/load_balancing": self._balancing.mean()})
         self.weights.reduce_gradients()

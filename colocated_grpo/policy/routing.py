@@ -7,9 +7,7 @@ Shapes: T tokens, E experts, K experts per token, L layers with experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from itertools import count
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from colocated_grpo.batching import PackedRoutes
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.metrics import Stat
+from colocated_grpo.policy.backward_sum import BackwardSum
 
 FIRST_WITH_LOGITS = Version("5.6")
 """First minor release of transformers after pull request 45131. Before it, most routers returned probabilities."""
@@ -60,64 +59,69 @@ WEIGHTS: dict[str, Weigh] = {
 """By model type."""
 
 
-class Replay:
-    """Replaces the experts that one layer's router has chosen.
+class RoutingReplay:
+    """Gives the model the experts on record in place of those that its routers choose."""
+
+    def __init__(self, blocks: Iterable[nn.Module], model_type: str, device: torch.device) -> None:
+        """blocks: of the model, in order.
+
+        Raises ConfigError for families whose routers are not known.
+        """
+        check_returns_logits("policy.routing_replay=true")
+        weigh = WEIGHTS.get(model_type)
+        if weigh is None:
+            raise ConfigError(f"policy.routing_replay=true: not supported for model type {model_type!r}")
+        self._replaced_and_recorded = BackwardSum(2, device)
+        routers = [router for block in blocks if (router := router_of(block)) is not None]
+        self._layers = [_LayerReplay(router, weigh, self._replaced_and_recorded) for router in routers]
+
+    def load(self, routes: PackedRoutes | None) -> None:
+        """Set the record of the next forward pass and of its recomputation in the backward pass; None: no record.
+
+        Called outside the blocks: those that are compiled and checkpointed cannot change state.
+        """
+        for index, layer in enumerate(self._layers):
+            layer.experts_TK = None if routes is None else routes.experts_LTK[index]
+            layer.recorded_T = None if routes is None else routes.recorded_T
+
+    def take_mismatch(self) -> Stat:
+        """Return the fraction of recorded tokens whose experts have been replaced since the last call.
+
+        Over all layers that backward passes have reached.
+        """
+        replaced, recorded = self._replaced_and_recorded.values()
+        self._replaced_and_recorded.reset()
+        return Stat.mean(replaced, recorded)
+
+
+class _LayerReplay:
+    """Replaces the experts that one router has chosen.
 
     A forward hook does so, which sees the router's logits, weights and experts; the families' code stays as it is.
     """
 
-    def __init__(self, router: nn.Module, layer: int, weigh: Weigh) -> None:
-        """layer: position among the layers with experts."""
-        self._layer = layer
+    def __init__(self, router: nn.Module, weigh: Weigh, replaced_and_recorded: BackwardSum) -> None:
+        self.experts_TK: Tensor | None = None
+        self.recorded_T: Tensor | None = None
         self._weigh = weigh
-        self._routes: PackedRoutes | None = None
-        self._counts: tuple[Tensor | float, Tensor | float] = (0.0, 0.0)
+        self._replaced_and_recorded = replaced_and_recorded
         router.register_forward_hook(self._replace)
 
-    def run(self, block: nn.Module, routes: PackedRoutes, *args: Any, **kwargs: Any) -> Any:
-        """Run the block with these routes. Under activation checkpointing, backward calls this again."""
-        self._routes = routes
-        try:
-            return block(*args, **kwargs)
-        finally:
-            self._routes = None
-
-    def take_counts(self) -> Stat:
-        """Return the fraction of recorded tokens whose experts have been replaced since the last call."""
-        replaced, recorded = self._counts
-        self._counts = (0.0, 0.0)
-        return Stat.mean(replaced, recorded)
-
     def _replace(self, router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        if self._routes is None:
+        if self.experts_TK is None or self.recorded_T is None:
             return output
         logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
-        experts_TK = self._routes.experts_LTK[self._layer].to(own_experts_TK.dtype)
+        experts_TK = self.experts_TK.to(own_experts_TK.dtype)
         # Where both chose the same experts, the order of the policy's choice gives the same bits as without replay.
         agrees_T = (experts_TK.sort(-1).values == own_experts_TK.sort(-1).values).all(-1)
-        replaced_T1 = (self._routes.recorded_T & ~agrees_T)[:, None]
+        replaced_T = self.recorded_T & ~agrees_T
+        replaced_T1 = replaced_T[:, None]
         weights_TK = self._weigh(router, logits_TE, experts_TK).to(own_weights_TK.dtype)
-        replaced, recorded = self._counts
-        self._counts = replaced + replaced_T1.sum(), recorded + self._routes.recorded_T.sum()
-        return (
-            logits_TE,
-            torch.where(replaced_T1, weights_TK, own_weights_TK),
-            torch.where(replaced_T1, experts_TK, own_experts_TK),
-        )
-
-
-def replays_of(blocks: nn.ModuleList, model_type: str) -> list[Replay | None]:
-    """Prepare the routers of the blocks for replay. Returns one entry for each block; None for those without experts.
-
-    Raises ConfigError for families whose routers are not known.
-    """
-    check_returns_logits("policy.routing_replay=true")
-    weigh = WEIGHTS.get(model_type)
-    if weigh is None:
-        raise ConfigError(f"policy.routing_replay=true: not supported for model type {model_type!r}")
-    routers = [router_of(block) for block in blocks]
-    layers = count()
-    return [None if router is None else Replay(router, next(layers), weigh) for router in routers]
+        weights_TK = torch.where(replaced_T1, weights_TK, own_weights_TK)
+        if weights_TK.requires_grad:
+            counts = torch.stack([replaced_T.sum(), self.recorded_T.sum()]).float()
+            weights_TK = self._replaced_and_recorded.attach(weights_TK, counts)
+        return logits_TE, weights_TK, torch.where(replaced_T1, experts_TK, own_experts_TK)
 
 
 def check_returns_logits(setting: str) -> None:
@@ -146,8 +150,3 @@ def router_of(block: nn.Module) -> nn.Module | None:
     modules = dict(block.named_modules())
     places = [name.removesuffix("experts") for name in modules if name.endswith(".experts")]
     return (modules.get(f"{places[0]}gate") or modules[f"{places[0]}router"]) if places else None
-
-
-def running(block: nn.Module, replay: Replay | None, routes: PackedRoutes | None) -> Callable[..., Any]:
-    """Return the block, or a function in its place that replays the routes."""
-    return block if replay is None or routes is None else partial(replay.run, block, routes)

@@ -80,10 +80,6 @@ def lines(tmp_path: Path, *overrides: str) -> list[str]:
             ["--policy.routing_replay", "true", "--environments", "[{type: atropos}]"],
             "policy.routing_replay=true: not possible with an atropos environment, whose rollouts come without the ",
         ),
-        (
-            ["--policy.routing_replay", "true", "--policy.compile", "true"],
-            "policy: compile=true: not supported with policy.routing_replay; leave it out",
-        ),
     ],
 )
 def test_contradictions_are_one_line(tmp_path, overrides, line):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,6 @@ from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy import routing
 from colocated_grpo.policy.activations import run_trial_step
 from colocated_grpo.policy.blocks import blocks_of
-from colocated_grpo.policy.load_balancing import LoadBalancing
-from colocated_grpo.policy.loading import build_model
-from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.routing import WEIGHTS, router_of, sigmoid_weights
 from colocated_grpo.runtime.distributed import World
@@ -127,32 +123,6 @@ def test_the_gradient_of_the_formula_is_added_for_every_mixture(world, model_fol
 def test_the_same_gradient_is_added_with(world, model_folder, policy):
     folder = model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"])
     assert_adds_the_formula(*three_results(world, folder, **policy))
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])
-def test_a_compiled_router_adds_the_same_gradient_in_one_graph(world, model_folder, architecture):
-    """The router alone: on CPUs transformers' products of experts cannot be compiled in fp32."""
-    folder = model_folder(architecture, edits=SETTINGS[architecture])
-    config = config_of(folder)
-    model = build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
-    balancing = LoadBalancing(model, architecture, COEFFICIENT, world.device)
-    balancing.begin(1, world.size)
-    balancing.begin_micro_batch(pack_for(world, random_groups(1, 4), config).minibatches[0].micro_batches[0])
-    block = blocks_of(model)[-1]
-    block.unshard()
-    router = router_of(block)
-    compiled = torch.compile(router, backend="aot_eager", fullgraph=True, dynamic=True)
-    for tokens in (5, 9):
-        hidden = torch.randn(tokens, router.weight.shape[1])
-        expected, actual = (gradient_of(call, router.weight, hidden) for call in (router, compiled))
-        assert expected.abs().max() > 1e-3
-        torch.testing.assert_close(actual, expected)
-
-
-def gradient_of(router: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor, hidden: Tensor) -> Tensor:
-    """Return the loss's gradient alone: the routing weights get none."""
-    [gradient] = torch.autograd.grad(0.0 * router(hidden)[1].sum(), weight)
-    return gradient
 
 
 def test_two_ranks_add_the_gradient_of_the_mean_over_both(model_folder):

@@ -1,0 +1,87 @@
+"""Compiled blocks with experts: all layers share one graph, which computes what the blocks compute uncompiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from colocated_grpo.batching import MicroBatch, PackedRoutes
+from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.policy import loading
+from colocated_grpo.policy.blocks import Block, blocks_of
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.policy.routing import router_of
+from colocated_grpo.runtime.distributed import World
+from tests.support.families import SETTINGS
+from tests.support.small_policy import config_of, gradients_of, pack_for, policy_of, random_groups, with_old_logprobs
+
+EXPERTS, CHOSEN = 4, 2
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "layer_types": None}
+"""Rows of whole 16 bytes, which products of experts need in bfloat16."""
+
+
+def computed(world: World, folder: Path, *, compiled: bool, checkpointed: bool) -> tuple[dict[str, Tensor], list[Any]]:
+    """Return gradients and metrics of minibatches of different lengths, with recorded experts and load balancing."""
+    config = config_of(
+        folder,
+        policy={
+            "compile": compiled,
+            "compute_dtype": "bfloat16",
+            "gradient_checkpointing": checkpointed,
+            "routing_replay": True,
+            "load_balancing": 0.01,
+        },
+        batch={"max_tokens_per_micro_batch": 64},
+    )
+    policy, metrics = policy_of(config, world), []
+    for groups in (7, 5):  # of one: the attention that serves common prefixes on CPUs cannot be compiled
+        minibatch = pack_for(world, random_groups(groups, 1), config).map(with_old_logprobs).minibatches[0]
+        routed = [with_random_routes(micro_batch, policy) for micro_batch in minibatch.micro_batches]
+        added = Metrics(world.device)
+        policy.forward_backward(replace(minibatch, micro_batches=routed), added)
+        metrics.append(reduce(added, world.sum_, world.max_))
+    return gradients_of(policy), metrics
+
+
+def with_random_routes(micro_batch: MicroBatch, policy: Policy) -> MicroBatch:
+    tokens, generator = micro_batch.tokens, torch.Generator().manual_seed(0)
+    layers = sum(router_of(block) is not None for block in blocks_of(policy.model))
+    order = torch.rand(layers, tokens.num_tokens, EXPERTS, generator=generator).argsort(-1)
+    routes = PackedRoutes(order[..., :CHOSEN].to(torch.uint8), torch.rand(tokens.num_tokens, generator=generator) < 0.8)
+    return replace(micro_batch, tokens=replace(tokens, routes=routes))
+
+
+@pytest.fixture
+def num_graphs(monkeypatch) -> Callable[[], int]:
+    """Blocks are compiled by AOTAutograd alone, and fail if they are not one graph. Returns the number of graphs."""
+    monkeypatch.setattr(
+        Block, "compile", partialmethod(Block.compile, backend="aot_eager", options=None, fullgraph=True)
+    )
+    # Packed attention on CPUs reads the boundaries of sequences from a tensor, which is no part of a graph.
+    monkeypatch.setattr(loading, "implementation_for", lambda *_, **__: "sdpa")
+    torch._dynamo.reset()  # graphs of other tests could serve these blocks as well
+    counters.clear()
+    return lambda: counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(("architecture", "checkpointed", "kinds"), [("qwen3_moe", True, 1), ("glm4_moe", False, 2)])
+def test_layers_with_replay_and_load_balancing_share_one_graph(
+    world, model_folder, num_graphs, architecture, checkpointed, kinds
+):
+    """kinds: of layers; GLM-4.5 has dense ones as well."""
+    folder = model_folder(architecture, edits=SETTINGS[architecture] | SIZES)
+    expected, expected_metrics = computed(world, folder, compiled=False, checkpointed=checkpointed)
+    assert num_graphs() == 0
+    actual, metrics = computed(world, folder, compiled=True, checkpointed=checkpointed)
+    assert num_graphs() == kinds
+    assert metrics == expected_metrics
+    assert all(0.1 < one["mismatch/routes"] < 1 < one["loss/load_balancing"] for one in metrics)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
