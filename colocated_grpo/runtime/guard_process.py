@@ -28,8 +28,8 @@ SAMPLE_SECONDS = 0.4
 DISK_TICKS = 20
 """Processor time credited to a thread that waits for a disk, so that it is not taken for one that sleeps."""
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-REWARD_CALLS = os.path.join("rollout", "reward_calls.py")
-"""File of this package below which the thread of a reward runs only user code."""
+REWARD_CALL = os.path.join("rollout", "reward_calls.py"), "_run"
+"""File and function of this package below which the thread of a reward runs only user code."""
 RESUME = "--resume auto continues from the last checkpoint"
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -140,8 +140,7 @@ class Guard:
         time.sleep(SAMPLE_SECONDS)
         used = {task: _ticks(self.pid, task, on_disk=DISK_TICKS) - before[task] for task in tasks}
         busy = [task for task in tasks if used[task] > 0 and used[task] >= max(used.values()) / 2]
-        places = (user_place(self._stack(task), self.options.foreign, self.options.package) for task in busy or tasks)
-        return next(filter(None, places), None)
+        return user_place([self._stack(task) for task in busy or tasks], self.options.foreign, self.options.package)
 
     def _stack(self, task: int) -> str:
         """Return the stack of one thread, which writes it inside a C-level signal handler; '' if it runs no Python."""
@@ -163,18 +162,25 @@ def read_dump(descriptor: int, seconds: float) -> str:
     return b"".join(parts).decode(errors="replace")
 
 
-def user_place(dump: str, foreign: list[str], package: str) -> str | None:
-    """Return the innermost line of user code in faulthandler's dump of a thread, as 'judge (my_rewards.py, line 12)'.
+def user_place(dumps: list[str], foreign: list[str], package: str) -> str | None:
+    """Return the innermost line of user code in faulthandler's dumps of threads, as 'judge (my_rewards.py, line 12)'.
 
-    In a reward from an installed package: the line of the reward function. None if the thread runs no user code.
+    If there is none, the line of a reward function from an installed package. None if no thread runs user code.
     """
-    frames = [frame.groups() for frame in FRAME.finditer(dump)]
-    found = next((frame for frame in frames if not frame[0].startswith(tuple(foreign))), None)
-    if found is None and any(file.endswith(REWARD_CALLS) for file, _, _ in frames):
-        inner = takewhile(lambda frame: not frame[0].startswith(package), frames)
-        found = next(iter(deque(inner, maxlen=1)), None)
-    if found is None:
-        return None
+    threads = [[frame.groups() for frame in FRAME.finditer(dump)] for dump in dumps]
+    for frames in threads:
+        own = [frame for frame in frames if not frame[0].startswith(tuple(foreign))]
+        if own:
+            return _described(own[0], frames)
+    for frames in threads:
+        if any(file.endswith(REWARD_CALL[0]) and name == REWARD_CALL[1] for file, _, name in frames):
+            called = deque(takewhile(lambda frame: not frame[0].startswith(package), frames), maxlen=1)
+            if called:
+                return _described(called[0], frames)
+    return None
+
+
+def _described(found: tuple[str, ...], frames: list[tuple[str, ...]]) -> str:
     outwards = (name for file, _, name in frames[frames.index(found) :] if file == found[0])
     function = next((name for name in outwards if not name.startswith("<")), found[2])  # not a comprehension
     return f"{function} ({os.path.basename(found[0])}, line {found[1]})"

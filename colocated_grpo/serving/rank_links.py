@@ -86,7 +86,10 @@ class RankLink:
                 self._on_delta[number] = on_delta
         message = {"id": number, **request_message(request)}
         future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
-        self._lines.send(message)
+        try:
+            self._lines.send(message)
+        except OSError:  # the other rank has ended
+            future.cancel()
         return future
 
     def _cancel(self, number: int) -> None:
@@ -94,7 +97,8 @@ class RankLink:
             known = self._futures.pop(number, None)
             self._on_delta.pop(number, None)
         if known is not None:
-            self._lines.send({"cancel": number})
+            with suppress(OSError):  # the other rank has ended
+                self._lines.send({"cancel": number})
 
     def end_phase(self, phase: int, *, abort: bool) -> None:
         """End a phase on the other rank, which finishes or aborts its running requests. Phases are counted from 1."""

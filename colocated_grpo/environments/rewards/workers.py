@@ -95,7 +95,7 @@ class Worker:
         dump = ""
         with suppress(OSError):  # closed, because the process has died meanwhile
             dump = read_dump(self.dumps, DUMP_SECONDS)
-        place = user_place(dump, [*LIBRARIES, PACKAGE], PACKAGE)
+        place = user_place([dump], [*LIBRARIES, PACKAGE], PACKAGE)
         self.ended = reason if place is None else f"{reason}, in {place}"
         self.process.kill()
 

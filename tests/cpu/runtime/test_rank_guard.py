@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.runtime.guard_process import user_place
 from tests.support.paths import ROOT
 
 TIMEOUT = 60.0
@@ -53,6 +54,21 @@ def test_user_code_that_holds_the_lock_ends_its_rank_with_one_line(tmp_path):
         f"{line}) holds Python's interpreter lock; the rank was killed; "
         "--resume auto continues from the last checkpoint\n"
     )
+
+
+def test_the_line_is_one_of_user_code_and_not_of_a_thread_that_waits_for_it():
+    def dump(*frames: str) -> str:
+        return "".join(f'  File "{file}", line 5 in {name}\n' for file, _, name in (f.partition(":") for f in frames))
+
+    waiting = dump("/lib/threading.py:wait", "/pkg/rollout/reward_calls.py:wait", "/pkg/trainer.py:train")
+    in_a_library = dump("/lib/re.py:fullmatch", "/lib/rewards.py:judge", "/pkg/rollout/reward_calls.py:_run")
+    own = dump(
+        "/lib/re.py:fullmatch", "/home/own.py:<listcomp>", "/home/own.py:hang", "/pkg/rollout/reward_calls.py:_run"
+    )
+    places = [
+        user_place(dumps, ["/lib/", "/pkg/"], "/pkg/") for dumps in ([waiting, own], [waiting, in_a_library], [waiting])
+    ]
+    assert places == ["hang (own.py, line 5)", "judge (rewards.py, line 5)", None]
 
 
 @pytest.mark.parametrize(

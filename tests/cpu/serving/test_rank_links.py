@@ -125,6 +125,14 @@ def test_a_cancelled_request_leaves_the_remote_engine(pair):
     assert not thread.is_alive(), "a request still running would keep the phase from ending"
 
 
+def test_requests_to_a_rank_that_has_ended_are_cancelled_without_an_error(pair, caplog):
+    running = pair.link.put(request(1))
+    pair.link.close()
+    assert running.cancel()
+    assert pair.link.put(request(2)).cancelled()
+    assert not caplog.records, "an exception of a callback is only logged"
+
+
 def test_a_connection_without_the_secret_is_closed_and_the_next_one_is_accepted():
     inbox = Inbox()
     remote = RemoteInbox(inbox, "127.0.0.1", "secret")
