@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class BackwardSum:
-    """Sum of the values that forward passes contribute, added in their backward passes.
+    """Accumulates values of blocks during their backward pass.
 
-    A checkpointed block, which runs forward twice, counts once. Compiled blocks contribute too: they change no state,
-    because the sum is the gradient of a tensor.
+    The sum is the gradient of a dummy leaf tensor, so a checkpointed block counts once although it runs forward twice,
+    and a compiled block has no side effect.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -21,9 +21,9 @@ class BackwardSum:
     def reset(self) -> None:
         self._total.grad = None
 
-    def attach(self, carrier: Tensor, values: Tensor) -> Tensor:
-        """Return `carrier`, whose backward pass adds `values` [size] to the sum."""
-        return _Adds.apply(carrier, values, self._total)
+    def attach(self, value: Tensor, statistics: Tensor) -> Tensor:
+        """Return `value`, whose backward pass adds `statistics` [size] to the sum."""
+        return _Adds.apply(value, statistics, self._total)
 
     def values(self) -> Tensor:
         """Return the sum [size] float32; zeros after a reset."""
@@ -32,12 +32,12 @@ class BackwardSum:
 
 class _Adds(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, values: Tensor, total: Tensor) -> Tensor:
-        ctx.save_for_backward(values)
-        return carrier.view_as(carrier)
+    def forward(ctx: Any, value: Tensor, statistics: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(statistics)
+        return value.view_as(value)
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
-        (values,) = ctx.saved_tensors
-        return grad, None, values
+        (statistics,) = ctx.saved_tensors
+        return grad, None, statistics

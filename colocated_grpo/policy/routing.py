@@ -60,7 +60,7 @@ WEIGHTS: dict[str, Weigh] = {
 
 
 class RoutingReplay:
-    """Gives the model the experts on record in place of those that its routers choose."""
+    """Replaces the experts that the model's routers choose by the recorded ones."""
 
     def __init__(self, blocks: Iterable[nn.Module], model_type: str, device: torch.device) -> None:
         """blocks: of the model, in order.
@@ -78,17 +78,14 @@ class RoutingReplay:
     def load(self, routes: PackedRoutes | None) -> None:
         """Set the record of the next forward pass and of its recomputation in the backward pass; None: no record.
 
-        Called outside the blocks: those that are compiled and checkpointed cannot change state.
+        Called outside the blocks, because a compiled, checkpointed block must not mutate state.
         """
         for index, layer in enumerate(self._layers):
             layer.experts_TK = None if routes is None else routes.experts_LTK[index]
             layer.recorded_T = None if routes is None else routes.recorded_T
 
     def take_mismatch(self) -> Stat:
-        """Return the fraction of recorded tokens whose experts have been replaced since the last call.
-
-        Over all layers that backward passes have reached.
-        """
+        """Return the fraction of recorded tokens whose experts were replaced, over the layers that backward reached."""
         replaced, recorded = self._replaced_and_recorded.values()
         self._replaced_and_recorded.reset()
         return Stat.mean(replaced, recorded)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from colocated_grpo.batching import MicroBatch, PackedRoutes
@@ -63,7 +62,7 @@ def with_random_routes(micro_batch: MicroBatch, policy: Policy) -> MicroBatch:
 def num_graphs(monkeypatch) -> Callable[[], int]:
     """Blocks are compiled by AOTAutograd alone, and fail if they are not one graph. Returns the number of graphs."""
     monkeypatch.setattr(
-        Block, "compile", partialmethod(Block.compile, backend="aot_eager", options=None, fullgraph=True)
+        Block, "compile", lambda block, **_: nn.Module.compile(block, backend="aot_eager", dynamic=True, fullgraph=True)
     )
     # Packed attention on CPUs reads the boundaries of sequences from a tensor, which is no part of a graph.
     monkeypatch.setattr(loading, "implementation_for", lambda *_, **__: "sdpa")
