@@ -182,6 +182,7 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
             run.config.batch,
             rank=run.world.rank,
             world_size=run.world.size,
+            context=run.world.context,
             shuffle_seed=derive_seed(run.config.seed, "minibatches", step),
             policy_version=None if moves_ahead_of_sampler(run.config) else run.policy.version,
             share_prefixes=run.policy.model.shares_prefixes,

@@ -6,7 +6,7 @@ Lists are aligned token by token unless a field says otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,6 +17,15 @@ FinishReason = Literal["stop", "length", "abort"]
 Routes: TypeAlias = "np.ndarray"
 """[tokens, layers, experts per token]: the experts that each layer with experts chose for a token. uint8, or int16 for
 models of more than 256 experts."""
+
+
+class ContextGroup(NamedTuple):
+    """This rank's place in the group of ranks that each micro-batch is split over (policy.context_parallel)."""
+
+    rank: int
+    size: int
+    name: str
+    """Of their process group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """Packing of groups and advantages into the micro-batches that each rank runs."""
 
+from colocated_grpo.batching.context import local_rows
 from colocated_grpo.batching.micro_batch import (
     PADDING_TOKENS,
     MicroBatch,
@@ -21,5 +22,6 @@ __all__ = [
     "PrefixKeys",
     "TrainSequence",
     "build_micro_batch",
+    "local_rows",
     "pack",
 ]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.losses import LossInputs
-from colocated_grpo.types import Routes
+from colocated_grpo.types import ContextGroup, Routes
 
 PADDING_TOKENS = [0, 0]
 """Tokens of a padding micro-batch: two, one of them scored and masked out."""
@@ -108,10 +108,17 @@ class PackedTokens:
     """None: no common prefixes, each run sees its own keys only."""
     routes: PackedRoutes | None = None
     """None: the policy chooses all experts."""
+    context: ContextGroup | None = None
+    """If set, T is this rank's rows; cu_seqlens and prefix_keys still index the rows of all its ranks."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids_T)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all ranks of the context-parallel group."""
+        return len(self.input_ids_T) * (1 if self.context is None else self.context.size)
 
     @property
     def longest_sequence(self) -> int:

@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import overload
 
 import numpy as np
 
+from colocated_grpo.batching.context import local_rows
 from colocated_grpo.batching.left_out import LeftOut, left_out
-from colocated_grpo.batching.micro_batch import PADDING_TOKENS, MicroBatch, TrainSequence, build_micro_batch
+from colocated_grpo.batching.micro_batch import (
+    PADDING_TOKENS,
+    MicroBatch,
+    TrainSequence,
+    build_micro_batch,
+)
 from colocated_grpo.batching.plan import Outline, computed_tokens, plan
 from colocated_grpo.config.schema import BatchConfig
+from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
-from colocated_grpo.types import Group
+from colocated_grpo.types import ContextGroup, Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +72,7 @@ class Batch:
     computed_tokens: int
     """Rows that the model computes for these tokens: a common prefix of siblings is computed once per micro-batch."""
     imbalance: float
-    """Computed tokens of the fullest rank over the mean, minus one."""
+    """Computed tokens of the fullest rank, or context-parallel group, over the mean, minus one."""
     padding: float
     """Tokens of padding micro-batches, as a fraction of num_tokens."""
     lacks_sampling_logprobs: bool = False
@@ -85,6 +92,7 @@ def pack(
     *,
     rank: int,
     world_size: int,
+    context: ContextGroup | None = None,
     shuffle_seed: int,
     policy_version: int | None = None,
     share_prefixes: bool = True,
@@ -94,13 +102,16 @@ def pack(
     advantages: [group][sibling], for every token that the sibling sampled; a rollout's own advantages take precedence.
     without_gradient: [group], True where no token has a gradient; config.drop_constant_groups drops these groups.
     config: with max_tokens_per_micro_batch decided, not 'auto'.
+    context: group of consecutive ranks that each micro-batch is split over; None: every rank has its own.
     policy_version: of the weights to be trained; their plain samples are marked on-policy. None: mark none.
     share_prefixes: compute a common prefix of siblings once per micro-batch.
     Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
     An episode of several sequences counts as that many siblings, each with the episode's advantage.
     """
-    budget = config.max_tokens_per_micro_batch
-    assert budget != "auto"
+    size = 1 if context is None else context.size
+    assert config.max_tokens_per_micro_batch != "auto"
+    budget = config.max_tokens_per_micro_batch * size
+    data_ranks, data_rank = world_size // size, rank // size
     groups, advantages = _all_sequences(groups, advantages)
     order = list(range(len(groups)))
     if config.minibatches > 1:
@@ -108,8 +119,8 @@ def pack(
     outlines = [_outlines(index, group, config, share_prefixes) for index, group in enumerate(groups)]
     batch_tokens = sum(outline.loss_tokens for siblings in outlines for outline in siblings)
     sequence = partial(_sequence, groups=groups, advantages=advantages, policy_version=policy_version)
-    build = lambda bin: build_micro_batch([sequence(outline) for outline in bin])  # noqa: E731
-    minibatches, loads, num_tokens, num_padding = [], [0] * world_size, 0, 0
+    build = lambda bin: local_rows(build_micro_batch([sequence(outline) for outline in bin]), context)  # noqa: E731
+    minibatches, loads, num_tokens, num_padding = [], [0] * data_ranks, 0, 0
     count = min(config.minibatches, len(groups))  # a source may return fewer groups, even none
     for part in range(count):
         members = order[part::count]
@@ -117,7 +128,8 @@ def pack(
         kept = [g for g in members if not (without_gradient[g] and config.drop_constant_groups)]
         # An episode can fail before the policy sampled anything: it has no scored tokens.
         packed = [outline for g in kept for outline in outlines[g] if outline.scored]
-        assignment = plan(packed, budget, world_size)
+        _check_lengths(packed, budget, size)
+        assignment = plan(packed, budget, data_ranks)
         loads = [load + sum(map(computed_tokens, bins)) for load, bins in zip(loads, assignment, strict=True)]
         num_tokens += sum(outline.length for outline in packed)
         num_padding += sum(not bin for bins in assignment for bin in bins)
@@ -128,17 +140,26 @@ def pack(
             minibatches=count,
         )
         dropped = left_out(groups, (outline for g in members if g not in kept for outline in outlines[g]))
-        micro_batches = LazyMicroBatches(assignment[rank], build)
+        micro_batches = LazyMicroBatches(assignment[data_rank], build)
         minibatches.append(Minibatch(micro_batches=micro_batches, counts=counts, left_out=dropped))
     total = sum(loads)
     return Batch(
         minibatches=minibatches,
         num_tokens=num_tokens,
         computed_tokens=total,
-        imbalance=max(loads) * world_size / total - 1 if total else 0.0,
+        imbalance=max(loads) * data_ranks / total - 1 if total else 0.0,
         padding=num_padding * len(PADDING_TOKENS) / num_tokens if num_tokens else 0.0,
         lacks_sampling_logprobs=any(r.sampling_logprobs is None for group in groups for r in group.rollouts),
     )
+
+
+def _check_lengths(outlines: Iterable[Outline], budget: int, ranks: int) -> None:
+    longest = max((outline.length for outline in outlines), default=0)
+    if longest > budget:
+        raise RunError(
+            f"batch.max_tokens_per_micro_batch={budget // ranks}: a rollout of {longest} tokens, sampled before the "
+            f"run was resumed, does not fit; set it to at least {-(-longest // ranks)}"
+        )
 
 
 def _all_sequences(

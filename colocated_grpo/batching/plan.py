@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from colocated_grpo.errors import RunError
-
 COPIED_KEY_COST = 0.25
 """Memory of one copy of a token's keys and values, relative to all that is kept of the token for the backward pass.
 About 1/8 in common models; the margin keeps micro-batches with many copies within the memory measured without any."""
@@ -47,13 +45,8 @@ def plan(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignmen
 
     Siblings go into the same micro-batch where computing their common prefix once takes less work than balancing
     rollouts one by one. Each rank gets at least one micro-batch, possibly empty: it must join the collectives.
+    No rollout may be longer than the budget.
     """
-    longest = max((outline.length for outline in outlines), default=0)
-    if longest > budget:
-        raise RunError(
-            f"batch.max_tokens_per_micro_batch={budget}: a rollout of {longest} tokens, sampled before the run was "
-            f"resumed, does not fit; set it to at least {longest}"
-        )
     individually = _plan_individually([outline._replace(prefix_length=0) for outline in outlines], budget, world_size)
     by_group = _plan_by_group(outlines, budget, world_size)
     return by_group if _work(by_group) < GROUPING_THRESHOLD * _work(individually) else individually

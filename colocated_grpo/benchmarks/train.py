@@ -28,7 +28,7 @@ from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import num_checkpointed
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.distributed import World, with_context
 from colocated_grpo.summaries import group_rewards
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 
@@ -65,6 +65,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
         hf_config = read_model_config(config.model, folder)
+        world = with_context(world, config.policy.context_parallel)
         policy = Policy(config, hf_config, folder, world)
         size = model_size(folder, policy.dtype.itemsize, config.policy)
     config = settle_memory(policy, config, world)
@@ -158,7 +159,16 @@ def pack_all(groups: Sequence[Group], config: Config, world: World) -> Batch:
     """Return this rank's part of the batch, packed as in the trainer."""
     advantages = group_advantages([group_rewards(group) for group in groups], config.advantage)
     kept = [False] * len(groups)
-    return pack(groups, advantages, kept, config.batch, rank=world.rank, world_size=world.size, shuffle_seed=0)
+    return pack(
+        groups,
+        advantages,
+        kept,
+        config.batch,
+        rank=world.rank,
+        world_size=world.size,
+        context=world.context,
+        shuffle_seed=0,
+    )
 
 
 def train(policy: Policy, batch: Batch) -> None:

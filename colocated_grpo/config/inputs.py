@@ -14,6 +14,7 @@ from colocated_grpo.config.adapter_files import CONFIG_FILE, WEIGHTS_FILE, with_
 from colocated_grpo.config.atropos import AtroposSourceConfig
 from colocated_grpo.config.base import NamedObject
 from colocated_grpo.config.code_names import check_code_name, check_program
+from colocated_grpo.config.context_rules import check_context
 from colocated_grpo.config.errors import ConfigError, dotted
 from colocated_grpo.config.hub import check_hub
 from colocated_grpo.config.layers import layers_text, out_of_range
@@ -72,6 +73,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         check_has_experts(model, "policy.routing_replay=true")
     if config.policy.load_balancing:
         check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
+    check_context(model, config.policy.context_parallel)
     if outside := list(_check_layers(config, model)):
         raise ConfigError(*outside)
     for index, source in enumerate(config.environments):

@@ -68,6 +68,9 @@ class PolicyConfig(Section):
     replicate: Literal["nodes"] | None = None
     """null: shard weights and optimizer state over all ranks. nodes: shard them over the ranks of each node, with a
     replica on every node (HSDP), so that only gradients cross the network. A checkpoint of one resumes in the other."""
+    context_parallel: Positive = 1
+    """Number of ranks that each micro-batch is split over, for sequences that do not fit on one (docs/running.md). A
+    rank holds a slice of the tokens; inside attention, all tokens of a slice of the heads (DeepSpeed Ulysses)."""
     logprob_chunk_tokens: Positive = 2048
     """Tokens per chunk when log-probabilities are computed. Only one chunk's float32 logits exist at a time: 1.2 GB for
     2,048 tokens and a vocabulary of 152,000."""

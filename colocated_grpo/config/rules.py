@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from colocated_grpo.config.adapter_rules import ADAPTER_RULES
+from colocated_grpo.config.context_rules import context_divides_world, context_without_load_balancing
 from colocated_grpo.config.engine import EngineConfig
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.evaluation_rules import EVALUATION_RULES, evaluated_data_is_trained
@@ -57,12 +58,12 @@ def _run_folder_has_a_valid_name(config: Config) -> Lines:
 
 
 def _sequence_fits_micro_batch(config: Config) -> Lines:
-    size = config.batch.max_tokens_per_micro_batch
-    if size != "auto" and size < config.max_sequence_tokens:
-        yield (
-            f"batch.max_tokens_per_micro_batch={size}: must be at least {_SEQUENCE}={config.max_sequence_tokens}, "
-            "the longest sequence"
-        )
+    size, ranks = config.batch.max_tokens_per_micro_batch, config.policy.context_parallel
+    if size != "auto" and size * ranks < config.max_sequence_tokens:
+        whole = f"{_SEQUENCE}={config.max_sequence_tokens}, the longest sequence"
+        least = -(-config.max_sequence_tokens // ranks)
+        split = f"{least}: {whole}, is split over policy.context_parallel={ranks} ranks"
+        yield f"batch.max_tokens_per_micro_batch={size}: must be at least {whole if ranks == 1 else split}"
 
 
 def _sequence_fits_engine(config: Config) -> Lines:
@@ -288,6 +289,7 @@ def _episodes_depend_on_timing(config: Config) -> Lines:
 RULES: tuple[Callable[[Config], Lines], ...] = (
     _run_folder_has_a_valid_name,
     _sequence_fits_micro_batch,
+    context_without_load_balancing,
     _sequence_fits_engine,
     _minibatches_divide_batch,
     _min_lr_below_lr,
@@ -313,6 +315,7 @@ WORLD_RULES: tuple[Callable[[Config, int], Lines], ...] = (
     _tensor_parallel_divides_world,
     _every_engine_has_prompts,
     _shared_weights_need_one_rank,
+    context_divides_world,
     *SERVER_WORLD_RULES,
 )
 REMARKS: tuple[Callable[[Config], Lines], ...] = (

@@ -94,9 +94,9 @@ class RolloutConfig(Section):
 class BatchConfig(Section):
     max_tokens_per_micro_batch: Literal["auto"] | Positive = "auto"
     """Packed tokens of one forward pass on one rank; changes speed and memory, not the gradient. At least the longest
-    sequence. auto on CUDA: the largest of 24,576, 16,384 and 8,192 that fits into the measured free memory without
-    recomputing blocks; if none does, at most 8,192 with as few recomputed blocks as needed. auto on CPU: 16,384, or
-    more if the longest sequence needs it."""
+    sequence, divided by policy.context_parallel. auto on CUDA: the largest of 24,576, 16,384 and 8,192 that fits into
+    the measured free memory without recomputing blocks; if none does, at most 8,192 with as few recomputed blocks as
+    needed. auto on CPU: 16,384, or more if the longest sequence needs it."""
     minibatches: Positive = 1
     """Optimizer steps per pass over a batch. Groups stay together, so it must divide rollout.prompts_per_step. Every
     update after the first is off-policy; the loss clips its ratio."""

@@ -274,7 +274,9 @@ TRL: dict[str, Alias] = {
     "neftune_noise_alpha": not_supported("noise is not added to embeddings"),
     "label_smoothing_factor": one_of("there are no labels", {0: None}),
     "accelerator_config": not_needed("torchrun starts the ranks"),
-    "parallelism_config": not_supported("weights are sharded by FSDP2; see engine.tensor_parallel_size"),
+    "parallelism_config": not_supported(
+        "weights are sharded by FSDP2; see policy.context_parallel and engine.tensor_parallel_size"
+    ),
     "eval_delay": one_of("the start is evaluated too", {0: None}),
     "save_on_each_node": one_of("all nodes write into one folder", {False: None}),
     "restore_callback_states_from_checkpoint": one_of("callbacks keep no state in checkpoints", {False: None}),

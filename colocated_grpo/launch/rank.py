@@ -39,7 +39,12 @@ def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess
     if config.deterministic:
         use_deterministic_kernels()
     with output.phase("connecting the ranks"):
-        return RankProcess(joined, *user_code_limit(config), replicate_nodes=config.policy.replicate == "nodes")
+        return RankProcess(
+            joined,
+            *user_code_limit(config),
+            replicate_nodes=config.policy.replicate == "nodes",
+            context_parallel=config.policy.context_parallel,
+        )
 
 
 def train_on(

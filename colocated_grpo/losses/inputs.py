@@ -1,4 +1,4 @@
-"""Inputs and outputs of a loss, as plain data.
+"""Inputs and outputs of a loss.
 
 Shapes: N scored tokens of one micro-batch (those that the policy sampled), S completions in it.
 """
@@ -6,11 +6,15 @@ Shapes: N scored tokens of one micro-batch (those that the policy sampled), S co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
 from colocated_grpo.metrics import Stat
+
+
+def _unchanged(sums_S: Tensor) -> Tensor:
+    return sums_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +27,7 @@ class LossInputs:
 
     sequence_N: Tensor
     """int64 index of each token's completion, 0..S-1. A completion is never split over micro-batches: its mean and its
-    sequence ratio need all of its tokens."""
+    sequence ratio need all of its tokens. A micro-batch may be split over ranks (`sum_over_group`)."""
     num_sequences: int
     """S."""
     loss_mask_N: Tensor
@@ -39,6 +43,14 @@ class LossInputs:
     on_policy_N: Tensor | None = None
     """bool. Tokens sampled plainly (see `Rollout.plain`) by the weights of `old_logprobs_N`: sampling and old
     log-probabilities must agree up to rounding. None: not measured."""
+    sum_over_group: Callable[[Tensor], Tensor] = _unchanged
+    """All-reduces per-completion sums [S], forward and backward, over the ranks that hold the completions' tokens.
+    Default: this rank holds all of them."""
+
+    def at(self, tokens: slice | Tensor) -> LossInputs:
+        """Return the inputs of these of the N tokens. Completions keep their index."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_N")}
+        return replace(self, **{name: None if value is None else value[tokens] for name, value in values.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

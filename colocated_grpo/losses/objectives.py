@@ -63,7 +63,7 @@ def make_chunked_loss(config: LossConfig) -> ChunkedLoss | None:
         weights_N = recipe.token_weights(replace(inputs, loss_mask_N=inputs.loss_mask_N.float()))
 
         def chunk_loss(tokens: slice, logprobs_C: Tensor) -> Tensor:
-            logprobs_C, chunk = parts.apply_mask(logprobs_C, _chunk_of(inputs, tokens))
+            logprobs_C, chunk = parts.apply_mask(logprobs_C, inputs.at(tokens))
             weights_C = weights_N[tokens]
             return _weighted_sum(make_terms(logprobs_C, chunk, weights_C), weights_C, logprobs_C)
 
@@ -109,20 +109,6 @@ def _compose_terms(config: LossConfig) -> Callable[[Tensor, LossInputs, Tensor],
 
 def _weighted_sum(terms: _Terms, weights_N: Tensor, logprobs_N: Tensor) -> Tensor:
     return parts.propagate_nan(((terms.policy_N + terms.penalty_N) * weights_N).sum(), logprobs_N)
-
-
-def _chunk_of(inputs: LossInputs, tokens: slice) -> LossInputs:
-    old_N, ref_N, on_policy_N = inputs.old_logprobs_N, inputs.ref_logprobs_N, inputs.on_policy_N
-    return replace(
-        inputs,
-        sequence_N=inputs.sequence_N[tokens],
-        loss_mask_N=inputs.loss_mask_N[tokens],
-        advantages_N=inputs.advantages_N[tokens],
-        sampling_logprobs_N=inputs.sampling_logprobs_N[tokens],
-        old_logprobs_N=None if old_N is None else old_N[tokens],
-        ref_logprobs_N=None if ref_N is None else ref_N[tokens],
-        on_policy_N=None if on_policy_N is None else on_policy_N[tokens],
-    )
 
 
 def make_denominator(config: LossConfig, max_completion_tokens: int) -> Callable[[Counts], float]:

@@ -188,7 +188,7 @@ def _trained_tokens_S(inputs: LossInputs) -> Tensor:
 
 
 def _sum_by_sequence(values_N: Tensor, inputs: LossInputs) -> Tensor:
-    return values_N.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_N, values_N)
+    return inputs.sum_over_group(values_N.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_N, values_N))
 
 
 # Numerics

@@ -14,7 +14,7 @@ from math import ceil
 import numpy as np
 import torch
 
-from colocated_grpo.batching import MicroBatch, Minibatch, TrainSequence, build_micro_batch
+from colocated_grpo.batching import MicroBatch, Minibatch, TrainSequence, build_micro_batch, local_rows
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
@@ -75,7 +75,8 @@ def min_checkpointed_blocks(
     if least > free:
         raise RunError(
             f"batch.max_tokens_per_micro_batch={tokens}: a training step needs {least / GIB:.1f} GiB with every block "
-            f"checkpointed, and {free / GIB:.1f} GiB are usable; lower it, or use more GPUs"
+            f"checkpointed, and {free / GIB:.1f} GiB are usable; lower it, raise policy.context_parallel, or use more "
+            "GPUs"
         )
     return min(blocks, ceil((needed - free) / (saved_per_token * tokens)))
 
@@ -110,8 +111,12 @@ def fit_to_memory(policy: Policy, config: Config, world: World) -> int:
 
 
 def candidate_sizes(config: Config) -> list[int]:
-    """Return the sizes to choose from, best first: the configured one, or those that hold the longest sequence."""
-    size, longest = config.batch.max_tokens_per_micro_batch, config.max_sequence_tokens
+    """Return the sizes to choose from, best first: the configured one, or those that hold the longest sequence.
+
+    Tokens of one rank: with policy.context_parallel, several ranks hold a sequence.
+    """
+    size = config.batch.max_tokens_per_micro_batch
+    longest = ceil(config.max_sequence_tokens / config.policy.context_parallel)
     if size != "auto":
         return [size]
     return [tokens for tokens in AUTO_TOKENS if tokens >= longest] or [longest]
@@ -201,12 +206,14 @@ def _trial_memory(policy: Policy, config: Config, tokens: int) -> tuple[int, int
 
 
 def run_trial_step(policy: Policy, config: Config, tokens: int) -> None:
-    """Compute and discard the gradients of two dummy micro-batches of `tokens`. Collective.
+    """Compute and discard the gradients of two dummy micro-batches of `tokens` on each rank. Collective.
 
     Two, because gradients stay unsharded between the micro-batches of an optimizer step.
     """
-    micro_batch = dummy_micro_batch(config, tokens, TRIAL_PREFIX if policy.model.shares_prefixes else 0)
-    counts = Counts(tokens=2 * tokens, sequences=2, batch_tokens=2 * tokens, minibatches=1)
+    rows = tokens * config.policy.context_parallel
+    dummy = dummy_micro_batch(config, rows, TRIAL_PREFIX if policy.model.shares_prefixes else 0)
+    micro_batch = local_rows(dummy, policy.context)
+    counts = Counts(tokens=2 * rows, sequences=2, batch_tokens=2 * rows, minibatches=1)
     with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
         policy.forward_backward(Minibatch(micro_batches=[micro_batch] * 2, counts=counts), Metrics(policy.device))
     for parameter in policy.parameters().values():
@@ -222,10 +229,7 @@ def dummy_micro_batch(config: Config, tokens: int, prefix: int = TRIAL_PREFIX) -
     count, remainder = divmod(tokens - prefix, longest)
     first = max(1, prefix)  # nothing predicts a sequence's first token
     lengths = [prefix + own for own in [*[longest] * count, remainder] if prefix + own > first]
-    # Additional scored tokens, so that a trial of any size fills a chunk of logits as a full micro-batch does.
-    extra = min(config.policy.logprob_chunk_tokens, candidate_sizes(config)[0])
-    scored = [np.arange(first, length) for length in lengths]
-    scored[0] = np.concatenate([np.full(extra, first), scored[0]])
+    scored = _with_a_chunk([np.arange(first, length) for length in lengths], config)
     sequences = [
         TrainSequence(
             token_ids=np.zeros(length, np.int64),
@@ -242,6 +246,17 @@ def dummy_micro_batch(config: Config, tokens: int, prefix: int = TRIAL_PREFIX) -
     inputs = micro_batch.loss_inputs
     logprobs_N = inputs.sampling_logprobs_N
     return replace(micro_batch, loss_inputs=replace(inputs, old_logprobs_N=logprobs_N, ref_logprobs_N=logprobs_N))
+
+
+def _with_a_chunk(scored: Sequence[np.ndarray], config: Config) -> list[np.ndarray]:
+    """Repeat scored positions evenly, so that a trial of any size fills a chunk of logits as a full micro-batch does.
+
+    On each rank of a context-parallel group.
+    """
+    chunk = min(config.policy.logprob_chunk_tokens, candidate_sizes(config)[0])
+    ratio = config.policy.context_parallel * chunk / sum(map(len, scored))
+    repeats = [(np.arange(int(len(own) * ratio)) / ratio).astype(np.int64) for own in scored]
+    return [np.sort(np.concatenate([own, own[again]])) for own, again in zip(scored, repeats, strict=True)]
 
 
 def usable_bytes(device: torch.device) -> float:

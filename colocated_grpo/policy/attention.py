@@ -29,16 +29,20 @@ from colocated_grpo.policy.attention_kernels import (
     attend_with_sinks,
     has_fa4,
 )
+from colocated_grpo.policy.context_parallel import heads_to_rows, own_heads, rows_to_heads
 from colocated_grpo.policy.softcap import Capped, attend_capped
 
 PACKED = "packed"
 PACKED_FA4 = "packed_fa4"
 
 
-def implementation_for(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, longest: int) -> str:
+def implementation_for(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, longest: int, context_parallel: int = 1
+) -> str:
     """Return the registered name of the fastest implementation that this device has for the model.
 
     longest: tokens of the longest possible sequence. Below MIN_RUN_FOR_FA4, FlashAttention 4 is not even compiled.
+    context_parallel: ranks over which the heads are split.
     """
     text = config.get_text_config().to_dict()
     if longest < MIN_RUN_FOR_FA4 or has_sinks(text) or caps_attention(text):
@@ -46,8 +50,10 @@ def implementation_for(config: PretrainedConfig, dtype: torch.dtype, device: tor
     heads = text.get("num_attention_heads")
     kv_heads = text.get("num_key_value_heads") or heads
     sizes = head_sizes(text)
-    known = isinstance(heads, int) and isinstance(kv_heads, int) and len(sizes) == 1
-    return PACKED_FA4 if known and has_fa4(heads, kv_heads, sizes.pop(), dtype, device) else PACKED
+    if not (isinstance(heads, int) and isinstance(kv_heads, int) and len(sizes) == 1):
+        return PACKED
+    own = heads // context_parallel, max(1, kv_heads // context_parallel)
+    return PACKED_FA4 if has_fa4(*own, sizes.pop(), dtype, device) else PACKED
 
 
 def packed_attention(
@@ -65,6 +71,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     capped: Capped | None = None,
+    context_group: str | None = None,
     on_cuda: Attend = attend_varlen,
     **_: object,
 ) -> tuple[Tensor, None]:
@@ -73,8 +80,13 @@ def packed_attention(
     query: [1, H, T, D], key and value: [1, K, T, D], cu_seq_lens_q: [N + 1] int32. Returns [1, T, H, D].
     prefix_keys: of the micro-batch; None: each run sees only its own keys. The last query of a run sees all of the
     run's keys. softcap: largest score. s_aux: [H] attention sinks. capped: needed for softcap in 16 bit on a GPU.
+    context_group: name of the process group over which the micro-batch is split; T is then this rank's rows, while
+    cu_seq_lens_q and prefix_keys index the rows of all its ranks.
     """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if context_group is not None:
+        query, key, value = rows_to_heads(query, key, value, context_group)
+        s_aux = None if s_aux is None else own_heads(s_aux, context_group)
     if prefix_keys is None:
         runs = Runs(cu_seq_lens_q, max_length_q, cu_seq_lens_q, max_length_q)
     else:
@@ -85,12 +97,13 @@ def packed_attention(
     elif softcap is not None:
         assert s_aux is None  # no family has both
         assert capped is not None
-        return attend_capped(query, key, value, capped, scaling, sliding_window)[None], None
+        attend = lambda q, k, v, _, scale, window: attend_capped(q, k, v, capped, scale, window)  # noqa: E731
     elif s_aux is not None:
         attend = partial(attend_with_sinks, sinks_H=s_aux)
     else:
         attend = on_cuda
-    return attend(query, key, value, runs, scaling, sliding_window)[None], None
+    out = attend(query, key, value, runs, scaling, sliding_window)
+    return (out if context_group is None else heads_to_rows(out, context_group))[None], None
 
 
 def expand_keys(keys_TKD: Tensor, prefix_keys: PrefixKeys) -> Tensor:

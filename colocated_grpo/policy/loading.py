@@ -94,12 +94,18 @@ def _without_fsdp(config: Config, world: World) -> bool:
 
 def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> PackedLM:
     """Build the model with its buffers, and with parameters without storage."""
-    dtype, longest = compute_dtype(config, world.device), config.max_sequence_tokens
+    dtype = compute_dtype(config, world.device)
     model = build_empty(
         hf_config,
         config.policy.logprob_chunk_tokens,
         trust_remote_code=config.model.trust_remote_code,
-        attention=implementation_for(hf_config, dtype, world.device, longest=longest),
+        attention=implementation_for(
+            hf_config,
+            dtype,
+            world.device,
+            longest=config.max_sequence_tokens,
+            context_parallel=config.policy.context_parallel,
+        ),
     )
     if world.device.type == "cuda" and not model.shares_prefixes:
         linear_attention.kernel()  # raises before device memory is allocated

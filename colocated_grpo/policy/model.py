@@ -88,6 +88,7 @@ class PackedLM(nn.Module):
             max_length_k=tokens.max_seqlen,
             prefix_keys=tokens.prefix_keys,
             capped=capped_attention(self.lm.config, tokens),
+            context_group=None if tokens.context is None else tokens.context.name,
         ).last_hidden_state
         output_layer = self.lm.get_output_embeddings()
         assert output_layer is not None

@@ -16,6 +16,7 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import LossInputs, make_denominator
 from colocated_grpo.metrics import Metrics, Stat
+from colocated_grpo.policy.context_parallel import with_group_sums
 from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.loading import build_weights, compute_dtype
 from colocated_grpo.policy.masters import Weights
@@ -57,6 +58,8 @@ class Policy:
         self.weights = build_weights(config, hf_config, folder, world)
         self.model = self.weights.model
         self.device = world.device
+        self.context = world.context
+        assert config.policy.context_parallel == (1 if world.context is None else world.context.size)
         self.dtype = compute_dtype(config, world.device)
         self.optimizer = build_optimizer(self.parameters().values(), config.policy.optimizer, config.policy.lr)
         self.version = 0
@@ -130,7 +133,8 @@ class Policy:
             self.weights.before_forward(last=index == parts - 1)
             if self._balancing is not None:
                 self._balancing.begin_micro_batch(micro_batch)
-            loss, stats = self._objective(self.model, _on_device(micro_batch, self.device), denominator)
+            inputs = with_group_sums(_on_device(micro_batch, self.device))
+            loss, stats = self._objective(self.model, inputs, denominator)
             loss.backward()
             # All ranks have equally many micro-batches: these weights add up to 1 for each minibatch.
             metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})

@@ -46,9 +46,9 @@ def capped_attention(config: PretrainedConfig, tokens: PackedTokens) -> Capped |
     keys = tokens.prefix_keys
     cu_k, longest_k = (cu_q, tokens.max_seqlen) if keys is None else (keys.cu_seqlens, keys.max_seqlen)
     runs = Runs(cu_q, tokens.max_seqlen, cu_k, longest_k)
-    num_keys = tokens.num_tokens if keys is None else len(keys.rows_E)
+    num_keys = tokens.num_rows if keys is None else len(keys.rows_E)
     windows = {None, getattr(config, "sliding_window", None)}
-    masks = {window: block_mask(runs, window, tokens.num_tokens, num_keys) for window in windows}
+    masks = {window: block_mask(runs, window, tokens.num_rows, num_keys) for window in windows}
     return Capped(torch.full((), softcap, device=cu_q.device), masks)
 
 

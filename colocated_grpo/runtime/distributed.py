@@ -9,7 +9,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, TypeVar, cast
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import in_one_line
+from colocated_grpo.types import ContextGroup
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=4)
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This rank's place among all ranks, and its process groups. Built once by `init_world`."""
+    """This rank's place among all ranks, and its process groups. Built by `init_world`, and `with_context`."""
 
     rank: int
     size: int
@@ -45,6 +46,8 @@ class World:
     """Gloo group for Python objects and CPU tensors: needs no GPU, and no NCCL timeout applies."""
     checkpoints: dist.ProcessGroup
     """Gloo group of the background checkpoint writer, whose collectives overlap with those on `control`."""
+    context: ContextGroup | None = None
+    """The group over which each micro-batch is split; None: every rank has its own micro-batches."""
 
     @property
     def is_main(self) -> bool:
@@ -182,6 +185,18 @@ def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMes
     groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=limit)[0] for each in (ranks.T, ranks)]
     own_groups = cast("list[dist.ProcessGroup]", groups)  # every rank is in one of each
     return DeviceMesh.from_group(own_groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def with_context(world: World, size: int) -> World:
+    """Return the world whose ranks form context-parallel groups of `size` consecutive ranks.
+
+    size: must divide the number of ranks.
+    """
+    if size == 1:
+        return world
+    group, _ = dist.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT)
+    own = cast("dist.ProcessGroup", group)  # every rank is in one
+    return replace(world, context=ContextGroup(own.rank(), own.size(), own.group_name))
 
 
 def _new_gloo_group() -> dist.ProcessGroup:

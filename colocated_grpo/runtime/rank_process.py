@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch.distributed as dist
 
 from colocated_grpo.runtime.blocking_code import BlockingCodeReporter
-from colocated_grpo.runtime.distributed import init_world
+from colocated_grpo.runtime.distributed import init_world, with_context
 from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.runtime.rank_guard import RankGuard
 
@@ -20,13 +20,21 @@ class RankProcess:
     goes on calls `abandon` then.
     """
 
-    def __init__(self, joined: Joined, user_code_seconds: float, setting: str, *, replicate_nodes: bool) -> None:
+    def __init__(
+        self,
+        joined: Joined,
+        user_code_seconds: float,
+        setting: str,
+        *,
+        replicate_nodes: bool = False,
+        context_parallel: int = 1,
+    ) -> None:
         """user_code_seconds: longest time that user code may block all threads, as `setting` says.
 
-        replicate_nodes: as in `init_world`.
+        replicate_nodes: as in `init_world`. context_parallel: as in `with_context`.
         """
         try:
-            self.world = init_world(joined.store, replicate_nodes=replicate_nodes)
+            self.world = with_context(init_world(joined.store, replicate_nodes=replicate_nodes), context_parallel)
         except Exception as error:
             if (shown := joined.failure(error)) is error:
                 raise

@@ -124,6 +124,7 @@ def pack_for(
         config.batch,
         rank=world.rank,
         world_size=world.size,
+        context=world.context,
         shuffle_seed=0,
         share_prefixes="linear_attention" not in (text_part(config_json(config)).get("layer_types") or ()),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 
 from colocated_grpo.config.lora import LoRAConfig
 from colocated_grpo.config.schema import Config
@@ -142,7 +143,7 @@ def _gathered(config: Config, sizes: Sizes, place: Placement, compute: int) -> i
 def _activations(config: Config, sizes: Sizes, compute: int) -> int:
     """Return the bytes of one micro-batch: the inputs of all blocks, one block's own, and a chunk's logits twice."""
     size = config.batch.max_tokens_per_micro_batch
-    tokens = config.max_sequence_tokens if size == "auto" else size
+    tokens = ceil(config.max_sequence_tokens / config.policy.context_parallel) if size == "auto" else size
     own = max(block.activations(sizes.hidden) for block in sizes.blocks)
     per_token = compute * (len(sizes.blocks) * sizes.hidden + own)
     return tokens * per_token + 2 * 4 * min(tokens, config.policy.logprob_chunk_tokens) * sizes.vocab

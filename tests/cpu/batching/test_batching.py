@@ -16,7 +16,7 @@ from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, build_micro_batc
 from colocated_grpo.batching.plan import Outline, computed_tokens, plan
 from colocated_grpo.config.schema import BatchConfig
 from colocated_grpo.errors import RunError
-from colocated_grpo.types import Group, Rollout
+from colocated_grpo.types import ContextGroup, Group, Rollout
 from tests.support.small_policy import group_of, positions_of, random_groups, rollout_of, rows_of, sequence_of
 
 BUDGET = 32
@@ -167,11 +167,21 @@ def test_sequences_close_to_the_budget_stay_within_it(lengths, world_size):
     assert sorted(seq.length for bins in assignment for bin in bins for seq in bin) == sorted(lengths)
 
 
-def test_a_sequence_longer_than_the_budget_is_rejected_in_one_line():
-    message = r"max_tokens_per_micro_batch=64: a rollout of 65 tokens, .* set it to at least 65"
+@pytest.mark.parametrize(("context", "least"), [(None, 65), (ContextGroup(0, 2, "group"), 33)])
+def test_a_sequence_longer_than_the_budget_is_rejected_in_one_line(context, least):
+    groups = [group_of(0, [rollout_of([1], [2] * 64), rollout_of([1], [2])])]
+    config = BatchConfig(max_tokens_per_micro_batch=least - 1)
+    message = rf"max_tokens_per_micro_batch={least - 1}: a rollout of 65 tokens, .* set it to at least {least}"
     with pytest.raises(RunError, match=message) as caught:
-        plan(outlines_of([65, 3]), 64, world_size=2)
+        pack(groups, [[0.0, 0.0]], [False], config, rank=0, world_size=2, context=context, shuffle_seed=0)
     assert "\n" not in str(caught.value)
+
+
+def test_a_dropped_group_may_be_longer_than_the_budget():
+    groups = [group_of(0, [rollout_of([1], [2] * 64)] * 2), group_of(1, [rollout_of([1], [2])] * 2)]
+    config = BatchConfig(max_tokens_per_micro_batch=16)
+    (batch,) = pack_on_all_ranks(groups, config, 1, [True, False])
+    assert batch.num_tokens == 4
 
 
 @given(st.lists(st.integers(2, LONGEST), max_size=60), world_sizes)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from colocated_grpo.batching import local_rows
 from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy import activations
@@ -23,6 +24,7 @@ from colocated_grpo.policy.activations import (
 )
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed, set_checkpointed
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.types import ContextGroup
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,
@@ -92,6 +94,16 @@ def test_a_trial_is_an_eighth_of_a_micro_batch_and_fills_a_chunk_of_logits_at_an
         assert tokens.longest_sequence <= config(8192).max_sequence_tokens
         assert tokens.prefix_keys is not None
         assert size + 2048 >= len(tokens.targets_N) > 2048
+
+
+def test_on_each_rank_of_a_group_a_trial_fills_a_chunk_of_logits(model_folder):
+    config = config_of(model_folder(), policy={"context_parallel": 2}, batch={"max_tokens_per_micro_batch": 8192})
+    for size in trial_sizes(config):
+        dummy = dummy_micro_batch(config, 2 * size)
+        for rank in range(2):
+            tokens = local_rows(dummy, ContextGroup(rank, 2, "group")).tokens
+            assert tokens.num_tokens == size
+            assert 2048 <= len(tokens.targets_N) < 1.01 * (size + 2048)
 
 
 def update_with(world: World, folder, count: int) -> tuple[dict, list[int], dict]:

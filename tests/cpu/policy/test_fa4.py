@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from colocated_grpo.batching import build_micro_batch
-from colocated_grpo.policy import attention_kernels, fa4, loading
+from colocated_grpo.policy import attention, attention_kernels, fa4, loading
 from colocated_grpo.policy.attention import PACKED, PACKED_FA4, implementation_for
 from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_only_fa4, attend_padded, has_fa4
 from tests.support.small_policy import config_of, policy_of, sequence_of
@@ -56,6 +56,14 @@ def test_it_is_not_compiled_if_all_sequences_are_too_short_for_it(hopper):
     assert has_fa4.cache_info().currsize == 1
 
 
+@pytest.mark.parametrize(("ranks", "heads"), [(1, (16, 8)), (4, (4, 2)), (16, (1, 1))])
+def test_it_is_compared_with_the_heads_that_a_rank_has(monkeypatch, ranks, heads):
+    seen = []
+    monkeypatch.setattr(attention, "has_fa4", lambda *arguments: seen.append(arguments[:2]))
+    implementation_for(QWEN, torch.bfloat16, GPU, longest=1024, context_parallel=ranks)
+    assert seen == [heads]
+
+
 @pytest.mark.parametrize(
     ("settings", "dtype"),
     [
@@ -93,7 +101,7 @@ def test_a_failed_compilation_or_comparison_falls_back_and_is_logged_once(hopper
 def test_on_cpu_a_policy_built_for_it_scores_like_any_other(world, model_folder, monkeypatch):
     config, micro_batch = config_of(model_folder()), build_micro_batch([sequence_of(5), sequence_of(9)])
     usual = policy_of(config, world).score(micro_batch)
-    monkeypatch.setattr(loading, "implementation_for", lambda *_, longest: PACKED_FA4)
+    monkeypatch.setattr(loading, "implementation_for", lambda *_, **__: PACKED_FA4)
     built = policy_of(config, world)
     assert built.model.lm.config._attn_implementation == PACKED_FA4
     assert torch.equal(built.score(micro_batch), usual)

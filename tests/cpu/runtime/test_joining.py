@@ -53,7 +53,7 @@ def block_in_the_start(port: int, joined, idle_rank: int, errors: Path) -> None:
         joined[rank].set()
         if rank == idle_rank:
             signal.pause()  # as in an import
-        RankProcess(own, STARTED, "rollout.reward_timeout", replicate_nodes=False)
+        RankProcess(own, STARTED, "rollout.reward_timeout")
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -1,0 +1,125 @@
+"""Ulysses context parallelism: a micro-batch is split over ranks, by rows outside attention and by heads inside it.
+
+Only attention mixes tokens. An all-to-all before attention gives each rank all rows of its heads, on which the usual
+kernels run, and one after it restores the rows (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
+
+Shapes: P ranks of the group, R rows of one rank, T = P * R rows of all, H query heads, K key-value heads, D head size,
+V head size of values, S completions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from colocated_grpo.batching import MicroBatch
+
+
+def rows_to_heads(query: Tensor, key: Tensor, value: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all rows of this rank's heads: [T, H / P, D], [T, max(1, K / P), D] and [T, max(1, K / P), V]. Collective.
+
+    query: [R, H, D], key: [R, K, D], value: [R, K, V]. P must divide H, and divide K or be a multiple of it: several
+    ranks then get the same key-value head. One all-to-all for all three, because nothing in a compiled block would keep
+    three in the same order on all ranks.
+    """
+    _, ranks = _place_in(group)
+    tensors = [query, *(_with_head_for_each(tensor, ranks) for tensor in (key, value))]
+    by_rank = [tensor.unflatten(1, (ranks, -1)) for tensor in tensors]  # [R, P, own heads, D]
+    columns = torch.cat([tensor.flatten(2) for tensor in by_rank], dim=2)
+    received = all_to_all(columns.transpose(0, 1), group).flatten(0, 1)
+    parts = received.split([tensor[0, 0].numel() for tensor in by_rank], dim=1)
+    return cast(
+        "tuple[Tensor, Tensor, Tensor]",
+        tuple(part.unflatten(1, tensor.shape[2:]).contiguous() for part, tensor in zip(parts, by_rank, strict=True)),
+    )
+
+
+def heads_to_rows(heads: Tensor, group: str) -> Tensor:
+    """Return all heads of this rank's rows, [R, H, V]. heads: all rows of its own, [T, H / P, V]. Collective."""
+    _, ranks = _place_in(group)
+    received = all_to_all(heads.unflatten(0, (ranks, -1)), group)
+    return received.transpose(0, 1).flatten(1, 2)
+
+
+def own_heads(values_H: Tensor, group: str) -> Tensor:
+    """Return the elements of this rank's heads, [H / P]."""
+    rank, ranks = _place_in(group)
+    return values_H.unflatten(0, (ranks, -1))[rank]
+
+
+def _with_head_for_each(tensor: Tensor, ranks: int) -> Tensor:
+    heads = tensor.shape[1]
+    return tensor if heads >= ranks else tensor.repeat_interleave(ranks // heads, dim=1)
+
+
+@torch.compiler.assume_constant_result
+def _place_in(group: str) -> tuple[int, int]:
+    """Return this rank's number in the group, and its size."""
+    ranks = _ranks_of(group)
+    return ranks.rank(), ranks.size()
+
+
+def _ranks_of(group: str) -> dist.ProcessGroup:
+    return _resolve_process_group(cast(Any, group))  # newer releases of torch have a type of their own for names
+
+
+@torch.library.custom_op("colocated_grpo::all_to_all", mutates_args=())
+def all_to_all(parts: Tensor, group: str) -> Tensor:
+    """Send parts[p] to rank p of the group. Returns what each rank has sent here, [P, ...]. Collective.
+
+    A custom operator, opaque to torch.compile.
+    """
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=_ranks_of(group))
+    return received
+
+
+@all_to_all.register_fake
+def _(parts: Tensor, group: str) -> Tensor:
+    return torch.empty_like(parts, memory_format=torch.contiguous_format)
+
+
+def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+all_to_all.register_autograd(lambda ctx, grad: (all_to_all(grad, ctx.group), None), setup_context=_keep_group)
+
+
+def with_group_sums(micro_batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with per-completion sums taken over its context-parallel group."""
+    context = micro_batch.tokens.context
+    if context is None:
+        return micro_batch
+    inputs = replace(micro_batch.loss_inputs, sum_over_group=partial(all_reduce_sum, context.name))
+    return replace(micro_batch, loss_inputs=inputs)
+
+
+def all_reduce_sum(group: str, sums_S: Tensor) -> Tensor:
+    """Return the sum over the group. Backward adds up the gradients of all its ranks. Collective, both times."""
+    return _AllReduceSum.apply(sums_S, _ranks_of(group))
+
+
+class _AllReduceSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums_S: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = ranks
+        return _summed(sums_S, ranks)
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad_S, ctx.ranks), None
+
+
+def _summed(values: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+    total = values.clone()
+    dist.all_reduce(total, group=ranks)
+    return total
