@@ -21,8 +21,8 @@ MIN_ROWS = 2
 def local_rows(micro_batch: MicroBatch, context: ContextGroup | None) -> MicroBatch:
     """Return ceil(T / P) consecutive rows, the last ranks' padded, and the scored tokens that they predict.
 
-    `cu_seqlens` and `prefix_keys` still index all rows. A rank whose rows predict no token gets one without loss. None:
-    the whole micro-batch.
+    `cu_seqlens` and `prefix_keys` still index all rows. A rank whose rows predict no token gets one without loss.
+    Returns the whole micro-batch if `context` is None.
     """
     if context is None:
         return micro_batch

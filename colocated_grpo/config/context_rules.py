@@ -29,7 +29,7 @@ def context_without_load_balancing(config: Config) -> Iterator[str]:
 
 
 def check_context(model: Mapping[str, Any], size: int) -> None:
-    """Raise ConfigError with one line if the model of this config.json does not train with `size` ranks a sequence."""
+    """Raise ConfigError with one line if `size` ranks cannot split a sequence of the model with this config.json."""
     if size == 1:
         return
     setting, text = f"policy.context_parallel={size}", text_part(model)
@@ -39,7 +39,7 @@ def check_context(model: Mapping[str, Any], size: int) -> None:
             "set it to 1"
         )
     heads = text.get("num_attention_heads") or text.get("n_head") or 0
-    kv_heads = [heads_of_kind for key in _KV_HEADS if (heads_of_kind := text.get(key))]
+    kv_heads = [count for key in _KV_HEADS if (count := text.get(key))]
     fits = lambda ranks: heads % ranks == 0 and all(not kv % ranks or not ranks % kv for kv in kv_heads)  # noqa: E731
     if not fits(size):
         known = ", ".join(map(str, (heads, *kv_heads)))
