@@ -27,8 +27,8 @@ VERIFIERS := $(VENV)/verifiers
 VERIFIERS_TESTS := tests/cpu/environments/verifiers
 OLDEST_VLLM := 0.26.0
 VLLM_SOURCES := $(VENV)/vllm-$(OLDEST_VLLM)
-POLICY_TESTS := tests/cpu/policy
-POLICY_LOG := $(VENV)/policy-tests.log
+COMPUTING_TESTS := tests/cpu/policy tests/cpu/benchmarks tests/cpu/tools
+COMPUTING_LOG := $(VENV)/computing-tests.log
 DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
 QUICKSTART_MODEL := runs/quickstart-model
@@ -103,13 +103,13 @@ quickstart: install
 	@$(PY) run_colocated_grpo.py --config training_configs/quickstart.yaml $(DEVICES_$(PLATFORM))
 	@echo 'next: source $(VENV)/bin/activate, then "Start here" in README.md'
 
-# Tests of the policy compute in their own process, while most others wait for the runs that they start: both together
-# keep two cores busy. The verifiers environment comes last: if it cannot be installed, the rest has been tested.
+# COMPUTING_TESTS compute in their own process, while most others wait for the runs that they start: both together keep
+# two cores busy. The verifiers environment comes last: if it cannot be installed, the rest has been tested.
 test: install $(VLLM_SOURCES)
-	@$(PY) -m pytest $(POLICY_TESTS) > $(POLICY_LOG) 2>&1 & policy=$$!; \
-	$(PY) -m pytest tests/cpu --ignore $(POLICY_TESTS) --ignore $(VERIFIERS_TESTS); others=$$?; \
-	wait $$policy; policy=$$?; cat $(POLICY_LOG); \
-	exit $$((others ? others : policy))
+	@$(PY) -m pytest $(COMPUTING_TESTS) > $(COMPUTING_LOG) 2>&1 & computing=$$!; \
+	$(PY) -m pytest tests/cpu $(COMPUTING_TESTS:%=--ignore %) --ignore $(VERIFIERS_TESTS); others=$$?; \
+	wait $$computing; computing=$$?; cat $(COMPUTING_LOG); \
+	exit $$((others ? others : computing))
 	@$(MAKE) --no-print-directory $(VERIFIERS)/.installed
 	@$(VERIFIERS)/bin/python -m pytest $(VERIFIERS_TESTS)
 
