@@ -25,7 +25,7 @@ class ContextGroup(NamedTuple):
     rank: int
     size: int
     name: str
-    """Of their process group."""
+    """Name of their process group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from colocated_grpo.batching.micro_batch import MicroBatch, PackedRoutes, Packed
 from colocated_grpo.types import ContextGroup
 
 MIN_ROWS = 2
-"""Of a rank: the compiler specializes on sizes of 1."""
+"""Least rows of a rank: the compiler specializes on sizes of 1."""
 
 
 def local_rows(micro_batch: MicroBatch, context: ContextGroup | None) -> MicroBatch:

@@ -23,21 +23,26 @@ class BackwardSum:
 
     def attach(self, value: Tensor, statistics: Tensor) -> Tensor:
         """Return `value`, whose backward pass adds `statistics` [size] to the sum."""
-        return _Adds.apply(value, statistics, self._total)
+        return with_gradient(value, self._total, statistics)
 
     def values(self) -> Tensor:
         """Return the sum [size] float32; zeros after a reset."""
         return torch.zeros_like(self._total.detach()) if self._total.grad is None else self._total.grad
 
 
-class _Adds(torch.autograd.Function):
+def with_gradient(value: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
+    """Return `value`, whose backward pass adds `gradient`, of the shape of `target`, to the gradient of `target`."""
+    return _WithGradient.apply(value, target, gradient)
+
+
+class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, statistics: Tensor, total: Tensor) -> Tensor:
-        ctx.save_for_backward(statistics)
+    def forward(ctx: Any, value: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
         return value.view_as(value)
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
-        (statistics,) = ctx.saved_tensors
-        return grad, None, statistics
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return grad, gradient, None

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.metrics import Stat
-from colocated_grpo.policy.backward_sum import BackwardSum
+from colocated_grpo.policy.backward_sum import BackwardSum, with_gradient
 from colocated_grpo.policy.blocks import blocks_of
-from colocated_grpo.policy.routing import WEIGHTS, check_returns_logits, routed, router_of, sigmoid_weights
+from colocated_grpo.policy.routing import WEIGHTS, check_returns_logits, routed, routers_of, sigmoid_weights
 
 Probabilities = Callable[[Tensor], Tensor]
 """A router's logits [T, E] -> probabilities [T, E] float32."""
@@ -47,7 +47,7 @@ class LoadBalancing:
         self._scale = torch.zeros((), device=device)
         self._share = 0.0
         self._loss_and_count = BackwardSum(2, device)
-        routers = [router for block in blocks_of(model) if (router := router_of(block)) is not None]
+        routers = routers_of(blocks_of(model))
         self._trained = [router for router in routers if any(p.requires_grad for p in router.parameters())]
         if not self._trained:
             raise ConfigError(f"{self._setting}: no trained block has a router; leave it out")
@@ -74,7 +74,7 @@ class LoadBalancing:
         loss = load_balancing_loss(self._probabilities(logits_TE), experts_TK)
         counted = torch.stack([loss.detach(), torch.ones_like(loss)]) * (self._scale > 0)
         weights_TK = self._loss_and_count.attach(weights_TK, counted)
-        return logits_TE, _WithLoss.apply(weights_TK, loss, self._scale), experts_TK
+        return logits_TE, with_gradient(weights_TK, loss, self._scale), experts_TK
 
 
 def load_balancing_loss(probabilities_TE: Tensor, experts_TK: Tensor) -> Tensor:
@@ -93,18 +93,3 @@ def normalized_sigmoid(logits_TE: Tensor) -> Tensor:
     """Return scores divided by their sum over the experts, as in DeepSeek-V3's balance loss (equations 18 to 20)."""
     scores_TE = logits_TE.float().sigmoid()
     return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-
-
-class _WithLoss(torch.autograd.Function):
-    """Return `value`; backward adds the gradient of loss * scale."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(scale)
-        return value.view_as(value)
-
-    @staticmethod
-    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (scale,) = ctx.saved_tensors
-        return grad, scale, None

@@ -72,8 +72,7 @@ class RoutingReplay:
         if weigh is None:
             raise ConfigError(f"policy.routing_replay=true: not supported for model type {model_type!r}")
         self._replaced_and_recorded = BackwardSum(2, device)
-        routers = [router for block in blocks if (router := router_of(block)) is not None]
-        self._layers = [_LayerReplay(router, weigh, self._replaced_and_recorded) for router in routers]
+        self._layers = [_LayerReplay(router, weigh, self._replaced_and_recorded) for router in routers_of(blocks)]
 
     def load(self, routes: PackedRoutes | None) -> None:
         """Set the record of the next forward pass and of its recomputation in the backward pass; None: no record.
@@ -140,6 +139,11 @@ def routed(output: Any, setting: str) -> tuple[Tensor, Tensor, Tensor]:
             f"{setting}: the routers of this version of transformers return no experts; install a newer one"
         )
     return output
+
+
+def routers_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the routers of the blocks that have experts, in order."""
+    return [router for block in blocks if (router := router_of(block)) is not None]
 
 
 def router_of(block: nn.Module) -> nn.Module | None:

@@ -17,7 +17,7 @@ from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy import loading
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.policy.routing import router_of
+from colocated_grpo.policy.routing import routers_of
 from colocated_grpo.runtime.distributed import World
 from tests.support.families import SETTINGS
 from tests.support.small_policy import config_of, gradients_of, pack_for, policy_of, random_groups, with_old_logprobs
@@ -52,7 +52,7 @@ def computed(world: World, folder: Path, *, compiled: bool, checkpointed: bool) 
 
 def with_random_routes(micro_batch: MicroBatch, policy: Policy) -> MicroBatch:
     tokens, generator = micro_batch.tokens, torch.Generator().manual_seed(0)
-    layers = sum(router_of(block) is not None for block in blocks_of(policy.model))
+    layers = len(routers_of(blocks_of(policy.model)))
     order = torch.rand(layers, tokens.num_tokens, EXPERTS, generator=generator).argsort(-1)
     routes = PackedRoutes(order[..., :CHOSEN].to(torch.uint8), torch.rand(tokens.num_tokens, generator=generator) < 0.8)
     return replace(micro_batch, tokens=replace(tokens, routes=routes))

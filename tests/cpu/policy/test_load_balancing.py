@@ -20,7 +20,7 @@ from colocated_grpo.policy import routing
 from colocated_grpo.policy.activations import run_trial_step
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.policy.routing import WEIGHTS, router_of, sigmoid_weights
+from colocated_grpo.policy.routing import WEIGHTS, sigmoid_weights
 from colocated_grpo.runtime.distributed import World
 from tests.support.families import SETTINGS
 from tests.support.ranks import run_on_ranks
@@ -91,7 +91,7 @@ def balance_of_scores(logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def routers_of(policy: Policy) -> list[torch.nn.Module]:
-    return [router for block in blocks_of(policy.model) if (router := router_of(block)) is not None]
+    return routing.routers_of(blocks_of(policy.model))
 
 
 def three_results(world: World, folder: Path, **policy: Any) -> tuple[Result, Result, Result]:

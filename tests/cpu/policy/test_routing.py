@@ -15,10 +15,11 @@ from torch import Tensor
 from colocated_grpo.batching import MicroBatch, PackedRoutes, TrainSequence, build_micro_batch
 from colocated_grpo.config.families import FAMILIES
 from colocated_grpo.config.model_support import TRAINED_EXPERT_TYPES
+from colocated_grpo.policy import routing
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.loading import build_model
 from colocated_grpo.policy.model import PackedLM, read_model_config, reshard
-from colocated_grpo.policy.routing import WEIGHTS, router_of
+from colocated_grpo.policy.routing import WEIGHTS
 from colocated_grpo.runtime.distributed import World
 from tests.support.families import HYBRIDS, SETTINGS
 from tests.support.small_policy import config_of, pack_for, random_groups, whole
@@ -40,7 +41,7 @@ def batch_of(world: World, folder: Path) -> MicroBatch:
 
 
 def routers_of(model: PackedLM) -> list[torch.nn.Module]:
-    return [router for block in blocks_of(model) if (router := router_of(block)) is not None]
+    return routing.routers_of(blocks_of(model))
 
 
 def computed(model: PackedLM, micro_batch: MicroBatch, experts: Tensor | None = None, recorded: Any = None) -> Any:

@@ -63,7 +63,7 @@ def test_the_line_is_one_of_user_code_and_not_of_a_thread_that_waits_for_it():
     waiting = dump("/lib/threading.py:wait", "/pkg/rollout/reward_calls.py:wait", "/pkg/trainer.py:train")
     in_a_library = dump("/lib/re.py:fullmatch", "/lib/rewards.py:judge", "/pkg/rollout/reward_calls.py:_run")
     own = dump(
-        "/lib/re.py:fullmatch", "/home/own.py:<listcomp>", "/home/own.py:hang", "/pkg/rollout/reward_calls.py:_run"
+        "/lib/re.py:fullmatch", "/own/own.py:<listcomp>", "/own/own.py:hang", "/pkg/rollout/reward_calls.py:_run"
     )
     places = [
         user_place(dumps, ["/lib/", "/pkg/"], "/pkg/") for dumps in ([waiting, own], [waiting, in_a_library], [waiting])
