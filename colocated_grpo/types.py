@@ -16,7 +16,8 @@ JsonObject = dict[str, Any]
 FinishReason = Literal["stop", "length", "abort"]
 Routes: TypeAlias = "np.ndarray"
 """[tokens, layers, experts per token]: the experts that each layer with experts chose for a token. uint8, or int16 for
-models of more than 256 experts."""
+models of more than MAX_UINT8_EXPERTS."""
+MAX_UINT8_EXPERTS = 256
 
 
 class ContextGroup(NamedTuple):

@@ -57,7 +57,7 @@ class PolicyConfig(Section):
     """Recompute the activations of transformer blocks in the backward pass: less memory, up to a third more compute.
     auto: on CUDA as few blocks as the measured free memory requires, none on CPU. true: all blocks. false: none."""
     compile: AutoOrBool = "auto"
-    """Compile each transformer block with torch.compile. auto: on CUDA without `routing_replay`. Set false for very
+    """Compile each transformer block with torch.compile. auto: on CUDA. Set false for very
     small models, where compiling takes longer than it saves."""
     cpu_offload: bool = False
     """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload), about 16 bytes per

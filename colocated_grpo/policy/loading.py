@@ -117,7 +117,7 @@ def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, worl
 def _prepare_blocks(config: Config, model: PackedLM, world: World) -> None:
     """Prepare the blocks for checkpointing, compilation and routing replay as configured."""
     policy = config.policy
-    compiled = world.device.type == "cuda" and not policy.routing_replay if policy.compile == "auto" else policy.compile
+    compiled = world.device.type == "cuda" if policy.compile == "auto" else policy.compile
     checkpointed = policy.gradient_checkpointing is True
     prepare_blocks(model, checkpointed=checkpointed, compiled=compiled)
     if policy.routing_replay:

@@ -77,7 +77,7 @@ class PackedLM(nn.Module):
     def forward(self, tokens: PackedTokens, head: Head = linear_logprobs) -> tuple[Tensor, ...]:
         """Apply `head` to the scored tokens; by default return log-probabilities and entropies, both [N] float32."""
         if self.replay is not None:
-            self.replay.load(tokens.routes)
+            self.replay.load(tokens)
         hidden_1TH = self.lm.base_model(
             input_ids=tokens.input_ids_T[None],
             position_ids=tokens.position_ids_T[None],

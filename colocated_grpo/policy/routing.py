@@ -15,10 +15,11 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
-from colocated_grpo.batching import PackedRoutes
+from colocated_grpo.batching import PackedRoutes, PackedTokens
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.metrics import Stat
 from colocated_grpo.policy.backward_sum import BackwardSum
+from colocated_grpo.types import MAX_UINT8_EXPERTS
 
 FIRST_WITH_LOGITS = Version("5.6")
 """First minor release of transformers after pull request 45131. Before it, most routers returned probabilities."""
@@ -71,17 +72,27 @@ class RoutingReplay:
         weigh = WEIGHTS.get(model_type)
         if weigh is None:
             raise ConfigError(f"policy.routing_replay=true: not supported for model type {model_type!r}")
+        self._routers = routers_of(blocks)
         self._replaced_and_recorded = BackwardSum(2, device)
-        self._layers = [_LayerReplay(router, weigh, self._replaced_and_recorded) for router in routers_of(blocks)]
+        self._layers = [_LayerReplay(router, weigh, self._replaced_and_recorded) for router in self._routers]
 
-    def load(self, routes: PackedRoutes | None) -> None:
-        """Set the record of the next forward pass and of its recomputation in the backward pass; None: no record.
+    def load(self, tokens: PackedTokens) -> None:
+        """Set the record of the next forward pass and of its recomputation in the backward pass.
 
-        Called outside the blocks, because a compiled, checkpointed block must not mutate state.
+        Called outside the blocks, because a compiled, checkpointed block must not mutate state. Tokens without a record
+        get an empty one, so that they need no other graph: trial steps compile the blocks for all later steps.
         """
-        for index, layer in enumerate(self._layers):
-            layer.experts_TK = None if routes is None else routes.experts_LTK[index]
-            layer.recorded_T = None if routes is None else routes.recorded_T
+        routes = self._empty_record(tokens) if tokens.routes is None else tokens.routes
+        for layer, experts_TK in zip(self._layers, routes.experts_LTK, strict=True):
+            layer.experts_TK, layer.recorded_T = experts_TK, routes.recorded_T
+
+    def _empty_record(self, tokens: PackedTokens) -> PackedRoutes:
+        """Return the record of tokens that choose their own experts."""
+        router: Any = self._routers[0]
+        rows, device = tokens.num_tokens, tokens.input_ids_T.device
+        dtype = torch.uint8 if router.weight.shape[0] <= MAX_UINT8_EXPERTS else torch.int16
+        experts_LTK = torch.zeros(len(self._routers), rows, router.top_k, dtype=dtype, device=device)
+        return PackedRoutes(experts_LTK, torch.zeros(rows, dtype=torch.bool, device=device))
 
     def take_mismatch(self) -> Stat:
         """Return the fraction of recorded tokens whose experts were replaced, over the layers that backward reached."""
@@ -97,15 +108,13 @@ class _LayerReplay:
     """
 
     def __init__(self, router: nn.Module, weigh: Weigh, replaced_and_recorded: BackwardSum) -> None:
-        self.experts_TK: Tensor | None = None
-        self.recorded_T: Tensor | None = None
+        self.experts_TK: Tensor
+        self.recorded_T: Tensor
         self._weigh = weigh
         self._replaced_and_recorded = replaced_and_recorded
         router.register_forward_hook(self._replace)
 
     def _replace(self, router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        if self.experts_TK is None or self.recorded_T is None:
-            return output
         logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
         experts_TK = self.experts_TK.to(own_experts_TK.dtype)
         # Where both chose the same experts, the order of the policy's choice gives the same bits as without replay.

@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm.patches import FREE_REQUEST
-from colocated_grpo.types import Completion, Routes
+from colocated_grpo.types import MAX_UINT8_EXPERTS, Completion, Routes
 
 
 class SlotRoutes:
@@ -39,7 +39,7 @@ class SlotRoutes:
         self._block_size, self._attention = group.kv_cache_spec.block_size, group.layer_names[0]
         runners = [module for module in model.modules() if isinstance(module, MoERunner)]
         routers = [_router(runner) for runner in sorted(runners, key=lambda runner: runner.layer_id)]
-        dtype = torch.uint8 if routers[0].global_num_experts <= 256 else torch.int16
+        dtype = torch.uint8 if routers[0].global_num_experts <= MAX_UINT8_EXPERTS else torch.int16
         # The last row takes what padding tokens write, whose slot is -1.
         rows = cache.num_blocks * self._block_size + 1
         self._routes_SLK = torch.zeros((rows, len(routers), routers[0].top_k), dtype=dtype, device=device)

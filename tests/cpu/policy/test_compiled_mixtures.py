@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 
 from colocated_grpo.batching import MicroBatch, PackedRoutes
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy import loading
+from colocated_grpo.policy import activations, loading
+from colocated_grpo.policy.activations import run_trial_step, trial_sizes
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.routing import routers_of
@@ -28,7 +29,10 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "layer_types": None}
 
 
 def computed(world: World, folder: Path, *, compiled: bool, checkpointed: bool) -> tuple[dict[str, Tensor], list[Any]]:
-    """Return gradients and metrics of minibatches of different lengths, with recorded experts and load balancing."""
+    """Return gradients and metrics of minibatches of different lengths, with recorded experts and load balancing.
+
+    A trial step without recorded experts comes first, as in a run.
+    """
     config = config_of(
         folder,
         policy={
@@ -41,6 +45,7 @@ def computed(world: World, folder: Path, *, compiled: bool, checkpointed: bool) 
         batch={"max_tokens_per_micro_batch": 64},
     )
     policy, metrics = policy_of(config, world), []
+    run_trial_step(policy, config, tokens=trial_sizes(config)[0])
     for groups in (7, 5):  # of one: the attention that serves common prefixes on CPUs cannot be compiled
         minibatch = pack_for(world, random_groups(groups, 1), config).map(with_old_logprobs).minibatches[0]
         routed = [with_random_routes(micro_batch, policy) for micro_batch in minibatch.micro_batches]
@@ -66,6 +71,7 @@ def num_graphs(monkeypatch) -> Callable[[], int]:
     )
     # Packed attention on CPUs reads the boundaries of sequences from a tensor, which is no part of a graph.
     monkeypatch.setattr(loading, "implementation_for", lambda *_, **__: "sdpa")
+    monkeypatch.setattr(activations, "TRIAL_PREFIX", 0)
     torch._dynamo.reset()  # graphs of other tests could serve these blocks as well
     counters.clear()
     return lambda: counters["stats"]["unique_graphs"]
