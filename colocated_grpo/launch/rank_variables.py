@@ -6,10 +6,11 @@ Standard library only: the entry point of a rank imports this first.
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Mapping
 
 LAST_PORT = 65535
+ANY_PORT = "0"
+"""MASTER_PORT of a single rank, which no other rank has to find: its store listens on any free port."""
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -19,16 +20,13 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     # Only srun sets SLURM_STEP_NUM_TASKS. A batch script without it runs once, whatever SLURM_NTASKS says.
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         return _slurm_environment(environment)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": ANY_PORT,
     }
 
 
@@ -39,7 +37,8 @@ def environment_problem(environment: Mapping[str, str]) -> str | None:
             return f"RANK={environment['RANK']!r}: set, but {name} is not; unset RANK, or start with torchrun"
         if name != "MASTER_ADDR" and not environment[name].isdecimal():
             return f"{name}={environment[name]!r}: must be a whole number"
-    if not 0 < int(environment["MASTER_PORT"]) <= LAST_PORT:
+    single = environment["WORLD_SIZE"] == "1"
+    if not (0 if single else 1) <= int(environment["MASTER_PORT"]) <= LAST_PORT:
         return f"MASTER_PORT={environment['MASTER_PORT']}: must be a port, 1-{LAST_PORT}"
     if int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
         return f"RANK={environment['RANK']}: must be less than WORLD_SIZE={environment['WORLD_SIZE']}"
