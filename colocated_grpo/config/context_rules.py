@@ -8,7 +8,7 @@ from typing import Any
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.model_support import has_linear_attention
 from colocated_grpo.config.schema import Config
-from colocated_grpo.config.text_parts import text_part
+from colocated_grpo.config.text_parts import attention_heads, text_part
 
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
@@ -38,7 +38,7 @@ def check_context(model: Mapping[str, Any], size: int) -> None:
             f"{setting}: not supported with linear attention, whose recurrent state runs through the whole sequence; "
             "set it to 1"
         )
-    heads = text.get("num_attention_heads") or text.get("n_head") or 0
+    heads = attention_heads(text) or 0
     kv_heads = [count for key in _KV_HEADS if (count := text.get(key))]
     fits = lambda ranks: heads % ranks == 0 and all(not kv % ranks or not ranks % kv for kv in kv_heads)  # noqa: E731
     if not fits(size):

@@ -30,7 +30,7 @@ from colocated_grpo.config.sources import (
     RowsSourceConfig,
     prompt_functions,
 )
-from colocated_grpo.config.text_parts import text_part
+from colocated_grpo.config.text_parts import attention_heads, text_part
 from colocated_grpo.config.turns import TurnsSourceConfig
 
 HUB_TIMEOUT_SECONDS = 5.0
@@ -234,7 +234,7 @@ def _first_sentence(error: BaseException) -> str:
 
 def _fit_engine(config: Config, model: Mapping[str, Any]) -> tuple[Config, list[str]]:
     text = text_part(model)
-    heads, size = text.get("num_attention_heads") or text.get("n_head"), config.engine.tensor_parallel_size
+    heads, size = attention_heads(text), config.engine.tensor_parallel_size
     if heads and heads % size:
         raise ConfigError(
             f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {config.model.name}"

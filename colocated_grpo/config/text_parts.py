@@ -61,6 +61,11 @@ def text_part(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**DEFAULTS.get(kind, {}), **text}
 
 
+def attention_heads(text: Mapping[str, Any]) -> int | None:
+    """Return the number of attention heads in settings of a language model; None if they do not say."""
+    return text.get("num_attention_heads") or text.get("n_head")
+
+
 def left_out(config_json: Mapping[str, Any]) -> str:
     """Return what does not train, such as '; its vision and audio parts are left out'; empty if all does."""
     names = [name for key, name in OTHER_PARTS.items() if config_json.get(key)]

@@ -13,7 +13,7 @@ from colocated_grpo.config.code_names import check_code_name
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import longest_sequence, read_config_json
 from colocated_grpo.config.schema import Config
-from colocated_grpo.config.text_parts import text_part
+from colocated_grpo.config.text_parts import attention_heads, text_part
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.dataset import READERS
 from colocated_grpo.environments.rewards.functions import check_reward_name
@@ -65,7 +65,7 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
     config = Config.model_validate(config.model_dump() | {"rollout": config.rollout.model_dump() | limits})
     sizes, memory = sizes_of(model), None
     if sizes is not None:
-        heads = text.get("num_attention_heads") or text.get("n_head") or 1
+        heads = attention_heads(text) or 1
         memory = fit_memory(config, sizes, heads, place, psutil.virtual_memory().available)
     return Plan(
         model=model_name,
