@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
+from tests.support.composites import TEXT_PARTS, make_composite
 from tests.support.families import HYBRIDS, MINISTRAL3, SETTINGS, WITHOUT_ENGINE
 from tests.support.training_runs import launch, settings, tiny_model
 
@@ -25,11 +30,27 @@ FAMILIES = (
 )
 
 
+HEAD = 64
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", list(FAMILIES))
 def test_a_family_trains_and_its_engine_agrees_with_the_policy(architecture, tmp_path):
+    check(tiny_model(architecture, head_dim=HEAD, edits=FAMILIES[architecture]), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", list(TEXT_PARTS))
+def test_the_text_part_of_a_whole_model_trains_and_its_engine_agrees_with_the_policy(kind, tmp_path):
+    edits = FAMILIES.get(TEXT_PARTS[kind][0])
+    shape = replace(TINY, head_dim=HEAD)
+    check(make_composite(tmp_path / "whole", kind, shape=shape, init_std=0.1, edits=edits), tmp_path)
+
+
+def check(model: Path, folder: Path) -> None:
+    """Train the model for a few steps in a new run in `folder`, and check each step's metrics."""
     config = settings(
-        tiny_model(architecture, head_dim=64, edits=FAMILIES[architecture]),
+        model,
         environments=[{"type": "task", "name": TASK}],  # rewards differ at once, so that every step moves the weights
         rollout={"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_completion_tokens": 16},
         engine={"enforce_eager": False, "max_num_seqs": 32},
@@ -37,7 +58,7 @@ def test_a_family_trains_and_its_engine_agrees_with_the_policy(architecture, tmp
         training_steps=STEPS,
         evaluation={"every": 0},
     )
-    rows = launch(tmp_path, config, gpus=1, timeout=TIMEOUT).rows(files.TRAIN)
+    rows = launch(folder, config, gpus=1, timeout=TIMEOUT).rows(files.TRAIN)
     assert len(rows) == STEPS
     for row in rows:
         assert row["grad_norm"] > 0
