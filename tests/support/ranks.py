@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from colocated_grpo.launch.cli import library_environment
 from colocated_grpo.launch.launcher import child_environment
-from colocated_grpo.runtime.distributed import World, init_world
+from colocated_grpo.runtime.distributed import World, init_world, mesh_of_nodes
 
 TIMEOUT = 90.0
 
@@ -77,6 +78,12 @@ def in_process_group(fn: Callable[..., Any], *args: Any) -> Any:
     result = fn(world, *args)
     world.barrier()
     return result
+
+
+def with_nodes(world: World, ranks_per_node: int) -> World:
+    """Return the world as one of several nodes, with a replica of the weights on each. Collective."""
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": str(world.rank % ranks_per_node)}
+    return replace(world, mesh=mesh_of_nodes(world.device, world.control))
 
 
 class Ranks:

@@ -23,7 +23,7 @@ from colocated_grpo.runtime.distributed import World, with_context
 from colocated_grpo.trainer import with_ref_logprobs
 from colocated_grpo.types import Group
 from tests.support.families import HYBRIDS, SETTINGS, WINDOW
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks, with_nodes
 from tests.support.small_policy import (
     assert_same,
     config_of,
@@ -45,6 +45,7 @@ SETTINGS_OF: dict[str, dict[str, Any]] = {
     "checkpointed blocks": {"policy": {"gradient_checkpointing": True}},
     "adapters": {"policy": {"lora": {"rank": 4}}},
     "one trained block": {"policy": {"train_layers": [1]}},
+    "weights on the host": {"policy": {"cpu_offload": True}},
     "completion means": {"loss": {"type": "grpo"}},
     "ratios of completions": {"loss": {"type": "gspo"}},
     "corrections of completions": {"loss": {"type": "dapo", "correction": {"level": "sequence"}}},
@@ -172,6 +173,16 @@ def test_groups_of_four_ranks(model_folder, size):
     """Four ranks have one of four heads each, and two of them the same key-value head."""
     cases = {"gspo": (model_folder("qwen3", edits=FOUR_HEADS), {"loss": {"type": "gspo"}})}
     for of_rank in run_on_ranks(both, 4, size, computed, cases):
+        assert_close(*of_rank["gspo"])
+
+
+def computed_on_nodes(world: World, folder: Path, sections: dict[str, Any]) -> Result:
+    return computed(with_nodes(world, 2), folder, sections)
+
+
+def test_groups_with_replicas_on_two_nodes(model_folder):
+    cases = {"gspo": (model_folder("qwen3"), {"loss": {"type": "gspo"}})}
+    for of_rank in run_on_ranks(both, 4, 2, computed_on_nodes, cases):
         assert_close(*of_rank["gspo"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, mesh_of_nodes, whole
 from colocated_grpo.weights.buckets import count_shards, full_tensors, gather, make_buckets
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks, with_nodes
 from tests.support.small_policy import (
     assert_same,
     config_of,
@@ -32,13 +31,6 @@ from tests.support.small_policy import (
 LAYOUTS = {"all ranks": None, "2 x 2": 2}
 """Ranks of a node; None: without replicas."""
 POLICY = {"lr": 1e-2, "grad_clip": 0.1, "optimizer": {"eps": 1e-3}}
-
-
-def with_nodes(world: World, ranks_per_node: int | None) -> World:
-    if ranks_per_node is None:
-        return world
-    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": str(world.rank % ranks_per_node)}
-    return replace(world, mesh=mesh_of_nodes(world.device, world.control))
 
 
 def state_of(policy: Policy) -> dict[str, torch.Tensor]:
@@ -68,7 +60,7 @@ def trained(world: World, folder: Path, groups, checkpoints: Path) -> dict:
     results: dict = {}
     config = config_of(folder, loss={"type": "grpo"}, policy=POLICY)
     batch = pack_for(world, groups, config)
-    worlds = {layout: with_nodes(world, ranks_per_node) for layout, ranks_per_node in LAYOUTS.items()}
+    worlds = {layout: with_nodes(world, ranks) if ranks else world for layout, ranks in LAYOUTS.items()}
     for layout, own in worlds.items():
         policy = policy_of(config, own)
         policy.forward_backward(batch.minibatches[0], Metrics(own.device))
