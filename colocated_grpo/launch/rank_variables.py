@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 LAST_PORT = 65535
 ANY_PORT = "0"
-"""MASTER_PORT of a single rank, which no other rank has to find: its store listens on any free port."""
+"""MASTER_PORT of a single rank: its store takes any free port, as no other rank connects."""
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -190,9 +190,9 @@ def trial_sizes(config: Config) -> tuple[int, int]:
     sizes = candidate_sizes(config)
     full = sizes[len(sizes) // 2]
     large = min(full, max(least, min(most, full // TRIAL_DIVISOR)))
-    # The smaller one compiles the blocks. It is odd, unlike any width of the model, because the compiler assumes that
-    # sizes which are equal at first always are.
-    return large // 2 - 1, large
+    # Blocks are compiled with the smaller one. The compiler takes sizes that are equal in its first call for the same
+    # size, so it is odd: widths of models are even.
+    return (large // 2 - 1) | 1, large
 
 
 def _trial_memory(policy: Policy, config: Config, tokens: int) -> tuple[int, int]:
@@ -227,7 +227,7 @@ def dummy_micro_batch(config: Config, tokens: int, prefix: int = TRIAL_PREFIX) -
 
     prefix: its length, as real siblings have one: micro-batches without a common prefix run other kernels.
     """
-    longest = max(1, min(tokens // 2, config.max_sequence_tokens) - prefix)
+    longest = max(1, min(ceil(tokens / 2), config.max_sequence_tokens) - prefix)
     count, remainder = divmod(tokens - prefix, longest)
     first = max(1, prefix)  # nothing predicts a sequence's first token
     lengths = [prefix + own for own in [*[longest] * count, remainder] if prefix + own > first]

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from colocated_grpo.batching import PrefixKeys
 from colocated_grpo.config.model_support import caps_attention, has_sinks, head_sizes
+from colocated_grpo.config.text_parts import attention_heads
 from colocated_grpo.policy.attention_kernels import (
     MIN_RUN_FOR_FA4,
     Attend,
@@ -47,7 +48,7 @@ def implementation_for(
     text = config.get_text_config().to_dict()
     if longest < MIN_RUN_FOR_FA4 or has_sinks(text) or caps_attention(text):
         return PACKED
-    heads = text.get("num_attention_heads")
+    heads = attention_heads(text)
     kv_heads = text.get("num_key_value_heads") or heads
     sizes = head_sizes(text)
     if not (isinstance(heads, int) and isinstance(kv_heads, int) and len(sizes) == 1):

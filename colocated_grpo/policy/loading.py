@@ -121,7 +121,7 @@ def _prepare_blocks(config: Config, model: PackedLM, world: World) -> None:
     checkpointed = policy.gradient_checkpointing is True
     prepare_blocks(model, checkpointed=checkpointed, compiled=compiled)
     if policy.routing_replay:
-        model.replay = RoutingReplay(blocks_of(model), model.lm.config.model_type, world.device)
+        model.replay = RoutingReplay(blocks_of(model), model.lm.config, world.device)
     if compiled and policy.lora is not None and (policy.lora.layers is None or 0 in policy.lora.layers):
         require_input_gradients(model)
 

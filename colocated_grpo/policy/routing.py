@@ -14,6 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from colocated_grpo.batching import PackedRoutes, PackedTokens
 from colocated_grpo.config.errors import ConfigError
@@ -63,15 +64,16 @@ WEIGHTS: dict[str, Weigh] = {
 class RoutingReplay:
     """Replaces the experts that the model's routers choose by the recorded ones."""
 
-    def __init__(self, blocks: Iterable[nn.Module], model_type: str, device: torch.device) -> None:
-        """blocks: of the model, in order.
+    def __init__(self, blocks: Iterable[nn.Module], config: PreTrainedConfig, device: torch.device) -> None:
+        """blocks: of the model with this config, in order.
 
         Raises ConfigError for families whose routers are not known.
         """
         check_returns_logits("policy.routing_replay=true")
-        weigh = WEIGHTS.get(model_type)
+        weigh = WEIGHTS.get(config.model_type)
         if weigh is None:
-            raise ConfigError(f"policy.routing_replay=true: not supported for model type {model_type!r}")
+            raise ConfigError(f"policy.routing_replay=true: not supported for model type {config.model_type!r}")
+        self._experts_per_token: int = config.num_experts_per_tok
         self._routers = routers_of(blocks)
         self._replaced_and_recorded = BackwardSum(2, device)
         self._layers = [_LayerReplay(router, weigh, self._replaced_and_recorded) for router in self._routers]
@@ -80,18 +82,19 @@ class RoutingReplay:
         """Set the record of the next forward pass and of its recomputation in the backward pass.
 
         Called outside the blocks, because a compiled, checkpointed block must not mutate state. Tokens without a record
-        get an empty one, so that they need no other graph: trial steps compile the blocks for all later steps.
+        get an empty one. They run the same compiled graph, so trial steps, which have no record, compile it for all
+        later steps.
         """
         routes = self._empty_record(tokens) if tokens.routes is None else tokens.routes
         for layer, experts_TK in zip(self._layers, routes.experts_LTK, strict=True):
             layer.experts_TK, layer.recorded_T = experts_TK, routes.recorded_T
 
     def _empty_record(self, tokens: PackedTokens) -> PackedRoutes:
-        """Return the record of tokens that choose their own experts."""
+        """Return a record of nothing: every token keeps the policy's choice."""
         router: Any = self._routers[0]
         rows, device = tokens.num_tokens, tokens.input_ids_T.device
         dtype = torch.uint8 if router.weight.shape[0] <= MAX_UINT8_EXPERTS else torch.int16
-        experts_LTK = torch.zeros(len(self._routers), rows, router.top_k, dtype=dtype, device=device)
+        experts_LTK = torch.zeros(len(self._routers), rows, self._experts_per_token, dtype=dtype, device=device)
         return PackedRoutes(experts_LTK, torch.zeros(rows, dtype=torch.bool, device=device))
 
     def take_mismatch(self) -> Stat:
@@ -116,10 +119,10 @@ class _LayerReplay:
 
     def _replace(self, router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
-        experts_TK = self.experts_TK.to(own_experts_TK.dtype)
+        # Zeros that stand for no record name one expert several times: the gradient of their weights could be NaN.
+        experts_TK = torch.where(self.recorded_T[:, None], self.experts_TK.to(own_experts_TK.dtype), own_experts_TK)
         # Where both chose the same experts, the order of the policy's choice gives the same bits as without replay.
-        agrees_T = (experts_TK.sort(-1).values == own_experts_TK.sort(-1).values).all(-1)
-        replaced_T = self.recorded_T & ~agrees_T
+        replaced_T = (experts_TK.sort(-1).values != own_experts_TK.sort(-1).values).any(-1)
         replaced_T1 = replaced_T[:, None]
         weights_TK = self._weigh(router, logits_TE, experts_TK).to(own_weights_TK.dtype)
         weights_TK = torch.where(replaced_T1, weights_TK, own_weights_TK)

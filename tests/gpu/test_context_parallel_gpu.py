@@ -29,4 +29,4 @@ def first_step(folder, context_parallel: int) -> files.Row:
 def test_two_devices_with_split_micro_batches_train_as_two_with_whole_ones(tmp_path):
     whole, split = (first_step(tmp_path / str(size), size) for size in (1, 2))
     for metric in ("grad_norm", "entropy", "mismatch/kl"):
-        assert split[metric] == pytest.approx(whole[metric], rel=0.05, abs=1e-4)
+        assert split[metric] == pytest.approx(whole[metric], rel=1e-3)

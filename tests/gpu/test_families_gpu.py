@@ -31,12 +31,13 @@ FAMILIES = (
 
 
 HEAD = 64
+"""A size that all of these kernels support."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", list(FAMILIES))
 def test_a_family_trains_and_its_engine_agrees_with_the_policy(architecture, tmp_path):
-    check(tiny_model(architecture, head_dim=HEAD, edits=FAMILIES[architecture]), tmp_path)
+    check_training(tiny_model(architecture, head_dim=HEAD, edits=FAMILIES[architecture]), tmp_path)
 
 
 @pytest.mark.gpu
@@ -44,10 +45,10 @@ def test_a_family_trains_and_its_engine_agrees_with_the_policy(architecture, tmp
 def test_the_text_part_of_a_whole_model_trains_and_its_engine_agrees_with_the_policy(kind, tmp_path):
     edits = FAMILIES.get(TEXT_PARTS[kind][0])
     shape = replace(TINY, head_dim=HEAD)
-    check(make_composite(tmp_path / "whole", kind, shape=shape, init_std=0.1, edits=edits), tmp_path)
+    check_training(make_composite(tmp_path / "whole", kind, shape=shape, init_std=0.1, edits=edits), tmp_path)
 
 
-def check(model: Path, folder: Path) -> None:
+def check_training(model: Path, folder: Path) -> None:
     """Train the model for a few steps in a new run in `folder`, and check each step's metrics."""
     config = settings(
         model,

@@ -81,7 +81,7 @@ def in_process_group(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def with_nodes(world: World, ranks_per_node: int) -> World:
-    """Return the world as one of several nodes, with a replica of the weights on each. Collective."""
+    """Return the world with its ranks divided into nodes, each with a replica of the weights. Collective."""
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": str(world.rank % ranks_per_node)}
     return replace(world, mesh=mesh_of_nodes(world.device, world.control))
 

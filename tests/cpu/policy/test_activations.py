@@ -86,8 +86,9 @@ def test_a_trial_is_an_eighth_of_a_micro_batch_and_fills_a_chunk_of_logits_at_an
         batch, policy = {"max_tokens_per_micro_batch": tokens}, {"logprob_chunk_tokens": chunk}
         return config_of(model_folder(), batch=batch, policy=policy, rollout={"max_completion_tokens": 16})
 
-    sizes = [trial_sizes(config(tokens)) for tokens in (128, 1024, 8192, 16_384, 65_536)]
-    assert sizes == [(63, 128), (127, 256), (511, 1024), (1023, 2048), (1023, 2048)]
+    sizes = [trial_sizes(config(tokens)) for tokens in (128, 1024, 6000, 8192, 65_536)]
+    assert sizes == [(63, 128), (127, 256), (375, 750), (511, 1024), (1023, 2048)]
+    assert dummy_micro_batch(config(8192), 511, prefix=0).tokens.num_tokens == 511
     for size in trial_sizes(config(8192)):
         tokens = dummy_micro_batch(config(8192), size).tokens
         assert tokens.num_tokens == size

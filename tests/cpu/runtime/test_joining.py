@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.errors import AlreadyReported, RunError
+from colocated_grpo.launch.rank_variables import ANY_PORT
 from colocated_grpo.runtime import joining, node_links
 from colocated_grpo.runtime.joining import Joined, join
 from colocated_grpo.runtime.node_links import LinkAddress, NodeLinks
@@ -54,6 +55,17 @@ def block_in_the_start(port: int, joined, idle_rank: int, errors: Path) -> None:
         if rank == idle_rank:
             signal.pause()  # as in an import
         RankProcess(own, STARTED, "rollout.reward_timeout")
+
+
+def join_alone() -> bytes:
+    store = join_without_launcher(int(ANY_PORT)).store
+    store.set("key", "value")
+    return store.get("key")
+
+
+def test_single_ranks_that_start_at_the_same_time_have_their_own_stores():
+    with Ranks(join_alone, 1) as first, Ranks(join_alone, 1) as second:
+        assert first.results(STARTED) == second.results(STARTED) == [b"value"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
