@@ -12,7 +12,7 @@ from typing import Any
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.families import family_of
-from colocated_grpo.config.text_parts import OTHER_PARTS, has_text_part, left_out, text_part
+from colocated_grpo.config.text_parts import OTHER_PARTS, attention_heads, has_text_part, left_out, text_part
 
 STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
 """transformers' names of layers that carry a recurrent state from token to token, with or without attention."""
@@ -233,7 +233,7 @@ def head_sizes(config_json: Settings) -> set[int]:
     text = text_part(config_json)
     if has_latent_attention(config_json):
         return {text["qk_nope_head_dim"] + text["qk_rope_head_dim"], text["v_head_dim"]}
-    heads, width = (text.get(key) or text.get(other) for key, other in _HEAD_KEYS)
+    heads, width = attention_heads(text), text.get("hidden_size") or text.get("n_embd")
     size = text.get("head_dim") or (heads and width and width // heads)
     if not size:
         return set()
@@ -244,7 +244,6 @@ def head_sizes(config_json: Settings) -> set[int]:
     return {size} | others
 
 
-_HEAD_KEYS = (("num_attention_heads", "n_head"), ("hidden_size", "n_embd"))
 _GLOBAL_HEAD_TYPES, _GLOBAL_HEAD_DIM = {"gemma4_text", "gemma4_unified_text"}, 512
 """Size of the heads of layers without a window where config.json leaves it out: transformers' default."""
 

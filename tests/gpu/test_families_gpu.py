@@ -23,6 +23,8 @@ LONGER_TABLE = {"rope_parameters": MINISTRAL3["rope_parameters"] | {"original_ma
 """vLLM's table of rotary angles then has 4 * 64 positions, enough for prompts and completions."""
 RELEASED_STATES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 """Sizes of released models: FlashInfer's prefill kernel, which vLLM uses on Hopper GPUs, supports no others."""
+HEAD = 64
+"""A size that all of these kernels support."""
 FAMILIES = (
     SETTINGS
     | {name: (SETTINGS | WITHOUT_ENGINE)[name] | RELEASED_STATES for name in (*HYBRIDS, *WITHOUT_ENGINE)}
@@ -30,14 +32,10 @@ FAMILIES = (
 )
 
 
-HEAD = 64
-"""A size that all of these kernels support."""
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", list(FAMILIES))
 def test_a_family_trains_and_its_engine_agrees_with_the_policy(architecture, tmp_path):
-    check_training(tiny_model(architecture, head_dim=HEAD, edits=FAMILIES[architecture]), tmp_path)
+    assert_trains_and_agrees(tiny_model(architecture, head_dim=HEAD, edits=FAMILIES[architecture]), tmp_path)
 
 
 @pytest.mark.gpu
@@ -45,10 +43,10 @@ def test_a_family_trains_and_its_engine_agrees_with_the_policy(architecture, tmp
 def test_the_text_part_of_a_whole_model_trains_and_its_engine_agrees_with_the_policy(kind, tmp_path):
     edits = FAMILIES.get(TEXT_PARTS[kind][0])
     shape = replace(TINY, head_dim=HEAD)
-    check_training(make_composite(tmp_path / "whole", kind, shape=shape, init_std=0.1, edits=edits), tmp_path)
+    assert_trains_and_agrees(make_composite(tmp_path / "whole", kind, shape=shape, init_std=0.1, edits=edits), tmp_path)
 
 
-def check_training(model: Path, folder: Path) -> None:
+def assert_trains_and_agrees(model: Path, folder: Path) -> None:
     """Train the model for a few steps in a new run in `folder`, and check each step's metrics."""
     config = settings(
         model,
