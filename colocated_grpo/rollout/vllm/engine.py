@@ -44,9 +44,9 @@ CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
 """Kernels for experts that read the weights as they are loaded."""
 
-_closed: list[VLLMEngine] = []
-"""Closed engines that are asleep, kept until the process ends. Their memory is unmapped already; vLLM's allocator would
-unmap it again if the tensors were freed."""
+_closed: list[Any] = []
+"""Model runners of closed engines, kept until the process ends. Memory that sleeps is unmapped already; vLLM's
+allocator would unmap it again if the tensors were freed."""
 
 
 class VLLMEngine:
@@ -176,10 +176,12 @@ class VLLMEngine:
             discard("weights", "kv_cache")
 
     def close(self) -> None:
+        if self._sleeps:
+            # Out of reach of the worker's shutdown, which frees the runner's tensors (since vLLM 0.32).
+            _closed.append(self._worker.model_runner)
+            self._worker.model_runner = None
         self._engine.engine_core.shutdown()
         forget_graph_pool()
-        if self._sleeps:
-            _closed.append(self)
 
 
 def _request_routes(engine: Any, worker: Any) -> RequestRoutes:
