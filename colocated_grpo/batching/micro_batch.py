@@ -23,8 +23,9 @@ from torch import Tensor
 from colocated_grpo.losses import LossInputs
 from colocated_grpo.types import ContextGroup, Routes
 
-PADDING_TOKENS = [0, 0]
-"""Tokens of a padding micro-batch: two, one of them scored and masked out."""
+PADDING_TOKENS = [0] * 4
+"""Tokens of a padding micro-batch, one of them scored and masked out. Fewer would compile another graph: the compiler
+treats sizes below two as constants, and `with_own_keys` takes two rows as a prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,9 +260,9 @@ def _padding_micro_batch() -> MicroBatch:
     return MicroBatch(
         tokens=PackedTokens(
             input_ids_T=torch.tensor(PADDING_TOKENS),
-            position_ids_T=torch.arange(2),
-            cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
-            max_seqlen=2,
+            position_ids_T=torch.arange(len(PADDING_TOKENS)),
+            cu_seqlens=torch.tensor([0, len(PADDING_TOKENS)], dtype=torch.int32),
+            max_seqlen=len(PADDING_TOKENS),
             source_N=torch.tensor([0]),
             targets_N=torch.tensor([0]),
             temperature_N=torch.ones(1),

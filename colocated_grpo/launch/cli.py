@@ -288,6 +288,8 @@ def library_environment(log_level: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **OPENMP_SETTINGS,
         "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
+        # vLLM (0.32) turns these messages on: a line for each setting that Triton tries while it tunes a kernel.
+        "TRITON_PRINT_AUTOTUNING": "1" if debug else "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "DEBUG" if debug else "ERROR",

@@ -36,8 +36,9 @@ USABLE_FRACTION = 0.92
 """Fraction of the free memory to plan with: the caching allocator loses some of it to fragmentation."""
 TRIAL_TOKENS = 256, 2048
 """Bounds of the larger trial micro-batch; the smaller one has about half as many tokens."""
-TRIAL_PREFIX = 2
-"""Length of the common prefix of a trial's sequences. Not 1: the compiler specializes on sizes of 1."""
+TRIAL_PREFIX = 7
+"""Length of the common prefix of a trial's sequences. The compiler takes sizes that are equal in its first call for one
+size, and 1 for a constant: this is neither the usual number of a trial's sequences (3) nor of experts per token."""
 TRIAL_DIVISOR = 8
 """A trial has 1/8 of a micro-batch's tokens. Without checkpointing, it needs about as much memory as a full micro-batch
 with every block checkpointed, so it fits wherever training can fit."""
@@ -190,8 +191,7 @@ def trial_sizes(config: Config) -> tuple[int, int]:
     sizes = candidate_sizes(config)
     full = sizes[len(sizes) // 2]
     large = min(full, max(least, min(most, full // TRIAL_DIVISOR)))
-    # Blocks are compiled with the smaller one. The compiler takes sizes that are equal in its first call for the same
-    # size, so it is odd: widths of models are even.
+    # Blocks are compiled with the smaller one, which is odd: widths of models are even (see TRIAL_PREFIX).
     return (large // 2 - 1) | 1, large
 
 

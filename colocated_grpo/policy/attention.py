@@ -10,6 +10,7 @@ K key-value heads, D head size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from colocated_grpo.batching import PrefixKeys
+from colocated_grpo.batching import PackedTokens, PrefixKeys
 from colocated_grpo.config.model_support import caps_attention, has_sinks, head_sizes
 from colocated_grpo.config.text_parts import attention_heads
 from colocated_grpo.policy.attention_kernels import (
@@ -105,6 +106,20 @@ def packed_attention(
         attend = on_cuda
     out = attend(query, key, value, runs, scaling, sliding_window)
     return (out if context_group is None else heads_to_rows(out, context_group))[None], None
+
+
+def with_own_keys(tokens: PackedTokens) -> PackedTokens:
+    """Return tokens without common prefixes in the form of tokens with them: every key is a run's own.
+
+    Compiled blocks then have one graph for all micro-batches. Results are the same bits; keys and values are copied.
+    """
+    if tokens.prefix_keys is not None:
+        return tokens
+    rows_T = torch.arange(tokens.num_rows, device=tokens.cu_seqlens.device)
+    # Clones, and two rows of two: the compiler takes tensors that are one object, and sizes of 0 and 1, for constants.
+    no_copies_22 = rows_T.new_full((2, 2), -1)
+    keys = PrefixKeys(rows_T, rows_T.clone(), no_copies_22, tokens.cu_seqlens.clone(), tokens.max_seqlen)
+    return replace(tokens, prefix_keys=keys)
 
 
 def expand_keys(keys_TKD: Tensor, prefix_keys: PrefixKeys) -> Tensor:

@@ -29,7 +29,7 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.model_support import check_trains
 from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.errors import RunError, in_one_line
-from colocated_grpo.policy.attention import PACKED
+from colocated_grpo.policy.attention import PACKED, with_own_keys
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.conversion import conversion_of
@@ -71,11 +71,14 @@ class PackedLM(nn.Module):
         """True if a prompt that siblings share may be computed once; a recurrent state after it would be lost."""
         self.conversion = conversion_of(lm.config.model_type)
         """From these parameters to the tensors of a checkpoint."""
+        self.arrange: Callable[[PackedTokens], PackedTokens] = lambda tokens: tokens
+        """Applied to the tokens of each forward pass; compiled blocks need `with_own_keys`."""
         self.replay: RoutingReplay | None = None
         """Replaces the routers' choice by the routes of the tokens."""
 
     def forward(self, tokens: PackedTokens, head: Head = linear_logprobs) -> tuple[Tensor, ...]:
         """Apply `head` to the scored tokens; by default return log-probabilities and entropies, both [N] float32."""
+        tokens = self.arrange(tokens)
         if self.replay is not None:
             self.replay.load(tokens)
         hidden_1TH = self.lm.base_model(
@@ -201,6 +204,8 @@ def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> No
     """Wrap each transformer block for activation checkpointing and compilation, in place."""
     blocks = transformer_blocks(model.lm)
     kind = model.lm.config.model_type
+    if compiled and model.shares_prefixes:
+        model.arrange = with_own_keys
     for index, module in enumerate(blocks):
         blocks[index] = Block(module, checkpointed=checkpointed)
         if compiled:

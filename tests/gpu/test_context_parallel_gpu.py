@@ -28,5 +28,7 @@ def first_step(folder, context_parallel: int) -> files.Row:
 @pytest.mark.multigpu(2)
 def test_two_devices_with_split_micro_batches_train_as_two_with_whole_ones(tmp_path):
     whole, split = (first_step(tmp_path / str(size), size) for size in (1, 2))
-    for metric in ("grad_norm", "entropy", "mismatch/kl"):
+    for metric in ("grad_norm", "entropy"):
         assert split[metric] == pytest.approx(whole[metric], rel=1e-3)
+    # A mean of squared rounding errors, which depend on the kernel.
+    assert split["mismatch/kl"] == pytest.approx(whole["mismatch/kl"], rel=0.05)

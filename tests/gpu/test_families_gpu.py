@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from colocated_grpo.policy.routing import WEIGHTS
+from colocated_grpo.tools.make_model import ARCHITECTURES
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from tests.support.composites import TEXT_PARTS, make_composite
@@ -23,6 +25,11 @@ LONGER_TABLE = {"rope_parameters": MINISTRAL3["rope_parameters"] | {"original_ma
 """vLLM's table of rotary angles then has 4 * 64 positions, enough for prompts and completions."""
 RELEASED_STATES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 """Sizes of released models: FlashInfer's prefill kernel, which vLLM uses on Hopper GPUs, supports no others."""
+LIMIT = 0.02
+"""Mean |engine - policy| log-probability that rounding to bfloat16 explains."""
+LIMIT_OF_MIXTURES = 0.1
+"""Rounding also changes choices of experts. In these small models that moves single log-probabilities by up to 0.6, and
+the mean over the probe's 32 tokens was up to 0.06: docs/results/hybrids_1xh100.json."""
 HEAD = 64
 """A size that all of these kernels support."""
 FAMILIES = (
@@ -35,18 +42,20 @@ FAMILIES = (
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", list(FAMILIES))
 def test_a_family_trains_and_its_engine_agrees_with_the_policy(architecture, tmp_path):
-    assert_trains_and_agrees(tiny_model(architecture, head_dim=HEAD, edits=FAMILIES[architecture]), tmp_path)
+    model = tiny_model(architecture, head_dim=HEAD, edits=FAMILIES[architecture])
+    assert_trains_and_agrees(model, architecture, tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", list(TEXT_PARTS))
 def test_the_text_part_of_a_whole_model_trains_and_its_engine_agrees_with_the_policy(kind, tmp_path):
-    edits = FAMILIES.get(TEXT_PARTS[kind][0])
-    shape = replace(TINY, head_dim=HEAD)
-    assert_trains_and_agrees(make_composite(tmp_path / "whole", kind, shape=shape, init_std=0.1, edits=edits), tmp_path)
+    architecture = TEXT_PARTS[kind][0]
+    shape, edits = replace(TINY, head_dim=HEAD), FAMILIES.get(architecture)
+    model = make_composite(tmp_path / "whole", kind, shape=shape, init_std=0.1, edits=edits)
+    assert_trains_and_agrees(model, architecture, tmp_path)
 
 
-def assert_trains_and_agrees(model: Path, folder: Path) -> None:
+def assert_trains_and_agrees(model: Path, architecture: str, folder: Path) -> None:
     """Train the model for a few steps in a new run in `folder`, and check each step's metrics."""
     config = settings(
         model,
@@ -57,9 +66,10 @@ def assert_trains_and_agrees(model: Path, folder: Path) -> None:
         training_steps=STEPS,
         evaluation={"every": 0},
     )
+    limit = LIMIT_OF_MIXTURES if ARCHITECTURES[architecture] in WEIGHTS else LIMIT
     rows = launch(folder, config, gpus=1, timeout=TIMEOUT).rows(files.TRAIN)
     assert len(rows) == STEPS
     for row in rows:
         assert row["grad_norm"] > 0
-        assert row["freshness/mean_diff"] < 0.02
-        assert row["mismatch/on_policy"] < 0.02
+        assert row["freshness/mean_diff"] < limit
+        assert row["mismatch/on_policy"] < limit

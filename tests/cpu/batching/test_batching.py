@@ -258,7 +258,7 @@ def test_a_rank_without_work_gets_a_padding_micro_batch_without_loss(all_dropped
     without_work = [batch for batch in batches if is_padding(batch.minibatches[0].micro_batches[0])]
     assert len(without_work) == (2 if all_dropped else 1)
     padding = without_work[0].minibatches[0].micro_batches[0]
-    assert padding.tokens.cu_seqlens.tolist() == [0, 2]
+    assert padding.tokens.cu_seqlens.tolist() == [0, len(PADDING_TOKENS)]
     assert padding.tokens.source_N.max() < padding.tokens.num_tokens
     assert not padding.loss_inputs.loss_mask_N.any()
     assert without_work[0].minibatches[0].counts.sequences == 1

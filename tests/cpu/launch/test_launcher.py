@@ -431,11 +431,14 @@ def launch(**changes: object) -> Launch:
     )
 
 
-@pytest.mark.parametrize(("level", "nccl", "distributed"), [("DEBUG", "INFO", "INFO"), ("INFO", "WARN", "OFF")])
-def test_the_log_level_reaches_the_libraries_and_the_ranks(level, nccl, distributed):
+@pytest.mark.parametrize(
+    ("level", "nccl", "distributed", "tuning"), [("DEBUG", "INFO", "INFO", "1"), ("INFO", "WARN", "OFF", "0")]
+)
+def test_the_log_level_reaches_the_libraries_and_the_ranks(level, nccl, distributed, tuning):
     environment = child_environment({}, 2, 2, level)
     assert environment["NCCL_DEBUG"] == nccl
     assert environment["TORCH_DISTRIBUTED_DEBUG"] == distributed
+    assert environment["TRITON_PRINT_AUTOTUNING"] == tuning
     assert environment["COLOCATED_GRPO_LOG_LEVEL"] == level
     assert environment["PYTHONUNBUFFERED"] == "1"
 

@@ -1,19 +1,25 @@
-"""Compiled blocks: Inductor's options by family, and one line where the compiler fails."""
+"""Compiled blocks: one graph for all micro-batches, Inductor's options by family, one line where the compiler fails."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partialmethod
 
 import pytest
 import torch
+from torch import Tensor
 
+from colocated_grpo.batching import build_micro_batch
 from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics
+from colocated_grpo.policy.activations import run_trial_step, trial_sizes
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.model import COMPILE_OPTIONS, COMPILE_OPTIONS_OF
+from tests.support.compiled_blocks import graph_counter
 from tests.support.families import SETTINGS
 from tests.support.small_policy import (
     config_of,
+    gradients_of,
     make_small_model,
     pack_for,
     policy_of,
@@ -51,6 +57,36 @@ def test_inputs_of_blocks_with_adapters_require_gradients_so_that_they_share_one
     seen.clear()
     policy.score(minibatch.micro_batches[0])
     assert seen == [False, False]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_micro_batches_with_and_without_common_prefixes_and_padding_share_one_graph(
+    world, model_folder, monkeypatch, checkpointed
+):
+    """Trial steps, which have common prefixes, compile it before the first training step."""
+
+    def gradients(*, compiled: bool) -> dict[str, Tensor]:
+        config = config_of(
+            model_folder("qwen3"),
+            policy={"compile": compiled, "gradient_checkpointing": checkpointed},
+            batch={"max_tokens_per_micro_batch": 64},
+        )
+        policy = policy_of(config, world)
+        for tokens in trial_sizes(config):
+            run_trial_step(policy, config, tokens)
+        sizes = (3, 4), (7, 1), (1, 1)
+        batches = [pack_for(world, random_groups(*size), config) for size in sizes]
+        parts = [build_micro_batch([]), *(part for batch in batches for part in batch.minibatches[0].micro_batches)]
+        minibatch = replace(batches[0].minibatches[0], micro_batches=[*map(with_old_logprobs, parts)])
+        policy.forward_backward(minibatch, Metrics(world.device))
+        return gradients_of(policy)
+
+    num_graphs = graph_counter(monkeypatch)
+    expected = gradients(compiled=False)
+    assert num_graphs() == 0
+    actual = gradients(compiled=True)
+    assert num_graphs() == 1
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_the_options_are_known_to_torch():

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._dynamo.utils import counters
+from torch import Tensor
 
 from colocated_grpo.batching import MicroBatch, PackedRoutes
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy import activations, loading
 from colocated_grpo.policy.activations import run_trial_step, trial_sizes
-from colocated_grpo.policy.blocks import Block, blocks_of
+from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.routing import routers_of
 from colocated_grpo.runtime.distributed import World
+from tests.support.compiled_blocks import graph_counter
 from tests.support.families import SETTINGS
 from tests.support.small_policy import config_of, gradients_of, pack_for, policy_of, random_groups, with_old_logprobs
 
@@ -46,8 +44,8 @@ def computed(world: World, folder: Path, *, compiled: bool, checkpointed: bool) 
     )
     policy, metrics = policy_of(config, world), []
     run_trial_step(policy, config, tokens=trial_sizes(config)[0])
-    for groups in (7, 5):  # of one: the attention that serves common prefixes on CPUs cannot be compiled
-        minibatch = pack_for(world, random_groups(groups, 1), config).map(with_old_logprobs).minibatches[0]
+    for groups, group_size in ((7, 1), (3, 2)):  # a group of one has no common prefix
+        minibatch = pack_for(world, random_groups(groups, group_size), config).map(with_old_logprobs).minibatches[0]
         routed = [with_random_routes(micro_batch, policy) for micro_batch in minibatch.micro_batches]
         added = Metrics(world.device)
         policy.forward_backward(replace(minibatch, micro_batches=routed), added)
@@ -63,26 +61,13 @@ def with_random_routes(micro_batch: MicroBatch, policy: Policy) -> MicroBatch:
     return replace(micro_batch, tokens=replace(tokens, routes=routes))
 
 
-@pytest.fixture
-def num_graphs(monkeypatch) -> Callable[[], int]:
-    """Blocks are compiled by AOTAutograd alone, and fail if they are not one graph. Returns the number of graphs."""
-    monkeypatch.setattr(
-        Block, "compile", lambda block, **_: nn.Module.compile(block, backend="aot_eager", dynamic=True, fullgraph=True)
-    )
-    # Packed attention on CPUs reads the boundaries of sequences from a tensor, which is no part of a graph.
-    monkeypatch.setattr(loading, "implementation_for", lambda *_, **__: "sdpa")
-    monkeypatch.setattr(activations, "TRIAL_PREFIX", 0)
-    torch._dynamo.reset()  # graphs of other tests could serve these blocks as well
-    counters.clear()
-    return lambda: counters["stats"]["unique_graphs"]
-
-
 @pytest.mark.parametrize(("architecture", "checkpointed", "kinds"), [("qwen3_moe", True, 1), ("glm4_moe", False, 2)])
 def test_layers_with_replay_and_load_balancing_share_one_graph(
-    world, model_folder, num_graphs, architecture, checkpointed, kinds
+    world, model_folder, monkeypatch, architecture, checkpointed, kinds
 ):
     """kinds: of layers; GLM-4.5 has dense ones as well."""
     folder = model_folder(architecture, edits=SETTINGS[architecture] | SIZES)
+    num_graphs = graph_counter(monkeypatch)
     expected, expected_metrics = computed(world, folder, compiled=False, checkpointed=checkpointed)
     assert num_graphs() == 0
     actual, metrics = computed(world, folder, compiled=True, checkpointed=checkpointed)
