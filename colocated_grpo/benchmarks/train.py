@@ -23,6 +23,8 @@ from colocated_grpo.benchmarks.roofline import Roofline, barrier, measure_roofli
 from colocated_grpo.benchmarks.throughput import model_size
 from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_PROBABILITY
 from colocated_grpo.config import Config
+from colocated_grpo.config.context_rules import context_divides_world
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import num_checkpointed
@@ -64,6 +66,8 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
+        if lines := [*context_divides_world(config, world.size)]:
+            raise ConfigError(*lines)
         hf_config = read_model_config(config.model, folder)
         world = with_context(world, config.policy.context_parallel)
         policy = Policy(config, hf_config, folder, world)

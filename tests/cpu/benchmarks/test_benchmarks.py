@@ -121,6 +121,13 @@ def test_both_ranks_of_train_share_the_work_of_one_batch(measured):
     assert sum(kernel["share"] for kernel in result["kernels"]) == pytest.approx(1)
 
 
+def test_train_refuses_context_parallel_groups_that_do_not_divide_the_ranks(tmp_path):
+    arguments, stderr = ["--gpus", "0", "--shape", "tiny", "--policy.context_parallel", "2"], tmp_path / "stderr"
+    with start_module(train.__name__, arguments, 1, tmp_path / "stdout", stderr) as rank:
+        assert rank.exit_codes(TIMEOUT) == [2]
+    assert stderr.read_text().splitlines()[-1] == "error: policy.context_parallel=2: must divide the number of ranks, 1"
+
+
 def test_the_sync_benchmark_times_the_merge_of_an_adapter(measured):
     [row] = measured(sync, "--gpus", "0", "--shape", "tiny", "--policy.lora.rank", "8", forked=True)["rows"]
     assert row["publish_seconds"] > 0
