@@ -81,25 +81,27 @@ def _left(window: int | None) -> int:
 
 
 def attend_fa4(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: Runs,
+    scaling: float | None,
+    window: int | None,
+    *,
+    min_run: int = MIN_RUN_FOR_FA4,
 ) -> Tensor:
     """Attend with FlashAttention 4 where it supports the layer and is faster, else with FlashAttention 2.
 
-    Requires `has_fa4` for the model's heads.
+    Requires `has_fa4` for the model's heads. min_run: mean of queries per run from which it is used.
     """
-    supported = window is None and query.shape[-1] == value.shape[-1] and query.shape[-1] in fa4.HEAD_SIZES
-    if not supported or len(query) < MIN_RUN_FOR_FA4 * (len(runs.cu_q) - 1):
+    if window is not None or query.shape[-1] != value.shape[-1] or query.shape[-1] not in fa4.HEAD_SIZES:
         return attend_varlen(query, key, value, runs, scaling, window)
-    return attend_only_fa4(query, key, value, runs, scaling)
-
-
-def attend_only_fa4(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None = None
-) -> Tensor:
-    """Attend with FlashAttention 4, also on short runs. Sliding windows are not supported."""
-    assert window is None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return fa4.attend(query, key, value, runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, scale)[0]
+    return fa4.attend(query, key, value, runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, scale, min_run)[0]
+
+
+attend_only_fa4 = partial(attend_fa4, min_run=0)
+"""As `attend_fa4`, with FlashAttention 4 on short runs as well."""
 
 
 @cache
@@ -125,7 +127,7 @@ def has_fa4(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: to
 
 
 def _fa4_difference(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the largest relative difference to FlashAttention 2 in outputs and gradients.
+    """Return the largest relative difference to torch's function in outputs and gradients, on long and on short runs.
 
     The inputs are two random runs, one of which has prefix keys.
     """
@@ -140,8 +142,11 @@ def _fa4_difference(heads: int, kv_heads: int, size: int, dtype: torch.dtype, de
         out = attend(query, key, value, runs, None, None)
         return [out, *torch.autograd.grad(out, inputs, grad)]
 
-    pairs = zip(results(attend_only_fa4), results(attend_varlen), strict=True)
-    return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
+    expected = results(attend_varlen)
+    found = [results(partial(attend_fa4, min_run=min_run)) for min_run in (0, len(query))]
+    pairs = [pair for some in found for pair in zip(some, expected, strict=True)]
+    # torch's maximum: Python's would ignore a NaN.
+    return torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in pairs]).max().item()
 
 
 def attend_padded(

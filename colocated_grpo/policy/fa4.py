@@ -1,7 +1,8 @@
 """FlashAttention 4 over packed sequences, as a custom operator that is opaque to torch.compile.
 
 On Hopper it takes 0.7 x the time of torch's FlashAttention 2 for sequences of 512 tokens, and 0.5 x for long ones:
-docs/results/attention_1xh200.json. Its kernels are bundled with vLLM and compiled on the first call, in seconds.
+docs/results/attention_1xh200.json. Its kernels are bundled with vLLM and compiled on the first call, in seconds. The
+operator uses FlashAttention 2 for short runs: a choice outside of it would compile each block twice.
 
 Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size.
 """
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from colocated_grpo.policy import fa2
 
 HOPPER = (9, 0)
 HEAD_SIZES = (64, 128)
@@ -39,13 +42,24 @@ def kernels() -> Kernels:
 
 @torch.library.custom_op("colocated_grpo::packed_fa4", mutates_args=())
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float,
+    min_run: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run's queries to its keys; the last query sees all of them.
 
-    query: [T, H, D], key and value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. Returns [T, H, D] and the logsumexps
-    [H, T] in float32, which have no gradient.
+    query: [T, H, D], key and value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. min_run: mean of queries per run from
+    which FlashAttention 4 is used. Returns [T, H, D] and the logsumexps [H, T] in float32, which have no gradient.
     """
+    if _are_short(query, cu_q, min_run):
+        out, logsumexp = fa2.forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, -1)
+        return out.contiguous(), logsumexp
     out, logsumexp, *_ = kernels().forward(
         query, key, value, **_settings(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
     )
@@ -54,7 +68,7 @@ def attend(
 
 
 @attend.register_fake
-def _(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
+def _(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, min_run):
     tokens, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=torch.float32)
 
@@ -72,8 +86,13 @@ def attend_backward(
     longest_q: int,
     longest_k: int,
     scale: float,
+    min_run: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of query, key and value; grad and out: [T, H, D]."""
+    """Compute the gradients of query, key and value; grad and out: [T, H, D]. min_run: as in `attend`."""
+    if _are_short(query, cu_q, min_run):
+        runs = cu_q, cu_k, longest_q, longest_k
+        dq, dk, dv = fa2.backward(grad, query, key, value, out, logsumexp, *runs, scale, -1)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
     return kernels().backward(
         query,
         key,
@@ -83,7 +102,7 @@ def attend_backward(
         logsumexp,
         **_settings(cu_q, cu_k, longest_q, longest_k, scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        # By default the kernel lays gradients out like the inputs; the fake below promises contiguous ones.
+        # By default both kernels lay gradients out like the inputs; the fake below promises contiguous ones.
         dq=query.new_empty(query.shape),
         dk=key.new_empty(key.shape),
         dv=value.new_empty(value.shape),
@@ -91,8 +110,12 @@ def attend_backward(
 
 
 @attend_backward.register_fake
-def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, scale):
+def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, scale, min_run):
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _are_short(query: Tensor, cu_q: Tensor, min_run: int) -> bool:
+    return len(query) < min_run * (len(cu_q) - 1)
 
 
 def _settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float) -> dict[str, Any]:
@@ -113,7 +136,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *attend_backward(grad, *ctx.saved_tensors, *ctx.sizes), None, None, None, None, None
+    return *attend_backward(grad, *ctx.saved_tensors, *ctx.sizes), None, None, None, None, None, None
 
 
 attend.register_autograd(_backward, setup_context=_save_for_backward)

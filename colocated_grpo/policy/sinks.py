@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colocated_grpo.policy import fa2
+
 
 def add_sinks(out_THD: Tensor, logsumexp_HT: Tensor, sinks_H: Tensor) -> Tensor:
     """Shrink `out_THD` in place by the sinks' weight. Returns the logsumexps with sinks."""
@@ -49,11 +51,7 @@ def attend(
     keys that a query sees, -1 for all; the last query of a run stands at the run's last key. Returns [T, H, D] and the
     logsumexps [H, T] in float32, which have no gradient.
     """
-    runs = cu_q, cu_k, longest_q, longest_k
-    # As in torch.nn.attention.varlen: no dropout, no debug mask.
-    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, *runs, 0.0, left == -1, False, **_settings(scale, left)
-    )
+    out, logsumexp = fa2.forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, left)
     return out, add_sinks(out, logsumexp, sinks)
 
 
@@ -80,31 +78,12 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value; grad and out: [T, H, D]."""
     runs = cu_q, cu_k, longest_q, longest_k
-    random_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # of dropout
-    return torch.ops.aten._flash_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        out,
-        logsumexp,
-        *runs,
-        0.0,
-        left == -1,
-        random_state,
-        unused,
-        **_settings(scale, left),
-    )
+    return fa2.backward(grad, query, key, value, out, logsumexp, *runs, scale, left)
 
 
 @attend_backward.register_fake
 def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, scale, left):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _settings(scale: float | None, left: int) -> dict[str, Any]:
-    """Arguments that both kernels have in common."""
-    return {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

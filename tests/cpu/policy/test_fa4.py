@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from itertools import pairwise, product
 from math import nan
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, PretrainedConfig
 
 from colocated_grpo.batching import build_micro_batch
-from colocated_grpo.policy import attention, attention_kernels, fa4, loading
+from colocated_grpo.policy import attention, attention_kernels, fa2, fa4, loading
 from colocated_grpo.policy.attention import PACKED, PACKED_FA4, implementation_for
-from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_only_fa4, attend_padded, has_fa4
+from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_padded, has_fa4
 from tests.support.small_policy import config_of, policy_of, sequence_of
 
 GPU = torch.device("cuda", 0)
 QWEN = AutoConfig.for_model("qwen3", num_attention_heads=16, num_key_value_heads=8, head_dim=128)
 LONGEST = 5, 8
-"""Queries and keys of the longest run in `problem`."""
+"""Queries and keys of the longest run in `problem`, whose runs have 4 queries on average."""
+KINDS = [pytest.param(4, id="long"), pytest.param(5, id="short")]
+"""Minimum lengths with which these runs are long and short."""
 
 
 @pytest.fixture
@@ -107,22 +111,50 @@ def test_on_cpu_a_policy_built_for_it_scores_like_any_other(world, model_folder,
     assert torch.equal(built.score(micro_batch), usual)
 
 
+@pytest.fixture
+def kernels_used(monkeypatch) -> list[str]:
+    """Replace all kernels by functions that return zeros. Returns the names of those that were called."""
+    used = []
+
+    def kernel(name):
+        def attend(query, *_, **__):
+            used.append(name)
+            return torch.zeros(query.shape), torch.zeros(query.shape[1], len(query))
+
+        return attend
+
+    monkeypatch.setattr(attention_kernels, "attend_varlen", kernel("torch's function"))
+    monkeypatch.setattr(fa2, "forward", kernel("FlashAttention 2"))
+    monkeypatch.setattr(fa4, "kernels", lambda: fa4.Kernels(kernel("FlashAttention 4"), kernel("its backward pass")))
+    return used
+
+
 @pytest.mark.parametrize(
-    ("length", "window", "sizes", "chosen"),
+    ("length", "window", "sizes", "used"),
     [
-        (192, None, (64, 64), "fa4"),
-        (191, None, (64, 64), "varlen"),
-        (1000, 64, (64, 64), "varlen"),
-        (1000, None, (96, 96), "varlen"),
-        (1000, None, (128, 64), "varlen"),
+        (192, None, (64, 64), "FlashAttention 4"),
+        (191, None, (64, 64), "FlashAttention 2"),
+        (1000, 64, (64, 64), "torch's function"),
+        (1000, None, (96, 96), "torch's function"),
+        (1000, None, (128, 64), "torch's function"),
     ],
 )
-def test_short_runs_windows_and_other_head_sizes_use_torchs_kernels(monkeypatch, length, window, sizes, chosen):
-    monkeypatch.setattr(attention_kernels, "attend_varlen", lambda *_: "varlen")
-    monkeypatch.setattr(attention_kernels, "attend_only_fa4", lambda *_: "fa4")
+def test_short_runs_windows_and_other_head_sizes_use_flash_attention_2(kernels_used, length, window, sizes, used):
     cu = torch.tensor([0, length, 2 * length])
     query, value = (torch.zeros(2 * length, 1, size) for size in sizes)
-    assert attend_fa4(query, query, value, Runs(cu, length, cu, length), None, window) == chosen
+    attend_fa4(query, query, value, Runs(cu, length, cu, length), None, window)
+    assert kernels_used == [used]
+
+
+def test_compiled_code_has_one_graph_for_short_and_long_runs(kernels_used):
+    torch._dynamo.reset()  # graphs of other tests could serve as well
+    counters.clear()
+    compiled = torch.compile(attend_fa4, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (100, 300):
+        cu, query = torch.tensor([0, length, 2 * length]), torch.zeros(2 * length, 1, 64)
+        compiled(query, query, query, Runs(cu, length, cu, length), None, None)
+    assert kernels_used == ["FlashAttention 2", "FlashAttention 4"]
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def attention_by_hand(query, key, value, grad, cu_seqlens_q, cu_seqlens_k, softmax_scale):
@@ -163,7 +195,20 @@ def plain_kernels(monkeypatch):
             target.copy_(gradient)
         return tuple(targets)
 
+    def forward_2(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, left):
+        assert (longest_q, longest_k, left) == (*LONGEST, -1)
+        out, *_ = attention_by_hand(query, key, value, torch.zeros(query.shape), cu_q, cu_k, scale)
+        return torch.empty_like(query).copy_(out), torch.zeros(query.shape[1], query.shape[0])
+
+    def backward_2(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, scale, left):
+        assert (longest_q, longest_k, left) == (*LONGEST, -1)
+        inputs = query, key, value
+        _, *gradients = attention_by_hand(*inputs, grad, cu_q, cu_k, scale)
+        return tuple(torch.empty_like(like).copy_(made) for like, made in zip(inputs, gradients, strict=True))
+
     monkeypatch.setattr(fa4, "kernels", lambda: fa4.Kernels(forward, backward))
+    monkeypatch.setattr(fa2, "forward", forward_2)
+    monkeypatch.setattr(fa2, "backward", backward_2)
 
 
 def problem() -> tuple[list[torch.Tensor], Runs, torch.Tensor]:
@@ -175,12 +220,16 @@ def problem() -> tuple[list[torch.Tensor], Runs, torch.Tensor]:
     return tensors, Runs(cu_q, LONGEST[0], cu_k, LONGEST[1]), torch.randn(8, 4, 16)
 
 
+@pytest.mark.parametrize("min_run", KINDS)
 @pytest.mark.parametrize("scaling", [None, 0.3])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_operator_passes_its_kernels_the_right_arguments_for_values_and_gradients(plain_kernels, scaling, compiled):
+def test_the_operator_passes_its_kernels_the_right_arguments_for_values_and_gradients(
+    plain_kernels, monkeypatch, scaling, compiled, min_run
+):
+    monkeypatch.setattr(fa4, "HEAD_SIZES", (16,))
     tensors, runs, grad = problem()
     results = []
-    for attend in (attend_padded, attend_only_fa4):
+    for attend in (attend_padded, partial(attend_fa4, min_run=min_run)):
         form = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager") if compiled else attend
         out = form(*tensors, runs, scaling, None)
         results.append([out, *torch.autograd.grad(out, tensors, grad)])
@@ -188,9 +237,10 @@ def test_the_operator_passes_its_kernels_the_right_arguments_for_values_and_grad
         torch.testing.assert_close(operator, plain)
 
 
-def test_the_fake_implementations_have_the_shapes_and_strides_of_the_real_ones(plain_kernels):
+@pytest.mark.parametrize("min_run", KINDS)
+def test_the_fake_implementations_have_the_shapes_and_strides_of_the_real_ones(plain_kernels, min_run):
     tensors, runs, grad = problem()
-    settings = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, 0.25
+    settings = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, 0.25, min_run
     forward = torch.library.opcheck(fa4.attend, (*tensors, *settings))
     tensors = [tensor.detach() for tensor in tensors]
     made = fa4.attend(*tensors, *settings)

@@ -1,0 +1,71 @@
+"""torch's FlashAttention 2 kernels over packed sequences, without autograd, for operators that build on them.
+
+Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size. query: [T, H, D], key and
+value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. left: number of earlier keys that a query sees, -1 for all; a run's
+last query stands at its last key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float | None,
+    left: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute causal attention of each run. Returns [T, H, D] and the logsumexps [H, T] in float32."""
+    runs = cu_q, cu_k, longest_q, longest_k
+    # As in torch.nn.attention.varlen: no dropout, no debug mask.
+    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, *runs, 0.0, left == -1, False, **_settings(scale, left)
+    )
+    return out, logsumexp
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float | None,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of query, key and value, laid out like them; grad and out: [T, H, D]."""
+    runs = cu_q, cu_k, longest_q, longest_k
+    random_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # of dropout
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        *runs,
+        0.0,
+        left == -1,
+        random_state,
+        unused,
+        **_settings(scale, left),
+    )
+
+
+def _settings(scale: float | None, left: int) -> dict[str, Any]:
+    """Arguments that both kernels have in common."""
+    return {"scale": scale, "window_size_left": left, "window_size_right": 0}
