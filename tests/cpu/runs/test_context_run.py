@@ -10,8 +10,10 @@ from tests.support.training_runs import ForkedRun, deterministic, train, uninter
 DEPENDS_ON_MICRO_BATCHES = ("imbalance", "padding", "prefix_reuse")
 
 
-def test_a_run_with_split_micro_batches_trains_like_one_without(tmp_path):
-    run = train(tmp_path, deterministic(training_steps=5, policy={"context_parallel": 2}), ranks=2)
+@pytest.mark.parametrize("engine_ranks", [1, 2])
+def test_a_run_with_split_micro_batches_trains_like_one_without(tmp_path, engine_ranks):
+    policy, engine = {"context_parallel": 2}, {"tensor_parallel_size": engine_ranks}
+    run = train(tmp_path, deterministic(training_steps=5, policy=policy, engine=engine), ranks=2)
     rows = without_wall_clock(run.rows(files.TRAIN))
     assert len(rows) == 5 and max(row["grad_norm"] for row in rows) > 0
     for row, expected in zip(rows, without_wall_clock(uninterrupted(2).rows(files.TRAIN)), strict=False):
