@@ -99,17 +99,25 @@ def limits_of(config: Config, model: ModelFiles, max_tokens_setting: str = LENGT
 
 
 def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
-    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
-    if type(loaded).__name__ == "MistralCommonBackend":
-        loaded = _without_mistral_common(config.model, folder)
-    tokenizer = cast(PreTrainedTokenizerBase, loaded)  # a model's own code may bring another class
-    template = config.model.chat_template
-    if template is not None:
-        tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
-    elif tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
-        entries = json.loads((folder / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
-        tokenizer.chat_template = entries.get("chat_template")
+    """Return the tokenizer of `folder` with the config's chat template. Raises ConfigError if it is not usable."""
+    try:
+        tokenizer = _read_tokenizer(config.model, folder)
+        template = config.model.chat_template
+        if template is not None:
+            tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
+        elif tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
+            entries = json.loads((folder / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
+            tokenizer.chat_template = entries.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.name={config.model.name!r}: no usable tokenizer: {in_one_line(error)}") from error
     return tokenizer
+
+
+def _read_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
+    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    if type(loaded).__name__ == "MistralCommonBackend":
+        return _without_mistral_common(model, folder)
+    return cast(PreTrainedTokenizerBase, loaded)  # a model's own code may bring another class
 
 
 def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
@@ -128,11 +136,7 @@ def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedToken
 
 def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Return the tokenizer alone: no weights are downloaded. Raises ConfigError where it cannot be read."""
-    folder = fetch_tokenizer(config.model)
-    try:
-        return load_tokenizer(config, folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.name={config.model.name!r}: no usable tokenizer: {in_one_line(error)}") from error
+    return load_tokenizer(config, fetch_tokenizer(config.model))
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
@@ -140,7 +144,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[in
     ids = {tokenizer.eos_token_id}
     settings = folder / "generation_config.json"
     if settings.exists():
-        eos = json.loads(settings.read_text()).get("eos_token_id")
+        eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token_id")
         ids |= set(eos) if isinstance(eos, list) else {eos}
     return tuple(sorted(ids - {None}))
 

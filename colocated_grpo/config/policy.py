@@ -63,7 +63,7 @@ class PolicyConfig(Section):
     """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload), about 16 bytes per
     parameter over all ranks with AdamW. Slower; for models that do not fit on the device beside their engine."""
     offload_optimizer: bool = False
-    """Move optimizer state to host memory while the engine generates, and back. Leaves more room for the KV cache;
+    """Move optimizer state to host memory while a GPU's engine generates, and back. Leaves more room for the KV cache;
     costs two copies of the state per step."""
     replicate: Literal["nodes"] | None = None
     """null: shard weights and optimizer state over all ranks. nodes: shard them over the ranks of each node, with a

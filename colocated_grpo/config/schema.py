@@ -18,7 +18,7 @@ from colocated_grpo.config.hub import HubConfig
 from colocated_grpo.config.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.config.policy import PolicyConfig
 from colocated_grpo.config.selection import ResampleConfig, SkipSolvedConfig
-from colocated_grpo.config.sources import EnvironmentConfig
+from colocated_grpo.config.sources import AgentSourceConfig, EnvironmentConfig
 from colocated_grpo.config.templates import TemplateVariables
 from colocated_grpo.config.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
@@ -264,6 +264,12 @@ class Config(Section):
         if self.engine.placement == "server":
             return "engine.bridge" if self.engine.bridge == "shared" else None
         return "weights" if self.weights == "shared" else None
+
+    @property
+    def has_agents(self) -> bool:
+        """True if an environment or an evaluation set runs agents."""
+        sources = [*self.environments, *(entry.source for entry in self.evaluation.sets)]
+        return any(isinstance(source, AgentSourceConfig) for source in sources)
 
     @property
     def structured(self) -> bool:

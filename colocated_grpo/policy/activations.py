@@ -98,6 +98,7 @@ def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> Con
 
 def fit_to_memory(policy: Policy, config: Config, world: World) -> int:
     """Return a size that fits; also choose the checkpointed blocks if the config says 'auto'. Collective."""
+    policy.init_optimizer_state()  # engines of this process have done so before they were sized
     try:
         if config.policy.gradient_checkpointing == "auto":
             return fit_tokens_and_blocks(policy, config, world)
@@ -190,9 +191,9 @@ def trial_sizes(config: Config) -> tuple[int, int]:
     least, most = TRIAL_TOKENS
     sizes = candidate_sizes(config)
     full = sizes[len(sizes) // 2]
-    large = min(full, max(least, min(most, full // TRIAL_DIVISOR)))
+    large = max(4, min(full, max(least, min(most, full // TRIAL_DIVISOR))))
     # Blocks are compiled with the smaller one, which is odd: widths of models are even (see TRIAL_PREFIX).
-    return (large // 2 - 1) | 1, large
+    return max(3, (large // 2 - 1) | 1), large
 
 
 def _trial_memory(policy: Policy, config: Config, tokens: int) -> tuple[int, int]:
@@ -213,7 +214,8 @@ def run_trial_step(policy: Policy, config: Config, tokens: int) -> None:
     Two, because gradients stay unsharded between the micro-batches of an optimizer step.
     """
     rows = tokens * config.policy.context_parallel
-    dummy = dummy_micro_batch(config, rows, TRIAL_PREFIX if policy.model.shares_prefixes else 0)
+    prefix = TRIAL_PREFIX if policy.model.shares_prefixes and rows > 2 * TRIAL_PREFIX else 0
+    dummy = dummy_micro_batch(config, rows, prefix)
     micro_batch = local_rows(dummy, policy.context)
     counts = Counts(tokens=2 * rows, sequences=2, batch_tokens=2 * rows, minibatches=1)
     with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import ModelConfig
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.policy.conversion import Conversion, read_conversion
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, exported_damage
 from colocated_grpo.runtime.distributed import World
@@ -97,10 +98,10 @@ class CheckpointReader:
         """By name."""
         files = weight_files(folder)
         for file in files:
-            self._add_safetensors(file)
+            self._add(file, self._add_safetensors)
         if not files:
             for file in sorted(folder.glob("pytorch_model*.bin")):
-                self._add_torch(file)
+                self._add(file, self._add_torch)
         if not self._stored:
             raise ConfigError(f"model.name={str(folder)!r}: the folder has no *.safetensors or pytorch_model*.bin")
         self._keep(own_names(folder))
@@ -128,6 +129,14 @@ class CheckpointReader:
                 raise ConfigError(f"model.name={str(self.folder)!r}: the checkpoint lacks matrices of {name!r}")
             self.shapes[name] = torch.Size([len(table), sum(shape[0] for shape in first), *first[0][1:]])
             self._experts[name] = [[stored[part] for part in parts] for parts in table]
+
+    def _add(self, file: Path, add: Callable[[Path], None]) -> None:
+        try:
+            add(file)
+        except (OSError, EOFError, RuntimeError, SafetensorError, UnpicklingError) as error:
+            raise ConfigError(
+                f"model.name={str(self.folder)!r}: cannot read {file.name} ({in_one_line(error)}); download it again"
+            ) from error
 
     def _add_safetensors(self, file: Path) -> None:
         handle = safe_open(file, framework="pt")

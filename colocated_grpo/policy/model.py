@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
@@ -143,7 +144,7 @@ def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
     """
     try:
         hf_config = read_text_config(folder, trust_remote_code=config.trust_remote_code)
-    except ValueError as error:  # a type that this version does not know, or settings that contradict each other
+    except (ValueError, StrictDataclassError) as error:  # a type that this version does not know, or wrong settings
         raise ConfigError(f"model.name={config.name!r}: transformers cannot read it: {in_one_line(error)}") from error
     return hf_config
 

@@ -28,6 +28,7 @@ from colocated_grpo.runtime.distributed import World, whole
 Packed = TypeVar("Packed", MicroBatch, PackedTokens, LossInputs)
 
 
+@compiler_errors_in_one_line()
 @torch.no_grad()
 def score(weights: Weights, micro_batch: MicroBatch, device: torch.device) -> Tensor:
     """Return the log-probabilities [N] of a micro-batch's scored tokens, without gradient. Collective."""
@@ -72,7 +73,8 @@ class Policy:
         self._objective = make_objective(config.loss)
         self._balancing = _load_balancing(config.policy.load_balancing, self.model, self.device)
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
-        self.offload = OptimizerOffload(self.optimizer) if config.policy.offload_optimizer else None
+        offloads = config.policy.offload_optimizer and self.device.type == "cuda"
+        self.offload = OptimizerOffload(self.optimizer) if offloads else None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained fp32 parameters by name, in the same order on every rank."""

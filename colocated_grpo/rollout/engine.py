@@ -77,7 +77,10 @@ class RolloutEngine(Protocol):
         ...
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        """Tokens that the last step added to running requests with `stream`. Optional: completions have all tokens."""
+        """Tokens that the last step added to running requests with `stream`.
+
+        Calling it is optional: a completion contains all of its tokens.
+        """
         ...
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:

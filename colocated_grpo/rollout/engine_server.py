@@ -53,18 +53,9 @@ class EngineServer:
         """Return /lora/status. Raises Unavailable or RequestRejected."""
         return cast(JsonObject, self._quick.get("/lora/status"))
 
-    def wait_until_ready(self, former: str | None = None) -> JsonObject:
-        """Return `info` once the server answers. Raises RunError.
-
-        former: instance that has been told to restart, and whose answers do not count.
-        """
-
-        def ready() -> JsonObject:
-            if (info := self.info())["instance"] == former:
-                raise Unavailable(f"still the instance {former}")
-            return info
-
-        return self.until_answered(ready)
+    def wait_until_ready(self) -> JsonObject:
+        """Return `info` once the server answers. Raises RunError."""
+        return self.until_answered(self.info)
 
     def until_answered(self, call: Callable[[], T]) -> T:
         """Repeat the call until it raises no Unavailable, at most `timeout` seconds. Raises RunError."""

@@ -22,7 +22,10 @@ class EveryRank:
         group: dist.ProcessGroup | None,
         may_fail_on_one: Collection[str] = (),
     ) -> None:
-        """group: None for a single rank. may_fail_on_one: commands whose ValueError on any rank is rank 0's too."""
+        """group: None for a single rank.
+
+        may_fail_on_one: commands that may raise ValueError on some ranks only; rank 0 then raises it too.
+        """
         self._commands = commands
         self._may_fail_on_one = may_fail_on_one
         self._group = group

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from colocated_grpo.config.schema import Config
 from colocated_grpo.rollout.engine import Sampling
-from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.distributed import COLLECTIVE_TIMEOUT, World
 from colocated_grpo.types import Prompt
 
 
@@ -127,7 +127,8 @@ def build_dispatch(config: Config, world: World) -> Dispatch:
         dispatch = DynamicDispatch(world.store, num_engines)
     if size == 1:
         return dispatch
-    groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, world.size, size)]
+    members = [list(range(first, first + size)) for first in range(0, world.size, size)]
+    groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, backend="gloo") for ranks in members]
     group = groups[engine]
     assert isinstance(group, dist.ProcessGroup)  # this rank is a member
     return TensorParallelDispatch(dispatch, group, engine * size, world.rank)

@@ -45,7 +45,10 @@ class BroadcastSync:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Return when all servers have written the weights. Raises RunError on every rank."""
+        """Return when all servers have written the weights.
+
+        Raises RunError: on every rank if servers do not join, on rank 0 if one is lost during the transfer.
+        """
         self._joined = self._world.from_main(self._join)
         updates = [self._post(server, "/bridge/update") for server in self._servers] if self._world.is_main else []
         last: tuple[Tensor, dist.Work] | None = None

@@ -39,7 +39,7 @@ class ColocatedSync:
         """parameters: sharded tensors by name. agree: logical AND over all ranks, collective.
 
         conversion: to the tensors that the engine's loader knows.
-        constants: unsharded tensors that never change; the first sync writes them, and the engine keeps them.
+        constants: unsharded tensors that never change. `load_weights` writes them; planned syncs do not.
         planned: False always uses the engine's own loader.
         """
         self._parameters = parameters
@@ -72,7 +72,7 @@ class ColocatedSync:
 
     def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
-            yield from self._conversion.stored(name, whole(parameter.detach()).to(self._device, self._dtype))
+            yield from self._conversion.stored(name, whole(parameter.detach().to(self._dtype)).to(self._device))
         for name, constant in self._constants.items():
             yield name, constant.to(self._device)
 

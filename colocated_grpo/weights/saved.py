@@ -87,7 +87,7 @@ class RestartSync:
     def _restart(self, server: EngineServer) -> None:
         model = self._current
         former = server.wait_until_ready()["instance"]
-        told: set[str] = set()
+        accepted: set[str] = set()
         """Instances that have accepted the request to restart. One that crashes first is followed by another."""
 
         def restarted() -> None:
@@ -95,9 +95,9 @@ class RestartSync:
             instance = info["instance"]
             if instance != former and info["model"] == model:
                 return
-            if instance not in told:
+            if instance not in accepted:
                 server.post("/bridge/restart", {"model": model})
-                told.add(instance)
+                accepted.add(instance)
             raise Unavailable(f"it has not restarted with {model} yet")
 
         server.until_answered(restarted)

@@ -38,6 +38,6 @@ def _is_loaded(target: Target, name: str, shape: torch.Size, prefix: str, reader
 
 
 def checkpoint_shapes(folder: Path, *, tied: bool) -> dict[str, torch.Size]:
-    """Return the shapes of a checkpoint's tensors. tied: the output layer, if stored, repeats the embedding."""
+    """Return the shapes of a checkpoint's tensors. tied: without the output layer, which repeats the embedding."""
     shapes = CheckpointReader(folder).shapes
     return {name: shape for name, shape in shapes.items() if not (tied and name == OUTPUT_LAYER)}

@@ -32,9 +32,8 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
     wanted = linear if everything else config.target_modules
     rules = LoraConfig(target_modules=wanted, exclude_modules=config.exclude_modules)
     matched = [name for name, _ in lm.named_modules() if name and check_target_module_exists(rules, name)]
-    if config.init == DEFAULT_INIT and isinstance(
-        wanted, list
-    ):  # adapters from elsewhere may name layers of many models
+    by_name = config.init == DEFAULT_INIT and isinstance(wanted, list)  # other adapters may name layers of many models
+    if by_name:
         _require_all_found(wanted, (name for name, _ in lm.named_modules()), linear)
     if config.layers is not None:
         chosen = {id(module) for index in config.layers for module in blocks[index].modules()}

@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from colocated_grpo.config.model_support import check_cpu_engine, has_latent_attention, has_linear_attention
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.text_parts import has_text_part
+from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.rollout.vllm.adapters import Adapters
@@ -68,7 +69,10 @@ class VLLMEngine:
         self._keep_weights = config.weights == "shared" or config.sync_frequency > 1
         arguments = _engine_arguments(config, folder, dtype, world, sleeps=self._sleeps)
         with keep_trainer_state():
-            self._llm = LLM(**arguments)
+            try:
+                self._llm = LLM(**arguments)
+            except (TypeError, ValueError) as error:
+                raise RunError(f"engine: vLLM does not start: {in_one_line(error)}; check engine.args") from error
         self._engine = self._llm.llm_engine
         self._worker = self._engine.model_executor.driver_worker.worker
         assert config.engine.max_num_seqs is not None  # with_max_num_seqs has set it
@@ -119,22 +123,22 @@ class VLLMEngine:
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         names = {name for name, key in self._keys.items() if keys is None or key in keys}
-        self._requests.abort(names)
         for name in names:
             del self._keys[name]
             if self._routes is not None:
-                self._routes.drop(name)
+                self._routes.drop(name)  # first: the slots of a prompt that is computed in part have no routes yet
+        self._requests.abort(names)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         entries = self._prompt_logprobs(token_ids, 0)
         return [next(iter(entry.values())) for entry in entries]
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        with _rejections_as_value_errors():
-            return self._prompt_logprobs(token_ids, k)
+        return self._prompt_logprobs(token_ids, k)
 
     def _prompt_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k), self.adapters.active)
+        with _rejections_as_value_errors():
+            return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k), self.adapters.active)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._buffers = {}  # the checkpoint of some families has buffers too
@@ -204,8 +208,8 @@ def _expert_methods(model: nn.Module) -> list[Any]:
 
 
 def needs_text(config: Config) -> bool:
-    """True if requests may have stop strings, which requests of other processes always may."""
-    return bool(config.rollout.stop) or config.atropos is not None
+    """True if requests may have stop strings, which requests of agents and of other processes always may."""
+    return bool(config.rollout.stop) or config.atropos is not None or config.has_agents
 
 
 def _engine_arguments(

@@ -95,7 +95,8 @@ class RequestRoutes:
         return replace(completion, routes=routes[:computed])
 
     def drop(self, name: str) -> None:
-        """Forget an aborted request."""
+        """Forget a request that is about to be aborted."""
+        self._expected = {key: entry for key, entry in self._expected.items() if entry[0] != name}
         self._finished.pop(name, None)
 
     def _read_and_free(self, request: Request, *arguments: Any, **options: Any) -> Any:

@@ -97,6 +97,14 @@ def test_a_trial_is_an_eighth_of_a_micro_batch_and_fills_a_chunk_of_logits_at_an
         assert size + 2048 >= len(tokens.targets_N) > 2048
 
 
+@pytest.mark.parametrize("tokens", [2, 8, 16, 30])
+def test_small_micro_batches_have_trials_too(world, model_folder, tokens):
+    config = config_of(model_folder(), batch={"max_tokens_per_micro_batch": tokens})
+    policy = policy_of(config, world)
+    for size in trial_sizes(config):
+        run_trial_step(policy, config, size)
+
+
 def test_on_each_rank_of_a_group_a_trial_fills_a_chunk_of_logits(model_folder):
     config = config_of(model_folder(), policy={"context_parallel": 2}, batch={"max_tokens_per_micro_batch": 8192})
     for size in trial_sizes(config):

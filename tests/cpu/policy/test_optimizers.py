@@ -212,3 +212,7 @@ def test_each_optimizer_step_uses_the_learning_rate_of_its_version(world, model_
     batch = pack_for(world, random_groups(1, 2), config)
     rates = [reduce(train(policy, batch), world.sum_, world.max_)["lr"] for _ in range(4)]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+
+
+def test_on_a_cpu_the_optimizers_state_stays_where_it_is(world, model_folder):
+    assert policy_of(config_of(model_folder(), policy={"offload_optimizer": True}), world).offload is None

@@ -222,6 +222,16 @@ def test_a_checkpoint_that_lacks_tensors_is_rejected_in_one_line(world, model_fo
     assert "\n" not in str(caught.value)
 
 
+def test_a_damaged_weight_file_is_rejected_in_one_line(world, model_folder, tmp_path):
+    copytree(model_folder(), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(
+        ConfigError, match=r"^model\.name=.*: cannot read model\.safetensors \([^\n]*; download it again$"
+    ):
+        policy_of(config_of(tmp_path / "model"), world)
+
+
 def test_a_folder_without_weights_is_rejected_in_one_line(world, model_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
     with pytest.raises(ConfigError, match=r"has no .*safetensors"):

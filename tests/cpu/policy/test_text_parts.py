@@ -149,6 +149,14 @@ def test_the_chat_template_of_a_processor_is_used_if_the_tokenizer_has_none(comp
     assert load_tokenizer(given, folder).chat_template == "{{ given }}"
 
 
+def test_a_damaged_tokenizer_is_one_line(composite, tmp_path):
+    folder = tmp_path / "whole"
+    shutil.copytree(composite("gemma3"), folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"^model.name='.*': no usable tokenizer: [^\n]*$"):
+        load_tokenizer(config_of(folder), folder)
+
+
 def test_a_mistral_with_a_tokenizer_of_its_own_format_keeps_its_chat_template(composite, tmp_path):
     folder = tmp_path / "whole"
     shutil.copytree(composite("mistral3"), folder)

@@ -36,7 +36,9 @@ async def play(item, base_url, api_key):
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         messages, said = [{"role": "user", "content": item["prompt"]}], []
         for turn in range(3):
-            reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=5, logprobs=True)
+            reply = await client.chat.completions.create(
+                model="policy", messages=messages, max_tokens=5, logprobs=True, stop=["q", "x", "z"]
+            )
             choice = reply.choices[0]
             said.append([entry.token for entry in choice.logprobs.content])
             messages += [choice.message, {"role": "user", "content": f"turn {turn}"}]
@@ -100,6 +102,12 @@ def test_the_trained_tokens_are_those_that_the_engine_sampled(run):
     said = [json.loads(line) for line in (run.folder.parent / SAID).read_text().splitlines()]
     assert len(trained) > STEPS * 3 * 2
     assert sorted(trained) == sorted("".join(map("".join, turns)) for turns in said)
+
+
+def test_a_stop_string_of_a_request_ends_its_completion(run):
+    turns = [turn["text"] for row in stored_of(run, "numbers.jsonl") for turn in row["turns"] if turn["sampled"]]
+    ends = [turn for turn in turns if set(turn) & set("qxz")]
+    assert ends and all(turn[-1] in "qxz" and not set(turn[:-1]) & set("qxz") for turn in ends)
 
 
 def test_episodes_whose_prompts_do_not_extend_each_other_are_counted(run):

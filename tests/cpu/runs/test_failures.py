@@ -147,6 +147,13 @@ def test_an_invalid_config_is_one_line_and_exit_code_2_before_anything_starts(tm
     assert not run.folder.exists()
 
 
+def test_an_unknown_argument_of_the_engine_is_one_line(tmp_path):
+    with ForkedRun(tmp_path, deterministic(engine={"args": {"max_num_batched_token": 64}})) as run:
+        assert run.wait() == 1
+    assert run.stderr.splitlines()[-1].startswith("error: engine: vLLM does not start: TypeError: ")
+    assert "'max_num_batched_token'; check engine.args" in run.stderr
+
+
 def test_a_new_run_does_not_write_into_a_finished_run_of_the_same_name():
     finished = uninterrupted(1)
     before = finished.rows("train")
