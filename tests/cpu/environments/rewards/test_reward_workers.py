@@ -35,8 +35,7 @@ def misbehave(completions, answer, **columns):
     if "exit" in completions:
         os._exit(0)
     while "hang" in completions:
-        open(f"{answer[0]}{os.getpid()}", "w").close()
-        time.sleep(60)
+        open(f"{answer[0]}{os.getpid()}", "w").close() or time.sleep(60)  # one line: the test reads its number
     return [1.0] * len(completions)
 
 def gpu(completions, **columns):
@@ -106,7 +105,7 @@ def test_calls_that_hang_are_ended_with_their_line_and_their_processes_are_repla
         until(lambda: len(list(tmp_path.iterdir())) == 2)
         assert workers.end_busy_workers("no reward")
         hung = [score for call in calls for score in call.result(TIMEOUT)]
-    assert {score.error for score in hung} == {"no reward, in misbehave (my_rewards.py, line 18)"}
+    assert {score.error for score in hung} == {"no reward, in misbehave (my_rewards.py, line 17)"}
     assert scores(misbehaving, "fine")[0].reward == 1.0
     assert workers.end_busy_workers("no reward") is False
 
