@@ -1,8 +1,8 @@
 """torch's FlashAttention 2 kernels over packed sequences, without autograd, for operators that build on them.
 
 Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size. query: [T, H, D], key and
-value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. left: number of earlier keys that a query sees, -1 for all; a run's
-last query stands at its last key.
+value: [E, K, D], 16-bit. left: number of earlier keys that a query sees, -1 for all; a run's last query stands at its
+last key.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Boundaries = tuple[Tensor, Tensor, int, int]
+"""Boundaries of the runs of queries and of keys, both [N + 1] int32, and the length of the longest run of each."""
+
 
 def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
+    runs: Boundaries,
     scale: float | None,
     left: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run. Returns [T, H, D] and the logsumexps [H, T] in float32."""
-    runs = cu_q, cu_k, longest_q, longest_k
     # As in torch.nn.attention.varlen: no dropout, no debug mask.
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, *runs, 0.0, left == -1, False, **_settings(scale, left)
@@ -40,15 +39,11 @@ def backward(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
+    runs: Boundaries,
     scale: float | None,
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value, laid out like them; grad and out: [T, H, D]."""
-    runs = cu_q, cu_k, longest_q, longest_k
     random_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # of dropout
     return torch.ops.aten._flash_attention_backward(
         grad,

@@ -58,7 +58,7 @@ def attend(
     which FlashAttention 4 is used. Returns [T, H, D] and the logsumexps [H, T] in float32, which have no gradient.
     """
     if _are_short(query, cu_q, min_run):
-        out, logsumexp = fa2.forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, -1)
+        out, logsumexp = fa2.forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, -1)
         return out.contiguous(), logsumexp
     out, logsumexp, *_ = kernels().forward(
         query, key, value, **_settings(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
@@ -91,7 +91,7 @@ def attend_backward(
     """Compute the gradients of query, key and value; grad and out: [T, H, D]. min_run: as in `attend`."""
     if _are_short(query, cu_q, min_run):
         runs = cu_q, cu_k, longest_q, longest_k
-        dq, dk, dv = fa2.backward(grad, query, key, value, out, logsumexp, *runs, scale, -1)
+        dq, dk, dv = fa2.backward(grad, query, key, value, out, logsumexp, runs, scale, -1)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     return kernels().backward(
         query,

@@ -51,7 +51,7 @@ def attend(
     keys that a query sees, -1 for all; the last query of a run stands at the run's last key. Returns [T, H, D] and the
     logsumexps [H, T] in float32, which have no gradient.
     """
-    out, logsumexp = fa2.forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, left)
+    out, logsumexp = fa2.forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, left)
     return out, add_sinks(out, logsumexp, sinks)
 
 
@@ -78,7 +78,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value; grad and out: [T, H, D]."""
     runs = cu_q, cu_k, longest_q, longest_k
-    return fa2.backward(grad, query, key, value, out, logsumexp, *runs, scale, left)
+    return fa2.backward(grad, query, key, value, out, logsumexp, runs, scale, left)
 
 
 @attend_backward.register_fake

@@ -100,9 +100,12 @@ def test_a_trial_is_an_eighth_of_a_micro_batch_and_fills_a_chunk_of_logits_at_an
 @pytest.mark.parametrize("tokens", [2, 8, 16, 30])
 def test_small_micro_batches_have_trials_too(world, model_folder, tokens):
     config = config_of(model_folder(), batch={"max_tokens_per_micro_batch": tokens})
-    policy = policy_of(config, world)
+    policy, computed = policy_of(config, world), []
+    policy.model.register_forward_hook(lambda _, inputs, __: computed.append(inputs[0].num_tokens))
     for size in trial_sizes(config):
         run_trial_step(policy, config, size)
+    small, large = trial_sizes(config)
+    assert all(0 < count <= size for count, size in zip(computed, (small, small, large, large), strict=True))
 
 
 def test_on_each_rank_of_a_group_a_trial_fills_a_chunk_of_logits(model_folder):

@@ -195,12 +195,14 @@ def plain_kernels(monkeypatch):
             target.copy_(gradient)
         return tuple(targets)
 
-    def forward_2(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, left):
+    def forward_2(query, key, value, runs, scale, left):
+        cu_q, cu_k, longest_q, longest_k = runs
         assert (longest_q, longest_k, left) == (*LONGEST, -1)
         out, *_ = attention_by_hand(query, key, value, torch.zeros(query.shape), cu_q, cu_k, scale)
         return torch.empty_like(query).copy_(out), torch.zeros(query.shape[1], query.shape[0])
 
-    def backward_2(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, scale, left):
+    def backward_2(grad, query, key, value, out, logsumexp, runs, scale, left):
+        cu_q, cu_k, longest_q, longest_k = runs
         assert (longest_q, longest_k, left) == (*LONGEST, -1)
         inputs = query, key, value
         _, *gradients = attention_by_hand(*inputs, grad, cu_q, cu_k, scale)
