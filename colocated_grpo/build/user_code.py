@@ -16,7 +16,10 @@ Guarded = Callable[[], AbstractContextManager[None]]
 
 
 def user_code_limit(config: Config) -> tuple[float, str]:
-    """Return for how many seconds a reward or an episode may block a rank, and the setting that says so."""
+    """Return for how many seconds user code may block a rank, and the setting that says so, for error lines.
+
+    The longer of rollout.reward_timeout and, with episodes or agents, rollout.tool_timeout. RankGuard raises it to 5 s.
+    """
     limits = {"rollout.reward_timeout": config.rollout.reward_timeout}
     sources = [*config.environments, *(entry.source for entry in config.evaluation.sets)]
     if any(isinstance(entry, EpisodeSourceConfig | AgentSourceConfig) for entry in sources):

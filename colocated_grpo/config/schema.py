@@ -82,7 +82,8 @@ class RolloutConfig(Section):
     reward_timeout: float = Field(60.0, gt=0)
     """Time limit in seconds for the rewards of one prompt. It starts with the call, but not before the rank has sampled
     its last completion of the step. On timeout the completions count as failed, and hanging threads and processes are
-    replaced. A reward or an episode that blocks all threads of its rank for this long (at least 5 s) ends the run."""
+    replaced. User code that keeps all threads of its rank from running for this long ends the run: the limit is this
+    or, with episodes or agents, tool_timeout if that is longer; at least 5 s."""
     tool_timeout: float = Field(60.0, gt=0)
     """Time limit in seconds between two turns of an episode (tools, reward). On timeout the episode has failed."""
     max_reward_errors: Fraction = 0.2
@@ -172,8 +173,8 @@ class Config(Section):
     model: ModelConfig
     """Model to train. `model: NAME` is short for `model: {name: NAME}`."""
     environments: list[EnvironmentConfig] = Field(min_length=1)
-    """Sources of prompts and rewards, mixed by weight. A file without this key trains on the built-in task
-    arithmetic."""
+    """Sources of prompts and rewards, mixed by weight. If a config has no such key, the loader adds the built-in task
+    arithmetic, and a note says so."""
     training_steps: Positive = 100
     """Steps of the whole run. A step samples one batch and makes batch.minibatches * batch.epochs optimizer steps."""
     sync_frequency: Positive = 1
