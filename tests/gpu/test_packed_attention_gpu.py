@@ -230,7 +230,7 @@ def test_compiled_flash_attention_4_has_the_same_gradients_and_no_graph_break():
     def attend(query, key, value, runs, scaling, window):
         # Heads first in memory, as projections produce them: tokens are not contiguous.
         query, key, value = (tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (query, key, value))
-        return kernel(query * 2, key, value, runs, scaling) * 3
+        return kernel(query * 2, key, value, runs, scaling, window) * 3
 
     plain, compiled = (
         attention_of(form, unchanged, runs, tensors, torch.bfloat16, None, None)
