@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from accelerate.utils import gather_object
+from torch import nn
 from transformers import (
     AutoTokenizer,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
     TrainerControl,
@@ -69,6 +71,8 @@ def build_trainer(spec: PeerSpec, output: Path) -> tuple[GRPOTrainer, JsonObject
         processing_class=tokenizer,
         peft_config=None if spec.lora is None else LoraConfig(**spec.lora),
     )
+    assert trainer.model is not None
+    name_present_layers(trainer.model)
     record = {
         "model": spec.model,
         "reward_funcs": "a hash of the completion (RandomWork.score)",
@@ -78,6 +82,17 @@ def build_trainer(spec: PeerSpec, output: Path) -> tuple[GRPOTrainer, JsonObject
         "peft_config": None if spec.lora is None else {"LoraConfig": spec.lora},
     }
     return trainer, {"GRPOConfig": shortened(config), "GRPOTrainer": record}
+
+
+def name_present_layers(model: nn.Module) -> None:
+    """Drop the layer classes that the model does not have from those that it names for FSDP.
+
+    accelerate raises ValueError at the first missing one. transformers names vision blocks for text models too.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module._no_split_modules:
+            module._no_split_modules = present.intersection(module._no_split_modules)
 
 
 def shortened(value: Any) -> Any:
