@@ -44,10 +44,13 @@ def with_max_num_seqs(config: Config, ranks: int) -> Config:
     rollout = config.rollout
     engines = 1 if rollout.generation == "replicated" else ranks // config.engine.tensor_parallel_size
     per_engine = ceil(rollout.prompts_per_step / engines) * rollout.group_size  # groups are not split
-    max_num_seqs = min(max(ceil(per_engine / GRAPH_STEP) * GRAPH_STEP, MIN_NUM_SEQS), MAX_NUM_SEQS)
-    if config.atropos is not None:
-        max_num_seqs = SERVER_NUM_SEQS
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": max_num_seqs})})
+    return with_sequences(config, SERVER_NUM_SEQS if config.atropos is not None else per_engine)
+
+
+def with_sequences(config: Config, sequences: int) -> Config:
+    """Set engine.max_num_seqs for an engine that receives `sequences` at a time, rounded up to a CUDA graph."""
+    size = min(max(ceil(sequences / GRAPH_STEP) * GRAPH_STEP, MIN_NUM_SEQS), MAX_NUM_SEQS)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": size})})
 
 
 def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
