@@ -18,6 +18,7 @@ from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.errors import NothingUsable
 from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.policy.activations import out_of_memory_in_one_line
 from colocated_grpo.policy.export import Export
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.policy import fill_missing, score
@@ -80,7 +81,11 @@ def train(run: Run) -> str:
                 return STOPPED
             batch = make_batch(run, step, groups)
             row = settled.metrics | batch_metrics(run, groups)
-            with run.choreography.training_phase(), profiled(profile_folder(run, step)):
+            with (
+                run.choreography.training_phase(),
+                profiled(profile_folder(run, step)),
+                out_of_memory_in_one_line(config),
+            ):
                 metrics = update(run, with_logprobs(run, batch))
             metrics.add(run.choreography.freshness)
             row |= reduce(metrics, run.world.sum_, run.world.max_)

@@ -6,8 +6,8 @@ Trial steps measure memory, because what fits depends on kernels, the compiler a
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -16,7 +16,7 @@ import torch
 
 from colocated_grpo.batching import MicroBatch, Minibatch, TrainSequence, build_micro_batch, local_rows
 from colocated_grpo.config.schema import Config
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.blocks import blocks_of, set_checkpointed
@@ -42,6 +42,7 @@ size, and 1 for a constant: this is neither the usual number of a trial's sequen
 TRIAL_DIVISOR = 8
 """A trial has 1/8 of a micro-batch's tokens. Without checkpointing, it needs about as much memory as a full micro-batch
 with every block checkpointed, so it fits wherever training can fit."""
+TO_HOST = "use policy.cpu_offload (with an adapter: policy.lora.base_on_host) or more GPUs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +75,32 @@ def min_checkpointed_blocks(
         return 0
     least = needed - blocks * saved_per_token * tokens
     if least > free:
-        raise RunError(
-            f"batch.max_tokens_per_micro_batch={tokens}: a training step needs {least / GIB:.1f} GiB with every block "
-            f"checkpointed, and {free / GIB:.1f} GiB are usable; lower it, raise policy.context_parallel, or use more "
-            "GPUs"
-        )
+        raise _too_large(tokens, "every block checkpointed", least, free)
     return min(blocks, ceil((needed - free) / (saved_per_token * tokens)))
+
+
+def _too_large(tokens: int, checkpointing: str, needed: float, usable: float) -> RunError:
+    return RunError(
+        f"batch.max_tokens_per_micro_batch={tokens}: a training step needs {needed / GIB:.1f} GiB with {checkpointing}"
+        f", and {usable / GIB:.1f} GiB are usable; lower it, raise policy.context_parallel, or use more GPUs"
+    )
+
+
+@contextmanager
+def out_of_memory_in_one_line(config: Config) -> Iterator[None]:
+    """Raise the OutOfMemoryError of a training step as RunError.
+
+    Trial steps cannot rule it out: real batches have other shapes, and other processes may take device memory later.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        why = in_one_line(error).partition(" If reserved ")[0]  # advice about torch's allocator follows
+        raise RunError(
+            f"batch.max_tokens_per_micro_batch={config.batch.max_tokens_per_micro_batch}: a training step does not fit "
+            f"into device memory ({why}); lower it, set policy.gradient_checkpointing to true, free the engine's "
+            f"memory (engine.sleep true, sync_frequency 1), {TO_HOST}"
+        ) from error
 
 
 def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> Config:
@@ -107,8 +128,7 @@ def fit_to_memory(policy: Policy, config: Config, world: World) -> int:
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"batch.max_tokens_per_micro_batch={config.batch.max_tokens_per_micro_batch}: a trial step of "
-            f"{trial_sizes(config)[1]} tokens does not fit beside weights, optimizer state and engine; "
-            "use policy.cpu_offload (with an adapter: policy.lora.base_on_host) or more GPUs"
+            f"{trial_sizes(config)[1]} tokens does not fit beside weights, optimizer state and engine; {TO_HOST}"
         ) from error
 
 
@@ -125,9 +145,15 @@ def candidate_sizes(config: Config) -> list[int]:
 
 
 def fit_tokens(policy: Policy, config: Config, world: World) -> int:
-    """Return the best size that fits with the current checkpointing, or the smallest if none does. Collective."""
-    sizes = candidate_sizes(config)
-    return next(iter(_sizes_that_fit(sizes, _measure_all_ranks(policy, config, world), policy)), sizes[-1])
+    """Return the best size that fits with the current checkpointing. Collective. Raises RunError if none does."""
+    sizes, blocks = candidate_sizes(config), len(blocks_of(policy.model))
+    measured = _measure_all_ranks(policy, config, world)
+    if fitting := _sizes_that_fit(sizes, measured, policy):
+        return fitting[0]
+    # Every rank evaluates the measurements of all ranks, so the error is raised on all of them.
+    footprint, usable = max(measured, key=lambda seen: seen[0].bytes_needed(sizes[-1], blocks) - seen[1])
+    checkpointing = f"policy.gradient_checkpointing={config.policy.gradient_checkpointing}"
+    raise _too_large(sizes[-1], checkpointing, footprint.bytes_needed(sizes[-1], blocks), usable)
 
 
 def fit_tokens_and_blocks(policy: Policy, config: Config, world: World) -> int:

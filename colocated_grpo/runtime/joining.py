@@ -10,7 +10,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, Self
@@ -22,12 +21,11 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import AlreadyReported, RunError, in_one_line
 from colocated_grpo.runtime.addresses import own_address, wait_for_listener
 from colocated_grpo.runtime.node_links import LinkAddress
+from colocated_grpo.runtime.stores import wait_for_keys
 from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
 
 JOIN_SECONDS = 600.0
 """Longest wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""
-SLICE = timedelta(seconds=1)
-"""A wait in the store blocks signal handlers, so long waits consist of short ones."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 MEMBER_KEY, COUNT_KEY, COMPLETE_KEY = "member", "members", "complete"
 
@@ -152,12 +150,9 @@ def _key(rank: int) -> str:
 
 def _wait_for(store: dist.Store, key: str, deadline: float, explain: Callable[[], str]) -> bytes:
     """Return the value of a key. Raises RunError with `explain()` after the deadline."""
-    while True:
-        with suppress(dist.DistStoreError):  # not there yet
-            store.wait([key], SLICE)
-            return store.get(key)
-        if time.monotonic() > deadline:
-            raise RunError(explain())
+    if wait_for_keys(store, [key], deadline):
+        raise RunError(explain())
+    return store.get(key)
 
 
 def _not_started(ranks: Sequence[int], size: int) -> str:

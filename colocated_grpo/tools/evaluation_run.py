@@ -16,7 +16,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import EvaluationSet, Evaluator
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.vllm.kv_budget import GRAPH_STEP, MAX_NUM_SEQS, MIN_NUM_SEQS
+from colocated_grpo.rollout.vllm.kv_budget import with_sequences
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.joining import join
 from colocated_grpo.tools.subject_engine import subject_engine
@@ -68,9 +68,7 @@ def with_batch_size(config: Config, sets: Sequence[EvaluationSet], world: World)
     if config.engine.max_num_seqs is not None:
         return config
     engines = world.size // config.engine.tensor_parallel_size
-    largest = max(ceil(len(each.prompts) / engines) * each.samples for each in sets)
-    size = min(max(ceil(largest / GRAPH_STEP) * GRAPH_STEP, MIN_NUM_SEQS), MAX_NUM_SEQS)
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": size})})
+    return with_sequences(config, max(ceil(len(each.prompts) / engines) * each.samples for each in sets))
 
 
 def _lines(group: Group) -> list[JsonObject]:

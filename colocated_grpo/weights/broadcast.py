@@ -17,7 +17,7 @@ from colocated_grpo.runtime.addresses import own_address
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import serve_store
 from colocated_grpo.weights.buckets import count_shards, gather, make_buckets
-from colocated_grpo.weights.joined_group import JoinedGroup
+from colocated_grpo.weights.joined_group import JoinedGroup, MissingMembers
 
 POLL_SECONDS = 0.0002
 
@@ -77,7 +77,7 @@ class BroadcastSync:
         try:
             work.wait()
         except RuntimeError as error:
-            urls = ", ".join(server.url for server in self._servers)
+            urls = _urls(self._servers)
             raise RunError(f"engine.urls={urls}: lost during a weight sync ({in_one_line(error)})") from None
 
     def _post(self, server: EngineServer, path: str, body: Mapping[str, Any] | None = None) -> Future[Any]:
@@ -96,32 +96,46 @@ class BroadcastSync:
         if self._group is not None:
             self._group.close()
             self._group = None
-        size = 1 + sum(info["tensor_parallel_size"] for info in infos)
+        counts = [info["tensor_parallel_size"] for info in infos]
+        # The server of each rank in the group, from rank 1; this process is rank 0.
+        members = [server for server, count in zip(self._servers, counts, strict=True) for _ in range(count)]
         timeout = self._servers[0].timeout
         host = own_address(self._servers[0].host)
         store, port = serve_store(host, 0, timeout)
-        first_rank, offers = 1, []
-        for server, info in zip(self._servers, infos, strict=True):
-            offer = {
-                "address": host,
-                "port": port,
-                "first_rank": first_rank,
-                "group_size": size,
-                "timeout": timeout,
-                "trainer_ranks": self._num_shards,
-                "prefix": self._prefix,
-                "shapes": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
-            }
-            offers.append(self._post(server, "/bridge/init", offer))
-            first_rank += info["tensor_parallel_size"]
-        for offer in offers:
-            offer.result()  # accepted: the server joins from now on
-        try:
-            self._group = JoinedGroup(store, 0, size, self._world.device, timeout)
-        except RuntimeError as error:
-            urls = ", ".join(server.url for server in self._servers)
-            raise RunError(f"engine.urls={urls}: did not join the weight sync ({in_one_line(error)})") from None
+        offer = {
+            "address": host,
+            "port": port,
+            "group_size": 1 + len(members),
+            "timeout": timeout,
+            "trainer_ranks": self._num_shards,
+            "prefix": self._prefix,
+            "shapes": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
+        }
+        first_ranks = [1 + members.index(server) for server in self._servers]
+        accepted = [
+            self._post(server, "/bridge/init", offer | {"first_rank": first_rank})
+            for server, first_rank in zip(self._servers, first_ranks, strict=True)
+        ]
+        for each in accepted:
+            each.result()  # the server joins from now on
+        self._group = self._enter(store, members)
         return instances
+
+    def _enter(self, store: dist.Store, members: Sequence[EngineServer]) -> JoinedGroup:
+        """Return the group of this rank and `members`, which have accepted the offer. Raises RunError."""
+        timeout = self._servers[0].timeout
+        try:
+            return JoinedGroup(store, 0, 1 + len(members), self._world.device, timeout)
+        except MissingMembers as error:
+            urls = _urls([members[rank - 1] for rank in error.ranks])
+            raise RunError(
+                f"engine.urls={urls}: did not join the weight sync within engine.server_timeout={timeout:g} s; "
+                "look into the log of the server"
+            ) from None
+        except RuntimeError as error:
+            raise RunError(
+                f"engine.urls={_urls(members)}: did not join the weight sync ({in_one_line(error)})"
+            ) from None
 
     def _check(self, infos: Sequence[Mapping[str, Any]]) -> None:
         for server, info in zip(self._servers, infos, strict=True):
@@ -130,3 +144,7 @@ class BroadcastSync:
                     f"engine.urls={server.url}: computes in {info['dtype']} on {info['device']}; all servers need one "
                     f"--dtype and the trainer's device type, {self._world.device.type}"
                 )
+
+
+def _urls(servers: Sequence[EngineServer]) -> str:
+    return ", ".join(dict.fromkeys(server.url for server in servers))

@@ -16,6 +16,7 @@ from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import whole
 from colocated_grpo.weights.buckets import Bucket, ShardSlice, count_shards, gather, make_buckets, shard_slices
 from colocated_grpo.weights.plan import Plan, build_plan
+from colocated_grpo.weights.planned_copy import write_planned
 
 
 class ColocatedSync:
@@ -63,7 +64,8 @@ class ColocatedSync:
     @torch.no_grad()
     def sync(self) -> None:
         if self.plan is not None:
-            self._write(self.plan)
+            gathered = ((slices, self._gather(bucket)) for bucket, slices in self._buckets)
+            write_planned(gathered, self.plan, self._device)
             return
         self._engine.load_weights(self._full_tensors())
         if not self._loaded_once:
@@ -94,39 +96,5 @@ class ColocatedSync:
         gathered = self._gather(bucket)
         return all(torch.equal(part.destination, part.source(gathered)) for part in slices)
 
-    def _write(self, plan: Plan) -> None:
-        copy = SideStreamCopy(self._device)
-        for bucket, slices in self._buckets:
-            gathered = self._gather(bucket)
-            copy([part.destination for part in slices], [part.source(gathered) for part in slices])
-        copy.wait()
-        for rows in plan.padding:
-            rows.zero_()
-
     def _gather(self, bucket: Bucket) -> Tensor:
         return gather(bucket, self._parameters, self._dtype, self._device)
-
-
-class SideStreamCopy:
-    """Copies on a side stream on CUDA, in parallel with the next gather; plain copies on other devices."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: torch.Event | None = None
-
-    def __call__(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        if self._stream is None:
-            torch._foreach_copy_(list(destinations), list(sources))
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            torch._foreach_copy_(list(destinations), list(sources))
-            for source in sources:
-                source.record_stream(self._stream)
-        if self._last is not None:
-            self._last.synchronize()  # each gather queued further ahead would need one more bucket of memory
-        self._last = self._stream.record_event()
-
-    def wait(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)

@@ -16,9 +16,9 @@ from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.addresses import CONNECT_SECONDS
 from colocated_grpo.runtime.stores import connect_store
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices
-from colocated_grpo.weights.colocated import SideStreamCopy
 from colocated_grpo.weights.joined_group import JoinedGroup
 from colocated_grpo.weights.plan import Plan
+from colocated_grpo.weights.planned_copy import write_planned
 from colocated_grpo.weights.verified_plan import verified_plan
 
 
@@ -81,10 +81,11 @@ class WeightReceiver:
         if self._group is None:
             raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
         try:
-            if self._plan is None:
+            if (plan := self._plan) is None:
                 self._engine.load_weights(self._stored())
             else:
-                self._write(self._plan)
+                received = ((shard_slices(bucket, plan), values) for bucket, values in self._received())
+                write_planned(received, plan, self._device)
         except RuntimeError as error:
             self._leave()
             raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None
@@ -100,15 +101,6 @@ class WeightReceiver:
             values = torch.empty(bucket.num_shards, bucket.size, dtype=self._dtype, device=self._device)
             self._group.broadcast(values).wait()
             yield bucket, values
-
-    def _write(self, plan: Plan) -> None:
-        copy = SideStreamCopy(self._device)
-        for bucket, values in self._received():
-            slices = shard_slices(bucket, plan)
-            copy([part.destination for part in slices], [part.source(values) for part in slices])
-        copy.wait()
-        for rows in plan.padding:
-            rows.zero_()
 
     def _leave(self) -> None:
         if self._group is not None:

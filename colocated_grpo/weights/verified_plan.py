@@ -10,9 +10,8 @@ import torch
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.model import read_from
 from colocated_grpo.rollout.engine import LocalEngine
+from colocated_grpo.runtime.text_part import OUTPUT_LAYER
 from colocated_grpo.weights.plan import Plan, Target, build_plan
-
-OUTPUT_LAYER = "lm_head.weight"
 
 
 def verified_plan(engine: LocalEngine, shapes: Mapping[str, torch.Size], prefix: str, folder: Path) -> Plan | None:

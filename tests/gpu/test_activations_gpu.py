@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,9 +11,16 @@ import pytest
 import torch
 
 from colocated_grpo.batching import Minibatch
+from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.activations import dummy_micro_batch, fit_to_memory, measure, run_trial_step
+from colocated_grpo.policy.activations import (
+    dummy_micro_batch,
+    fit_to_memory,
+    measure,
+    out_of_memory_in_one_line,
+    run_trial_step,
+)
 from colocated_grpo.policy.blocks import num_checkpointed, set_checkpointed
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import Shape
@@ -62,5 +70,12 @@ def test_training_fits_into_free_memory_with_as_few_checkpointed_blocks_as_neede
         assert policy.version == 2
 
         set_checkpointed(policy.model, 0)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(RunError) as raised, out_of_memory_in_one_line(config):
             run_trial_step(policy, config, TOKENS)
+        assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+        assert re.fullmatch(
+            rf"batch\.max_tokens_per_micro_batch={TOKENS}: a training step does not fit into device memory "
+            r"\(OutOfMemoryError: CUDA out of memory\. Tried to allocate [^\n]*\); lower it, [^\n]*",
+            str(raised.value),
+        )
+        assert "ALLOC_CONF" not in str(raised.value)

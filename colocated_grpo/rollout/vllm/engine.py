@@ -141,7 +141,8 @@ class VLLMEngine:
             return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k), self.adapters.active)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._buffers = {}  # the checkpoint of some families has buffers too
+        # The checkpoint of some families has buffers too, and vLLM replaces buffers of the layers that it rebuilds.
+        self._buffers = {}
         if self.transforms_weights:
             # The layers do not have the checkpoint's shapes: vLLM rebuilds them one by one.
             for method in _expert_methods(self.model):

@@ -44,22 +44,52 @@ def with_max_num_seqs(config: Config, ranks: int) -> Config:
     rollout = config.rollout
     engines = 1 if rollout.generation == "replicated" else ranks // config.engine.tensor_parallel_size
     per_engine = ceil(rollout.prompts_per_step / engines) * rollout.group_size  # groups are not split
-    max_num_seqs = min(max(ceil(per_engine / GRAPH_STEP) * GRAPH_STEP, MIN_NUM_SEQS), MAX_NUM_SEQS)
-    if config.atropos is not None:
-        max_num_seqs = SERVER_NUM_SEQS
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": max_num_seqs})})
+    return with_sequences(config, SERVER_NUM_SEQS if config.atropos is not None else per_engine)
+
+
+def with_sequences(config: Config, sequences: int) -> Config:
+    """Set engine.max_num_seqs for an engine that receives `sequences` at a time, rounded up to a CUDA graph."""
+    size = min(max(ceil(sequences / GRAPH_STEP) * GRAPH_STEP, MIN_NUM_SEQS), MAX_NUM_SEQS)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": size})})
 
 
 def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """vLLM arguments that size the KV cache from free memory. Call after the trainer's resident state is allocated."""
-    engine = config.engine
+    engine, given = config.engine, config.engine.kv_cache_memory_bytes
+    if given is not None:
+        _check_holds_a_sequence(given, config, folder, dtype)
     if device.type == "cpu":
-        size = engine.kv_cache_memory_bytes or min(CPU_LIMIT, max(MIN_CACHE, useful_bytes(config, folder, dtype)))
+        size = given or min(CPU_LIMIT, max(MIN_CACHE, useful_bytes(config, folder, dtype)))
         return {"kv_cache_memory_bytes": size}
-    if engine.kv_cache_memory_bytes is None and engine.gpu_memory_utilization is not None:
+    if given is None and engine.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": engine.gpu_memory_utilization}
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    size = given or _size_beside(free, config, folder, dtype)
+    # Even if the exact size is given, vLLM does not start if its utilisation exceeds the fraction that is free after it
+    # has initialised NCCL and its kernels (2.3 GiB on an H100). It uses the value for nothing else then.
+    return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": round(free / total / 2, 4)}
+
+
+def _check_holds_a_sequence(size: int, config: Config, folder: Path, dtype: torch.dtype) -> None:
+    """Raise RunError for a cache in which no sequence of full length fits: vLLM's own error names other settings.
+
+    Layers that cache a window only, and caches of another type than the engine's, are left to vLLM.
+    """
+    hf_config = read_text_config(folder, trust_remote_code=config.model.trust_remote_code)
+    if getattr(hf_config.get_text_config(), "sliding_window", None) or "kv_cache_dtype" in config.engine.args:
+        return
+    longest = config.engine.max_model_len or config.max_sequence_tokens
+    needed = longest * kv_bytes_per_token(hf_config, dtype.itemsize, config.engine.tensor_parallel_size)
+    if size < needed:
+        raise RunError(
+            f"engine.kv_cache_memory_bytes={size}: one sequence of {longest} tokens needs {needed} bytes; raise it, or "
+            "lower engine.max_model_len or rollout.max_completion_tokens"
+        )
+
+
+def _size_beside(free: int, config: Config, folder: Path, dtype: torch.dtype) -> int:
+    """Return the automatic size, for `free` bytes that the engine's weights need too."""
     room = free - weight_bytes(config, folder, dtype) - ENGINE_RESERVE
     if room < MIN_CACHE:
         raise RunError(
@@ -67,10 +97,7 @@ def kv_cache_arguments(config: Config, folder: Path, dtype: torch.dtype, device:
             "set policy.cpu_offload (with an adapter: policy.lora.base_on_host), or use more GPUs; for a server, lower "
             "--max-model-len or --max-num-seqs"
         )
-    size = engine.kv_cache_memory_bytes or min(room, max(MIN_CACHE, useful_bytes(config, folder, dtype)))
-    # Even if the exact size is given, vLLM does not start if its utilisation exceeds the fraction that is free after it
-    # has initialised NCCL and its kernels (2.3 GiB on an H100). It uses the value for nothing else then.
-    return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": round(free / total / 2, 4)}
+    return min(room, max(MIN_CACHE, useful_bytes(config, folder, dtype)))
 
 
 def useful_bytes(config: Config, folder: Path, dtype: torch.dtype) -> int:

@@ -108,6 +108,28 @@ def test_wrong_engine_weights_on_one_rank_end_the_run_with_both_logprobs(tmp_pat
     assert run.rows("train") == []
 
 
+NO_MEMORY_ON_RANK_1 = """
+import torch
+from colocated_grpo.policy.policy import Policy
+forward_backward = Policy.forward_backward
+def without_memory(self, *arguments):
+    if RANK == "1" and self.version == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    forward_backward(self, *arguments)
+Policy.forward_backward = without_memory
+"""
+
+
+def test_memory_that_runs_out_in_a_training_step_ends_the_run_with_one_line(tmp_path):
+    run = failed(ForkedRun(tmp_path, faulty(tmp_path, NO_MEMORY_ON_RANK_1), ranks=2))
+    [line] = run.stderr.splitlines()
+    assert line.startswith(
+        "error: batch.max_tokens_per_micro_batch=512: a training step does not fit into device memory "
+        "(OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.); lower it, "
+    )
+    assert [row["step"] for row in run.rows("train")] == [0]
+
+
 def test_more_reward_errors_than_allowed_end_the_run_with_one_line(tmp_path):
     run = failed(ForkedRun(tmp_path, faulty(tmp_path, "judge = lambda: 1 / 0"), ranks=2))
     [line] = run.stderr.splitlines()

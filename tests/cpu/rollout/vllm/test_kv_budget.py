@@ -166,6 +166,33 @@ def test_a_cache_size_or_utilization_from_the_config_is_used(folder, gpu):
     assert sized(folder, "cpu", 4000, **both) == {"kv_cache_memory_bytes": 123 << 20}
 
 
+def test_a_cache_size_from_the_config_may_use_the_reserve_of_the_automatic_size(folder, gpu):
+    free = gpu(MIN_CACHE - ENGINE_RESERVE)
+    sized_by_hand = sized(folder, "cuda", 400, kv_cache_memory_bytes=MIN_CACHE)
+    assert sized_by_hand == {"kv_cache_memory_bytes": MIN_CACHE, "gpu_memory_utilization": 0.25}
+    with pytest.raises(RunError, match=rf"^engine: {free / (1 << 30):.1f} GiB are free beside the trainer"):
+        sized(folder, "cuda", 400)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_cache_size_from_the_config_must_hold_one_sequence(folder, gpu, device):
+    gpu(useful(2000))
+    needed = BYTES_PER_TOKEN * 400
+    assert sized(folder, device, 400, kv_cache_memory_bytes=needed)["kv_cache_memory_bytes"] == needed
+    with pytest.raises(RunError) as raised:
+        sized(folder, device, 400, kv_cache_memory_bytes=needed - 1)
+    assert str(raised.value).startswith(
+        f"engine.kv_cache_memory_bytes={needed - 1}: one sequence of 400 tokens needs {needed} bytes; raise it, or"
+    )
+    assert "\n" not in str(raised.value)
+
+
+def test_a_cache_whose_use_only_vllm_knows_is_not_refused(tmp_path, folder):
+    windows, small = make_small_model(tmp_path / "windows", "gemma3"), {"kv_cache_memory_bytes": 1000}
+    assert sized(windows, "cpu", 400, **small) == small
+    assert sized(folder, "cpu", 400, **small, args={"kv_cache_dtype": "fp8"}) == small
+
+
 @pytest.mark.parametrize(("longest", "expected"), [(100, MIN_CACHE), (4000, useful(4000)), (400_000, CPU_LIMIT)])
 def test_on_a_cpu_the_cache_has_bounds(folder, longest, expected):
     assert sized(folder, "cpu", longest) == {"kv_cache_memory_bytes": expected}
