@@ -13,8 +13,9 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from colocated_grpo.build.evaluation import Evaluated, read_evaluated
 from colocated_grpo.build.user_code import Guarded, GuardedEpisode, GuardedScorer
 from colocated_grpo.config.adapter_files import adapter_shape
+from colocated_grpo.config.config_json import config_json_in, shape_of
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import is_inline, shape_of
+from colocated_grpo.config.inputs import is_inline
 from colocated_grpo.config.schema import Config, ModelConfig
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.environments.build import PlayedByAgents
@@ -82,7 +83,7 @@ def read_model_files(config: Config, world: World) -> ModelFiles:
         hf_config=hf_config,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, folder),
-        shape=shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))) | adapter_shape(config),
+        shape=shape_of(config_json_in(folder)) | adapter_shape(config),
     )
 
 

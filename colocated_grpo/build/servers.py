@@ -12,8 +12,8 @@ import torch
 
 from colocated_grpo.build.data import ModelFiles
 from colocated_grpo.build.engines import Engines
+from colocated_grpo.config.config_json import first_difference, read_config_json, shape_of
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import first_difference, read_config_json, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport

@@ -147,8 +147,8 @@ def missing_devices(launch: Launch) -> list[str]:
 
 def model_verdict(launch: Launch, config: Config) -> str:
     """Return what the model's config.json alone says about this run. Raises LaunchError where the model cannot run."""
+    from colocated_grpo.config.config_json import read_config_json
     from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.config.inputs import read_config_json
     from colocated_grpo.config.model_support import check_cpu_engine, check_trains, verdict
 
     try:

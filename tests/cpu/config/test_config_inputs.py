@@ -9,8 +9,9 @@ import pytest
 
 from colocated_grpo.config import adapter_files
 from colocated_grpo.config.adapter_files import WEIGHTS_FILE
+from colocated_grpo.config.config_json import longest_sequence
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import DATA_SUFFIXES, check_inputs, longest_sequence
+from colocated_grpo.config.inputs import DATA_SUFFIXES, check_inputs
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.dataset import READERS
 from tests.support.config_text import load
