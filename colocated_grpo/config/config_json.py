@@ -74,6 +74,7 @@ def _hub_config(model: ModelConfig, section: str) -> Path:
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
+        HTTPError,
         RemoteEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -106,7 +107,7 @@ def _hub_config(model: ModelConfig, section: str) -> Path:
         raise ConfigError(
             f"{section}.name={model.name!r}: no config.json on the Hub; expected a transformers model"
         ) from None
-    except OSError as error:
+    except (HTTPError, OSError) as error:
         raise ConfigError(
             f"{name}, not in the local cache, and the Hub cannot be reached ({_first_sentence(error)})"
         ) from None
