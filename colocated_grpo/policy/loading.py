@@ -13,19 +13,19 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.policy import linear_attention
 from colocated_grpo.policy.attention import implementation_for
 from colocated_grpo.policy.blocks import blocks_of
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, Weights, allocate
 from colocated_grpo.policy.model import (
     PackedLM,
     build_empty,
     freeze,
-    load_shards,
     prepare_blocks,
-    read_parameters,
     require_input_gradients,
     shard,
     transformer_blocks,
 )
 from colocated_grpo.policy.routing import RoutingReplay
+from colocated_grpo.policy.shards import load_shards, read_from, read_parameters, stored_names
 from colocated_grpo.runtime.distributed import World
 
 
@@ -93,7 +93,10 @@ def _without_fsdp(config: Config, world: World) -> bool:
 
 
 def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> PackedLM:
-    """Build the model with its buffers, and with parameters without storage."""
+    """Build the model with its buffers, and with parameters without storage.
+
+    Raises ConfigError if the checkpoint lacks tensors, or has other shapes: before device memory is allocated.
+    """
     dtype = compute_dtype(config, world.device)
     model = build_empty(
         hf_config,
@@ -109,8 +112,9 @@ def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, worl
     )
     if world.device.type == "cuda" and not model.shares_prefixes:
         linear_attention.kernel()  # raises before device memory is allocated
-    if buffers := model.hf_buffers():
-        read_parameters(buffers, model.lm.base_model_prefix, folder)
+    reader, prefix = CheckpointReader(folder), model.lm.base_model_prefix
+    stored_names(reader, model.hf_parameters(), prefix)
+    read_from(reader, model.hf_buffers(), prefix)
     return model
 
 
