@@ -14,6 +14,7 @@ from colocated_grpo.policy import linear_attention
 from colocated_grpo.policy.attention import implementation_for
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
+from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, Weights, allocate
 from colocated_grpo.policy.model import (
     PackedLM,
@@ -47,6 +48,8 @@ def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, wor
     if config.policy.train_layers is not None:
         freeze(model, compute_dtype(config, world.device), config.policy.train_layers)
     _prepare_blocks(config, model, world)
+    if coefficient := config.policy.load_balancing:  # an adapter has none: it freezes the routers
+        model.balancing = LoadBalancing(model, model.lm.config.model_type, coefficient, world.device)
     if _without_fsdp(config, world):
         return UnshardedWeights(model, folder, world.device, compute_dtype(config, world.device))
     _load_sharded(config, model, folder, world, offloaded=config.policy.cpu_offload)

@@ -33,6 +33,7 @@ from colocated_grpo.policy.attention import PACKED, with_own_keys
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.conversion import conversion_of
 from colocated_grpo.policy.linear_attention import pack_linear_attention
+from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.logprobs import linear_logprobs
 from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.policy.routing import RoutingReplay
@@ -73,6 +74,8 @@ class PackedLM(nn.Module):
         """Applied to the tokens of each forward pass; compiled blocks need `with_own_keys`."""
         self.replay: RoutingReplay | None = None
         """Replaces the routers' choice by the routes of the tokens."""
+        self.balancing: LoadBalancing | None = None
+        """Adds a loss to every backward pass through the routers."""
 
     def forward(self, tokens: PackedTokens, head: Head = linear_logprobs) -> tuple[Tensor, ...]:
         """Apply `head` to the scored tokens; by default return log-probabilities and entropies, both [N] float32."""
