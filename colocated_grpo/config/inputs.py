@@ -53,7 +53,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     missing += _check_chat_template(config.model.chat_template)
     missing += _check_adapter(config)
     missing += _check_key("engine.api_key_variable", config.engine.api_key_variable)
-    missing += _check_trackers(config)
+    missing += _check_packages(config)
     missing += check_hub(config.hub)
     if missing:
         raise ConfigError(*missing)
@@ -160,7 +160,9 @@ def _check_key(setting: str, variable: str | None) -> Iterator[str]:
         yield f"{setting}={variable!r}: this environment variable is not set; export it"
 
 
-def _check_trackers(config: Config) -> Iterator[str]:
+def _check_packages(config: Config) -> Iterator[str]:
+    if config.policy.optimizer.type == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        yield "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
     for name in config.tracking.trackers:
         if importlib.util.find_spec(name) is None:
             yield f"tracking.trackers={name!r}: this package is not installed; pip install {name.replace('_', '-')}"
