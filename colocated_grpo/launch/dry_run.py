@@ -33,21 +33,23 @@ def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
 
 
 def environment_problems(config: Config) -> list[str]:
-    """Build the environments as a run does: import their code, read their data, draw the prompts of a step.
+    """Build environments and evaluation sets as a run does: import their code, read their data, draw prompts.
 
     Prints how many rows are left out. Returns the error lines of the first problem.
     """
     from colocated_grpo.build.data import read_tokenizer
+    from colocated_grpo.build.evaluation import draw_evaluated, import_sets
     from colocated_grpo.environments import build_environments
 
     try:
-        environments = build_environments(config, read_tokenizer(config))
+        tokenizer = read_tokenizer(config)
+        environments = build_environments(config, tokenizer)
+        sources, _ = import_sets(config, tokenizer, environments)
         if environments.entries:
             environments.open_source().next(config.rollout.prompts_per_step)
             for line in environments.filter_notes():
                 print(f"note: {line}")
-            if config.evaluation.every:
-                environments.held_out(config.evaluation.prompts)
+        draw_evaluated(config, environments, sources, lambda line: print(f"note: {line}"))
     except (ConfigError, RunError) as error:
         return str(error).splitlines()
     return []

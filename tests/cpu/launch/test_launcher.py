@@ -111,6 +111,7 @@ def test_a_dry_run_warns_about_missing_gpus_as_it_may_be_meant_for_another_machi
     assert "warning: --gpus=16: only 8 GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)\n" in output
 
 
+SET = "[{name: own, %s}]"
 ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
 
 
@@ -125,6 +126,11 @@ ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
         (["--environments.0.args", "{min_digit: 3}"], "environments 'sorting': unknown argument 'min_digit'; did you"),
         (["--environments", ROWS % "math_verify"], "environments 'rows.jsonl': no rows in 'train'"),
         (["--environments", ROWS % "broken.py:right"], "environments 'rows.jsonl': rewards: cannot import 'broken.py'"),
+        (["--evaluation.sets", SET % "source: rows.jsonl, rewards: [gsm8k]"], "environments 'eval/own': no rows in"),
+        (
+            ["--evaluation.sets", SET % "source: {name: sorting}, answer: 'broken.py:right'"],
+            "evaluation set 'own': answer: cannot import 'broken.py'",
+        ),
         (["--rollout.max_prompt_tokens", "3"], "environments 'sorting': 1000 consecutive prompts are empty or longer"),
     ],
 )
