@@ -28,6 +28,8 @@ from colocated_grpo.build.policy import (
     build_freshness,
     build_opponent,
     build_reference,
+    check_engine,
+    fetch_opponent,
     opponent_state,
     read_opponent,
 )
@@ -135,6 +137,8 @@ def build_run(
     tracker = make_tracker(folder, output, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
         model = read_model_files(config, world)
+        opponent_folder = fetch_opponent(config, world)
+        check_engine(config, model, world)
     with output.phase("reading data, rewards and environments"):
         data = build_data(config, model, world, tracker)
     inbox = Inbox()
@@ -146,7 +150,7 @@ def build_run(
     with output.phase("reading the weights"):
         policy = Policy(config, model.hf_config, model.folder, world)
         reference = build_reference(config, model, policy, world)
-        opponent_shards = read_opponent(config, model.hf_config, world)
+        opponent_shards = read_opponent(config, opponent_folder, model.hf_config, world)
         others = opponent_state(config.opponent, opponent_shards)
         checkpoints = Checkpoints(folder, config.checkpoint, world, others, tracker.note)
         start, state = checkpoints.restore(policy)

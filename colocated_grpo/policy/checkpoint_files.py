@@ -30,35 +30,36 @@ Rows = Callable[[slice], Tensor]
 """Takes a slice of rows; returns a view of the memory-mapped file, in the stored dtype."""
 
 
-def fetch_model(config: ModelConfig, world: World) -> Path:
+def fetch_model(config: ModelConfig, world: World, key: str = "model.name") -> Path:
     """Return the model's folder. A Hub name is downloaded once per node, into the Hub cache. Collective.
 
-    Raises ConfigError where a folder that a run has exported is damaged.
+    key: the setting that names the model. Raises ConfigError where a folder that a run has exported is damaged, and
+    RunError where a download fails.
     """
     if Path(config.name).is_dir():
         folder = Path(config.name).absolute()  # a reward function may change the working directory of the process
-        world.from_main(lambda: check_export(f"model.name={config.name!r}", folder))
+        world.from_main(lambda: check_export(f"{key}={config.name!r}", folder))
         return folder
 
     if os.environ["LOCAL_RANK"] == "0":
-        _download_model(config)
+        _download_model(config, key)
     world.barrier()
-    return _download_model(config)
+    return _download_model(config, key)
 
 
 def fetch_tokenizer(config: ModelConfig) -> Path:
     """Return a folder with the model's tokenizer and config. Of a Hub model only small files are downloaded."""
     if Path(config.name).is_dir():
         return Path(config.name).absolute()  # as in `fetch_model`
-    return _download(config, SMALL_FILES)
+    return _download(config, "model.name", SMALL_FILES)
 
 
-def _download_model(config: ModelConfig) -> Path:
-    folder = _download(config, WANTED_FILES)
-    return folder if any(folder.glob("*.safetensors")) else _download(config, ["pytorch_model*.bin"])
+def _download_model(config: ModelConfig, key: str) -> Path:
+    folder = _download(config, key, WANTED_FILES)
+    return folder if any(folder.glob("*.safetensors")) else _download(config, key, ["pytorch_model*.bin"])
 
 
-def _download(config: ModelConfig, wanted: list[str]) -> Path:
+def _download(config: ModelConfig, key: str, wanted: list[str]) -> Path:
     """Download the files that match into the Hub cache, and return the model's folder there. Raises RunError."""
     try:
         return Path(
@@ -68,7 +69,7 @@ def _download(config: ModelConfig, wanted: list[str]) -> Path:
         )
     except (HTTPError, OSError, RuntimeError) as error:  # connections that break: of httpx, of sockets, of hf_xet
         raise RunError(
-            f"model.name={config.name!r}: cannot be downloaded: {in_one_line(error)}; check network, disk and "
+            f"{key}={config.name!r}: cannot be downloaded: {in_one_line(error)}; check network, disk and "
             "HF_TOKEN, and start again: files that are complete are kept"
         ) from error
 

@@ -56,11 +56,8 @@ class VLLMEngine:
     admission_cost = 3  # a step with prompts has no CUDA graph
 
     def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
-        patches.apply("cuda" if world.device.type == "cuda" else "cpu")
+        prepare(config, folder, dtype, world.device)
         if world.device.type == "cpu":
-            setting, adapters = f"model.name={str(folder)!r}", bool(config.engine.args.get("enable_lora"))
-            config_json = config_json_in(folder)
-            check_cpu_engine(config_json, setting, bfloat16=dtype == torch.bfloat16, adapters=adapters)
             name_shared_memory(world)
         config = with_max_num_seqs(config, world.size)
         self._on_gpu = world.device.type == "cuda"
@@ -188,6 +185,20 @@ class VLLMEngine:
         forget_graph_pool()
 
 
+def prepare(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Install the patches, and check that vLLM has the model of `folder`. Takes no device memory.
+
+    A run calls it before it reads weights; the engine's constructor again, which then installs nothing. Raises
+    ConfigError or RunError.
+    """
+    patches.apply("cuda" if device.type == "cuda" else "cpu")
+    config_json = config_json_in(folder)
+    check_has_class(folder, config_json)
+    if device.type == "cpu":
+        setting, adapters = f"model.name={str(folder)!r}", bool(config.engine.args.get("enable_lora"))
+        check_cpu_engine(config_json, setting, bfloat16=dtype == torch.bfloat16, adapters=adapters)
+
+
 def _request_routes(engine: Any, worker: Any) -> RequestRoutes:
     """Return the recorder of an engine that was built with `RECORD_ROUTES`, whose worker records already."""
     # Imported here: it imports vLLM's layers of experts, which other models do not need.
@@ -219,7 +230,6 @@ def _engine_arguments(
     on_gpu = world.device.type == "cuda"
     max_model_len = engine.max_model_len or config.max_sequence_tokens
     config_json = config_json_in(folder)
-    check_has_class(folder, config_json)
     arguments: dict[str, Any] = {
         "model": str(folder),
         "trust_remote_code": config.model.trust_remote_code,
