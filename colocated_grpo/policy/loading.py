@@ -21,6 +21,7 @@ from colocated_grpo.policy.model import (
     build_empty,
     freeze,
     prepare_blocks,
+    read_model_config,
     require_input_gradients,
     shard,
     transformer_blocks,
@@ -38,6 +39,21 @@ def dtype_of(setting: Literal["auto", "bfloat16", "float16", "float32"], *, auto
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """Return the type of weights and activations in forward and backward passes."""
     return dtype_of(config.policy.compute_dtype, auto=torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def check_model(config: Config, folder: Path) -> None:
+    """Raise ConfigError where the model in `folder` cannot be built, or a local checkpoint does not fit it.
+
+    Allocates no parameters. folder: it may lack the weights of a model of the Hub, which are not downloaded.
+    """
+    model = build_empty(
+        read_model_config(config.model, folder),
+        config.policy.logprob_chunk_tokens,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    transformer_blocks(model.lm)
+    if Path(config.model.name).is_dir():
+        stored_names(CheckpointReader(folder), model.hf_parameters(), model.lm.base_model_prefix)
 
 
 def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> Weights:

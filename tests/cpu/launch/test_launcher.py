@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -19,6 +21,7 @@ from colocated_grpo.launch.launcher import child_environment, main, torchrun_com
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
 from colocated_grpo.tracking import RunOutput
 from tests.support.paths import ROOT
+from tests.support.training_runs import tiny_model
 
 ELASTIC = "colocated_grpo.launch.elastic"
 LAUNCHER = ROOT / "run_colocated_grpo.py"
@@ -154,9 +157,25 @@ def test_a_model_that_does_not_train_is_refused_before_anything_starts(config, e
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        ("num_hidden_layers", "model.name='./model': transformers cannot read it: "),
+        ("vocab_size", "model.name={}: 'model.embed_tokens.weight' has shape "),
+    ],
+)
+def test_a_dry_run_builds_the_model_and_compares_its_checkpoint(config, eight_gpus, tmp_path, capsys, key, line):
+    entries = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(entries | {key: entries[key] + 1}))
+    assert main(["--config", config, "--dry-run"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: " + line.format(repr(str(tmp_path / "model")))) and errors.count("\n") == 1
+
+
 @pytest.mark.parametrize("flags", [["--gpus", "0"], ["--gpus", "1"]])
 def test_head_sizes_are_refused_only_where_the_cpu_engine_lacks_them(config, eight_gpus, capsys, flags):
-    Path("model/config.json").write_text('{"model_type": "qwen3", "head_dim": 16}')
+    shutil.rmtree("model")
+    shutil.copytree(tiny_model(head_dim=16), "model")
     on_cpu = flags == ["--gpus", "0"]
     assert main(["--config", config, *flags, "--dry-run"]) == (2 if on_cpu else 0)
     assert ("error: model.name='./model': heads of 16, but vLLM's engine for CPUs" in capsys.readouterr().err) == on_cpu
