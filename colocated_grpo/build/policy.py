@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -69,16 +70,16 @@ def read_opponent(config: Config, folder: Path | None, hf_config: PretrainedConf
     )
 
 
-def opponent_state(config: OpponentConfig | None, shards: Mapping[str, DTensor]) -> dict[str, DTensor]:
+def opponent_state(config: Config, shards: Mapping[str, DTensor]) -> dict[str, DTensor]:
     """The opponent's shards for checkpoints, under names of their own; empty if they never change."""
-    if config is None or not config.refresh_every:
+    if config.opponent is None or not config.opponent.refresh_every:
         return {}
     return {f"opponent.{name}": weight for name, weight in shards.items()}
 
 
-def build_colocated(config: Config, policy: Policy, model_folder: Path, world: World) -> Engines:
-    """Engines in the processes of the ranks. Collective."""
-    engine = build_engine(config, policy, model_folder, world)
+def build_colocated(config: Config, policy: Policy, model_folder: Path, world: World, resources: ExitStack) -> Engines:
+    """Engines in the processes of the ranks. Collective. resources: close this rank's."""
+    engine = resources.enter_context(closing(build_engine(config, policy, model_folder, world)))
     sync = build_sync(config, policy, engine, world)
     return Engines(local=engine, engine=engine, replicas=[engine], sync=sync, dtype=engine_dtype(config, world.device))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,7 +41,7 @@ class Pair:
         self.policy = Policy(self.config, hf_config, model, world)
         opponent_folder = fetch_opponent(self.config, world)
         frozen = read_opponent(self.config, opponent_folder, hf_config, world)
-        engines = build_colocated(self.config, self.policy, model, world)
+        engines = build_colocated(self.config, self.policy, model, world, ExitStack())
         self.engine = cast("VLLMEngine", engines.engine)
         self.sync = engines.sync
         self.opponent = build_opponent(self.config.opponent, frozen, self.policy, engines, world)

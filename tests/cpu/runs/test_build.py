@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def failure(world: World, config: dict[str, Any], folder: Path, missing: str | N
         PATCHES[0].target = missing
     output = RunOutput()
     with pytest.raises((ConfigError, RunError)) as caught:
-        build_run(Config.model_validate(config), folder, world, StopRequest(world.store), output)
+        build_run(Config.model_validate(config), folder, world, StopRequest(world.store), output, ExitStack())
     return output.phase_name, str(caught.value)
 
 
