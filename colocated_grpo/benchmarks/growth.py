@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,7 +104,8 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         output = make_output(config.tracking.console, config.training_steps, is_main=world.is_main)
         stop = StopRequest(world.store)
         stop.listen()
-        run = build_run(config, Path(scratch) / "run", world, stop, output)
+        resources = ExitStack()
+        run = build_run(config, Path(scratch) / "run", world, stop, output, resources)
         run.tracker.start(config, facts_of(run), run.start)
         settle_garbage_collector()
         for index, size in enumerate(sizes):
@@ -111,7 +113,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
             if outcome == STOPPED:
                 break
         run.tracker.close(outcome)
-        run.close()
+        resources.close()
         steps = [row for row in read_rows(Path(scratch) / "run" / METRICS_FILE) if row["kind"] == TRAIN]
     if not world.is_main:
         return {}

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,9 +128,11 @@ class Sampler:
     def __init__(self, config: Config, model: ModelFiles, driver: Driver, world: World, stop: StopRequest) -> None:
         from colocated_grpo.build.data import build_collector, build_data, build_prompt_supply
 
-        data = build_data(config, model, world, NullTracker())
-        self._collector = build_collector(config, driver, Inbox(), data, model, world, stop, nullcontext)
-        supply = build_prompt_supply(config, data, model, self._collector, world, stop, None, print)
+        self._resources = ExitStack()
+        data = build_data(config, model, world, NullTracker(), self._resources)
+        collector = build_collector(config, driver, Inbox(), data, model, world, stop, nullcontext)
+        self._resources.callback(collector.close)
+        supply = build_prompt_supply(config, data, model, collector, world, stop, None, print)
         assert supply is not None  # the config has an environment
         self._supply = supply
 
@@ -145,7 +147,7 @@ class Sampler:
 
     def close(self) -> None:
         self._supply.close()
-        self._collector.close()
+        self._resources.close()
 
 
 def figures(measured: Mapping[str, Sequence[tuple[float, list[float | None]]]]) -> JsonObject:

@@ -24,7 +24,8 @@ from colocated_grpo.benchmarks.peer_tuning import engine_fraction, total_device_
 from colocated_grpo.benchmarks.results import describe, publish
 from colocated_grpo.benchmarks.step import measure_peer, prepare
 from colocated_grpo.benchmarks.throughput import ModelSize
-from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.config.errors import ConfigError, dotted
+from colocated_grpo.config.loading import parse_overrides
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
 
@@ -71,9 +72,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     peer_options.add_tuned_flags(parser)
     options, options.settings = parser.parse_known_args(arguments)
     peer_options.check(options, parser)
-    for flag in options.settings[::2]:
-        if not flag.startswith("--policy.lora."):
-            parser.error(f"{flag}: TRL has no such setting; only --policy.lora.* may follow")
+    try:
+        settings = parse_overrides(options.settings)
+    except ConfigError as error:
+        parser.error(str(error))
+    for path, _ in settings:
+        if path[:2] != ("policy", "lora"):
+            parser.error(f"--{dotted(path)}: TRL has no such setting; only --policy.lora.* may follow")
     return options
 
 

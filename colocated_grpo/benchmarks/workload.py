@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
+from colocated_grpo.config.config_json import config_json_in
 from colocated_grpo.environments.base import Split
 from colocated_grpo.types import JsonObject
 
@@ -47,7 +48,7 @@ def stop_tokens(vocabulary: int, probability: float = STOP_PROBABILITY, seed: in
 
 
 def vocabulary_of(model_folder: Path) -> int:
-    return json.loads((model_folder / "config.json").read_text())["vocab_size"]
+    return config_json_in(model_folder)["vocab_size"]
 
 
 def add_stop_tokens(model_folder: Path) -> None:

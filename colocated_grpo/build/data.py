@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from colocated_grpo.build.evaluation import Evaluated, read_evaluated
 from colocated_grpo.build.user_code import Guarded, GuardedEpisode, GuardedScorer
 from colocated_grpo.config.adapter_files import adapter_shape
+from colocated_grpo.config.config_json import config_json_in, shape_of
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import is_inline, shape_of
+from colocated_grpo.config.inputs import is_inline
 from colocated_grpo.config.schema import Config, ModelConfig
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.environments.build import PlayedByAgents
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.prompts import longest_token
+from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.checkpoint_files import fetch_model, fetch_tokenizer
 from colocated_grpo.policy.model import read_model_config
@@ -36,9 +39,6 @@ from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.serving.limits import LENGTH_KEYS, Limits
 from colocated_grpo.tracking import NullTracker, Tracker
 from colocated_grpo.types import JsonObject
-
-if TYPE_CHECKING:
-    from colocated_grpo.web.server import ServerThread
 
 PROCESSOR_TEMPLATE = "chat_template.json"
 """File that older vision-language models have their chat template in. transformers reads it with a processor only."""
@@ -82,7 +82,7 @@ def read_model_files(config: Config, world: World) -> ModelFiles:
         hf_config=hf_config,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, folder),
-        shape=shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))) | adapter_shape(config),
+        shape=shape_of(config_json_in(folder)) | adapter_shape(config),
     )
 
 
@@ -149,8 +149,14 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[in
     return tuple(sorted(ids - {None}))
 
 
-def build_data(config: Config, model: ModelFiles, world: World, tracker: Tracker | NullTracker) -> Data:
-    """Collective. User code is imported on every rank; datasets are read on rank 0 only."""
+def build_data(
+    config: Config, model: ModelFiles, world: World, tracker: Tracker | NullTracker, resources: ExitStack
+) -> Data:
+    """Collective. User code is imported on every rank; datasets are read on rank 0 only.
+
+    resources: end the processes of reward functions.
+    """
+    resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
     source = open_source(environments, tracker.note) if world.is_main and environments.entries else None
     evaluated = read_evaluated(config, model.tokenizer, environments, world, tracker.note)
@@ -165,14 +171,15 @@ def open_source(environments: Environments, note: Callable[[str], None]) -> Long
     return LongestFirst(source)
 
 
-def build_agent_server(config: Config, data: Data, model: ModelFiles) -> ServerThread | None:
-    """The address at which agents sample from this rank's engine; None without agents."""
+def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: ExitStack) -> None:
+    """Open the address at which agents sample from this rank's engine, if there are agents. resources: close it."""
     if not data.agents:
-        return None
+        return
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.build.agents import listen_for_agents
 
-    return listen_for_agents(data.environments.endpoint, config, model.tokenizer, limits_of(config, model))
+    server = listen_for_agents(data.environments.endpoint, config, model.tokenizer, limits_of(config, model))
+    resources.callback(server.close)
 
 
 def build_collector(

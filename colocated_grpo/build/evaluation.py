@@ -12,7 +12,7 @@ from colocated_grpo.config.evaluation import HELD_OUT
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments import Environments
 from colocated_grpo.environments.evaluation_sets import EvaluationSource, EvaluationSources, build_evaluation_sources
-from colocated_grpo.evaluation.answers import answer_function
+from colocated_grpo.evaluation.answers import Answer, answer_function
 from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.evaluation.metrics import set_metrics
 from colocated_grpo.rollout.engine import Sampling
@@ -31,6 +31,8 @@ class Evaluated:
     """Held-out prompts of the training environments."""
     sources: EvaluationSources
     """The evaluation sets."""
+    answers: dict[str, Answer]
+    """What maj@k compares, by the name of the set's source; none of a set without maj@k."""
     prompts: dict[str, list[Prompt]]
     """Prompts of each set by the name of its source; none of a set that this run does not evaluate."""
 
@@ -39,14 +41,31 @@ def read_evaluated(
     config: Config, tokenizer: PreTrainedTokenizerBase, environments: Environments, world: World, note: Note
 ) -> Evaluated:
     """Collective. User code is imported on every rank; data are read on rank 0 only."""
+    sources, answers = import_sets(config, tokenizer, environments)
+    held_out, prompts = world.from_main(lambda: draw_evaluated(config, environments, sources, note))
+    return Evaluated(held_out=held_out, sources=sources, answers=answers, prompts=prompts)
+
+
+def import_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, environments: Environments
+) -> tuple[EvaluationSources, dict[str, Answer]]:
+    """Return the sources of the evaluation sets, and their functions for answers by the names of the sources.
+
+    Imports user code and reads no data. Raises EnvironmentSetupError.
+    """
     sources = build_evaluation_sources(config, tokenizer, environments.endpoint)
-    held_out, prompts = world.from_main(lambda: _draw(config, environments, sources, note))
-    return Evaluated(held_out=held_out, sources=sources, prompts=prompts)
+    answers = {
+        source.name: answer_function(name, f"evaluation set {source.config.name!r}: answer")
+        for source in sources.sources
+        if (name := source.config.answer_name) is not None
+    }
+    return sources, answers
 
 
-def _draw(
+def draw_evaluated(
     config: Config, environments: Environments, sources: EvaluationSources, note: Note
 ) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """Return the held-out prompts, and those of the sets that this run evaluates. Rank 0 only: reads data."""
     held_out = draw_held_out(config, environments, note)
     prompts: dict[str, list[Prompt]] = {}
     first_index = len(held_out)  # prompts of different sets have different indices in rollouts.jsonl
@@ -86,7 +105,7 @@ def evaluation_sets(config: Config, evaluated: Evaluated, stop_tokens: tuple[int
     return [
         held_out,
         *(
-            _evaluation_set(config, source, evaluated.prompts[source.name], stop_tokens)
+            _evaluation_set(config, source, evaluated, stop_tokens)
             for source in evaluated.sources.sources
             if source.name in evaluated.prompts
         ),
@@ -94,15 +113,13 @@ def evaluation_sets(config: Config, evaluated: Evaluated, stop_tokens: tuple[int
 
 
 def _evaluation_set(
-    config: Config, source: EvaluationSource, prompts: list[Prompt], stop_tokens: tuple[int, ...]
+    config: Config, source: EvaluationSource, evaluated: Evaluated, stop_tokens: tuple[int, ...]
 ) -> EvaluationSet:
     entry = source.config
-    answer = entry.answer_name
-    key = f"evaluation set {entry.name!r}: answer"
     return EvaluationSet(
         name=source.name,
         every=config.evaluation.interval(entry),
-        prompts=prompts,
+        prompts=evaluated.prompts[source.name],
         samples=entry.samples,
         sampling=_sampling(config, entry.temperature, entry.top_p, stop_tokens),
         metrics=partial(
@@ -110,7 +127,7 @@ def _evaluation_set(
             source.name,
             pass_ks=entry.pass_ks,
             pass_reward=entry.pass_reward,
-            answer=None if answer is None else answer_function(answer, key),
+            answer=evaluated.answers.get(source.name),
         ),
     )
 

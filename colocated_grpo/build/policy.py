@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from colocated_grpo.policy.model import host_copy
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter, Reference, ReferenceModel
 from colocated_grpo.rollout.engine import LocalEngine
-from colocated_grpo.rollout.vllm.engine import VLLMEngine
+from colocated_grpo.rollout.vllm.engine import VLLMEngine, prepare
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.weights.colocated import ColocatedSync
 from colocated_grpo.weights.opponent import FrozenOpponent
@@ -47,12 +48,21 @@ def build_reference(config: Config, model: ModelFiles, policy: Policy, world: Wo
     return ReferenceModel(ShardedWeights(second))
 
 
-def read_opponent(config: Config, hf_config: PretrainedConfig, world: World) -> dict[str, DTensor]:
-    """The frozen opponent's shards in host memory, by checkpoint name; empty without an opponent. Collective."""
+def fetch_opponent(config: Config, world: World) -> Path | None:
+    """Return the folder of the opponent's weights; None without an opponent. Collective, downloads a Hub model."""
     if config.opponent_model is None:
+        return None
+    return fetch_model(config.opponent_model, world, "environments: opponent.name")
+
+
+def read_opponent(config: Config, folder: Path | None, hf_config: PretrainedConfig, world: World) -> dict[str, DTensor]:
+    """The frozen opponent's shards in host memory, by checkpoint name; empty without an opponent. Collective.
+
+    folder: of `fetch_opponent`.
+    """
+    if folder is None:
         return {}
     on_gpu = world.device.type == "cuda"
-    folder = fetch_model(config.opponent_model, world)
     return host_copy(
         build_model(config, hf_config, folder, world, offloaded=on_gpu),
         compute_dtype(config, world.device),
@@ -60,18 +70,18 @@ def read_opponent(config: Config, hf_config: PretrainedConfig, world: World) -> 
     )
 
 
-def opponent_state(config: OpponentConfig | None, shards: Mapping[str, DTensor]) -> dict[str, DTensor]:
+def opponent_state(config: Config, shards: Mapping[str, DTensor]) -> dict[str, DTensor]:
     """The opponent's shards for checkpoints, under names of their own; empty if they never change."""
-    if config is None or not config.refresh_every:
+    if config.opponent is None or not config.opponent.refresh_every:
         return {}
     return {f"opponent.{name}": weight for name, weight in shards.items()}
 
 
-def build_colocated(config: Config, policy: Policy, model_folder: Path, world: World) -> Engines:
-    """Engines in the processes of the ranks. Collective."""
-    engine = build_engine(config, policy, model_folder, world)
+def build_colocated(config: Config, policy: Policy, model_folder: Path, world: World, resources: ExitStack) -> Engines:
+    """Engines in the processes of the ranks. Collective. resources: close this rank's."""
+    engine = resources.enter_context(closing(build_engine(config, policy, model_folder, world)))
     sync = build_sync(config, policy, engine, world)
-    return Engines(local=engine, engine=engine, replicas=[engine], sync=sync, dtype=engine_dtype(config, policy))
+    return Engines(local=engine, engine=engine, replicas=[engine], sync=sync, dtype=engine_dtype(config, world.device))
 
 
 def build_engine(config: Config, policy: Policy, model_folder: Path, world: World) -> VLLMEngine:
@@ -81,15 +91,24 @@ def build_engine(config: Config, policy: Policy, model_folder: Path, world: Worl
         policy.init_optimizer_state()
         if policy.offload is not None:
             policy.offload.to_host()
-    engine = VLLMEngine(config, model_folder, engine_dtype(config, policy), world)
+    engine = VLLMEngine(config, model_folder, engine_dtype(config, world.device), world)
     engine.sleep()
     if policy.offload is not None:
         policy.offload.to_device()
     return engine
 
 
-def engine_dtype(config: Config, policy: Policy) -> torch.dtype:
-    return dtype_of(config.engine.dtype, auto=policy.dtype)
+def engine_dtype(config: Config, device: torch.device) -> torch.dtype:
+    return dtype_of(config.engine.dtype, auto=compute_dtype(config, device))
+
+
+def check_engine(config: Config, model: ModelFiles, world: World) -> None:
+    """Raise ConfigError or RunError where this vLLM cannot be the engine in this process. Call before weights are read.
+
+    Engine servers have checked their own.
+    """
+    if config.engine.placement == "colocated":
+        prepare(config, model.folder, engine_dtype(config, world.device), world.device)
 
 
 def build_sync(config: Config, policy: Policy, engine: LocalEngine, world: World) -> WeightSync:

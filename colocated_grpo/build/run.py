@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,11 @@ import torch
 
 from colocated_grpo.build.data import (
     ModelFiles,
-    build_agent_server,
     build_collector,
     build_data,
     build_prompt_supply,
     limits_of,
+    listen_to_agents,
     read_model_files,
 )
 from colocated_grpo.build.engines import Engines
@@ -28,6 +28,8 @@ from colocated_grpo.build.policy import (
     build_freshness,
     build_opponent,
     build_reference,
+    check_engine,
+    fetch_opponent,
     opponent_state,
     read_opponent,
 )
@@ -62,7 +64,6 @@ from colocated_grpo.tracking.hub import Hub
 
 if TYPE_CHECKING:
     from colocated_grpo.build.serving import Serving
-    from colocated_grpo.web.server import ServerThread
 
 
 GOAL_REACHED = "goal_reached"
@@ -99,23 +100,10 @@ class Run:
     """None: nothing is pushed."""
     tracker: Tracker | NullTracker
     callbacks: Callbacks
-    agent_server: ServerThread | None
-    """Where the agents of this rank sample; None without agents."""
     start: int
     """Steps completed by earlier parts of the run."""
     goal_reached: bool
     """By an earlier part of the run: no step is left."""
-
-    def close(self) -> None:
-        with suppress(RunError):  # of a checkpoint that was being written when the run failed
-            self.checkpoints.wait()
-        if self.hub is not None and self.world.is_main:
-            self.hub.close()
-        self.supply.close()
-        self.collector.close()
-        if self.agent_server is not None:
-            self.agent_server.close()
-        self.engine.close()
 
 
 def build_run(
@@ -124,48 +112,51 @@ def build_run(
     world: World,
     stop: StopRequest,
     output: RunOutput,
+    resources: ExitStack,
     guarded: Guarded = nullcontext,
     callbacks: Sequence[object] = (),
 ) -> Run:
     """Build every object and resume from the newest complete checkpoint in `folder`, if there is one. Collective.
 
-    Steps that can fail for outside reasons come first (model files, data, user code, ports), before device memory is
-    allocated. output: shows each phase. guarded: context of rewards and episodes. callbacks: the user's objects.
+    Steps that can fail for outside reasons come first, before device memory is allocated. output: shows each phase.
+    resources: receives what to close, also after a failure. guarded: wraps rewards and episodes. callbacks: the user's.
     """
     tracker = make_tracker(folder, output, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
         model = read_model_files(config, world)
+        opponent_folder = fetch_opponent(config, world)
+        check_engine(config, model, world)
     with output.phase("reading data, rewards and environments"):
-        data = build_data(config, model, world, tracker)
+        data = build_data(config, model, world, tracker, resources)
     inbox = Inbox()
-    serving = build_serving(config, folder, inbox, model, world, tracker.note)
-    agent_server = build_agent_server(config, data, model)
+    serving = build_serving(config, folder, inbox, model, world, tracker.note, resources)
+    listen_to_agents(config, data, model, resources)
     with output.phase("waiting for the engine servers"):
         servers = connect(config, world, stop)
 
     with output.phase("reading the weights"):
         policy = Policy(config, model.hf_config, model.folder, world)
         reference = build_reference(config, model, policy, world)
-        opponent_shards = read_opponent(config, model.hf_config, world)
-        others = opponent_state(config.opponent, opponent_shards)
-        checkpoints = Checkpoints(folder, config.checkpoint, world, others, tracker.note)
+        frozen = read_opponent(config, opponent_folder, model.hf_config, world)
+        checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state(config, frozen), tracker.note)
         start, state = checkpoints.restore(policy)
     policy.fixed_lr = state.get(LEARNING_RATE)
 
     clock = Clock(world.device)
     with output.phase(engine_phase(config, world)):
-        engines = build_engines(config, servers, policy, model, folder, world, stop)
-    engine = engines.engine
-    opponent = build_opponent(config.opponent, opponent_shards, policy, engines, world)
+        engines = build_engines(config, servers, policy, model, folder, world, stop, resources)
+    opponent = build_opponent(config.opponent, frozen, policy, engines, world)
     with output.phase("rehearsing a training step"):
         # The engine sleeps, so memory that is free now is free while the policy trains.
         config = choose_micro_batch_size(policy, config, world)
 
-    driver = Driver(engine, inbox)
+    driver = Driver(engines.engine, inbox)
     collector = build_collector(config, driver, inbox, data, model, world, stop, guarded)
+    resources.callback(collector.close)
     sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
-    supply = join_supplies(config, sampled, served)
+    supply = resources.enter_context(closing(join_supplies(config, sampled, served)))
+    resources.callback(finish_writing, checkpoints)
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
     if state:
         supply.load_state_dict(state["source"])
@@ -179,20 +170,19 @@ def build_run(
         model=model,
         policy=policy,
         reference=reference,
-        engine=engine,
+        engine=engines.engine,
         collector=collector,
         supply=supply,
-        choreography=Choreography(policy, engine, engines.sync, freshness, clock, config.sync_frequency),
+        choreography=Choreography(policy, engines.engine, engines.sync, freshness, clock, config.sync_frequency),
         freshness=freshness,
         clock=clock,
         evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
         best=best,
         checkpoints=checkpoints,
         exports=build_exports(config, policy, model, world),
-        hub=None if config.hub is None else Hub(config, config.hub, folder, tracker.note),
+        hub=build_hub(config, folder, world, tracker.note, resources),
         tracker=tracker,
         callbacks=Callbacks(callbacks, config, folder, world, tracker.note, policy.fixed_lr),
-        agent_server=agent_server,
         start=start,
         goal_reached=state.get(GOAL_REACHED, False),
     )
@@ -214,10 +204,13 @@ def build_engines(
     folder: Path,
     world: World,
     stop: StopRequest,
+    resources: ExitStack,
 ) -> Engines:
     if config.engine.placement == "colocated":
-        return build_colocated(config, policy, model.folder, world)
-    return build_remote(config, servers, policy, model, folder, world, stop)
+        return build_colocated(config, policy, model.folder, world, resources)
+    engines = build_remote(config, servers, policy, model, folder, world, stop)
+    resources.callback(engines.engine.close)
+    return engines
 
 
 def join_supplies(config: Config, sampled: PromptSupply | None, served: Supply | None) -> Supply:
@@ -238,6 +231,7 @@ def build_serving(
     model: ModelFiles,
     world: World,
     note: Callable[[str], None],
+    resources: ExitStack,
 ) -> Serving | None:
     """The engines over HTTP for environments in other processes; None without an atropos entry. Collective."""
     if config.atropos is None:
@@ -246,7 +240,27 @@ def build_serving(
     from colocated_grpo.build.serving import Serving
 
     keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
-    return Serving(config, config.atropos, folder, inbox, model.tokenizer, limits_of(config, model), world, note, keep)
+    limits = limits_of(config, model)
+    serving = Serving(config, config.atropos, folder, inbox, model.tokenizer, limits, world, note, keep)
+    resources.callback(serving.close)
+    return serving
+
+
+def build_hub(
+    config: Config, folder: Path, world: World, note: Callable[[str], None], resources: ExitStack
+) -> Hub | None:
+    if config.hub is None:
+        return None
+    hub = Hub(config, config.hub, folder, note)
+    if world.is_main:
+        resources.callback(hub.close)
+    return hub
+
+
+def finish_writing(checkpoints: Checkpoints) -> None:
+    """Wait for a checkpoint that was being written when the run failed, whose own error is not the cause."""
+    with suppress(RunError):
+        checkpoints.wait()
 
 
 def _trained_facts(policy: Policy) -> dict[str, str]:

@@ -12,11 +12,12 @@ import torch
 
 from colocated_grpo.build.data import ModelFiles
 from colocated_grpo.build.engines import Engines
+from colocated_grpo.config.config_json import first_difference, read_config_json, shape_of
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import first_difference, read_config_json, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
+from colocated_grpo.policy.loading import compute_dtype, dtype_of
 from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine_group import EngineGroup
@@ -52,11 +53,20 @@ def connect(config: Config, world: World, stop: StopRequest) -> list[EngineServe
         )
     key = None if variable is None else os.environ[variable]
     servers = [EngineServer(url, key, config.engine.server_timeout, stop.requested) for url in urls]
-    world.from_main(lambda: [_prepare(config, server, server.wait_until_ready()) for server in servers] and None)
+    dtype = _required_dtype(config, world.device)
+    world.from_main(lambda: [_prepare(config, dtype, server, server.wait_until_ready()) for server in servers] and None)
     return servers
 
 
-def _prepare(config: Config, server: EngineServer, info: JsonObject) -> None:
+def _required_dtype(config: Config, device: torch.device) -> str | None:
+    """Return the type that the servers' weights must have; None: any, as they are cast on their way."""
+    if config.engine.dtype == "auto" and config.engine.bridge != "shared":
+        return None
+    dtype = dtype_of(config.engine.dtype, auto=compute_dtype(config, device))
+    return str(dtype).removeprefix("torch.")
+
+
+def _prepare(config: Config, dtype: str | None, server: EngineServer, info: JsonObject) -> None:
     """Check that the server fits, and unload an adapter that an earlier trainer has left. Raises ConfigError."""
     shape, served = shape_of(read_config_json(config.model)), info["shape"]
     if (key := first_difference(shape, served)) is not None:
@@ -68,6 +78,11 @@ def _prepare(config: Config, server: EngineServer, info: JsonObject) -> None:
         raise ConfigError(
             f"engine.urls={server.url}: reads {info['max_model_len']} tokens; start it with --max-model-len "
             f"{config.max_sequence_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) or more"
+        )
+    if dtype not in (None, info["dtype"]):
+        raise ConfigError(
+            f"engine.urls={server.url}: its weights are {info['dtype']}, and {dtype} by engine.dtype and "
+            f"policy.compute_dtype; start it with --dtype {dtype}"
         )
     adapters = server.until_answered(server.adapters)
     if config.engine.bridge != "adapter":

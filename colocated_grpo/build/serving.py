@@ -111,6 +111,15 @@ class Serving:
     def _top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
         return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
 
+    def close(self) -> None:
+        """Close ports and links. After `start` the supply has closed them, once its requests had a response."""
+        for server in self._servers:
+            server.close()
+        for link in self._links:
+            link.close()
+        if self._end is not None:
+            self._end.close()
+
     def start(
         self, driver: Driver, step: int, stop_requested: Callable[[], bool], policy_version: Callable[[], int]
     ) -> AtroposSupply:

@@ -181,7 +181,9 @@ def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config
     from colocated_grpo.config.node_rules import check_nodes
     from colocated_grpo.config.rules import check_world
     from colocated_grpo.runtime.run_folder import check_resumed
+    from colocated_grpo.runtime.vllm_version import check_installed
 
+    check_installed()
     ranks = int(os.environ["WORLD_SIZE"])
     check_world(loaded.config, ranks)
     check_nodes(loaded.config, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

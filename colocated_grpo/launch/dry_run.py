@@ -15,7 +15,7 @@ from colocated_grpo.runtime.verdict import USAGE_ERROR
 
 
 def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
-    """Print warnings, `problems` and, if there are none, those of the environments. Returns 2 if there are any, else 0.
+    """Print warnings, `problems` and, if there are none, those of `problems_of`. Returns 2 if there are any, else 0.
 
     problems: lines about files and names, found by look-up alone.
     """
@@ -25,29 +25,36 @@ def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
         for name, value in library_environment(log_level).items():
             os.environ.setdefault(name, value)
         set_up_logging(log_level)
-        problems = environment_problems(config)
+        problems = problems_of(config)
     for line in error_text(problems):
         print(line, file=sys.stderr)
     print("Dry run mode - command not executed")
     return USAGE_ERROR if problems else 0
 
 
-def environment_problems(config: Config) -> list[str]:
-    """Build the environments as a run does: import their code, read their data, draw the prompts of a step.
+def problems_of(config: Config) -> list[str]:
+    """Build the model without parameters; and environments and evaluation sets as a run does: import their code, read
+    their data, draw prompts.
 
     Prints how many rows are left out. Returns the error lines of the first problem.
     """
-    from colocated_grpo.build.data import read_tokenizer
+    from colocated_grpo.build.data import load_tokenizer
+    from colocated_grpo.build.evaluation import draw_evaluated, import_sets
     from colocated_grpo.environments import build_environments
+    from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
+    from colocated_grpo.policy.loading import check_model
 
     try:
-        environments = build_environments(config, read_tokenizer(config))
+        folder = fetch_tokenizer(config.model)
+        check_model(config, folder)
+        tokenizer = load_tokenizer(config, folder)
+        environments = build_environments(config, tokenizer)
+        sources, _ = import_sets(config, tokenizer, environments)
         if environments.entries:
             environments.open_source().next(config.rollout.prompts_per_step)
             for line in environments.filter_notes():
                 print(f"note: {line}")
-            if config.evaluation.every:
-                environments.held_out(config.evaluation.prompts)
+        draw_evaluated(config, environments, sources, lambda line: print(f"note: {line}"))
     except (ConfigError, RunError) as error:
         return str(error).splitlines()
     return []

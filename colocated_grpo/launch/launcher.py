@@ -147,8 +147,8 @@ def missing_devices(launch: Launch) -> list[str]:
 
 def model_verdict(launch: Launch, config: Config) -> str:
     """Return what the model's config.json alone says about this run. Raises LaunchError where the model cannot run."""
+    from colocated_grpo.config.config_json import read_config_json
     from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.config.inputs import read_config_json
     from colocated_grpo.config.model_support import check_cpu_engine, check_trains, verdict
 
     try:
@@ -166,15 +166,16 @@ def model_verdict(launch: Launch, config: Config) -> str:
 
 
 def missing_inputs(launch: Launch, config: Config) -> list[str]:
-    """Return one line for each model, file, function or run to resume that is missing or does not fit."""
+    """Return one line for each model, file, function, package or run to resume that is missing or does not fit."""
     from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.config.inputs import check_inputs
     from colocated_grpo.environments.names import check_names
     from colocated_grpo.runtime.run_folder import check_resumed
+    from colocated_grpo.runtime.vllm_version import check_installed
 
     problems = []
     resumed = partial(check_resumed, resume=launch.resume, name=Path(launch.config).stem)
-    for check in (check_names, check_inputs, resumed):
+    for check in (check_names, check_inputs, resumed, lambda config: check_installed()):
         try:
             check(config)
         except ConfigError as error:

@@ -68,8 +68,8 @@ def train_on(
         with removed_if_unused(folder):
             output.folder = folder
             mark(FOLDER_SUFFIX, str(folder))
-            run = build_run(config, folder, world, process.stop, output, process.guard.armed, callbacks)
-        process.resources.callback(run.close)
+            resources, guarded = process.resources, process.guard.armed
+            run = build_run(config, folder, world, process.stop, output, resources, guarded, callbacks)
         run.tracker.start(run.config, describe(run), run.start, ChatCodec(run.model.tokenizer).transcript)
         if resume is not None:
             note_unusual_resume(run)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HTTPError  # of httpx or httpx2, by the version
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -30,47 +30,48 @@ Rows = Callable[[slice], Tensor]
 """Takes a slice of rows; returns a view of the memory-mapped file, in the stored dtype."""
 
 
-def fetch_model(config: ModelConfig, world: World) -> Path:
+def fetch_model(config: ModelConfig, world: World, key: str = "model.name") -> Path:
     """Return the model's folder. A Hub name is downloaded once per node, into the Hub cache. Collective.
 
-    Raises ConfigError where a folder that a run has exported is damaged.
+    key: the setting that names the model. Raises ConfigError where a folder that a run has exported is damaged, and
+    RunError where a download fails.
     """
     if Path(config.name).is_dir():
         folder = Path(config.name).absolute()  # a reward function may change the working directory of the process
-        world.from_main(lambda: check_export(f"model.name={config.name!r}", folder))
+        world.from_main(lambda: check_export(f"{key}={config.name!r}", folder))
         return folder
 
-    def download() -> Path:
-        folder = Path(
-            snapshot_download(
-                config.name, revision=config.revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES
-            )
-        )
-        if not any(folder.glob("*.safetensors")):
-            snapshot_download(config.name, revision=config.revision, allow_patterns=["pytorch_model*.bin"])
-        return folder
-
-    try:
-        if os.environ["LOCAL_RANK"] == "0":
-            download()
-        world.barrier()
-        return download()
-    except (OSError, HfHubHTTPError) as error:
-        raise _not_downloaded(config, error) from error
+    if os.environ["LOCAL_RANK"] == "0":
+        _download_model(config, key)
+    world.barrier()
+    return _download_model(config, key)
 
 
 def fetch_tokenizer(config: ModelConfig) -> Path:
     """Return a folder with the model's tokenizer and config. Of a Hub model only small files are downloaded."""
     if Path(config.name).is_dir():
         return Path(config.name).absolute()  # as in `fetch_model`
+    return _download(config, "model.name", SMALL_FILES)
+
+
+def _download_model(config: ModelConfig, key: str) -> Path:
+    folder = _download(config, key, WANTED_FILES)
+    return folder if any(folder.glob("*.safetensors")) else _download(config, key, ["pytorch_model*.bin"])
+
+
+def _download(config: ModelConfig, key: str, wanted: list[str]) -> Path:
+    """Download the files that match into the Hub cache, and return the model's folder there. Raises RunError."""
     try:
-        return Path(snapshot_download(config.name, revision=config.revision, allow_patterns=SMALL_FILES))
-    except (OSError, HfHubHTTPError) as error:
-        raise _not_downloaded(config, error) from error
-
-
-def _not_downloaded(config: ModelConfig, error: Exception) -> RunError:
-    return RunError(f"model.name={config.name!r}: cannot be downloaded: {' '.join(str(error).split())}")
+        return Path(
+            snapshot_download(
+                config.name, revision=config.revision, allow_patterns=wanted, ignore_patterns=UNWANTED_FILES
+            )
+        )
+    except (HTTPError, OSError, RuntimeError) as error:  # connections that break: of httpx, of sockets, of hf_xet
+        raise RunError(
+            f"{key}={config.name!r}: cannot be downloaded: {in_one_line(error)}; check network, disk and "
+            "HF_TOKEN, and start again: files that are complete are kept"
+        ) from error
 
 
 def check_export(setting: str, folder: Path) -> None:

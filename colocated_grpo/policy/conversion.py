@@ -7,7 +7,6 @@ Shapes: E experts, R rows and C columns of one expert's matrix.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
+from colocated_grpo.config.config_json import config_json_in
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.text_parts import text_part
 
@@ -92,8 +92,7 @@ class Conversion:
 
 def read_conversion(folder: Path) -> Conversion:
     """Return the conversion of the model in `folder`, or of its text part if this trains. Raises ConfigError."""
-    config_json = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return conversion_of(text_part(config_json).get("model_type"))
+    return conversion_of(text_part(config_json_in(folder)).get("model_type"))
 
 
 @cache

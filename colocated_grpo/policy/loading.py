@@ -13,19 +13,21 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.policy import linear_attention
 from colocated_grpo.policy.attention import implementation_for
 from colocated_grpo.policy.blocks import blocks_of
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
+from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, Weights, allocate
 from colocated_grpo.policy.model import (
     PackedLM,
     build_empty,
     freeze,
-    load_shards,
     prepare_blocks,
-    read_parameters,
+    read_model_config,
     require_input_gradients,
     shard,
     transformer_blocks,
 )
 from colocated_grpo.policy.routing import RoutingReplay
+from colocated_grpo.policy.shards import load_shards, read_from, read_parameters, stored_names
 from colocated_grpo.runtime.distributed import World
 
 
@@ -39,6 +41,21 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return dtype_of(config.policy.compute_dtype, auto=torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
+def check_model(config: Config, folder: Path) -> None:
+    """Raise ConfigError where the model in `folder` cannot be built, or a local checkpoint does not fit it.
+
+    Allocates no parameters. folder: it may lack the weights of a model of the Hub, which are not downloaded.
+    """
+    model = build_empty(
+        read_model_config(config.model, folder),
+        config.policy.logprob_chunk_tokens,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    transformer_blocks(model.lm)
+    if Path(config.model.name).is_dir():
+        stored_names(CheckpointReader(folder), model.hf_parameters(), model.lm.base_model_prefix)
+
+
 def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> Weights:
     """Load the checkpoint in `folder` for training. Collective."""
     if config.policy.lora is not None:
@@ -47,6 +64,8 @@ def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, wor
     if config.policy.train_layers is not None:
         freeze(model, compute_dtype(config, world.device), config.policy.train_layers)
     _prepare_blocks(config, model, world)
+    if coefficient := config.policy.load_balancing:  # an adapter has none: it freezes the routers
+        model.balancing = LoadBalancing(model, model.lm.config.model_type, coefficient, world.device)
     if _without_fsdp(config, world):
         return UnshardedWeights(model, folder, world.device, compute_dtype(config, world.device))
     _load_sharded(config, model, folder, world, offloaded=config.policy.cpu_offload)
@@ -93,7 +112,10 @@ def _without_fsdp(config: Config, world: World) -> bool:
 
 
 def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> PackedLM:
-    """Build the model with its buffers, and with parameters without storage."""
+    """Build the model with its buffers, and with parameters without storage.
+
+    Raises ConfigError if the checkpoint lacks tensors, or has other shapes: before device memory is allocated.
+    """
     dtype = compute_dtype(config, world.device)
     model = build_empty(
         hf_config,
@@ -109,8 +131,9 @@ def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, worl
     )
     if world.device.type == "cuda" and not model.shares_prefixes:
         linear_attention.kernel()  # raises before device memory is allocated
-    if buffers := model.hf_buffers():
-        read_parameters(buffers, model.lm.base_model_prefix, folder)
+    reader, prefix = CheckpointReader(folder), model.lm.base_model_prefix
+    stored_names(reader, model.hf_parameters(), prefix)
+    read_from(reader, model.hf_buffers(), prefix)
     return model
 
 

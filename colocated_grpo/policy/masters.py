@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from colocated_grpo.policy.lora.linear import is_factor
-from colocated_grpo.policy.model import PackedLM, read_parameters, reshard
+from colocated_grpo.policy.model import PackedLM, reshard
+from colocated_grpo.policy.shards import read_parameters
 
 
 class Weights(Protocol):

@@ -1,13 +1,13 @@
-"""Build a sharded model: meta device -> checkpointing -> compile -> fully_shard -> read this rank's rows.
+"""Build a sharded model: meta device -> checkpointing -> compile -> fully_shard.
 
-No rank ever holds the whole model: parameters are created without storage, and each rank reads only its rows.
+No rank ever holds the whole model: parameters have no storage until `shards` allocates this rank's rows.
 
 Shapes: T packed tokens, N scored tokens, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -32,14 +31,13 @@ from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.policy.attention import PACKED, with_own_keys
 from colocated_grpo.policy.blocks import Block, blocks_of
-from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.conversion import conversion_of
 from colocated_grpo.policy.linear_attention import pack_linear_attention
+from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.logprobs import linear_logprobs
 from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.policy.routing import RoutingReplay
 from colocated_grpo.policy.softcap import capped_attention
-from colocated_grpo.runtime.distributed import local_part
 from colocated_grpo.runtime.text_part import read_text_config
 
 Head = Callable[..., tuple[Tensor, ...]]
@@ -76,6 +74,8 @@ class PackedLM(nn.Module):
         """Applied to the tokens of each forward pass; compiled blocks need `with_own_keys`."""
         self.replay: RoutingReplay | None = None
         """Replaces the routers' choice by the routes of the tokens."""
+        self.balancing: LoadBalancing | None = None
+        """Adds a loss to every backward pass through the routers."""
 
     def forward(self, tokens: PackedTokens, head: Head = linear_logprobs) -> tuple[Tensor, ...]:
         """Apply `head` to the scored tokens; by default return log-probabilities and entropies, both [N] float32."""
@@ -282,65 +282,3 @@ def reshard(model: PackedLM) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloaded: bool) -> None:
-    """Allocate the parameters and read this rank's rows from the checkpoint in `folder`.
-
-    device: where the model computes. offloaded: parameters stay in host memory between uses (FSDP2 CPU offload).
-    """
-    _allocate(model, torch.device("cpu") if offloaded else device, device)
-    read_parameters(model.hf_parameters(), model.lm.base_model_prefix, folder)
-
-
-@torch.no_grad()
-def read_parameters(parameters: Mapping[str, Tensor], prefix: str, folder: Path) -> None:
-    """Read parameters or buffers from the checkpoint in `folder`; only this rank's rows if they are sharded.
-
-    prefix: the base model's, such as "model"; names in the checkpoint may have or lack it.
-    Raises ConfigError if tensors are missing or have other shapes.
-    """
-    read_from(CheckpointReader(folder), parameters, prefix)
-
-
-@torch.no_grad()
-def read_from(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix: str) -> None:
-    """Read parameters as `read_parameters` does, from an open reader. Raises ConfigError as it does."""
-    names = reader.names()
-    prefix += "."
-    missing = []
-    for name, parameter in parameters.items():
-        source = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
-        if source is None:
-            missing.append(name)
-        elif reader.shapes[source] != parameter.shape:
-            raise ConfigError(
-                f"model.name={str(reader.folder)!r}: {source!r} has shape {list(reader.shapes[source])} in the "
-                f"checkpoint, and {list(parameter.shape)} by config.json"
-            )
-        else:
-            _fill(parameter, reader, source)
-    if missing:
-        raise ConfigError(
-            f"model.name={str(reader.folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}"
-        )
-
-
-def _allocate(model: PackedLM, parameters_on: torch.device, buffers_on: torch.device) -> None:
-    """Allocate parameters and move buffers; `to_empty` alone would lose the values of the buffers."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=parameters_on)
-    for name, buffer in model.named_buffers():
-        buffer.data = buffers[name].to(buffers_on)
-
-
-def _fill(parameter: Tensor, reader: CheckpointReader, source: str) -> None:
-    local = local_part(parameter)
-    start, rows = 0, local.shape[0]
-    if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        start, rows = offset[0], shape[0]
-    if rows:
-        reader.read_into(local[:rows], source, start)

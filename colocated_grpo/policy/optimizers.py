@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.policy import OptimizerConfig, PolicyConfig
 from colocated_grpo.policy.adafactor import Adafactor
 from colocated_grpo.runtime.distributed import local_part, shard_group
@@ -44,10 +43,8 @@ def _no_reduction(_tensor: Tensor) -> None:
 
 
 def _adamw_8bit(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-    try:
-        import bitsandbytes
-    except ImportError:
-        raise ConfigError("policy.optimizer.type='adamw_8bit' needs bitsandbytes: pip install bitsandbytes") from None
+    import bitsandbytes  # an optional package, which `config.inputs` has found
+
     return LocalShardOptimizer(
         parameters,
         lambda shards: bitsandbytes.optim.AdamW8bit(

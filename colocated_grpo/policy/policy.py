@@ -17,10 +17,9 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.losses import LossInputs, make_denominator
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.context_parallel import with_group_sums
-from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.loading import build_weights, compute_dtype
 from colocated_grpo.policy.masters import Weights
-from colocated_grpo.policy.model import PackedLM, compiler_errors_in_one_line
+from colocated_grpo.policy.model import compiler_errors_in_one_line
 from colocated_grpo.policy.objective import make_objective
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 from colocated_grpo.runtime.distributed import World, whole
@@ -45,10 +44,6 @@ def fill_missing(given_N: Tensor | None, scored_N: Tensor) -> Tensor:
     return torch.where(given_N.isnan(), scored_N, given_N)
 
 
-def _load_balancing(coefficient: float, model: PackedLM, device: torch.device) -> LoadBalancing | None:
-    return LoadBalancing(model, model.lm.config.model_type, coefficient, device) if coefficient else None
-
-
 class Policy:
     """Owns the model's weights, their optimizer and the learning-rate schedule.
 
@@ -71,7 +66,6 @@ class Policy:
         self._world_size = world.size
         self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
-        self._balancing = _load_balancing(config.policy.load_balancing, self.model, self.device)
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         offloads = config.policy.offload_optimizer and self.device.type == "cuda"
         self.offload = OptimizerOffload(self.optimizer) if offloads else None
@@ -129,12 +123,13 @@ class Policy:
         """
         denominator = self._denominator(minibatch.counts)
         parts = len(minibatch.micro_batches)
-        if self._balancing is not None:
-            self._balancing.begin(parts, self._world_size)
+        balancing = self.model.balancing
+        if balancing is not None:
+            balancing.begin(parts, self._world_size)
         for index, micro_batch in enumerate(minibatch.micro_batches):
             self.weights.before_forward(last=index == parts - 1)
-            if self._balancing is not None:
-                self._balancing.begin_micro_batch(micro_batch)
+            if balancing is not None:
+                balancing.begin_micro_batch(micro_batch)
             inputs = with_group_sums(_on_device(micro_batch, self.device))
             loss, stats = self._objective(self.model, inputs, denominator)
             loss.backward()
@@ -144,8 +139,8 @@ class Policy:
                 metrics.add(minibatch.left_out.stats(stats, self._world_size))
         if self.model.replay is not None:
             metrics.add({"mismatch/routes": self.model.replay.take_mismatch()})
-        if self._balancing is not None:
-            metrics.add({"loss/load_balancing": self._balancing.mean()})
+        if balancing is not None:
+            metrics.add({"loss/load_balancing": balancing.mean()})
         self.weights.reduce_gradients()
         self.weights.release()
 

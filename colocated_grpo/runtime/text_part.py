@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
+from colocated_grpo.config.config_json import config_json_in
 from colocated_grpo.config.text_parts import TRAINED_AS, has_text_part, module_of, text_name
 
 OUTPUT_LAYER = "lm_head.weight"
@@ -52,7 +52,7 @@ def _alone(text: PretrainedConfig) -> PretrainedConfig:
 
 def own_names(folder: Path) -> OwnName:
     """Return how the names in the checkpoint in `folder` become those of its language model."""
-    whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    whole = config_json_in(folder)
     if has_text_part(whole):
         return text_name
     blocks = whole.get("num_hidden_layers")

@@ -181,7 +181,7 @@ def settings(options: ServeOptions) -> Config:
 
     Raises ConfigError where the model does not exist.
     """
-    from colocated_grpo.config.inputs import longest_sequence, read_config_json
+    from colocated_grpo.config.config_json import longest_sequence, read_config_json
     from colocated_grpo.config.schema import Config, ModelConfig
     from colocated_grpo.config.text_parts import text_part
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fastapi import FastAPI
 
 from colocated_grpo.build.data import ModelFiles, limits_of, read_model_files
-from colocated_grpo.config.inputs import read_config_json, shape_of
+from colocated_grpo.config.config_json import read_config_json, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.loading import compute_dtype, dtype_of

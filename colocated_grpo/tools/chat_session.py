@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from colocated_grpo.build.data import read_model_files
-from colocated_grpo.config.inputs import longest_sequence, read_config_json
+from colocated_grpo.config.config_json import longest_sequence, read_config_json
 from colocated_grpo.config.loading import build_config, parse_overrides
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.text_parts import text_part

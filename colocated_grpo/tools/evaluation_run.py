@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.build.data import Data, build_agent_server, build_collector, read_model_files
+from colocated_grpo.build.data import Data, build_collector, listen_to_agents, read_model_files
 from colocated_grpo.build.evaluation import evaluation_sets, read_evaluated
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments import build_environments
@@ -37,11 +37,14 @@ def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
     evaluated = read_evaluated(config, model.tokenizer, environments, world, print)
     data = Data(environments=environments, source=None, evaluated=evaluated)
     sets = evaluation_sets(config, evaluated, model.stop_token_ids)
-    agent_server = build_agent_server(config, data, model)
+    resources = ExitStack()
+    listen_to_agents(config, data, model, resources)
     config = with_batch_size(config, sets, world)
     engine = subject_engine(config, model, adapter, world)
     inbox = Inbox()
-    collector = build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop, nullcontext)
+    collector = resources.enter_context(
+        closing(build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop, nullcontext))
+    )
     evaluator = Evaluator(sets, collector, world)
     results: dict[str, Any] = {}
     try:
@@ -55,9 +58,7 @@ def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
             }
     except Stopped:
         raise RunError("stopped by a signal") from None
-    collector.close()
-    if agent_server is not None:
-        agent_server.close()
+    resources.close()
     joined.watchdog.close()
     world.barrier()
     return results if world.is_main else None

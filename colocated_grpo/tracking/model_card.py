@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from colocated_grpo import __version__
+from colocated_grpo.config.config_json import read_config_json
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import DATA_SUFFIXES, read_config_json
+from colocated_grpo.config.inputs import DATA_SUFFIXES
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig, RowsSourceConfig
 from colocated_grpo.config.text_parts import has_text_part

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.model import read_from
+from colocated_grpo.policy.shards import read_from
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.text_part import OUTPUT_LAYER
 from colocated_grpo.weights.plan import Plan, Target, build_plan

@@ -108,6 +108,11 @@ def test_the_arithmetic_is_pure():
             assert not [name for name in imports(file) if starts_with_any(name, NOT_IN_PURE)], file
 
 
+def test_the_config_json_of_a_model_is_read_in_one_file():
+    readers = {relative(file) for file in FILES if '"config.json").read_text(' in file.read_text()}
+    assert readers == {"config/config_json.py"}
+
+
 @pytest.mark.parametrize("file", FILES, ids=relative)
 def test_nothing_is_too_long_to_read(file):
     text = file.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,14 +33,15 @@ class Pair:
     def __init__(self, world: World, model: Path, **changes: Any) -> None:
         os.environ.update(library_environment("INFO"))
         # Imported here, because the engine's modules read these variables on import.
-        from colocated_grpo.build.policy import build_colocated, build_opponent, read_opponent
+        from colocated_grpo.build.policy import build_colocated, build_opponent, fetch_opponent, read_opponent
 
         self.world = world
         self.config = Config.model_validate(settings(model, **changes))
         hf_config = read_model_config(self.config.model, model)
         self.policy = Policy(self.config, hf_config, model, world)
-        frozen = read_opponent(self.config, hf_config, world)
-        engines = build_colocated(self.config, self.policy, model, world)
+        opponent_folder = fetch_opponent(self.config, world)
+        frozen = read_opponent(self.config, opponent_folder, hf_config, world)
+        engines = build_colocated(self.config, self.policy, model, world, ExitStack())
         self.engine = cast("VLLMEngine", engines.engine)
         self.sync = engines.sync
         self.opponent = build_opponent(self.config.opponent, frozen, self.policy, engines, world)

@@ -1,4 +1,4 @@
-"""A small Hugging Face Hub on this machine: what huggingface_hub needs to create a repository and upload a folder."""
+"""A small Hugging Face Hub on this machine: what huggingface_hub needs to upload a folder, and to download one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import base64
 import hashlib
 import json
 import re
+import socket
+import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -31,6 +33,8 @@ class FakeHub(ThreadingHTTPServer):
         self.messages: list[str] = []
         self.large: dict[str, bytes] = {}
         self.failure: Failure = lambda path: None
+        self.breaks: Callable[[str], bool] = lambda path: False
+        """From the path of a file to whether its download breaks half-way."""
         self.block = threading.Event()
         """Uploads of large files wait for it."""
         self.block.set()
@@ -68,6 +72,35 @@ class _Handler(BaseHTTPRequestHandler):
         if found := re.fullmatch(r"/api/models/(.+)/commit/main", self.path):
             return self._commit(found[1], [json.loads(line) for line in body.splitlines()])
         return self._answer(404, {"error": self.path})
+
+    def do_HEAD(self) -> None:
+        if (content := self._stored_file()) is not None:
+            self._send(200, content, {"X-Repo-Commit": COMMIT, "ETag": hashlib.sha256(content).hexdigest()}, body=False)
+        else:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+
+    def do_GET(self) -> None:
+        if re.fullmatch(r"/api/models/(.+)/revision/main", self.path):
+            return self._answer(200, {"id": "me/sorts", "sha": COMMIT})
+        if found := re.match(rf"/api/models/(.+)/tree/{COMMIT}", self.path):
+            files = self.server.repositories[found[1]].items()
+            sizes = [{"type": "file", "path": path, "size": len(raw), "oid": path} for path, raw in files]
+            return self._send(200, json.dumps(sizes).encode())
+        content = self._stored_file()
+        if content is None:
+            return self._answer(404, {"error": self.path})
+        if not self.server.breaks(self.path):
+            return self._send(200, content)
+        self._send(200, content, body=False)
+        self.wfile.write(content[: len(content) // 2])
+        # Closed at once, with a reset: the client's next read fails.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        return None
+
+    def _stored_file(self) -> bytes | None:
+        found = re.fullmatch(rf"/(.+)/resolve/(?:main|{COMMIT})/(.+)", self.path)
+        return None if found is None else self.server.repositories.get(found[1], {}).get(found[2])
 
     def do_PUT(self) -> None:
         body = self._body()
@@ -121,12 +154,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"commitUrl": f"{self.server.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
 
     def _answer(self, status: int, content: dict[str, Any]) -> None:
-        raw = json.dumps(content).encode()
+        self._send(status, json.dumps(content).encode())
+
+    def _send(self, status: int, raw: bytes, headers: Mapping[str, str] | None = None, *, body: bool = True) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(raw)))
+        sent = {"Content-Type": "application/json", "Content-Length": str(len(raw)), **(headers or {})}
+        for name, value in sent.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(raw)
+        if body:
+            self.wfile.write(raw)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keep the test's output free of request lines."""

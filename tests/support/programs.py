@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 import yaml
 
@@ -132,6 +133,43 @@ def _four_runs(model: Path, output: Path) -> dict[str, Any]:
         "threads": [thread.name for thread in threading.enumerate() if thread.name in ("watchdog", "signs of life")],
     }
     return seen
+
+
+def fail_after_the_engine(model: Path, output: Path) -> dict[str, Any]:
+    """Begin a run whose build fails behind the engine. Returns what it leaves in the process.
+
+    model: one that the engine does not store as its checkpoint does.
+    """
+    from vllm.distributed import parallel_state
+
+    output.mkdir()
+    (output / "code.py").write_text(CODE)
+    (output / "rows.jsonl").write_text('{"prompt": "1 2", "answer": "1"}\n' * 40)
+    entry = {"name": str(output / "rows.jsonl")}
+    environments = [
+        {**entry, "type": "dataset", "rewards": [{"name": f"{output / 'code.py'}:reward", "run_in": "process"}]},
+        {**entry, "type": "agent", "program": f"{output / 'code.py'}:play"},
+    ]
+    base = settings(model, output_dir=str(output / "runs"), weights="shared", environments=environments)
+    with without_launcher():
+        error = error_of(Trainer(**base))
+    process = psutil.Process()
+    return {
+        "error": error[:2],
+        "engine": parallel_state._WORLD is not None,
+        "reward processes": [each.pid for each in process.children() if "worker_process" in " ".join(each.cmdline())],
+        "ports": [one.laddr.port for one in process.net_connections() if one.status == psutil.CONN_LISTEN],
+        "threads": [one.name for one in threading.enumerate() if one.name == "http"],
+    }
+
+
+CODE = """
+def reward(completions, **columns):
+    return [0.0] * len(completions)
+
+async def play(item, base_url, api_key):
+    return 0.0
+"""
 
 
 def error_of(trainer: Trainer) -> tuple[str, str, list[str]]:

@@ -201,6 +201,14 @@ def end_busy_workers(reason: str) -> bool:
     return bool(busy)
 
 
+def end_idle_workers() -> None:
+    """End all processes that run no function."""
+    with _lock:
+        idle = [worker for worker in _workers if not worker.busy]
+    for worker in idle:
+        worker.discard()
+
+
 def _start_worker() -> Worker:
     connection, other = socket.socketpair()
     dumps, writer = os.pipe()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from colocated_grpo.config.config_json import config_json_in
 from colocated_grpo.config.model_support import check_cpu_engine, has_latent_attention, has_linear_attention
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.text_parts import has_text_part
@@ -34,7 +34,7 @@ from colocated_grpo.rollout.vllm.reloading import reloadable
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
 from colocated_grpo.rollout.vllm.text_part import check_has_class, text_part_arguments
 from colocated_grpo.runtime.distributed import World, derive_seed
-from colocated_grpo.types import Completion, JsonObject
+from colocated_grpo.types import Completion
 
 if TYPE_CHECKING:
     from colocated_grpo.rollout.vllm.routes import RequestRoutes
@@ -56,11 +56,8 @@ class VLLMEngine:
     admission_cost = 3  # a step with prompts has no CUDA graph
 
     def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
-        patches.apply("cuda" if world.device.type == "cuda" else "cpu")
+        prepare(config, folder, dtype, world.device)
         if world.device.type == "cpu":
-            setting, adapters = f"model.name={str(folder)!r}", bool(config.engine.args.get("enable_lora"))
-            config_json = read_config_json(folder)
-            check_cpu_engine(config_json, setting, bfloat16=dtype == torch.bfloat16, adapters=adapters)
             name_shared_memory(world)
         config = with_max_num_seqs(config, world.size)
         self._on_gpu = world.device.type == "cuda"
@@ -189,6 +186,20 @@ class VLLMEngine:
         forget_graph_pool()
 
 
+def prepare(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Install the patches, and check that vLLM has the model of `folder`. Takes no device memory.
+
+    A run calls it before it reads weights; the engine's constructor again, which then installs nothing. Raises
+    ConfigError or RunError.
+    """
+    patches.apply("cuda" if device.type == "cuda" else "cpu")
+    config_json = config_json_in(folder)
+    check_has_class(folder, config_json)
+    if device.type == "cpu":
+        setting, adapters = f"model.name={str(folder)!r}", bool(config.engine.args.get("enable_lora"))
+        check_cpu_engine(config_json, setting, bfloat16=dtype == torch.bfloat16, adapters=adapters)
+
+
 def _request_routes(engine: Any, worker: Any) -> RequestRoutes:
     """Return the recorder of an engine that was built with `RECORD_ROUTES`, whose worker records already."""
     # Imported here: it imports vLLM's layers of experts, which other models do not need.
@@ -219,8 +230,7 @@ def _engine_arguments(
     engine = config.engine
     on_gpu = world.device.type == "cuda"
     max_model_len = engine.max_model_len or config.max_sequence_tokens
-    config_json = read_config_json(folder)
-    check_has_class(folder, config_json)
+    config_json = config_json_in(folder)
     arguments: dict[str, Any] = {
         "model": str(folder),
         "trust_remote_code": config.model.trust_remote_code,
@@ -256,10 +266,6 @@ def _engine_arguments(
     if config.policy.routing_replay:
         arguments["additional_config"] = {**arguments.get("additional_config", {}), RECORD_ROUTES: True}
     return arguments
-
-
-def read_config_json(folder: Path) -> JsonObject:
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
 @contextmanager

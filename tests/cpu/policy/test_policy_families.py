@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from shutil import copytree
@@ -14,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.config import model_support
 from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.policy import loading
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.loading import build_model
-from colocated_grpo.policy.model import build_empty, read_model_config, reshard
+from colocated_grpo.policy.model import PackedLM, build_empty, read_model_config, reshard
 from colocated_grpo.runtime.distributed import World
 from tests.support.families import GEMMA4_LARGE, SETTINGS, WHOLE_QUERIES, WINDOW, WITHOUT_ENGINE
 from tests.support.ranks import run_on_ranks
@@ -230,6 +232,30 @@ def test_a_damaged_weight_file_is_rejected_in_one_line(world, model_folder, tmp_
         ConfigError, match=r"^model\.name=.*: cannot read model\.safetensors \([^\n]*; download it again$"
     ):
         policy_of(config_of(tmp_path / "model"), world)
+
+
+@pytest.mark.parametrize("policy", [{}, {"lora": {"rank": 2}}], ids=["all weights", "an adapter"])
+def test_shapes_are_compared_before_parameters_are_allocated(policy, world, model_folder, tmp_path, monkeypatch):
+    folder = copytree(model_folder(), tmp_path / "model")
+    entries = json.loads((folder / "config.json").read_text())
+    rows, columns = entries["vocab_size"], entries["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(entries | {"vocab_size": rows + 1}))
+    built = []
+
+    def build_and_keep(*args, **kwargs) -> PackedLM:
+        built.append(build_empty(*args, **kwargs))
+        return built[0]
+
+    monkeypatch.setattr(loading, "build_empty", build_and_keep)
+
+    with pytest.raises(ConfigError) as caught:
+        policy_of(config_of(folder, policy=policy), world)
+
+    assert str(caught.value) == (
+        f"model.name={str(folder)!r}: 'model.embed_tokens.weight' has shape [{rows}, {columns}] in the checkpoint, "
+        f"and [{rows + 1}, {columns}] by config.json"
+    )
+    assert all(p.is_meta for p in built[0].hf_parameters().values())
 
 
 def test_a_folder_without_weights_is_rejected_in_one_line(world, model_folder, tmp_path):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from packaging.requirements import Requirement
 
-from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.tools.doctor.packages import (
-    SUPPORTED_VLLM,
     check_optional_packages,
     check_packages,
     check_torch,
@@ -17,7 +14,6 @@ from colocated_grpo.tools.doctor.packages import (
 )
 from tests.support.config_text import load
 from tests.support.doctor import TWO_H200, fake_nvidia_smi, install, subject_of
-from tests.support.paths import ROOT
 
 
 def test_this_environment_passes():
@@ -54,12 +50,6 @@ def test_two_vllms_fail(tmp_path):
 def test_the_engine_must_suit_the_device_and_be_supported(tmp_path, name, version, gpus, status):
     install(tmp_path, name, version)
     assert check_vllm(subject_of(packages=tmp_path, gpus=gpus)).status == status
-
-
-def test_the_supported_versions_are_those_of_the_patches():
-    assert SUPPORTED_VLLM == patches.SUPPORTED
-    assert f'cuda = ["vllm{">=0.26,<0.34"}"]' in (ROOT / "pyproject.toml").read_text()
-    assert Requirement("vllm>=0.26,<0.34").specifier == SUPPORTED_VLLM
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from colocated_grpo.config import inputs, rules
+from colocated_grpo.config.config_json import read_config_json
 from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import check_inputs, read_config_json
+from colocated_grpo.config.inputs import check_inputs
 from colocated_grpo.config.schema import Config
 from colocated_grpo.runtime.distributed import World
 from tests.support.engines import PROBE, Pair, request_of

@@ -15,16 +15,16 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm.patches import (
     PATCHES,
     PRIVATE_STATE,
-    SUPPORTED,
     Patch,
     counted,
     report,
-    supported_version,
 )
+from colocated_grpo.runtime.vllm_version import SUPPORTED, supported_version
 from tests.support.paths import ROOT
 from tests.support.source_names import defines
 
@@ -123,7 +123,7 @@ def test_a_prerelease_counts_as_its_release(module):
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.1.dev1+gabc", "dev"])
 def test_an_unsupported_version_ends_the_start_with_one_line(version):
-    with pytest.raises(RunError, match=rf"^vllm=={re.escape(version)}: not supported; install a version in "):
+    with pytest.raises(ConfigError, match=rf"^vllm=={re.escape(version)}: not supported; install a version in "):
         supported_version(version)
 
 
