@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from accelerate.utils import gather_object
-from torch import nn
 from transformers import (
     AutoTokenizer,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
     TrainerControl,
@@ -33,6 +31,7 @@ from transformers import (
 )
 
 from colocated_grpo.benchmarks.peer import WARMUP, OutOfMemoryPhase, PeerSpec, failure_file, grpo_arguments
+from colocated_grpo.benchmarks.peer_layers import name_present_layers
 from colocated_grpo.benchmarks.workload import CHARACTERS, LONGEST_PROMPT, RandomWork
 from colocated_grpo.build.data import stop_token_ids
 from colocated_grpo.phases import Clock
@@ -82,17 +81,6 @@ def build_trainer(spec: PeerSpec, output: Path) -> tuple[GRPOTrainer, JsonObject
         "peft_config": None if spec.lora is None else {"LoraConfig": spec.lora},
     }
     return trainer, {"GRPOConfig": shortened(config), "GRPOTrainer": record}
-
-
-def name_present_layers(model: nn.Module) -> None:
-    """Drop the layer classes that the model does not have from those that it names for FSDP.
-
-    accelerate raises ValueError at the first missing one. transformers names vision blocks for text models too.
-    """
-    present = {type(module).__name__ for module in model.modules()}
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module._no_split_modules:
-            module._no_split_modules = present.intersection(module._no_split_modules)
 
 
 def shortened(value: Any) -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+OLDEST_VLLM = "0.26"
+"""First release of vLLM that the trainer supports."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -30,6 +33,8 @@ class Family:
     """True if some layers are linear attention."""
     transformers: str = "5.0"
     """First release of transformers that has it; the trainer needs 5.0."""
+    vllm: str = OLDEST_VLLM
+    """First release of vLLM that has it as a text model."""
 
 
 FAMILIES = (
@@ -87,6 +92,27 @@ FAMILIES = (
         experts=True,
         states=True,
         transformers="5.16",
+    ),
+    Family(
+        name="Qwen 3.5",
+        architecture="qwen3_5",
+        model_type="qwen3_5_text",
+        path="load_weights",
+        heads=(256,),
+        states=True,
+        transformers="5.16",
+        vllm="0.32",
+    ),
+    Family(
+        name="Qwen 3.5 MoE",
+        architecture="qwen3_5_moe",
+        model_type="qwen3_5_moe_text",
+        path="load_weights",
+        heads=(256,),
+        experts=True,
+        states=True,
+        transformers="5.16",
+        vllm="0.32",
     ),
     Family(
         name="Qwen 1.5 and 2 MoE",

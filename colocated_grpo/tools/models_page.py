@@ -20,7 +20,6 @@ COLUMNS = (
     "Engine shortcuts",
     "transformers, vLLM from",
 )
-OLDEST_VLLM = "0.26"
 
 
 def main() -> int:
@@ -76,7 +75,7 @@ def _cells(family: Family) -> list[str]:
         {"views": "views", "load_weights": "vLLM's loader"}[family.path],
         flash_attention_4(family),
         ", ".join(shortcuts(family)) or "none",
-        f"{family.transformers}, {OLDEST_VLLM}",
+        f"{family.transformers}, {family.vllm}",
     ]
 
 

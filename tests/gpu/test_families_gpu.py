@@ -13,7 +13,7 @@ from colocated_grpo.tools.make_model import ARCHITECTURES
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from tests.support.composites import TEXT_PARTS, make_composite
-from tests.support.families import HYBRIDS, MINISTRAL3, SETTINGS, WITHOUT_ENGINE
+from tests.support.families import HYBRIDS, MINISTRAL3, SETTINGS
 from tests.support.training_runs import launch, settings, tiny_model
 
 STEPS = 5
@@ -34,7 +34,7 @@ HEAD = 64
 """A size that all of these kernels support."""
 FAMILIES = (
     SETTINGS
-    | {name: (SETTINGS | WITHOUT_ENGINE)[name] | RELEASED_STATES for name in (*HYBRIDS, *WITHOUT_ENGINE)}
+    | {name: SETTINGS[name] | RELEASED_STATES for name in HYBRIDS}
     | {"deepseek_v3": SETTINGS["deepseek_v3"] | LATENT_HEADS, "ministral3": LONGER_TABLE}
 )
 

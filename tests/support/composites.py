@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tools.make_model import model_config
 from colocated_grpo.tools.shapes import Shape
-from tests.support.families import GEMMA4, MINISTRAL3, MIXED_WINDOWS, UNTIED, WITHOUT_ENGINE
+from tests.support.families import GEMMA4, MINISTRAL3, MIXED_WINDOWS, SETTINGS, UNTIED
 from tests.support.small_policy import INIT_STD, SHAPE
 
 _SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -29,8 +29,8 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": ("mistral", {}, {"vision_config": _PIXTRAL}),
     "mistral3 of ministral3": ("ministral3", MINISTRAL3 | UNTIED, {"vision_config": _PIXTRAL} | UNTIED),
     "qwen3_vl": ("qwen3", {}, {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}}),
-    "qwen3_5": ("qwen3_5", WITHOUT_ENGINE["qwen3_5"], {"vision_config": _QWEN_VISION}),
-    "qwen3_5_moe": ("qwen3_5_moe", WITHOUT_ENGINE["qwen3_5_moe"] | UNTIED, {"vision_config": _QWEN_VISION}),
+    "qwen3_5": ("qwen3_5", SETTINGS["qwen3_5"], {"vision_config": _QWEN_VISION}),
+    "qwen3_5_moe": ("qwen3_5_moe", SETTINGS["qwen3_5_moe"] | UNTIED, {"vision_config": _QWEN_VISION}),
 }
 """Kind, which begins with the model type -> architecture of the text part, its settings, and those of the whole."""
 

@@ -105,6 +105,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "olmo3": MIXED_WINDOWS,
     "phi3": {},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "qwen3_5": DELTA_RULE,
+    "qwen3_5_moe": DELTA_RULE | TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT,
     "qwen3_next": DELTA_RULE | TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT | UNTIED | {"norm_topk_prob": True},
     "qwen3_moe": TWO_OF_FOUR | SMALL_EXPERTS | {"norm_topk_prob": True},
     "qwen2_moe": TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT,
@@ -115,12 +117,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"q_lora_rank": 32} | DENSE_FIRST_LAYER | SMALL_EXPERTS | UNTIED | LATENT,
 }
 """By architecture. Models that the tests train, all of them rows of docs/models.md."""
-HYBRIDS = ("qwen3_next",)
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Those with linear attention, which vLLM's engine for CPUs computes in bfloat16 and with heads of 64 or 128 only."""
 LARGE_STATES = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 """Heads of linear attention that kernels for CPUs support."""
-WITHOUT_ENGINE: dict[str, dict[str, Any]] = {
-    "qwen3_5": DELTA_RULE,
-    "qwen3_5_moe": DELTA_RULE | TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT,
-}
-"""Models that the tests train without an engine: vLLM imports torchvision for them, of which PyPI has no CPU build."""

@@ -32,7 +32,7 @@ from colocated_grpo.rollout.vllm.process import (
 )
 from colocated_grpo.rollout.vllm.reloading import reloadable
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
-from colocated_grpo.rollout.vllm.text_part import check_has_class, text_part_arguments
+from colocated_grpo.rollout.vllm.text_part import register_class, text_part_arguments
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion
 
@@ -194,7 +194,7 @@ def prepare(config: Config, folder: Path, dtype: torch.dtype, device: torch.devi
     """
     patches.apply("cuda" if device.type == "cuda" else "cpu")
     config_json = config_json_in(folder)
-    check_has_class(folder, config_json)
+    register_class(folder, config_json)
     if device.type == "cpu":
         setting, adapters = f"model.name={str(folder)!r}", bool(config.engine.args.get("enable_lora"))
         check_cpu_engine(config_json, setting, bfloat16=dtype == torch.bfloat16, adapters=adapters)

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.text_parts import MODULES, text_name
+from colocated_grpo.rollout.vllm import without_torchvision
 from colocated_grpo.runtime.text_part import read_text_config
 
 LOAD_FORMAT = "text_part"
@@ -40,17 +41,22 @@ class TextPartLoader(DefaultModelLoader):
                 yield own, tensor
 
 
-def check_has_class(folder: Path, config_json: Mapping[str, Any]) -> None:
-    """Raise ConfigError if vLLM has no class for this text model, stored alone or as a part of a whole model.
+def register_class(folder: Path, config_json: Mapping[str, Any]) -> None:
+    """Make vLLM's class of this text model usable, stored alone or as a part of a whole model.
+
+    Raises ConfigError if vLLM has none.
 
     vLLM 0.32 has one for Qwen 3.5; vLLM 0.26 does not, and would build the whole model.
     """
     kind = (config_json.get("text_config") or config_json).get("model_type")
     module = next((module for (_, text_type), module in MODULES.items() if text_type == kind), None)
-    if module is not None and module not in ModelRegistry.get_supported_archs():
+    if module is None:
+        return
+    if module not in ModelRegistry.get_supported_archs():
         raise ConfigError(
             f"model.name={str(folder)!r}: vLLM {vllm.__version__} has no {module}; install a later version of vLLM"
         )
+    without_torchvision.register(module)
 
 
 def text_part_arguments(folder: Path, arguments: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:

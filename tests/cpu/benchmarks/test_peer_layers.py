@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from colocated_grpo.benchmarks.peer_trl import name_present_layers
-from tests.support.families import WITHOUT_ENGINE
+from colocated_grpo.benchmarks.peer_layers import name_present_layers
+from tests.support.families import SETTINGS
 from tests.support.training_runs import tiny_model
 
 
@@ -22,7 +22,7 @@ def wrapped_classes(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "adapter"])
 def test_layers_that_a_text_model_lacks_are_not_looked_for(adapter):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3_5", edits=WITHOUT_ENGINE["qwen3_5"]))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3_5", edits=SETTINGS["qwen3_5"]))
     if adapter:
         model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
     with pytest.raises(ValueError, match="Could not find the transformer layer class Qwen3_5VisionBlock"):

@@ -104,8 +104,8 @@ def test_every_tested_family_trains(family):
         ("gemma3", "trains (Gemma 3, text; its vision part is left out)"),
         ("mistral3", "trains (Mistral; its vision part is left out)"),
         ("qwen3_vl", "trains (Qwen 3; its vision part is left out)"),
-        ("qwen3_5", "trains (qwen3_5_text, not among the tested families; its vision part is left out)"),
-        ("qwen3_5_moe", "trains (qwen3_5_moe_text, not among the tested families; its vision part is left out)"),
+        ("qwen3_5", "trains (Qwen 3.5; its vision part is left out)"),
+        ("qwen3_5_moe", "trains (Qwen 3.5 MoE; its vision part is left out)"),
     ],
 )
 def test_the_text_part_of_a_vision_language_model_trains(model_type, line):

@@ -20,7 +20,7 @@ from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
-from tests.support.families import SETTINGS, WITHOUT_ENGINE
+from tests.support.families import SETTINGS
 from tests.support.ranks import run_on_ranks
 from tests.support.saved_runs import halve, invert
 from tests.support.small_policy import (
@@ -34,8 +34,6 @@ from tests.support.small_policy import (
     train,
     weights_of,
 )
-
-FAMILIES = SETTINGS | WITHOUT_ENGINE
 
 
 def train_and_export(
@@ -77,10 +75,10 @@ def logprobs_from(folder: Path, micro_batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [*((family, True) for family in FAMILIES), ("qwen3", False), ("gpt2", False)]
+    ("family", "tied"), [*((family, True) for family in SETTINGS), ("qwen3", False), ("gpt2", False)]
 )
 def test_the_exported_model_computes_what_the_policy_computes(world, model_folder, tmp_path, family, tied):
-    folder, target = model_folder(family, tied=tied, edits=FAMILIES[family]), tmp_path / "final_model"
+    folder, target = model_folder(family, tied=tied, edits=SETTINGS[family]), tmp_path / "final_model"
     weights, micro_batch, expected = train_and_export(world, folder, target)
     torch.testing.assert_close(logprobs_from(target, micro_batch), expected, rtol=1e-5, atol=1e-5)
     assert (logprobs_from(folder, micro_batch) - expected).abs().max() > 1e-2

@@ -26,7 +26,7 @@ from colocated_grpo.policy.model import build_empty, transformer_blocks
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter
 from colocated_grpo.runtime.distributed import World
-from tests.support.families import GEMMA4_LARGE, SETTINGS, WITHOUT_ENGINE
+from tests.support.families import GEMMA4_LARGE, SETTINGS
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,
@@ -43,7 +43,7 @@ from tests.support.small_policy import (
     with_old_logprobs,
 )
 
-FAMILIES = SETTINGS | WITHOUT_ENGINE | {"gemma4": GEMMA4_LARGE}
+FAMILIES = SETTINGS | {"gemma4": GEMMA4_LARGE}
 SHARED = ("llama", "qwen2", "qwen3", "gemma", "mistral", "gemma3", "gpt2")
 """Families that are also trained with one copy of the weights for policy and engine."""
 

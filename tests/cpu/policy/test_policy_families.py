@@ -20,7 +20,7 @@ from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.loading import build_model
 from colocated_grpo.policy.model import PackedLM, build_empty, read_model_config, reshard
 from colocated_grpo.runtime.distributed import World
-from tests.support.families import GEMMA4_LARGE, SETTINGS, WHOLE_QUERIES, WINDOW, WITHOUT_ENGINE
+from tests.support.families import GEMMA4_LARGE, SETTINGS, WHOLE_QUERIES, WINDOW
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,
@@ -34,15 +34,11 @@ from tests.support.small_policy import (
     whole,
 )
 
-FAMILIES = (
-    SETTINGS
-    | WITHOUT_ENGINE
-    | {
-        "gemma3 with soft-capped logits": WINDOW | {"final_logit_softcapping": 2.0},
-        "gemma4 with keys as values": GEMMA4_LARGE,
-        "deepseek_v3 with whole queries": SETTINGS["deepseek_v3"] | WHOLE_QUERIES,
-    }
-)
+FAMILIES = SETTINGS | {
+    "gemma3 with soft-capped logits": WINDOW | {"final_logit_softcapping": 2.0},
+    "gemma4 with keys as values": GEMMA4_LARGE,
+    "deepseek_v3 with whole queries": SETTINGS["deepseek_v3"] | WHOLE_QUERIES,
+}
 TYING = {"tied": True, "untied": False}
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tools import compare_runs
+from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
+from tests.support.composites import make_composite
 from tests.support.families import LARGE_STATES, SETTINGS
 from tests.support.training_runs import ForkedRun, Settings, TrainingRun, settings, tiny_model, train, weights_of
 
 STEPS = 3
-MODEL = "qwen3_next"
+HEAD = 64
 
 
-def with_states() -> Settings:
+def work(model: Path | None = None) -> Settings:
+    """Return the settings of a deterministic run; without a model, of a small Qwen3-Next."""
     return settings(
-        tiny_model(MODEL, head_dim=64, edits=SETTINGS[MODEL] | LARGE_STATES),
+        model or tiny_model("qwen3_next", head_dim=HEAD, edits=SETTINGS["qwen3_next"] | LARGE_STATES),
         deterministic=True,
         environments=[{"type": "task", "name": TASK}],  # rewards differ at once, so that every step moves the weights
         rollout={"max_prompt_tokens": MAX_PROMPT_TOKENS},
@@ -27,13 +33,8 @@ def with_states() -> Settings:
     )
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> TrainingRun:
-    return train(tmp_path_factory.mktemp("whole"), with_states())
-
-
-def test_engine_and_policy_agree_while_the_weights_move(whole):
-    rows = whole.rows(files.TRAIN)
+def assert_agrees_while_the_weights_move(run: TrainingRun) -> None:
+    rows = run.rows(files.TRAIN)
     assert len(rows) == STEPS
     for row in rows:
         assert row["freshness/mean_diff"] < 0.03
@@ -41,10 +42,27 @@ def test_engine_and_policy_agree_while_the_weights_move(whole):
         assert row["grad_norm"] > 0
 
 
-def test_a_killed_run_resumes_bit_for_bit(whole, tmp_path):
-    with ForkedRun(tmp_path, with_states()) as run:
+@pytest.fixture(scope="module")
+def next_run(tmp_path_factory) -> TrainingRun:
+    return train(tmp_path_factory.mktemp("next"), work())
+
+
+def test_engine_and_policy_agree_while_the_weights_move(next_run):
+    assert_agrees_while_the_weights_move(next_run)
+
+
+def test_a_killed_run_resumes_bit_for_bit(next_run, tmp_path):
+    with ForkedRun(tmp_path, work()) as run:
         run.wait_for_step(0)
         run.kill()
-    resumed = train(tmp_path, with_states(), "--resume", "auto")
-    assert weights_of(resumed) == weights_of(whole)
-    assert compare_runs.main([str(resumed.folder), str(whole.folder), "--assert-equal"]) == 0
+    resumed = train(tmp_path, work(), "--resume", "auto")
+    assert weights_of(resumed) == weights_of(next_run)
+    assert compare_runs.main([str(resumed.folder), str(next_run.folder), "--assert-equal"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_part_of_a_whole_model_trains_with_its_engine(kind, tmp_path):
+    model = make_composite(
+        tmp_path / "whole", kind, shape=replace(TINY, head_dim=HEAD), init_std=0.1, edits=LARGE_STATES
+    )
+    assert_agrees_while_the_weights_move(train(tmp_path, work(model)))

@@ -19,7 +19,7 @@ from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.config import Config
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.launch.cli import library_environment
-from colocated_grpo.rollout.vllm.text_part import check_has_class
+from colocated_grpo.rollout.vllm.text_part import register_class
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tools.models_page import PAGE
@@ -28,7 +28,7 @@ from colocated_grpo.tracking import files
 from colocated_grpo.tracking.model_card import card
 from tests.support.composites import TEXT_PARTS, make_composite, whole_model
 from tests.support.engines import PROBE, Pair
-from tests.support.families import WITHOUT_ENGINE
+from tests.support.families import HYBRIDS
 from tests.support.ranks import run_on_ranks, start_module
 from tests.support.serve_process import ServeProcess
 from tests.support.served_runs import SERVER_FLAGS
@@ -46,7 +46,8 @@ STEPS = 3
 RANK = 4
 CLOSE = 2e-5
 """Float32 on both sides, with kernels that add up in different orders."""
-WITH_ENGINE = [kind for kind, (architecture, _, _) in TEXT_PARTS.items() if architecture not in WITHOUT_ENGINE]
+IN_FLOAT32 = [kind for kind, (architecture, _, _) in TEXT_PARTS.items() if architecture not in HYBRIDS]
+"""Those whose engine on CPUs computes in float32; tests/cpu/runs/test_hybrid_run.py has the others."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """Whole models by kind, with heads that vLLM's engine for CPUs supports."""
     parent = tmp_path_factory.mktemp("whole")
     made = {
-        kind: make_composite(parent / kind.replace(" ", "-"), kind, shape=TINY, init_std=0.1) for kind in WITH_ENGINE
+        kind: make_composite(parent / kind.replace(" ", "-"), kind, shape=TINY, init_std=0.1) for kind in IN_FLOAT32
     }
     add_own_format(made["mistral3"])
     return made
@@ -110,7 +111,7 @@ def engine_scores(world: World, folder: Path) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("kind", WITH_ENGINE)
+@pytest.mark.parametrize("kind", IN_FLOAT32)
 def test_engines_read_the_whole_checkpoint_and_follow_the_policy(folders, kind):
     [facts] = run_on_ranks(engine_scores, 1, folders[kind], timeout=300.0)
     whole = whole_model(folders[kind])
@@ -126,7 +127,7 @@ def test_a_vllm_without_the_class_of_a_text_part_is_named_in_one_line(gemma, mon
     monkeypatch.setattr(ModelRegistry, "get_supported_archs", lambda: {"Gemma3ForConditionalGeneration"})
     config_json = json.loads((gemma / "config.json").read_text(encoding="utf-8"))
     with pytest.raises(ConfigError, match=r"^model.name='.*': vLLM \S+ has no Gemma3ForCausalLM; install a later ver"):
-        check_has_class(gemma, config_json["text_config"] if alone else config_json)
+        register_class(gemma, config_json["text_config"] if alone else config_json)
 
 
 @pytest.fixture(scope="module")
