@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from colocated_grpo.api.epochs import UNCOUNTED, Settings, in_steps, take_epochs
 from colocated_grpo.api.eval_datasets import evaluation_sets
 from colocated_grpo.api.objects import ObjectsByName, is_name, take_environments, take_rewards, take_rows
 from colocated_grpo.config.errors import ConfigError, KeyPath, parse_path
 from colocated_grpo.config.loading import LoadedConfig, build_config
-from colocated_grpo.config.sources import EVAL_DATASETS, TRAIN_DATASET, DatasetSourceConfig, give_objects
-from colocated_grpo.environments.dataset import num_held_out
-from colocated_grpo.environments.row_filter import RowFilter, load_filter
+from colocated_grpo.config.sources import EVAL_DATASETS, TRAIN_DATASET, give_objects
 
-Settings = dict[KeyPath, Any]
 _ENTRY: KeyPath = ("environments", 0)
 """The entry that the arguments about data and rewards set, as TRL's names do."""
 _FOREIGN = {
@@ -62,20 +59,25 @@ def read_arguments(
     by_path |= _data(train_dataset, held_out if several is None else None, objects)
     if reward_funcs is not None:
         by_path[*_ENTRY, "rewards"] = take_rewards(reward_funcs, "reward_funcs", objects)
-    epochs = by_path.pop(("num_train_epochs",), None)
+    epochs = take_epochs(by_path, getattr(args, "num_train_epochs", None))
+    length = {} if epochs is None else {"training_steps": UNCOUNTED}
     if several is not None:
         # Read without the sets first, so that no metric of theirs can be the one that is kept.
         nothing_kept = {("evaluation", "keep_best"): None, ("evaluation", "patience"): None}
-        alone = _loaded(config, by_path | nothing_kept, objects)
+        alone = _loaded(config, by_path | nothing_kept, objects, length)
         by_path |= evaluation_sets(several, alone.config, objects)
-    loaded = _loaded(config, by_path, objects)
-    if epochs is None or by_path.keys() & {("max_steps",), ("training_steps",)}:
+    loaded = _loaded(config, by_path, objects, length)
+    if epochs is None or (epochs.by_default and loaded.config.training_steps != UNCOUNTED):
         return loaded
-    return _loaded(config, by_path | {("training_steps",): _steps(epochs, loaded, objects)}, objects)
+    steps, note = in_steps(epochs, loaded.config)
+    loaded = _loaded(config, by_path | steps, objects, {})
+    return dataclasses.replace(loaded, notes=[*loaded.notes, note])
 
 
-def _loaded(config: str | Path | None, settings: Settings, objects: ObjectsByName) -> LoadedConfig:
-    loaded = build_config(config, settings)
+def _loaded(
+    config: str | Path | None, settings: Settings, objects: ObjectsByName, defaults: Mapping[str, Any]
+) -> LoadedConfig:
+    loaded = build_config(config, settings, defaults)
     give_objects(loaded.config.environments, objects)
     give_objects([entry.source for entry in loaded.config.evaluation.sets], objects)
     return loaded
@@ -124,6 +126,8 @@ def _from_args(args: Any) -> dict[str, Any]:
     # GRPOConfig has computed the sizes that other names would have to be translated into.
     for name in _GEOMETRY:
         settings.pop(name, None)
+    if args.max_steps <= 0:  # as in TRL, the run is then given in epochs
+        settings.pop("max_steps", None)
     minibatches, rest = divmod(args.steps_per_generation, args.gradient_accumulation_steps)
     if rest:
         raise ConfigError(f"steps_per_generation={args.steps_per_generation}: {_MINIBATCHES}")
@@ -164,19 +168,3 @@ def _flat(tree: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPa
             yield from _flat(value, path)
         else:
             yield path, value
-
-
-def _steps(epochs: float, loaded: LoadedConfig, objects: ObjectsByName) -> int:
-    """Return the steps that pass over the training rows `epochs` times."""
-    rows = objects.get(TRAIN_DATASET)
-    if rows is None:
-        raise ConfigError(f"num_train_epochs={epochs}: needs a train_dataset of rows; or set training_steps")
-    entry = loaded.config.environments[0]
-    assert isinstance(entry, DatasetSourceConfig)  # `_data` has made it one
-    key = "environments.0"
-    try:
-        kept, _ = RowFilter(entry, load_filter(entry, key)).kept(rows)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    count = len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)
-    return max(1, math.ceil(count * epochs / loaded.config.rollout.prompts_per_step))

@@ -6,6 +6,7 @@ No HTTP here. Responses are those of atroposlib 0.4.0, with its defects fixed:
 - An environment without a name gets one.
 - An unknown environment id gets an error that says what to do, not an internal error.
 - A group of a size that can never be served is refused. In atroposlib it stops all other groups.
+- Parts that add up to a group are served together. In atroposlib those of uneven sizes are never served.
 - An environment that has died does not keep its reserved part of every batch for ever.
 """
 
@@ -67,6 +68,17 @@ class Environment:
         return self.settings.max_token_length * self.settings.weight
 
 
+@dataclass(frozen=True)
+class QueuedGroup:
+    """One unit of a batch: a group of its environment's full size, or parts that add up to it."""
+
+    parts: list[ScoredGroup]
+    """As posted. The trainer receives each as a group of its own, with its own baseline."""
+    size: int
+    """Number of sequences of all parts."""
+    env_id: int | None
+
+
 @dataclass
 class Volume:
     """An amount of groups."""
@@ -97,7 +109,7 @@ class Exchange:
         """True after the trainer's first request for a batch. Environments can register from then on."""
         self._step = 0
         self._envs: list[Environment] = []
-        self._queue: list[ScoredGroup] = []
+        self._queue: list[QueuedGroup] = []
         self._parts: dict[int, list[ScoredGroup]] = {}
         """Environment id -> groups of a size other than its group size, kept until some add up to it."""
         self._waiting = Volume()
@@ -117,7 +129,7 @@ class Exchange:
     def _drop_unservable(self, batch_size: int) -> None:
         """Drop groups posted before the batch size was known that can never be served."""
         never = [group for group in self._queue if not is_servable(group.size, batch_size)]
-        self._waiting.remove(never)
+        self._waiting.remove(_parts_of(never))
         self._queue = [group for group in self._queue if is_servable(group.size, batch_size)]
 
     def register_env(self, settings: EnvRegistration) -> JsonObject:
@@ -162,7 +174,7 @@ class Exchange:
         return {"batch_size": self._trainer.batch_size, "max_token_len": self._trainer.max_token_len}
 
     def status(self) -> dict[str, int]:
-        return {"current_step": self._step, "queue_size": len(self._queue)}
+        return {"current_step": self._step, "queue_size": sum(len(group.parts) for group in self._queue)}
 
     def latest_example(self) -> ScoredGroup | None:
         return self._latest
@@ -231,7 +243,7 @@ class Exchange:
             env.last_seen = time.monotonic()
             if group.size != env.group_size:
                 return self._post_part(env.env_id, group, env.group_size)
-        self._enqueue(group)
+        self._enqueue([group])
         return {"status": "received"}
 
     def _post_part(self, env_id: int, group: ScoredGroup, group_size: int) -> JsonObject:
@@ -239,15 +251,15 @@ class Exchange:
         self._waiting.remove(parts[:-MAX_PARTS])
         parts = parts[-MAX_PARTS:]
         chosen = set(choose_parts([part.size for part in parts], group_size))
-        for position in sorted(chosen):
-            self._enqueue(parts[position])
+        if chosen:
+            self._enqueue([parts[position] for position in sorted(chosen)])
         remaining = [part for position, part in enumerate(parts) if position not in chosen]
         self._parts[env_id] = remaining
         return {"status": "buffered", "buffer_size": sum(part.size for part in remaining)}
 
-    def _enqueue(self, group: ScoredGroup) -> None:
-        self._queue.append(group)
-        self._latest = group
+    def _enqueue(self, parts: list[ScoredGroup]) -> None:
+        self._queue.append(QueuedGroup(parts, sum(part.size for part in parts), parts[0].env_id))
+        self._latest = parts[-1]
 
     def batch(self) -> list[ScoredGroup] | None:
         """Return the most recently formed batch. When none is left, form as many as the queue allows.
@@ -273,7 +285,7 @@ class Exchange:
         first = self._queue if allocations else self._queue[: 16 * batch_size]
         sizes, envs = [group.size for group in first], [group.env_id for group in first]
         chosen = choose_batch(sizes, envs, batch_size, allocations)
-        batch = [first[position] for position in chosen]
+        batch = _parts_of(first[position] for position in chosen)
         taken = set(chosen)
         rest = [group for position, group in enumerate(first) if position not in taken]
         self._queue[: len(first)] = rest
@@ -313,3 +325,8 @@ class Exchange:
     def _weight(self, env: Environment) -> float:
         total = sum(max(0.0, other.token_weight) for other in self._envs if other.connected)
         return max(MIN_WEIGHT, env.token_weight / total) if total else MIN_WEIGHT
+
+
+def _parts_of(groups: Iterable[QueuedGroup]) -> list[ScoredGroup]:
+    """Return the groups as they were posted."""
+    return [part for group in groups for part in group.parts]

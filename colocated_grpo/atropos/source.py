@@ -229,7 +229,7 @@ class AtroposSource:
         return (
             f"these suffice for a batch of {batch_size} sequences, so a group of a size that does not divide "
             f"{batch_size}{suspect}, or an environment with min_batch_allocation that has ended, blocks this server: "
-            "restart it, or use python -m colocated_grpo.atropos.api, which refuses such groups"
+            "restart it, or use python -m colocated_grpo.atropos.api, which neither blocks"
         )
 
     def settle(self) -> None:

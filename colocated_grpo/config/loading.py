@@ -78,13 +78,18 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     )
 
 
-def build_config(path: str | Path | None, settings: Mapping[KeyPath, Any]) -> LoadedConfig:
-    """Return the settings of a file, if one is given, overridden by those of a program, and notes about them."""
+def build_config(
+    path: str | Path | None, settings: Mapping[KeyPath, Any], defaults: Mapping[str, Any] = {}
+) -> LoadedConfig:
+    """Return the settings of a file, if one is given, overridden by those of a program, and notes about them.
+
+    defaults: top-level settings where neither has them, in place of the schema's.
+    """
     location = SettingLocation(where="argument", on_command_line=True)
     path = None if path is None else _shipped(Path(path))
     tree, locations = ({}, {}) if path is None else _read_file(path)
     folder = Path() if path is None else path.parent
-    return _complete(tree, locations, folder, [(key, value, location) for key, value in settings.items()])
+    return _complete(tree, locations, folder, [(key, value, location) for key, value in settings.items()], defaults)
 
 
 def _shipped(path: Path) -> Path:
@@ -108,6 +113,7 @@ def _complete(
     locations: dict[KeyPath, SettingLocation],
     folder: Path,
     overrides: Sequence[tuple[KeyPath, Any, SettingLocation]],
+    defaults: Mapping[str, Any] = {},
 ) -> LoadedConfig:
     """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`.
 
@@ -119,6 +125,8 @@ def _complete(
         assign(tree, key, value)
         locations[key] = location
     notes = translate_aliases(tree, locations)
+    for name, value in defaults.items():
+        tree.setdefault(name, value)
     notes += _fill_in_defaults(tree)
     config = _validate(tree, locations)
     if find_beside(config, tree, locations, folder):

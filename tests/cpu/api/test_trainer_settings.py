@@ -158,12 +158,6 @@ def test_several_datasets_are_evaluation_sets_with_the_rewards_and_columns_of_th
     assert trainer(eval_dataset={"hard": ROWS[:2]}).config.evaluation.sets[0].name == "hard", "TRL's name"
 
 
-def test_steps_follow_from_epochs_and_rows():
-    assert trainer(num_train_epochs=2, rollout={"prompts_per_step": 16}).config.training_steps == 6  # 45 of 50 rows
-    assert trainer(num_train_epochs=2, eval_datasets=ROWS[:4]).config.training_steps == 4  # all rows, 32 a step
-    assert trainer(num_train_epochs=2, max_steps=3).config.training_steps == 3
-
-
 def test_args_may_be_the_config_of_trl():
     trl = pytest.importorskip("trl")
     args = trl.GRPOConfig(

@@ -157,6 +157,18 @@ def test_a_list_above_the_queue_limit_is_rejected_as_a_whole(fresh):
     assert post(fresh, "/scored_data_list", [group(24)] * 2) == 200
 
 
+def test_parts_of_a_group_are_served_together_and_as_they_were_posted(fresh):
+    """atroposlib serves nothing: parts of 3 and 5 make no pack of 8."""
+    post(fresh, "/register", registration(batch_size=16))
+    call(fresh.url + "/batch")
+    env = {"max_token_length": 64, "desired_name": "toy", "weight": 1.0, "group_size": 8}
+    assert post(fresh, "/register-env", env) == 200
+    for size in (3, 5, 5, 3):
+        assert post(fresh, "/scored_data", {**group(size), "env_id": 0}) == 200
+    batch = json.loads(call(fresh.url + "/batch")[1])["batch"]
+    assert [len(part["scores"]) for part in batch] == [3, 5, 5, 3]
+
+
 def test_a_group_without_sequences_is_rejected(fresh):
     assert post(fresh, "/scored_data", group(0)) == 422
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -127,6 +129,50 @@ def test_incomplete_groups_do_not_fill_the_queue_for_others():
         exchange.post(group(8))
     with pytest.raises(QueueFull, match="64 sequences are waiting"):
         exchange.post(group(8))
+
+
+@given(
+    cuts=st.lists(st.sets(st.integers(1, 7)).map(sorted), min_size=8, max_size=24),
+    allocation=st.sampled_from([None, 0.5]),
+)
+@settings(max_examples=100)
+def test_parts_of_any_sizes_that_add_up_to_a_group_are_served_together(cuts, allocation):
+    """Each group of 8 is posted in parts, which begin at its cuts."""
+    exchange = started(64)
+    env = add_env(exchange, 8, min_batch_allocation=allocation)
+    for number, inner in enumerate(cuts):
+        for begin, end in pairwise([0, *inner, 8]):
+            exchange.post(group(end - begin, env, str(number)))
+    batches = list(iter(exchange.batch, None))
+    assert len(batches) == len(cuts) // 8
+    for batch in batches:
+        sizes: Counter[bytes] = Counter()
+        for part in batch:
+            sizes[part.text] += part.size
+        assert list(sizes.values()) == [8] * 8
+
+
+def test_many_groups_in_parts_do_not_hold_back_others():
+    """More than the part of the queue that is searched for a batch."""
+    exchange = started(64)
+    in_parts, whole = add_env(exchange, 8), add_env(exchange, 8)
+    for _ in range(600):
+        for size in (3, 5):
+            exchange.post(group(size, in_parts))
+    assert num_batches(exchange) == 75
+    for _ in range(8):
+        exchange.post(group(8, whole))
+    assert num_batches(exchange) == 1
+
+
+def test_an_environment_paces_itself_by_whole_groups():
+    exchange = started(64)
+    env, other = add_env(exchange, 8), add_env(exchange, 8)
+    for size in (3, 5):
+        exchange.post(group(size, env))
+    status = exchange.status_env(other)
+    assert (status["queue_size"], status["max_group_size"]) == (1, 8)
+    assert exchange.status_env(env)["self_queue_size"] == 1
 
 
 def test_an_environment_keeps_the_newest_of_its_incomplete_groups():

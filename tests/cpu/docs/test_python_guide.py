@@ -98,6 +98,7 @@ def test_the_script_of_trl_is_read():
     names = names_after(replaced(PORTED, changes), load_dataset=lambda name, split: rows)
     config = names["trainer"].config
     assert (config.policy.lr, config.rollout.group_size, config.rollout.prompts_per_step) == (2e-6, 8, 8)
+    assert config.training_steps == 7, "three passes over 18 of 20 rows, 8 a step"
     assert config.environments[0].given is rows
     assert config.environments[0].rewards[0].given is names["accuracy_reward"]
 

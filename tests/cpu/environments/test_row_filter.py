@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 
-from colocated_grpo.api.arguments import _steps
 from colocated_grpo.build.data import open_source
 from colocated_grpo.config import Config
 from colocated_grpo.config.inputs import check_inputs
-from colocated_grpo.config.sources import TRAIN_DATASET, DatasetSourceConfig
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
@@ -179,9 +176,3 @@ def test_a_condition_is_values_or_bounds():
         ("[]", "environments.0.where.level=[]: needs at least 1 entry"),
     ):
         assert message in config_error(text % wrong, alone=True)
-
-
-def test_epochs_of_a_program_count_the_rows_that_are_kept():
-    source = DatasetSourceConfig(type="dataset", name="x", rewards=["format_think"], where={"level": 2}, held_out=1)
-    config = SimpleNamespace(environments=[source], rollout=SimpleNamespace(prompts_per_step=1))
-    assert _steps(3.0, SimpleNamespace(config=config), {TRAIN_DATASET: ROWS}) == 6
