@@ -75,15 +75,12 @@ def min_checkpointed_blocks(
         return 0
     least = needed - blocks * saved_per_token * tokens
     if least > free:
-        raise _too_large(tokens, "every block checkpointed", least, free)
+        raise RunError(
+            f"batch.max_tokens_per_micro_batch={tokens}: a training step needs {least / GIB:.1f} GiB with every block "
+            f"checkpointed, and {free / GIB:.1f} GiB are usable; lower it, raise policy.context_parallel, or use more "
+            "GPUs"
+        )
     return min(blocks, ceil((needed - free) / (saved_per_token * tokens)))
-
-
-def _too_large(tokens: int, checkpointing: str, needed: float, usable: float) -> RunError:
-    return RunError(
-        f"batch.max_tokens_per_micro_batch={tokens}: a training step needs {needed / GIB:.1f} GiB with {checkpointing}"
-        f", and {usable / GIB:.1f} GiB are usable; lower it, raise policy.context_parallel, or use more GPUs"
-    )
 
 
 @contextmanager
@@ -145,15 +142,12 @@ def candidate_sizes(config: Config) -> list[int]:
 
 
 def fit_tokens(policy: Policy, config: Config, world: World) -> int:
-    """Return the best size that fits with the current checkpointing. Collective. Raises RunError if none does."""
-    sizes, blocks = candidate_sizes(config), len(blocks_of(policy.model))
-    measured = _measure_all_ranks(policy, config, world)
-    if fitting := _sizes_that_fit(sizes, measured, policy):
-        return fitting[0]
-    # Every rank evaluates the measurements of all ranks, so the error is raised on all of them.
-    footprint, usable = max(measured, key=lambda seen: seen[0].bytes_needed(sizes[-1], blocks) - seen[1])
-    checkpointing = f"policy.gradient_checkpointing={config.policy.gradient_checkpointing}"
-    raise _too_large(sizes[-1], checkpointing, footprint.bytes_needed(sizes[-1], blocks), usable)
+    """Return the best size that fits with the current checkpointing, or the smallest if none does. Collective.
+
+    The estimate is cautious: the smallest may fit all the same, and a step that does not ends the run with one line.
+    """
+    sizes = candidate_sizes(config)
+    return next(iter(_sizes_that_fit(sizes, _measure_all_ranks(policy, config, world), policy)), sizes[-1])
 
 
 def fit_tokens_and_blocks(policy: Policy, config: Config, world: World) -> int:

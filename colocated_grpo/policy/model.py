@@ -159,9 +159,14 @@ def build_empty(
     """
     check_trains(hf_config.to_dict(), f"model.name={hf_config.name_or_path!r}")
     with init_empty_weights(include_buffers=False), no_init_weights():
-        lm = AutoModelForCausalLM.from_config(
-            hf_config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+        try:
+            lm = AutoModelForCausalLM.from_config(
+                hf_config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+        except ImportError as error:  # of a package that the model's own code needs
+            raise ConfigError(
+                f"model.name={hf_config.name_or_path!r}: cannot be built: {in_one_line(error)}"
+            ) from error
     # A model with code of its own has no rule in `check_trains`.
     if lm._is_stateful and not pack_linear_attention(lm):
         raise ConfigError(f"model type {hf_config.model_type!r}: layers that carry a state from token to token")
