@@ -32,7 +32,7 @@ class Evaluated:
     sources: EvaluationSources
     """The evaluation sets."""
     answers: dict[str, Answer]
-    """What maj@k compares, by the name of the set's source; none of a set without maj@k."""
+    """Functions that return the answers for maj@k, by the name of the set's source; none for a set without maj@k."""
     prompts: dict[str, list[Prompt]]
     """Prompts of each set by the name of its source; none of a set that this run does not evaluate."""
 

@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
@@ -21,7 +20,7 @@ from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.conversion import Conversion
 from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
-from colocated_grpo.policy.loading import build_model, compute_dtype, dtype_of
+from colocated_grpo.policy.loading import build_model, compute_dtype, dtype_of, engine_dtype
 from colocated_grpo.policy.lora.weights import AdapterWeights
 from colocated_grpo.policy.masters import ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
@@ -96,10 +95,6 @@ def build_engine(config: Config, policy: Policy, model_folder: Path, world: Worl
     if policy.offload is not None:
         policy.offload.to_device()
     return engine
-
-
-def engine_dtype(config: Config, device: torch.device) -> torch.dtype:
-    return dtype_of(config.engine.dtype, auto=compute_dtype(config, device))
 
 
 def check_engine(config: Config, model: ModelFiles, world: World) -> None:

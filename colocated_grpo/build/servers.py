@@ -17,7 +17,7 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.schema import Config
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
-from colocated_grpo.policy.loading import compute_dtype, dtype_of
+from colocated_grpo.policy.loading import engine_dtype
 from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine_group import EngineGroup
@@ -62,8 +62,7 @@ def _required_dtype(config: Config, device: torch.device) -> str | None:
     """Return the type that the servers' weights must have; None: any, as they are cast on their way."""
     if config.engine.dtype == "auto" and config.engine.bridge != "shared":
         return None
-    dtype = dtype_of(config.engine.dtype, auto=compute_dtype(config, device))
-    return str(dtype).removeprefix("torch.")
+    return str(engine_dtype(config, device)).removeprefix("torch.")
 
 
 def _prepare(config: Config, dtype: str | None, server: EngineServer, info: JsonObject) -> None:

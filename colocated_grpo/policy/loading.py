@@ -41,6 +41,11 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return dtype_of(config.policy.compute_dtype, auto=torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
+def engine_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the type in which the engine has the weights and computes."""
+    return dtype_of(config.engine.dtype, auto=compute_dtype(config, device))
+
+
 def check_model(config: Config, folder: Path) -> None:
     """Raise ConfigError where the model in `folder` cannot be built, or a local checkpoint does not fit it.
 

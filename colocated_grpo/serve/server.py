@@ -15,7 +15,7 @@ from colocated_grpo.build.data import ModelFiles, limits_of, read_model_files
 from colocated_grpo.config.config_json import read_config_json, shape_of
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
-from colocated_grpo.policy.loading import compute_dtype, dtype_of
+from colocated_grpo.policy.loading import engine_dtype
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.mirrored import EveryRank, MirroredEngine, engine_commands
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
@@ -60,8 +60,7 @@ def serve(config: Config, options: ServeOptions) -> int:
     """
     world = init_world(join_ranks(options.tensor_parallel_size))
     model = read_model_files(config, world)
-    dtype = dtype_of(config.engine.dtype, auto=compute_dtype(config, world.device))
-    engine = VLLMEngine(config, model.folder, dtype, world)
+    engine = VLLMEngine(config, model.folder, engine_dtype(config, world.device), world)
     facts = describe(config, options, engine, world)
     if options.share_weights:
         _share_weights(engine, model, facts)

@@ -7,7 +7,7 @@ from pathlib import Path
 from colocated_grpo.build.data import ModelFiles
 from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
-from colocated_grpo.policy.loading import compute_dtype, dtype_of
+from colocated_grpo.policy.loading import engine_dtype
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World
 
@@ -17,8 +17,7 @@ def subject_engine(config: Config, model: ModelFiles, adapter: Path | None, worl
 
     config: of `with_subject`.
     """
-    dtype = dtype_of(config.engine.dtype, auto=compute_dtype(config, world.device))
-    engine = VLLMEngine(config, model.folder, dtype, world)
+    engine = VLLMEngine(config, model.folder, engine_dtype(config, world.device), world)
     if adapter is not None:
         try:
             engine.adapters.load(adapter.name, str(adapter))

@@ -6,6 +6,7 @@ vLLM defines them beside the models that see images, whose processors need torch
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -17,6 +18,7 @@ PROCESSORS_FOR_PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2
 """The same names without torchvision; transformers itself falls back to them where a model is loaded by its name."""
 
 
+@cache  # each engine of a process calls it, and vLLM warns of a second registration
 def register(architecture: str) -> None:
     """Import vLLM's class and register it. Does nothing for other models, or if torchvision is installed."""
     if architecture not in DEFINED_IN or find_spec("torchvision") is not None:
