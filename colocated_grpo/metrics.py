@@ -6,7 +6,7 @@ A mean of means is wrong if micro-batches differ in tokens, so sums and counts a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -60,6 +60,12 @@ class Metrics:
     def add(self, stats: Mapping[str, Stat]) -> None:
         for name, stat in stats.items():
             self._stats[name] = _merge(name, self._stats[name], stat) if name in self._stats else stat
+
+    def only(self, names: Collection[str]) -> Metrics:
+        """Return these of the statistics, of which some may be missing on every rank."""
+        chosen = Metrics(self.device)
+        chosen._stats = {name: stat for name, stat in self._stats.items() if name in names}
+        return chosen
 
     def ordered(self) -> list[tuple[str, Stat]]:
         return sorted(self._stats.items())

@@ -5,14 +5,12 @@ from __future__ import annotations
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
-from colocated_grpo.freshness import FreshnessCheck
-from colocated_grpo.metrics import Stat
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import RolloutEngine
 
@@ -64,7 +62,7 @@ class Clock:
 
 
 class WeightSync(Protocol):
-    """Writes the policy's weights into the engine. Collective."""
+    """Writes the policy's weights into the engine, and raises RunError if they have not arrived. Collective."""
 
     def sync(self) -> None: ...
 
@@ -77,27 +75,20 @@ class Choreography:
         policy: Policy,
         engine: RolloutEngine,
         sync: WeightSync,
-        freshness: FreshnessCheck,
         clock: Clock,
         sync_frequency: int,
     ) -> None:
         self._policy = policy
         self._engine = engine
         self._sync = sync
-        self._freshness = freshness
         self._clock = clock
         self._sync_frequency = sync_frequency
         self._never_synced = True
-        self.freshness: dict[str, Stat] = {}
-        """Metric of the check after this phase's sync, reduced to the maximum over ranks; empty if no check was due."""
 
     @contextmanager
-    def rollout_phase(self, step: int, probe: Sequence[int], *, sync: bool = False) -> Iterator[None]:
-        """Wake the engine, sync the weights if that is due at `step` or `sync` is set; put it to sleep on exit.
-
-        probe: tokens that engine and policy score after a sync, for the freshness check.
-        """
-        self._wake(probe, sync=sync or self._never_synced or step % self._sync_frequency == 0)
+    def rollout_phase(self, step: int, *, sync: bool = False) -> Iterator[None]:
+        """Wake the engine, sync the weights if that is due at `step` or `sync` is set; put it to sleep on exit."""
+        self._wake(sync=sync or self._never_synced or step % self._sync_frequency == 0)
         self._never_synced = False
         try:
             yield
@@ -108,11 +99,7 @@ class Choreography:
                 if self._policy.offload is not None:
                     self._policy.offload.to_device()
 
-    def _wake(self, probe: Sequence[int], *, sync: bool) -> None:
-        self.freshness = {}
-        if sync:
-            with self._clock.time("freshness"):
-                self._freshness.before_sync(probe)
+    def _wake(self, *, sync: bool) -> None:
         with self._clock.time("wake"):
             self._engine.wake("weights")
         if sync:
@@ -124,11 +111,6 @@ class Choreography:
             if self._policy.offload is not None:
                 self._policy.offload.to_host()
             self._engine.wake("kv_cache")
-        if sync:
-            with self._clock.time("freshness"):
-                mean_diff = self._freshness.after_sync()
-            if mean_diff is not None:
-                self.freshness = {"freshness/mean_diff": Stat.max(mean_diff)}
 
     @contextmanager
     def training_phase(self) -> Iterator[None]:

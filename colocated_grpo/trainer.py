@@ -17,6 +17,7 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.errors import NothingUsable
 from colocated_grpo.evaluation.evaluator import EvaluationSet
+from colocated_grpo.freshness import staleness_of
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.activations import out_of_memory_in_one_line
 from colocated_grpo.policy.export import Export
@@ -86,10 +87,8 @@ def train(run: Run) -> str:
                 profiled(profile_folder(run, step)),
                 out_of_memory_in_one_line(config),
             ):
-                metrics = update(run, with_logprobs(run, batch))
-            metrics.add(run.choreography.freshness)
+                metrics = update(run, with_logprobs(run, batch), staleness_of(groups, run.policy.version))
             row |= reduce(metrics, run.world.sum_, run.world.max_)
-            run.freshness.check_samples(row.get("mismatch/on_policy", 0.0))
             if run.checkpoints.due(step + 1):
                 with run.clock.time("checkpoint"):
                     save(run, step + 1, goal_reached=settled.finished)
@@ -126,12 +125,12 @@ def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     """
     with run.clock.time("wait"):
         order = run.supply.order(step)
-    with run.choreography.rollout_phase(step, probe=order.probe):
+    with run.choreography.rollout_phase(step):
         evaluate(run, step, run.evaluator.due(step))
         if run.best.exhausted:
             raise PatienceOver
         with run.clock.time("generate"):
-            groups = order.collect()
+            groups = order()
     keep_best(run, step)
     check_reward_errors(groups, run.config.rollout)
     settled = run.supply.settle(groups)
@@ -189,21 +188,12 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
             world_size=run.world.size,
             context=run.world.context,
             shuffle_seed=derive_seed(run.config.seed, "minibatches", step),
-            policy_version=None if moves_ahead_of_sampler(run.config) else run.policy.version,
             share_prefixes=run.policy.model.shares_prefixes,
         )
 
 
 def several_updates(config: Config) -> bool:
     return config.batch.minibatches * config.batch.epochs > 1
-
-
-def moves_ahead_of_sampler(config: Config) -> bool:
-    """True if a batch has several updates, whose ratios are taken against sampling_logprobs.
-
-    From the second update on the weights differ from the sampler's, so no sample counts as on-policy.
-    """
-    return several_updates(config) and config.loss.old_logprobs == "sampling"
 
 
 def with_logprobs(run: Run, batch: Batch) -> Batch:
@@ -228,13 +218,21 @@ def with_ref_logprobs(micro_batch: MicroBatch, reference: Weights, device: torch
     return replace(micro_batch, loss_inputs=replace(inputs, ref_logprobs_N=ref_logprobs_N))
 
 
-def update(run: Run, batch: Batch) -> Metrics:
-    """One optimizer step for each minibatch of each epoch."""
+def update(run: Run, batch: Batch, staleness: float) -> Metrics:
+    """One optimizer step for each minibatch of each epoch, unless the samples are judged to be faulty.
+
+    staleness: mean optimizer steps since the batch was sampled.
+    """
     metrics = Metrics(run.world.device)
+    follows_sampler = run.config.loss.old_logprobs == "trainer"  # whose log-probabilities are of before this batch
     for _ in range(run.config.batch.epochs):
         for minibatch in batch.minibatches:
-            run.policy.forward_backward(minibatch, metrics)
-            run.policy.optimizer_step(metrics)
+            own = Metrics(run.world.device)
+            run.policy.forward_backward(minibatch, own)
+            run.samples.judge(own, staleness)
+            run.policy.optimizer_step(own)
+            metrics.add(dict(own.ordered()))
+            staleness += 0 if follows_sampler else 1
     return metrics
 
 
@@ -309,7 +307,7 @@ def finish(run: Run, steps: int, goal_reached: bool) -> None:
     sets = run.evaluator.due(steps, last=True)
     if sets:
         # A stop request now skips only this evaluation: every step is complete.
-        with suppress(Stopped), run.choreography.rollout_phase(steps, probe=sets[0].prompts[0].token_ids, sync=True):
+        with suppress(Stopped), run.choreography.rollout_phase(steps, sync=True):
             evaluate(run, steps, sets)
     keep_best(run, steps, goal_reached=goal_reached)
     if line := run.best.summary():

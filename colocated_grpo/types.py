@@ -115,7 +115,7 @@ class Rollout:
     """One for each sampled token, given by the environment. None: computed from the group's rewards."""
     plain: bool = False
     """Sampled by this run's engine without top_p, top_k, min_p, penalties or a pattern: the policy of the same version
-    must then give the same log-probabilities, up to rounding."""
+    must then give the same log-probabilities, up to rounding, or the run stops (freshness.py)."""
     ref_logprobs: list[float] | None = None
     """From the environment, 0.0 where loss_mask is False. None: computed by the trainer's reference model."""
     routes: Routes | None = field(default=None, compare=False)

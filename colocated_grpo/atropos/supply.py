@@ -178,25 +178,21 @@ class WorkerRank:
 class AtroposSupply:
     """A `Supply` whose groups come from Atropos environments."""
 
-    def __init__(self, rank: ServingRank, world: World, stop_requested: Callable[[], bool], probe: list[int]) -> None:
-        """probe: tokens for the first freshness check. Later ones use the tokens of the previous batch."""
+    def __init__(self, rank: ServingRank, world: World, stop_requested: Callable[[], bool]) -> None:
         self._rank = rank
         self._world = world
         self._stop_requested = stop_requested
-        self._probe = probe
 
     def order(self, step: int) -> Order:
         if self._world.from_main(self._stop_requested):
             raise Stopped
         self._rank.before_wake()
-        return Order(probe=self._probe, collect=lambda: self._collect(step))
+        return lambda: self._collect(step)
 
     def _collect(self, step: int) -> list[Group]:
         groups = self._rank.collect(step, self._world)
         if groups is None:
             raise Stopped
-        # One token less: scoring a prompt also samples a token, for which a sequence of full length leaves no room.
-        self._probe = groups[0].rollouts[0].token_ids[:-1]
         return groups
 
     def settle(self, groups: list[Group]) -> BatchResult:

@@ -45,8 +45,8 @@ class TrainSequence:
     """One per scored token."""
     temperature: float
     trained: bool
-    on_policy: bool = False
-    """Sampled plainly by the weights that are trained: sampling and current log-probabilities must agree."""
+    plain: bool = False
+    """See `Rollout.plain`."""
     routes: Routes | None = None
     """Routes of the first tokens; the policy chooses the experts of the others."""
     ref_logprobs: np.ndarray | None = None
@@ -166,7 +166,7 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         sequence_N=_repeated(np.arange(len(sequences)), scored),
         num_sequences=len(sequences),
         loss_mask_N=_repeated(np.array([seq.trained for seq in sequences]), scored),
-        on_policy_N=_repeated(np.array([seq.on_policy for seq in sequences]), scored),
+        plain_N=_repeated(np.array([seq.plain for seq in sequences]), scored),
         advantages_N=_concatenated([seq.advantages for seq in sequences]),
         sampling_logprobs_N=_concatenated([seq.sampling_logprobs for seq in sequences]),
         ref_logprobs_N=_given_ref_logprobs(sequences),
@@ -273,6 +273,6 @@ def _padding_micro_batch() -> MicroBatch:
             loss_mask_N=torch.tensor([False]),
             advantages_N=torch.zeros(1),
             sampling_logprobs_N=torch.zeros(1),
-            on_policy_N=torch.tensor([False]),
+            plain_N=torch.tensor([False]),
         ),
     )

@@ -89,7 +89,6 @@ def pack(
     world_size: int,
     context: ContextGroup | None = None,
     shuffle_seed: int,
-    policy_version: int | None = None,
     share_prefixes: bool = True,
 ) -> Batch:
     """Split groups into minibatches and pack this rank's rollouts of each.
@@ -98,7 +97,6 @@ def pack(
     without_gradient: [group], True where no token has a gradient; config.drop_constant_groups drops these groups.
     config: with max_tokens_per_micro_batch decided, not 'auto'.
     context: group of consecutive ranks that each micro-batch is split over; None: every rank has its own.
-    policy_version: of the weights to be trained; their plain samples are marked on-policy. None: mark none.
     share_prefixes: compute a common prefix of siblings once per micro-batch.
     Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
     An episode of several sequences counts as that many siblings, each with the episode's advantage.
@@ -113,7 +111,7 @@ def pack(
         random.Random(shuffle_seed).shuffle(order)
     outlines = [_outlines(index, group, config, share_prefixes) for index, group in enumerate(groups)]
     batch_tokens = sum(outline.loss_tokens for siblings in outlines for outline in siblings)
-    sequence = partial(_sequence, groups=groups, advantages=advantages, policy_version=policy_version)
+    sequence = partial(_sequence, groups=groups, advantages=advantages)
     build = lambda bin: local_rows(build_micro_batch([sequence(outline) for outline in bin]), context)  # noqa: E731
     minibatches, loads, num_tokens, num_padding = [], [0] * data_ranks, 0, 0
     count = min(config.minibatches, len(groups))  # a source may return fewer groups, even none
@@ -192,9 +190,7 @@ def _common_prefix_length(group: Group) -> int:
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
-def _sequence(
-    outline: Outline, groups: Sequence[Group], advantages: Sequence[Sequence[float]], policy_version: int | None
-) -> TrainSequence:
+def _sequence(outline: Outline, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> TrainSequence:
     rollout = groups[outline.group].rollouts[outline.sibling]
     scored = np.flatnonzero(rollout.loss_mask)
     own_advantages, ref_logprobs = rollout.advantages, rollout.ref_logprobs
@@ -208,7 +204,7 @@ def _sequence(
         else np.array(own_advantages, np.float32),
         temperature=rollout.temperature,
         trained=outline.trained,
-        on_policy=rollout.plain and rollout.policy_version == policy_version,
+        plain=rollout.plain,
         ref_logprobs=None if ref_logprobs is None else _at(scored, ref_logprobs),
         routes=rollout.routes,
         group=outline.group,

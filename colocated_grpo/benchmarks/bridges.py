@@ -1,8 +1,8 @@
 """Weight sync into an engine server: `python -m colocated_grpo.benchmarks.bridges --shape qwen3-1.7b --gpus 1`.
 
 For each bridge a server is started, on the ranks' own devices or, with --engine-gpus, on GPUs of its own. Printed are
-the seconds of a sync, the wait of the freshness check after it, and the memory of both sides. Beside `broadcast`: one
-gather and one broadcast of the same bytes.
+the seconds of a verified sync, and the memory of both sides. Beside `broadcast`: one gather and one broadcast of the
+same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from colocated_grpo.benchmarks.harness import config_of, main_in_ranks, model_fo
 from colocated_grpo.benchmarks.roofline import barrier, seconds_of
 from colocated_grpo.benchmarks.sync import bare_seconds, slowest_median
 from colocated_grpo.config.schema import Config
-from colocated_grpo.freshness import FreshnessCheck
 from colocated_grpo.launch.arguments import Launch
 from colocated_grpo.launch.engine_servers import EngineServers, plan_servers
 from colocated_grpo.policy.model import read_model_config
@@ -31,7 +30,6 @@ from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.types import JsonObject
 
 BRIDGES = ("broadcast", "shared", "adapter", "restart")
-PROBE = range(1, 33)
 MAX_NUM_SEQS = 16
 """Small, because this engine only receives weights."""
 
@@ -70,11 +68,8 @@ def _measure_bridge(
         servers = connect(config, world, stop)
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engines = build_remote(config, servers, policy, read_model_files(config, world), scratch, world, stop)
-        check = FreshnessCheck(policy, engines.replicas, engines.dtype, config.freshness)
-        check.before_sync(PROBE)
         first = seconds_of(engines.sync.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
         engines.engine.weights_changed(policy.version)
-        difference = check.after_sync()
         repeats = 2 if bridge == "restart" else options.repeats
         policy.version += 1  # the base model is not sent again
         seconds = slowest_median(engines.sync.sync, world, repeats)
@@ -85,7 +80,6 @@ def _measure_bridge(
             "tensor_parallel_size": config.engine.tensor_parallel_size,
             "seconds": seconds,
             "first_seconds": first,
-            "freshness": difference,
             "bytes": moved,
             **world.from_main(_resident_gib),
         }

@@ -11,7 +11,7 @@ from colocated_grpo.types import JsonObject
 
 SHOWN = (
     "seconds/step", "seconds/generate", "seconds/score", "seconds/pack", "seconds/train", "seconds/sync",
-    "seconds/wake", "seconds/sleep", "seconds/freshness", "seconds/start", "tokens", "tokens_per_second_per_gpu", "mfu",
+    "seconds/wake", "seconds/sleep", "seconds/start", "tokens", "tokens_per_second_per_gpu", "mfu",
     "padding", "imbalance", "memory/generate_gib", "memory/generate_torch_gib", "memory/train_gib",
     "memory/train_torch_gib", "prompt_tokens", "completion_tokens",
 )  # fmt: skip

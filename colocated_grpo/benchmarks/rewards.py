@@ -140,7 +140,7 @@ class Sampler:
         """Sample and score a batch. Returns its seconds, and the rewards of all completions."""
         order = self._supply.order(step)
         began = time.perf_counter()
-        groups = order.collect()
+        groups = order()
         seconds = time.perf_counter() - began
         self._supply.settle(groups)
         return seconds, [rollout.score.reward for group in groups for rollout in group.rollouts]

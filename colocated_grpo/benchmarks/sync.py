@@ -1,6 +1,7 @@
 """Weight sync from policy to engine: `python -m colocated_grpo.benchmarks.sync --shape qwen3-1.7b --gpus 2`.
 
-Times the planned sync beside one all-gather and one copy of the same bytes, and beside the engine's own `load_weights`.
+Times the planned sync beside one all-gather and one copy of the same bytes, the comparison of all bytes that follows a
+sync (check_seconds), and the engine's own `load_weights`.
 With `--policy.lora.rank 32` also the merge of the adapter, as publish_seconds.
 """
 
@@ -43,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
     # Imported here because they import vLLM, which takes seconds and is needed in the ranks only.
-    from colocated_grpo.build.policy import build_engine, copy_into
+    from colocated_grpo.build.policy import build_engine
+    from colocated_grpo.weights.colocated import ColocatedSync
+    from colocated_grpo.weights.transport import TransportCheck
 
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:
@@ -51,13 +54,19 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engine = build_engine(config, policy, folder, world)
     engine.wake("weights")
-    planned = copy_into(engine, policy.weights.published(), policy.model.conversion, world)
+    published, conversion = policy.weights.published(), policy.model.conversion
+    planned = ColocatedSync(published, engine, conversion, world, check_every=0)
     first = seconds_of(planned.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
     seconds = slowest_median(planned.sync, world, options.repeats)
     publish_seconds = slowest_median(policy.weights.publish, world, options.repeats)
-    loading = copy_into(engine, policy.weights.published(), policy.model.conversion, world, planned=False)
+    loading = ColocatedSync(published, engine, conversion, world, check_every=0, planned=False)
     load_seconds = slowest_median(loading.sync, world, max(3, options.repeats // 3))
     dtype = next(engine.model.parameters()).dtype
+    check_seconds = None
+    if planned.plan is not None:
+        planned.sync()
+        check = TransportCheck(published, planned.plan.targets, dtype, world)
+        check_seconds = slowest_median(check.verify, world, options.repeats)
     moved = policy.num_parameters() * dtype.itemsize
     bare = bare_seconds(moved, world)
     engine.sleep()
@@ -68,6 +77,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         "seconds": seconds,
         **bare,
         "ratio": seconds / sum(bare.values()),
+        "check_seconds": check_seconds,
         "publish_seconds": publish_seconds,
         "load_weights_seconds": load_seconds,
         "first_seconds": first,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +18,6 @@ class Engines:
     """All that this rank uses, as one."""
     local: LocalEngine | None
     """The engine in this process; None with engine servers."""
-    replicas: Sequence[RolloutEngine]
-    """Engines with weights of their own, all of which a freshness check must score."""
     sync: WeightSync
     dtype: torch.dtype
     """Type of their weights."""

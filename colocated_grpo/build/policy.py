@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
+import torch
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
@@ -15,10 +15,9 @@ from colocated_grpo.build.data import ModelFiles
 from colocated_grpo.build.engines import Engines
 from colocated_grpo.config.schema import Config
 from colocated_grpo.config.turns import OpponentConfig
-from colocated_grpo.freshness import FreshnessCheck
+from colocated_grpo.freshness import SampleCheck, default_limit
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.checkpoint_files import fetch_model
-from colocated_grpo.policy.conversion import Conversion
 from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
 from colocated_grpo.policy.loading import build_model, compute_dtype, dtype_of, engine_dtype
 from colocated_grpo.policy.lora.weights import AdapterWeights
@@ -32,6 +31,9 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.weights.colocated import ColocatedSync
 from colocated_grpo.weights.opponent import FrozenOpponent
 from colocated_grpo.weights.shared import share
+
+UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "half")
+"""Types of vLLM's KV cache."""
 
 
 def build_reference(config: Config, model: ModelFiles, policy: Policy, world: World) -> Reference | None:
@@ -80,7 +82,7 @@ def build_colocated(config: Config, policy: Policy, model_folder: Path, world: W
     """Engines in the processes of the ranks. Collective. resources: close this rank's."""
     engine = resources.enter_context(closing(build_engine(config, policy, model_folder, world)))
     sync = build_sync(config, policy, engine, world)
-    return Engines(local=engine, engine=engine, replicas=[engine], sync=sync, dtype=engine_dtype(config, world.device))
+    return Engines(local=engine, engine=engine, sync=sync, dtype=engine_dtype(config, world.device))
 
 
 def build_engine(config: Config, policy: Policy, model_folder: Path, world: World) -> VLLMEngine:
@@ -109,29 +111,13 @@ def check_engine(config: Config, model: ModelFiles, world: World) -> None:
 def build_sync(config: Config, policy: Policy, engine: LocalEngine, world: World) -> WeightSync:
     """Return the sync from the policy into the engine. With `weights: shared` both use one copy from here on."""
     model = policy.model
-    copies = copy_into(engine, policy.weights.published(), model.conversion, world, constants=model.hf_buffers())
-    return share(copies, partial(adopt, model)) if config.weights == "shared" else copies
-
-
-def copy_into(
-    engine: LocalEngine,
-    parameters: Mapping[str, Tensor],
-    conversion: Conversion,
-    world: World,
-    *,
-    constants: Mapping[str, Tensor] | None = None,
-    planned: bool = True,
-) -> ColocatedSync:
-    """Return a sync of these sharded parameters into the engine. Other arguments: as in ColocatedSync."""
-    return ColocatedSync(
-        parameters,
-        engine,
-        lambda ok: all(world.gather_objects(ok)),
-        conversion,
-        device=world.device,
-        constants=constants,
-        planned=planned,
+    weights, check_every = policy.weights, config.freshness.every
+    copies = ColocatedSync(
+        weights.published(), engine, model.conversion, world, check_every=check_every, constants=model.hf_buffers()
     )
+    if config.weights != "shared":
+        return copies
+    return share(copies, weights.published, partial(adopt, model), world, check_every)
 
 
 def build_opponent(
@@ -140,8 +126,9 @@ def build_opponent(
     policy: Policy,
     engines: Engines,
     world: World,
+    check_every: int,
 ) -> FrozenOpponent | None:
-    """shards: from `read_opponent`; a checkpoint may be restored into them later."""
+    """shards: from `read_opponent`; a checkpoint may be restored into them later. check_every: as in ColocatedSync."""
     if config is None:
         return None
     engine, sync = engines.local, engines.sync
@@ -152,15 +139,18 @@ def build_opponent(
         sync.sync()  # writes them otherwise
         engine.weights_changed(policy.version)
 
-    into_engine = copy_into(engine, shards, policy.model.conversion, world)
+    into_engine = ColocatedSync(shards, engine, policy.model.conversion, world, check_every=check_every)
     return FrozenOpponent(
         shards, policy.weights.published(), into_engine, engine.weights_changed, restore_policy, config.refresh_every
     )
 
 
-def build_freshness(config: Config, policy: Policy, engines: Engines) -> FreshnessCheck:
-    temperature = config.rollout.temperature
-    return FreshnessCheck(policy, engines.replicas, engines.dtype, config.freshness, temperature=temperature)
+def build_sample_check(config: Config, compute: torch.dtype, engines: Engines, world: World) -> SampleCheck:
+    """compute: type of the policy's activations."""
+    arguments = config.engine.args
+    quantized = bool(arguments.get("quantization")) or arguments.get("kv_cache_dtype", "auto") not in UNQUANTIZED_CACHE
+    limit = default_limit([compute, engines.dtype], quantized=quantized)
+    return SampleCheck(config.freshness, limit, config.rollout.temperature, (world.sum_, world.max_))
 
 
 def build_exports(config: Config, policy: Policy, model: ModelFiles, world: World) -> list[Export]:

@@ -25,9 +25,9 @@ from colocated_grpo.build.evaluation import evaluation_sets
 from colocated_grpo.build.policy import (
     build_colocated,
     build_exports,
-    build_freshness,
     build_opponent,
     build_reference,
+    build_sample_check,
     check_engine,
     fetch_opponent,
     opponent_state,
@@ -41,7 +41,7 @@ from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.best import Best
 from colocated_grpo.evaluation.evaluator import Evaluator
-from colocated_grpo.freshness import FreshnessCheck
+from colocated_grpo.freshness import SampleCheck
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
@@ -90,7 +90,7 @@ class Run:
     collector: Collector
     supply: Supply
     choreography: Choreography
-    freshness: FreshnessCheck
+    samples: SampleCheck
     clock: Clock
     evaluator: Evaluator
     best: Best
@@ -145,7 +145,7 @@ def build_run(
     clock = Clock(world.device)
     with output.phase(engine_phase(config, world)):
         engines = build_engines(config, servers, policy, model, folder, world, stop, resources)
-    opponent = build_opponent(config.opponent, frozen, policy, engines, world)
+    opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
         # The engine sleeps, so memory that is free now is free while the policy trains.
         config = choose_micro_batch_size(policy, config, world)
@@ -161,7 +161,6 @@ def build_run(
     if state:
         supply.load_state_dict(state["source"])
         best.load_state_dict(state.get(BEST, {}))
-    freshness = build_freshness(config, policy, engines)
     return Run(
         config=config,
         world=world,
@@ -173,8 +172,8 @@ def build_run(
         engine=engines.engine,
         collector=collector,
         supply=supply,
-        choreography=Choreography(policy, engines.engine, engines.sync, freshness, clock, config.sync_frequency),
-        freshness=freshness,
+        choreography=Choreography(policy, engines.engine, engines.sync, clock, config.sync_frequency),
+        samples=build_sample_check(config, policy.dtype, engines, world),
         clock=clock,
         evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
         best=best,

@@ -111,7 +111,6 @@ def build_remote(
         local=None,
         # All at once in a deterministic run: the server's queue decides which requests decode together, not timing.
         engine=EngineGroup(replicas, max_num_seqs=sys.maxsize if config.deterministic else None),
-        replicas=replicas,
         sync=sync,
         dtype=getattr(torch, servers[0].wait_until_ready()["dtype"]),
     )
@@ -121,7 +120,7 @@ def _broadcast(
     config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
 ) -> tuple[WeightSync, Restore]:
     prefix = policy.model.lm.base_model_prefix
-    sync = BroadcastSync(policy.weights.published(), prefix, servers, world)
+    sync = BroadcastSync(policy.weights.published(), prefix, servers, world, config.freshness.every)
     return sync, sync.restore
 
 
@@ -155,7 +154,8 @@ def _shared(
 ) -> tuple[WeightSync, Restore]:
     file = Path(config.engine.bridge_config or export_folder() / CONFIG_NAME)
     views = attach(file, servers[0].wait_until_ready()["instance"])
-    sync = share_exported(views, policy.model.lm.base_model_prefix, partial(adopt, policy.model))
+    published, adopted = policy.weights.published, partial(adopt, policy.model)
+    sync = share_exported(views, policy.model.lm.base_model_prefix, published, adopted, world, config.freshness.every)
     return sync, lambda server: False
 
 

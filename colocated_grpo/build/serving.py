@@ -36,7 +36,6 @@ from colocated_grpo.web.server import ServerThread
 
 REMEMBERED_COMPLETIONS = 1 << 17
 """Several batches of the largest size."""
-PROBE_TOKENS = 64
 
 Keep = Callable[[list[Any]], None]
 """Called with each batch as it was received."""
@@ -144,9 +143,7 @@ class Serving:
                 self._note,
             )
         self._world.from_main(lambda: None if source is None else source.begin(step))
-        length = min(PROBE_TOKENS, self._limits.max_tokens - 1)  # scoring a prompt also samples a token
-        probe = [token % self._limits.vocab_size for token in range(1, length + 1)]
-        return AtroposSupply(rank, self._world, stop_requested, probe)
+        return AtroposSupply(rank, self._world, stop_requested)
 
 
 def _key(variable: str | None) -> str | None:

@@ -161,12 +161,13 @@ class TrackingConfig(Section):
 
 class FreshnessConfig(Section):
     every: NonNegative = 1
-    """Check every n-th weight sync. 0: never."""
-    probe_tokens: int = Field(32, ge=2)
-    """Length in tokens of the prompt that engine and policy both score after a sync."""
+    """Compare the engine's weights with the policy's, bit for bit, after every n-th sync. 0: check neither weights nor
+    samples."""
     max_mean_diff: float | None = Field(None, gt=0)
-    """Largest accepted mean of |engine - policy| log-probability (freshness/mean_diff); above it the run stops.
-    Default: 0.15 where engine or policy is 16-bit, 0.001 in float32."""
+    """Largest accepted mean of |engine - policy| log-probability over sampled tokens (mismatch/plain); above it the run
+    stops before the optimizer step. The mean over a single completion (mismatch/worst) may be five times as large.
+    Default: 0.4 where the engine's weights or KV cache are quantized, else 0.15 where engine or policy is 16-bit, 0.001
+    in float32. A temperature below 1 divides it, and each optimizer step since sampling adds 0.1."""
 
 
 class Config(Section):
@@ -209,7 +210,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on held-out prompts and on sets of their own, and what is kept of the best step."""
     freshness: FreshnessConfig = FreshnessConfig()
-    """Check after weight syncs that the engine computes with the policy's weights."""
+    """Checks that the engine has the policy's weights, and that samples have the policy's log-probabilities."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exports."""
     hub: HubConfig | None = None

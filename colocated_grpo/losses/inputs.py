@@ -40,9 +40,9 @@ class LossInputs:
     ref_logprobs_N: Tensor | None = None
     """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. Packing fills in only the
     environment's values, NaN elsewhere; None if there are none."""
-    on_policy_N: Tensor | None = None
-    """bool. Tokens sampled plainly (see `Rollout.plain`) by the weights of `old_logprobs_N`: sampling and old
-    log-probabilities must agree up to rounding. None: not measured."""
+    plain_N: Tensor | None = None
+    """bool. Tokens sampled plainly (see `Rollout.plain`): sampling and old log-probabilities differ by rounding, and by
+    the updates since the tokens were sampled. None: not measured."""
     sum_over_group: Callable[[Tensor], Tensor] = _unchanged
     """All-reduces per-completion sums [S], forward and backward, over the ranks that hold the completions' tokens.
     Default: this rank holds all of them."""

@@ -27,6 +27,8 @@ MAX_LOG_RATIO = 20.0
 """Upper bound of log-ratios. Above 88, exp is infinite in float32 and the gradient is NaN, even for a token whose
 gradient the clip removes: a single stray token would end the run. A ratio of exp(20) = 5e8 no longer estimates
 anything; a token beyond it has no gradient. Small ratios need no bound: exp goes to 0."""
+SHORTEST_JUDGED = 16
+"""Tokens."""
 
 
 # Ratios and surrogates
@@ -120,8 +122,8 @@ def mismatch(inputs: LossInputs) -> dict[str, Stat]:
 
     kl: k3 estimate of KL(sampler || trainer). mean: log(trainer / sampler), signed. abs, max: its absolute value.
     outside: fraction of ratios outside [0.5, 2].
-    on_policy: abs over on-policy tokens only, which differ by rounding. ess: (sum w)^2 / (n * sum w^2) of the ratios w;
-    1 - ess is the fraction of samples that correction would waste.
+    plain, worst: see `_plain_mismatch`. ess: (sum w)^2 / (n * sum w^2) of the ratios w; 1 - ess is the fraction of
+    samples that correction would waste.
     """
     mask_N, log_ratio_N = inputs.loss_mask_N, _log_mismatch(inputs)
     distance_N, weight_N = log_ratio_N.abs(), log_ratio_N.exp() * mask_N
@@ -133,11 +135,18 @@ def mismatch(inputs: LossInputs) -> dict[str, Stat]:
         "mismatch/outside": weighted_mean(distance_N > math.log(2), mask_N),
         "mismatch/ess": Stat.ess(weight_N.sum(), weight_N.square().sum(), mask_N.sum()),
     }
-    if inputs.on_policy_N is not None:
-        metrics["mismatch/on_policy"] = weighted_mean(
-            torch.where(inputs.on_policy_N, distance_N, 0.0), mask_N * inputs.on_policy_N
-        )
-    return metrics
+    return metrics if inputs.plain_N is None else metrics | _plain_mismatch(distance_N, inputs.plain_N, inputs)
+
+
+def _plain_mismatch(distance_N: Tensor, plain_N: Tensor, inputs: LossInputs) -> dict[str, Stat]:
+    """Statistics of |log(trainer / sampler)| that must stay small over plainly sampled tokens.
+
+    plain: mean over all tokens. worst: the largest mean over the tokens of one completion, as if it had at least
+    SHORTEST_JUDGED: one token may differ by a nat in 16 bits.
+    """
+    distance_N, plain_N = torch.where(plain_N, distance_N, 0.0), inputs.loss_mask_N * plain_N
+    mean_S = _sum_by_sequence(distance_N, inputs) / _sum_by_sequence(plain_N, inputs).clamp(min=SHORTEST_JUDGED)
+    return {"mismatch/plain": weighted_mean(distance_N, plain_N), "mismatch/worst": Stat.max(mean_S.amax())}
 
 
 def logprobs_by_advantage(logprobs_N: Tensor, inputs: LossInputs) -> dict[str, Stat]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.rollout.collect import Gather, Stopped
-from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.supply import Order, PromptSupply
 from colocated_grpo.types import Group
 
@@ -26,7 +25,7 @@ class AheadSupply:
         self._num_steps = num_steps
         self._step = 0
         self._stopped = False
-        self._ahead: tuple[Job, Future[Gather]] | None = None
+        self._ahead: Future[Gather] | None = None
 
     def order(self, step: int) -> Order:
         """Wait until all ranks have sampled the step's completions, and gather their groups."""
@@ -35,12 +34,11 @@ class AheadSupply:
             raise Stopped
         if self._ahead is None:
             return self._supply.order(step)
-        job, sampled = self._ahead
-        self._ahead = None
+        sampled, self._ahead = self._ahead, None
         gather = sampled.result()
         # Before the sync: a server that receives weights serves no requests, so no rank may still be sampling.
         groups = gather()
-        return Order(probe=job.prompts[0].token_ids, collect=lambda: groups)
+        return lambda: groups
 
     def settle(self, groups: list[Group]) -> BatchResult:
         settled = self._supply.settle(groups)
@@ -64,7 +62,7 @@ class AheadSupply:
 
         # A daemon: an error of the training thread must not wait for the completions.
         threading.Thread(target=sample, name="sampling ahead", daemon=True).start()
-        self._ahead = job, sampled
+        self._ahead = sampled
 
     def state_dict(self) -> dict[str, Any] | None:
         """Position before the prompts that are being sampled ahead, which a resumed run draws again."""

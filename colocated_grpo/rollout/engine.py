@@ -87,10 +87,6 @@ class RolloutEngine(Protocol):
         """Abort running requests: those with these keys, or all. Other keys are ignored."""
         ...
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of token_ids[1:], each given the tokens before it, at temperature 1."""
-        ...
-
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         """For each of token_ids[1:], itself and the `k` most likely tokens, itself first; at temperature 1.
 

@@ -44,9 +44,6 @@ class EngineGroup:
         for key in list(self._engine_of) if keys is None else [key for key in keys if key in self._engine_of]:
             self._forget(key)
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        return self._engines[0].score(token_ids)
-
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         return self._engines[0].top_logprobs(token_ids, k)
 

@@ -76,7 +76,6 @@ def engine_commands(engine: RolloutEngine) -> dict[str, Callable[..., Any]]:
         "submit": engine.submit,
         "step": engine.step,
         "abort": engine.abort,
-        "score": engine.score,
         "top_logprobs": engine.top_logprobs,
         "weights_changed": engine.weights_changed,
         "wake": engine.wake,
@@ -105,9 +104,6 @@ class MirroredEngine:
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         self._every_rank.call("abort", None if keys is None else list(keys))
-
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        return self._every_rank.call("score", list(token_ids))
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         return self._every_rank.call("top_logprobs", list(token_ids), k)

@@ -29,12 +29,12 @@ class MixedSupply:
         served = self._served.order(step)
         job = self._sampled.job(step)
         self._num_sampled = len(job.prompts)
-        return Order(probe=job.prompts[0].token_ids, collect=lambda: self._collect(job, served))
+        return lambda: self._collect(job, served)
 
     def _collect(self, job: Job, served: Order) -> list[Group]:
         gather = self._sampled.sample(job)
         # Gather only after the served batch is complete: a rank that waits for others serves no requests.
-        served_groups = served.collect()
+        served_groups = served()
         return _renumbered(gather(), 0) + _renumbered(served_groups, 1)
 
     def settle(self, groups: list[Group]) -> BatchResult:

@@ -218,9 +218,6 @@ class RemoteEngine:
             except (Unavailable, RequestRejected):
                 self._messages = None  # a server that loses the connection aborts them all
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        return self._post_patiently("/engine/score", {"token_ids": list(token_ids)})
-
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         try:
             entries = self._server.post("/engine/top_logprobs", {"token_ids": list(token_ids), "k": k})

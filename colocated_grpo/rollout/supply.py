@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from colocated_grpo.config.schema import RolloutConfig
@@ -18,15 +18,9 @@ from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Group, Prompt
 
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """The work of one rollout phase."""
-
-    probe: list[int]
-    """Tokens for the freshness check, similar to those that will be sampled."""
-    collect: Callable[[], list[Group]]
-    """Collective; the engine must be awake. Returns all groups, on every rank. Raises Stopped."""
+Order = Callable[[], list[Group]]
+"""The work of one rollout phase. Collective; the engine must be awake. Returns all groups, on every rank. Raises
+Stopped."""
 
 
 class Supply(Protocol):
@@ -98,7 +92,7 @@ class PromptSupply:
 
     def order(self, step: int) -> Order:
         job = self.job(step)
-        return Order(probe=job.prompts[0].token_ids, collect=lambda: self._collect(job))
+        return lambda: self._collect(job)
 
     def job(self, step: int) -> Job:
         """Draw the prompts of a step. Collective. Raises Stopped on every rank after a stop request."""

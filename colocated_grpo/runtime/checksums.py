@@ -79,6 +79,12 @@ def exported_damage(folder: Path) -> str | None:
     return damage(folder, listed)
 
 
+def exported_digest(folder: Path) -> str | None:
+    """Return one checksum of everything in an exported folder; None without a CHECKSUMS_FILE."""
+    file = folder / CHECKSUMS_FILE
+    return checksum(file) if file.is_file() else None
+
+
 def sealed(text: str) -> str:
     """Return the JSON object `text` with its checksum as the last entry."""
     return f'{text[:-1]}, "checksum": "{xxh3_128(text.encode()).hexdigest()}"}}'

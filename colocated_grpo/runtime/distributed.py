@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import in_one_line
@@ -208,6 +209,14 @@ def _new_gloo_group() -> dist.ProcessGroup:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a DTensor, and any other tensor unchanged. Not collective."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: torch.Tensor) -> int:
+    """Return the index of the first of this rank's rows of a DTensor; 0 for any other tensor. Not collective."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from colocated_grpo.serving.control_routes import result_or_400
 from colocated_grpo.serving.engine_control import EngineControl
 from colocated_grpo.serving.limits import InvalidRequest
 from colocated_grpo.serving.request_bodies import StrictBody
+from colocated_grpo.types import JsonObject
 from colocated_grpo.web.json_bodies import read_json
 from colocated_grpo.weights.receiver import Offer
 
@@ -49,7 +50,7 @@ def add_bridge_routes(
     app: FastAPI,
     control: EngineControl,
     join: Callable[[Offer], None],
-    update: Callable[[], None],
+    update: Callable[[], JsonObject],
     restart: Restart,
     note: Callable[[str], None],
 ) -> None:

@@ -19,6 +19,7 @@ from colocated_grpo.policy.loading import engine_dtype
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.mirrored import EveryRank, MirroredEngine, engine_commands
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
+from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.serve.bridge_routes import add_bridge_routes
@@ -60,11 +61,12 @@ def serve(config: Config, options: ServeOptions) -> int:
     """
     world = init_world(join_ranks(options.tensor_parallel_size))
     model = read_model_files(config, world)
+    exported = exported_digest(model.folder)  # before the weights are read: a folder replaced meanwhile differs
     engine = VLLMEngine(config, model.folder, engine_dtype(config, world.device), world)
-    facts = describe(config, options, engine, world)
+    facts = describe(config, options, engine, world) | {"exported": exported}
     if options.share_weights:
         _share_weights(engine, model, facts)
-    receiver = WeightReceiver(engine, model.folder, world.device, lambda ok: all(world.gather_objects(ok)))
+    receiver = WeightReceiver(engine, model.folder, world)
     commands = {
         **engine_commands(engine),
         "load_adapter": engine.adapters.load,

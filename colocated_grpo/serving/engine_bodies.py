@@ -55,9 +55,6 @@ class VersionBody(StrictBody):
     policy_version: int
 
 
-class ScoreBody(StrictBody):
+class TopLogprobsBody(StrictBody):
     token_ids: Annotated[TokenIds, Field(min_length=2)]
-
-
-class TopLogprobsBody(ScoreBody):
     k: int = Field(ge=0)

@@ -78,16 +78,17 @@ class EngineControl:
 
         return self.submit_idle(changed)
 
-    def receive_weights(self, receive: Callable[[], None]) -> Future[None]:
+    def receive_weights(self, receive: Callable[[], T]) -> Future[T]:
         """Run `receive` as `change_weights` does. If it fails, all requests wait for a call that succeeds.
 
         Some of the weights may then be new and others old.
         """
 
-        def received() -> None:
+        def received() -> T:
             self.has_whole_weights, self.has_received_weights = False, True
-            receive()
+            result = receive()
             self.has_whole_weights = True
+            return result
 
         return self.change_weights(received)
 

@@ -24,7 +24,6 @@ from colocated_grpo.serving.engine_bodies import (
     ClientName,
     RequestBody,
     RequestsBody,
-    ScoreBody,
     TopLogprobsBody,
     VersionBody,
 )
@@ -34,7 +33,7 @@ from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.json_bodies import read_json
 
 HEARTBEAT_SECONDS = 5.0
-LARGE_PATHS = frozenset({"/engine/requests", "/engine/score", "/engine/top_logprobs"})
+LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
 """Routes whose bodies hold tokens."""
 
 
@@ -159,12 +158,6 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessio
     async def version(request: Request) -> JSONResponse:
         body = await read_json(request, VersionBody.from_json)
         return JSONResponse(await result_or_400(control.set_version(body.policy_version)))
-
-    @app.post("/engine/score")
-    async def score(request: Request) -> JSONResponse:
-        body = await read_json(request, ScoreBody.from_json)
-        limits.check_prompt(body.token_ids)
-        return JSONResponse(await result_or_400(inbox.call(lambda engine: engine.score(body.token_ids))))
 
     @app.post("/engine/top_logprobs")
     async def top_logprobs(request: Request) -> JSONResponse:

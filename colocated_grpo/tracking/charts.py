@@ -15,7 +15,7 @@ from colocated_grpo.tracking.text import as_html, number
 
 NUM_COLORS = 9
 """Number of page colours for named series; the next colour is for "other"."""
-PHASES = ("generate", "train", "sync", "wait", "wake", "sleep", "freshness", "pack", "checkpoint", "evaluate")
+PHASES = ("generate", "train", "sync", "wait", "wake", "sleep", "pack", "checkpoint", "evaluate")
 NOT_A_METRIC = ("kind", "step")
 PARTS = {"reward": "Parts of the reward", "held_out/reward": "Parts of the held-out reward"}
 """Metrics that are also recorded by part, as reward/format -> title."""
@@ -24,7 +24,7 @@ BY_ENVIRONMENT = {"reward": "Reward", "completion_tokens": "Completion tokens", 
 UNPLOTTED = ("seconds/", "env/", "held_out/env/", "reward_std/")
 """Metrics without a chart of their own: there may be dozens."""
 TRAINER_PREFIXES = frozenset(
-    ("atropos", "clip_fraction", "correction", "eval", "freshness", "groups", "held_out", "hub", "logprob", "loss")
+    ("atropos", "clip_fraction", "correction", "eval", "groups", "held_out", "hub", "logprob", "loss")
 ) | {"curriculum", "memory", "mismatch", "prompts_skipped", "resample", "tokens_per_second"}
 """First part of the names of metrics that the trainer records; others come from environments."""
 HUGE = 1e100
@@ -69,12 +69,15 @@ SECTIONS = {
         Chart("Sampler-trainer KL", {"mismatch/kl": "k3"}),
         Chart(
             "Mean log-probability difference",
-            {"mismatch/mean": "signed", "mismatch/abs": "absolute", "mismatch/on_policy": "absolute, on-policy"},
+            {"mismatch/mean": "signed", "mismatch/abs": "absolute", "mismatch/plain": "absolute, plain samples"},
             "trainer - sampler",
         ),
-        Chart("Largest log-probability difference", {"mismatch/max": "all"}, "|sampler - trainer|"),
+        Chart(
+            "Largest log-probability difference",
+            {"mismatch/max": "of one token", "mismatch/worst": "of one completion, on average"},
+            "|sampler - trainer|",
+        ),
         Chart("Effective sample size", {"mismatch/ess": "importance weights"}, "fraction of tokens"),
-        Chart("Freshness", {"freshness/mean_diff": "|engine - policy|"}, "probe log-probabilities after a sync"),
         Chart("KL to the reference", {"kl": "k3"}),
         Chart("Gradient norm", {"grad_norm": "before clipping"}),
         Chart("Loss", {"loss": "loss"}),

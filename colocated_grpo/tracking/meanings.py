@@ -32,7 +32,6 @@ MEANINGS = {
     "mismatch/outside": "fraction of tokens that one side finds more than twice as likely as the other",
     "mismatch/ess": "effective sample size of the importance weights as a fraction; 1 is ideal",
     "correction/weight": "mean token weight applied by loss.correction",
-    "freshness/mean_diff": "mean log-probability difference on the probe tokens after a weight sync",
     "tokens_per_second": "prompt and completion tokens of all ranks over the whole step",
     "memory/generate_gib": "memory in use on rank 0's device by all processes, at the end of the phase",
     "prefix_reuse": "fraction of tokens saved because a prompt prefix common to several completions is computed once",

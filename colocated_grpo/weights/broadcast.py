@@ -18,6 +18,7 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import serve_store
 from colocated_grpo.weights.buckets import count_shards, gather, make_buckets
 from colocated_grpo.weights.joined_group import JoinedGroup, MissingMembers
+from colocated_grpo.weights.transport import Due, ShardFingerprints, Summed, raise_if_any
 
 POLL_SECONDS = 0.0002
 
@@ -26,9 +27,17 @@ class BroadcastSync:
     """Every method is collective over the trainer's ranks."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], prefix: str, servers: Sequence[EngineServer], world: World
+        self,
+        parameters: Mapping[str, Tensor],
+        prefix: str,
+        servers: Sequence[EngineServer],
+        world: World,
+        check_every: int,
     ) -> None:
-        """parameters: sharded tensors by checkpoint name. prefix: the base model's, such as "model"."""
+        """parameters: sharded tensors by checkpoint name. prefix: the base model's, such as "model".
+
+        check_every: compare what every n-th sync has written; 0: never.
+        """
         self._parameters = parameters
         self._prefix = prefix
         self._servers = servers
@@ -42,12 +51,15 @@ class BroadcastSync:
         self._num_shards = count_shards(parameters)
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._buckets = make_buckets(shapes, self._num_shards, self._dtype)
+        self._check_due = Due(check_every)
+        self._shards = ShardFingerprints(parameters, self._dtype, world)
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Return when all servers have written the weights.
+        """Return when all servers have written the weights and their bytes are the policy's.
 
-        Raises RunError: on every rank if servers do not join, on rank 0 if one is lost during the transfer.
+        Raises RunError: on every rank if servers do not join or hold other bytes, on rank 0 if one is lost during the
+        transfer.
         """
         self._joined = self._world.from_main(self._join)
         updates = [self._post(server, "/bridge/update") for server in self._servers] if self._world.is_main else []
@@ -58,7 +70,16 @@ class BroadcastSync:
                 self._wait(last, updates)  # two buckets are in memory at a time
                 last = gathered, self._group.broadcast(gathered)
         self._wait(last, updates)
-        self._world.from_main(lambda: [update.result() for update in updates] and None)
+        sent = Summed(self._world.sum_(self._shards.compute()), self._shards.copies) if self._check_due() else None
+        self._world.from_main(lambda: self._finish(updates, sent))
+
+    def _finish(self, updates: Sequence[Future[Any]], sent: Summed | None) -> None:
+        """Wait for all servers and compare their fingerprints with those that were sent, if given. Rank 0 only."""
+        for server, update in zip(self._servers, updates, strict=True):
+            written = update.result()
+            if sent is not None:
+                different_P = sent.differs_from(Summed.from_json(written, self._world.device))
+                raise_if_any(different_P, list(self._parameters), where=f"the engine at {server.url}")
 
     def restore(self, server: EngineServer) -> bool:
         """Return True if the server's process is one that the last sync has reached. Not collective."""

@@ -6,51 +6,55 @@ into the engine's parameters on a side stream while the next bucket is being gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from colocated_grpo.policy.conversion import Conversion
 from colocated_grpo.rollout.engine import LocalEngine
-from colocated_grpo.runtime.distributed import whole
+from colocated_grpo.runtime.distributed import World, whole
 from colocated_grpo.weights.buckets import Bucket, ShardSlice, count_shards, gather, make_buckets, shard_slices
 from colocated_grpo.weights.plan import Plan, build_plan
 from colocated_grpo.weights.planned_copy import write_planned
+from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck, raise_if_reloading_changed
 
 
 class ColocatedSync:
     """Copies the policy's weights into the engine. Every method is collective, called in lockstep by all ranks.
 
     The first sync uses the engine's own `load_weights`. A plan built afterwards is adopted only if each of its views
-    holds bit for bit what that load has written; otherwise all syncs use `load_weights`.
+    holds bit for bit what that load has written; otherwise all syncs use `load_weights`. Each sync is verified.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
         engine: LocalEngine,
-        agree: Callable[[bool], bool],
         conversion: Conversion,
+        world: World,
         *,
-        device: torch.device,
+        check_every: int,
         constants: Mapping[str, Tensor] | None = None,
         planned: bool = True,
     ) -> None:
-        """parameters: sharded tensors by name. agree: logical AND over all ranks, collective.
+        """parameters: sharded tensors by name. conversion: to the tensors that the engine's loader knows.
 
-        conversion: to the tensors that the engine's loader knows.
+        check_every: verify every n-th sync; 0: none.
         constants: unsharded tensors that never change. `load_weights` writes them; planned syncs do not.
         planned: False always uses the engine's own loader.
         """
         self._parameters = parameters
         self._constants = constants or {}
         self._engine = engine
-        self._agree = agree
+        self._world = world
         self._conversion = conversion
         self._planned = planned and not engine.transforms_weights
-        self._device = device
+        self._device = world.device
         self._dtype = next(engine.model.parameters()).dtype
+        self._check_due = Due(check_every)
+        self._transport: TransportCheck | None = None
+        self._reload = ReloadCheck(lambda: engine.model, [*parameters, *self._constants])
         self.plan: Plan | None = None
         """Destination of each parameter. None until the plan is verified, and for models without a valid plan."""
         self._buckets: list[tuple[Bucket, list[ShardSlice]]] = []
@@ -63,20 +67,39 @@ class ColocatedSync:
 
     @torch.no_grad()
     def sync(self) -> None:
+        """Raises RunError on every rank if the engine does not hold the policy's weights afterwards."""
         if self.plan is not None:
             gathered = ((slices, self._gather(bucket)) for bucket, slices in self._buckets)
             write_planned(gathered, self.plan, self._device)
-            return
-        self._engine.load_weights(self._full_tensors())
-        if not self._loaded_once:
-            self._loaded_once = True
-            self._adopt_verified_plan()
+        else:
+            self._engine.load_weights(self._full_tensors())
+            if not self._loaded_once:
+                self._loaded_once = True
+                self._adopt_verified_plan()
+        if self._check_due():
+            self._verify()
 
-    def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _verify(self) -> None:
+        if self.plan is None:
+            block = self._reload.next_block()
+            changed = self._reload.changes(lambda: self._engine.load_weights(self._full_tensors(block)))
+            raise_if_reloading_changed(self._world.gather_objects(changed))
+            return
+        if self._transport is None:
+            self._transport = TransportCheck(self._parameters, self.plan.targets, self._dtype, self._world)
+        self._transport.verify()
+
+    def _agree(self, ok: bool) -> bool:
+        return all(self._world.gather_objects(ok))
+
+    def _full_tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that the engine's loader needs. names: of these parameters and constants only."""
         for name, parameter in self._parameters.items():
-            yield from self._conversion.stored(name, whole(parameter.detach().to(self._dtype)).to(self._device))
+            if names is None or name in names:
+                yield from self._conversion.stored(name, whole(parameter.detach().to(self._dtype)).to(self._device))
         for name, constant in self._constants.items():
-            yield name, constant.to(self._device)
+            if names is None or name in names:
+                yield name, constant.to(self._device)
 
     def _adopt_verified_plan(self) -> None:
         """Set `plan` if on every rank its views hold, bit for bit, what `load_weights` has just written."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,11 +14,15 @@ from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.conversion import read_conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.addresses import CONNECT_SECONDS
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import connect_store
+from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices
+from colocated_grpo.weights.fingerprints import Fingerprints, rows_of
 from colocated_grpo.weights.joined_group import JoinedGroup
 from colocated_grpo.weights.plan import Plan
 from colocated_grpo.weights.planned_copy import write_planned
+from colocated_grpo.weights.transport import Summed, ViewFingerprints
 from colocated_grpo.weights.verified_plan import verified_plan
 
 
@@ -43,17 +47,19 @@ class Offer:
 class WeightReceiver:
     """Weights of one trainer for the engine of this rank. Every method is collective over the engine's ranks."""
 
-    def __init__(self, engine: LocalEngine, folder: Path, device: torch.device, agree: Callable[[bool], bool]) -> None:
-        """folder: the model that the engine has loaded. agree: logical AND over the engine's ranks, collective."""
+    def __init__(self, engine: LocalEngine, folder: Path, world: World) -> None:
+        """folder: the model that the engine has loaded. world: the engine's ranks."""
         self._engine = engine
         self._folder = folder
         self._conversion = read_conversion(folder)
-        self._device = device
-        self._agree = agree
+        self._device = world.device
+        self._world = world
         self._dtype = next(engine.model.parameters()).dtype
         self._group: JoinedGroup | None = None
         self._buckets: list[Bucket] = []
         self._plan: Plan | None = None
+        self._views: ViewFingerprints | None = None
+        """Of the plan's views."""
         self._planned_shapes: Mapping[str, torch.Size] | None = None
         """Shapes for which a plan was tried: after an update the engine no longer has the folder's weights."""
 
@@ -62,8 +68,9 @@ class WeightReceiver:
         shapes = {name: torch.Size(shape) for name, shape in offer.shapes.items()}
         if shapes != self._planned_shapes:
             plan = verified_plan(self._engine, shapes, offer.prefix, self._folder)
-            self._plan = plan if self._agree(plan is not None) else None
+            self._plan = plan if all(self._world.gather_objects(plan is not None)) else None
             self._planned_shapes = shapes
+            self._views = None
         self._buckets = make_buckets(shapes, offer.trainer_ranks, self._dtype)
         self._leave()
         try:
@@ -76,23 +83,38 @@ class WeightReceiver:
             raise ValueError(f"cannot join the trainer at {offer.address}:{offer.port}: {in_one_line(error)}") from None
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Receive and write all weights. Raises ValueError without a trainer, or when its connection is lost."""
+    def update(self) -> JsonObject:
+        """Receive and write all weights. Returns fingerprints, by which the trainer verifies what has arrived.
+
+        Of the engine's views where there is a plan, else of the tensors given to the engine's loader. Raises ValueError
+        without a trainer, or when its connection is lost.
+        """
         if self._group is None:
             raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
         try:
             if (plan := self._plan) is None:
-                self._engine.load_weights(self._stored())
+                loaded: list[Tensor] = []
+                self._engine.load_weights(self._stored(loaded))
+                own, copies = torch.cat(loaded), torch.ones_like(torch.cat(loaded)) * self._world.size
             else:
                 received = ((shard_slices(bucket, plan), values) for bucket, values in self._received())
                 write_planned(received, plan, self._device)
+                if self._views is None:
+                    assert self._planned_shapes is not None  # those of the plan
+                    self._views = ViewFingerprints(plan.targets.values(), self._planned_shapes.values(), self._world)
+                own, copies = self._views.compute(), self._views.copies
         except RuntimeError as error:
             self._leave()
             raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None
+        return Summed(self._world.sum_(own), copies).to_json()
 
-    def _stored(self) -> Iterator[tuple[str, Tensor]]:
+    def _stored(self, fingerprints: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the engine's loader needs, and append the fingerprints of each bucket."""
         for bucket in self._received():
-            for name, value in full_tensors(*bucket):
+            values = dict(full_tensors(*bucket))
+            parts = [rows_of(value, 0) for value in values.values()]
+            fingerprints.append(Fingerprints(parts, None, self._device).compute())
+            for name, value in values.items():
                 yield from self._conversion.stored(name, value)
 
     def _received(self) -> Iterator[tuple[Bucket, Tensor]]:

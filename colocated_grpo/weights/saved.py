@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from colocated_grpo.errors import RunError
 from colocated_grpo.policy.export import Export
 from colocated_grpo.rollout.engine_server import EngineServer
+from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.web.client import Unavailable
 
@@ -35,8 +37,13 @@ class AdapterSync:
             server.until_answered(partial(self.restore, server))
 
     def restore(self, server: EngineServer) -> bool:
-        """Load the adapter of the last sync. Raises Unavailable or RequestRejected."""
-        server.post("/lora/load", self._body())
+        """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError for another adapter."""
+        loaded = server.post("/lora/load", self._body())
+        if loaded["exported"] != exported_digest(self._target):
+            raise RunError(
+                f"weight sync: the engine at {server.url} has loaded another adapter than {self._target}: it does not "
+                "see this folder as the trainer has written it"
+            )
         return True
 
     def _body(self) -> dict[str, str]:
@@ -93,7 +100,7 @@ class RestartSync:
         def restarted() -> None:
             info = server.info()
             instance = info["instance"]
-            if instance != former and info["model"] == model:
+            if instance != former and info["model"] == model and info["exported"] == exported_digest(Path(model)):
                 return
             if instance not in accepted:
                 server.post("/bridge/restart", {"model": model})

@@ -8,27 +8,41 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.weights.colocated import ColocatedSync
+from colocated_grpo.weights.plan import Target
+from colocated_grpo.weights.transport import Due, TransportCheck
 
 
 class SharedSync:
     """A sync without copies: each optimizer step writes the engine's weights."""
 
+    def __init__(self, check: TransportCheck, check_every: int) -> None:
+        self._check = check
+        self._check_due = Due(check_every)
+
     def sync(self) -> None:
         """Wait for the kernels that write the weights: the engine's process does not see this one's streams.
 
-        `RolloutEngine.weights_changed`, which the caller runs next, drops cached prefixes.
+        `RolloutEngine.weights_changed`, which the caller runs next, drops cached prefixes. Raises RunError if the
+        engine's tensors are not the masters, cast to their type.
         """
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        if self._check_due():
+            self._check.verify()
 
 
 Adopt = Callable[[Mapping[str, Tensor]], bool]
 """Makes the policy compute with these tensors, by checkpoint name; False if it cannot."""
 
 
-def share(copies: ColocatedSync, adopt: Adopt) -> SharedSync:
+def share(
+    copies: ColocatedSync, published: Callable[[], Mapping[str, Tensor]], adopt: Adopt, world: World, check_every: int
+) -> SharedSync:
     """Replace the policy's compute weights by views of the engine's parameters.
+
+    published: `Weights.published`.
 
     The engine's weights must be mapped; its KV cache need not be. Raises RunError for models without a verified plan,
     and where the policy cannot compute with the engine's tensors.
@@ -42,13 +56,20 @@ def share(copies: ColocatedSync, adopt: Adopt) -> SharedSync:
         )
     for rows in plan.padding:
         rows.zero_()  # once is enough: no sync writes to them later
-    return SharedSync()
+    return _verified(published(), {name: target.view for name, target in plan.targets.items()}, world, check_every)
 
 
-def share_exported(views: Mapping[str, Tensor], prefix: str, adopt: Adopt) -> SharedSync:
+def share_exported(
+    views: Mapping[str, Tensor],
+    prefix: str,
+    published: Callable[[], Mapping[str, Tensor]],
+    adopt: Adopt,
+    world: World,
+    check_every: int,
+) -> SharedSync:
     """Replace the policy's compute weights by a server's parameters. Raises RunError where they do not fit.
 
-    prefix: the base model's, such as "model"; names of the views may have or lack it.
+    prefix: the base model's, such as "model"; names of the views may have or lack it. published: `Weights.published`.
     """
     start = f"{prefix}."
     named = {alias: view for name, view in views.items() for alias in (name, name.removeprefix(start), start + name)}
@@ -57,4 +78,12 @@ def share_exported(views: Mapping[str, Tensor], prefix: str, adopt: Adopt) -> Sh
             "engine.bridge=shared: the server's weights have other names, shapes, types or devices than the policy's; "
             "start it with the run's model and --dtype, on the same device"
         )
-    return SharedSync()
+    return _verified(published(), named, world, check_every)
+
+
+def _verified(
+    published: Mapping[str, Tensor], views: Mapping[str, Tensor], world: World, check_every: int
+) -> SharedSync:
+    targets = {name: Target(view=views[name], dim=0, start=0) for name in published}
+    dtype = next(iter(targets.values())).view.dtype
+    return SharedSync(TransportCheck(published, targets, dtype, world), check_every)

@@ -121,7 +121,7 @@ def samples_pass(mean_diff: float, *, temperature: float = 1.0, **config: float)
     try:
         check.check_samples(mean_diff)
     except RunError as error:
-        assert str(error).startswith(f"mismatch/on_policy={mean_diff:.4g}: ") and "\n" not in str(error)
+        assert str(error).startswith(f"mismatch/plain={mean_diff:.4g}: ") and "\n" not in str(error)
         return False
     return True
 

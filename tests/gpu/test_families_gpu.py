@@ -72,4 +72,4 @@ def assert_trains_and_agrees(model: Path, architecture: str, folder: Path) -> No
     for row in rows:
         assert row["grad_norm"] > 0
         assert row["freshness/mean_diff"] < limit
-        assert row["mismatch/on_policy"] < limit
+        assert row["mismatch/plain"] < limit

@@ -62,10 +62,10 @@ def test_a_broken_kernel_ends_the_run_with_both_numbers(tmp_path, fault):
     run = failed(LaunchedRun(tmp_path, run_settings(tmp_path, fault), gpus=1))
     line = run.stderr.splitlines()[-1]
     # The probe's prefill is short enough to count as decoding for the QKV fault.
-    assert line.startswith(("error: mismatch/on_policy=", "error: freshness: ")), run.tail()
+    assert line.startswith(("error: mismatch/plain=", "error: freshness: ")), run.tail()
     assert "freshness.max_mean_diff" in line
 
 
 def test_the_same_run_without_a_fault_agrees(tmp_path):
     run = launch(tmp_path, run_settings(tmp_path, ""), gpus=1)
-    assert all(row["mismatch/on_policy"] < 0.02 for row in run.rows("train") if "mismatch/on_policy" in row)
+    assert all(row["mismatch/plain"] < 0.02 for row in run.rows("train") if "mismatch/plain" in row)

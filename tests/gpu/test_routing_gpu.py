@@ -28,7 +28,7 @@ def rows_of(folder, **policy: Any) -> list[files.Row]:
     )
     rows = launch(folder, config, gpus=1).rows(files.TRAIN)
     assert len(rows) == STEPS
-    assert all(row["grad_norm"] > 0 and row["mismatch/on_policy"] < 0.02 for row in rows)
+    assert all(row["grad_norm"] > 0 and row["mismatch/plain"] < 0.02 for row in rows)
     assert not policy or all(0 < row["mismatch/routes"] < 0.2 for row in rows)
     return rows
 

@@ -44,7 +44,7 @@ class Pair:
         engines = build_colocated(self.config, self.policy, model, world, ExitStack())
         self.engine = cast("VLLMEngine", engines.engine)
         self.sync = engines.sync
-        self.opponent = build_opponent(self.config.opponent, frozen, self.policy, engines, world)
+        self.opponent = build_opponent(self.config.opponent, frozen, self.policy, engines, world, 1)
 
     def write(self) -> None:
         """Write the policy's weights into the engine. Collective."""
@@ -61,8 +61,12 @@ class Pair:
     def disagreement(self, tokens: Sequence[int] = PROBE) -> float:
         """Return the largest |engine - policy| over the tokens' log-probabilities. Collective."""
         expected = self.policy_logprobs(tokens, first=1, temperature=1.0)
-        actual = self.engine.score(tokens)
+        actual = self.engine_logprobs(tokens)
         return max(abs(a - b) for a, b in zip(actual, expected, strict=True))
+
+    def engine_logprobs(self, tokens: Sequence[int] = PROBE) -> list[float]:
+        """Return the engine's log-probabilities of tokens[1:], computed as a prefill."""
+        return [next(iter(entry.values())) for entry in self.engine.top_logprobs(tokens, 0)]
 
     def policy_logprobs(self, tokens: Sequence[int], *, first: int, temperature: float) -> list[float]:
         """Return the policy's log-probabilities of tokens[first:]. Collective."""

@@ -75,10 +75,6 @@ class FakeEngine:
         for key in list(self.running) if keys is None else keys:
             self.running.pop(key, None)
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        self.events.append("score")
-        return [-1.0] * (len(token_ids) - 1)
-
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         """Return for each token its own log-probability, -1, and k others, -2 and less."""
         self.events.append(f"top {k}")

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from colocated_grpo.policy.lora.linear import FACTORS, AdaptedLinear
 from colocated_grpo.policy.lora.merge import merge
 from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard
-from colocated_grpo.runtime.distributed import derive_seed, local_part
+from colocated_grpo.runtime.distributed import derive_seed, first_row, local_part
 
 Factors = tuple[Tensor, Tensor]
 """lora_A [R, I] and lora_B [O, R], float32."""
@@ -68,7 +66,7 @@ class AdapterWeights:
                 layer=layer,
                 base=_copy(local_part(layer.weight), on_host=base_on_host),
                 key=derive_seed(seed, "dither", name),
-                row=_first_row(layer.weight),
+                row=first_row(layer.weight),
             )
         self._masters = factors_of(model)
         if factors:
@@ -174,10 +172,3 @@ def _copy(weight: Tensor, *, on_host: bool) -> Tensor:
         return weight.clone()
     copy = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda)
     return copy.copy_(weight)
-
-
-def _first_row(weight: Tensor) -> int:
-    if not isinstance(weight, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return offset[0]

@@ -10,7 +10,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from colocated_grpo.errors import in_one_line
-from colocated_grpo.runtime.checksums import exported_damage
+from colocated_grpo.runtime.checksums import exported_damage, exported_digest
 from colocated_grpo.types import JsonObject
 
 
@@ -24,9 +24,10 @@ class Adapters:
         self.active: LoRARequest | None = None
 
     def load(self, name: str, path: str) -> JsonObject:
-        """Use the PEFT adapter in folder `path`, and return the new status. No request may be running.
+        """Use the PEFT adapter in folder `path`. No request may be running.
 
-        Raises ValueError where the engine cannot load it; the former adapter stays.
+        Returns the new status and the folder's `exported_digest`. Raises ValueError where the engine cannot load it, or
+        files differ from their checksums; the former adapter stays.
         """
         self._require_support()
         problem = exported_damage(Path(path))
@@ -41,7 +42,7 @@ class Adapters:
             raise ValueError(f"adapter {path!r}: {in_one_line(error)}") from error
         if not loaded:
             raise ValueError(f"adapter {path!r}: vLLM did not load it")
-        return self._replace(name, request)
+        return self._replace(name, request) | {"exported": exported_digest(Path(path))}
 
     def unload(self, name: str | None = None) -> JsonObject:
         """Use the base weights, and return the new status. No request may be running.

@@ -126,14 +126,7 @@ class VLLMEngine:
                 self._routes.drop(name)  # first: the slots of a prompt that is computed in part have no routes yet
         self._requests.abort(names)
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        entries = self._prompt_logprobs(token_ids, 0)
-        return [next(iter(entry.values())) for entry in entries]
-
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        return self._prompt_logprobs(token_ids, k)
-
-    def _prompt_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         with _rejections_as_value_errors():
             return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k), self.adapters.active)
 

@@ -34,7 +34,7 @@ class _LastSample:
 
     vLLM scores the sampled tokens right after sampling, from the same tensor, so one entry is enough. The tensor is
     recognised by identity: vLLM samples under inference_mode, where tensors have no version counter that would show a
-    change in place. Such a change would appear in mismatch/on_policy, which stops the run.
+    change in place. Such a change would appear in mismatch/plain, which stops the run.
     """
 
     logits: weakref.ref[Tensor] | None = None

@@ -395,13 +395,13 @@ def test_micro_batches_are_built_anew_and_alike_on_each_access():
     assert [unpack(m) for m in micro_batches[1:]] == [unpack(m) for m in first[1:]]
 
 
-@given(groups_of_rollouts, st.integers(0, 2), world_sizes)
-def test_tokens_are_on_policy_if_sampled_plainly_by_the_version_that_is_trained(groups, version, world_size):
+@given(groups_of_rollouts, world_sizes)
+def test_tokens_of_plainly_sampled_rollouts_are_marked(groups, world_size):
     groups = [
         Group(
             prompt=group.prompt,
             rollouts=[
-                replace(rollout, plain=(index + sibling) % 2 == 0, policy_version=sibling % 3)
+                replace(rollout, plain=(index + sibling) % 2 == 0)
                 for sibling, rollout in enumerate(group.rollouts)
             ],
         )
@@ -409,15 +409,15 @@ def test_tokens_are_on_policy_if_sampled_plainly_by_the_version_that_is_trained(
     ]
     config, marked = BatchConfig(max_tokens_per_micro_batch=BUDGET), 0
     for rank in range(world_size):
-        options = {"rank": rank, "world_size": world_size, "shuffle_seed": 0, "policy_version": version}
+        options = {"rank": rank, "world_size": world_size, "shuffle_seed": 0}
         batch = pack(groups, values_of(groups), [False] * len(groups), config, **options)
         marked += sum(
-            int(micro_batch.loss_inputs.on_policy_N.sum())
+            int(micro_batch.loss_inputs.plain_N.sum())
             for minibatch in batch.minibatches
             for micro_batch in minibatch.micro_batches
         )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert marked == sum(r.loss_mask.count(True) for r in rollouts if r.plain and r.policy_version == version)
+    assert marked == sum(r.loss_mask.count(True) for r in rollouts if r.plain)
 
 
 def test_an_episode_of_several_sequences_is_trained_whole_with_one_advantage():

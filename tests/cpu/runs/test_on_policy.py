@@ -44,7 +44,7 @@ SteadyBatch.settle = broken
 def test_a_fault_of_decoding_ends_the_run_with_both_numbers(tmp_path, fault):
     run = failed(ForkedRun(tmp_path, faulty(tmp_path, fault)))
     [line] = run.stderr.splitlines()
-    assert line.startswith("error: mismatch/on_policy=0.") and "(limit 0.001, from freshness.max_mean_diff)" in line
+    assert line.startswith("error: mismatch/plain=0.") and "(limit 0.001, from freshness.max_mean_diff)" in line
     assert run.rows("train") == []
     assert not list((run.folder / "checkpoints").glob("step_*"))
 
@@ -56,4 +56,4 @@ def test_other_sampling_settings_and_wider_limits_are_exempt(tmp_path, changes):
     with ForkedRun(tmp_path, faulty(tmp_path, SAMPLER, training_steps=3, **changes)) as run:
         rows = [row for row in run.finish().rows("train") if "mismatch/abs" in row]  # some group had a gradient
     assert rows and all(row["mismatch/abs"] > 0.005 for row in rows)
-    assert all(("mismatch/on_policy" in row) == ("rollout" not in changes) for row in rows)
+    assert all(("mismatch/plain" in row) == ("rollout" not in changes) for row in rows)

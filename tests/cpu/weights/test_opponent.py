@@ -16,7 +16,7 @@ from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.inputs import check_inputs
 from colocated_grpo.config.schema import Config
 from colocated_grpo.runtime.distributed import World
-from tests.support.engines import PROBE, Pair, request_of
+from tests.support.engines import Pair, request_of
 from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import settings, tiny_model
 
@@ -33,16 +33,16 @@ def played(world: World, folder: Path, weights: str) -> dict[str, Any]:
     """The policy moves three times; what the engine scores before, as the opponent, and after."""
     pair = Pair(world, folder, weights=weights, environments=[entry(refresh_every=REFRESH_EVERY)])
     pair.write()
-    facts: dict[str, Any] = {"initial": pair.engine.score(PROBE), "opponent": [], "versions": [], "policy": []}
+    facts: dict[str, Any] = {"initial": pair.engine_logprobs(), "opponent": [], "versions": [], "policy": []}
     for step in range(2 * REFRESH_EVERY):
         pair.write()
-        facts["policy"].append((pair.engine.score(PROBE), pair.disagreement()))
+        facts["policy"].append((pair.engine_logprobs(), pair.disagreement()))
         pair.opponent.refresh(step)
         with pair.opponent.plays():
-            facts["opponent"].append(pair.engine.score(PROBE))
+            facts["opponent"].append(pair.engine_logprobs())
             [completion] = pair.generate([request_of(step, 3)])
             facts["versions"].append(completion.policy_version)
-        facts["policy"].append((pair.engine.score(PROBE), pair.disagreement()))
+        facts["policy"].append((pair.engine_logprobs(), pair.disagreement()))
         [completion] = pair.generate([request_of(step, 3)])
         facts["versions"].append(completion.policy_version)
         pair.change_weights()

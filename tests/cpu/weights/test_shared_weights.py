@@ -47,7 +47,7 @@ def shared_facts(world: World, folder: Path) -> dict[str, Any]:
     for version in range(3):
         pair.write()
         disagreements.append(pair.disagreement())
-        scores.append(pair.engine.score(PROBE))
+        scores.append(pair.engine_logprobs())
         [completion] = pair.generate([request_of(version, 3)])
         disagreements.append(pair.sampling_error(PROBE, completion, 0.7))
         pair.engine.sleep()

@@ -1,0 +1,132 @@
+"""Fingerprints on a GPU: one Triton kernel hashes all tensors of one type, whatever their number."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from colocated_grpo.runtime.triton_jit import jit
+from colocated_grpo.weights.fingerprints import MIX, SPAN, SPAN_BITS, Part
+
+BLOCK = 4096
+"""Elements that one program loads at a time. It adds up one span of indices."""
+ALIGNMENT = 16
+"""Addresses and indices that are multiples of it are loaded as vectors."""
+_MIX_0 = tl.constexpr(MIX[0])
+_MIX_1 = tl.constexpr(MIX[1])
+_SPAN = tl.constexpr(SPAN)
+_SPAN_BITS = tl.constexpr(SPAN_BITS)
+_TILES = tl.constexpr(SPAN // BLOCK)
+_POINTEES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+}
+_SIGNED = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The kernel and its tables for tensors of one type."""
+
+    table: Tensor
+    """[tensors, 6]: address, elements, first index, row, row stride, place in the result."""
+    places: Tensor
+    """[programs, 2]: row of `table`, and which stretch of its elements."""
+    values: list[Tensor]
+    """The tensors whose addresses the table holds."""
+    constants: dict[str, Any]
+
+    def __call__(self, sums: Tensor) -> None:
+        """Add the fingerprints to int64 sums [parts]."""
+        _add_fingerprints[(len(self.places),)](self.table, self.places, sums, **self.constants)
+
+
+def plan_launches(parts: Sequence[tuple[int, Part]], dtype: torch.dtype | None) -> list[Launch]:
+    """Return the launches for all parts, given with their places in the result."""
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[int, Part]]] = defaultdict(list)
+    for place, part in parts:
+        if part.values.numel():
+            aligned = part.values.data_ptr() % ALIGNMENT == 0 and part.first % ALIGNMENT == 0
+            kinds[part.values.dtype, part.row != part.row_stride, aligned].append((place, part))
+    return [_plan(members, dtype, *kind) for kind, members in kinds.items()]
+
+
+def _plan(
+    parts: Sequence[tuple[int, Part]], dtype: torch.dtype | None, source: torch.dtype, columns: bool, aligned: bool
+) -> Launch:
+    device = parts[0][1].values.device
+    entries = [
+        [part.values.data_ptr(), part.values.numel(), part.first, part.row, part.row_stride, place]
+        for place, part in parts
+    ]
+    counts = [triton.cdiv(part.first % SPAN + part.values.numel(), SPAN) for _, part in parts]
+    owners, spans = np.repeat(np.arange(len(parts)), counts), np.concatenate([np.arange(count) for count in counts])
+    target = dtype or source
+    return Launch(
+        table=torch.tensor(entries, dtype=torch.int64).to(device),
+        places=torch.from_numpy(np.stack([owners, spans], axis=1).astype(np.int32)).to(device),
+        values=[part.values for _, part in parts],
+        constants={
+            "SOURCE": _POINTEES[source],
+            "TARGET": _POINTEES[target],
+            "BITS": _SIGNED[target.itemsize],
+            "COLUMNS": columns,
+            "ALIGNED": ALIGNMENT if aligned else 1,
+            "BLOCK_E": BLOCK,
+        },
+    )
+
+
+@jit
+def _hash(number):
+    mixed = number.to(tl.uint32) * _MIX_0
+    mixed = (mixed ^ (mixed >> 15)) * _MIX_1
+    return ((mixed ^ (mixed >> 13)) | 1).to(tl.int64)
+
+
+@jit
+def _add_fingerprints(
+    table,
+    places,
+    sums,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    program = tl.program_id(0)
+    entry = table + tl.load(places + 2 * program) * 6
+    span = tl.load(places + 2 * program + 1).to(tl.int64)
+    values = tl.multiple_of(tl.load(entry).to(tl.pointer_type(SOURCE)), ALIGNED)
+    count, first = tl.load(entry + 1), tl.load(entry + 2)
+    row, row_stride, place = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    start = tl.multiple_of(span * _SPAN - first % _SPAN, ALIGNED)
+    total = tl.zeros((BLOCK_E,), tl.int64)
+    for tile in range(_TILES):
+        local = start + tile * BLOCK_E + tl.arange(0, BLOCK_E)
+        mask = (local >= 0) & (local < count)
+        bits = tl.load(values + local, mask=mask, other=0).to(TARGET).to(BITS, bitcast=True).to(tl.int64)
+        if COLUMNS:
+            index = first + local // row * row_stride + local % row
+            factor = _hash(index % _SPAN) * _hash((index >> _SPAN_BITS) + _SPAN)
+        else:
+            factor = _hash(tile * BLOCK_E + tl.arange(0, BLOCK_E))
+        total += tl.where(mask, bits * factor, 0)
+    fingerprint = tl.sum(total, 0)
+    if not COLUMNS:
+        fingerprint *= _hash((first >> _SPAN_BITS) + span + _SPAN)
+    tl.atomic_add(sums + place, fingerprint)

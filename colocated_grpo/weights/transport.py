@@ -1,0 +1,190 @@
+"""Comparison of the engine's weights with the policy's after a sync, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.runtime.distributed import World, first_row, local_part
+from colocated_grpo.types import JsonObject
+from colocated_grpo.weights.fingerprints import Fingerprints, Part, bits_of, columns_of, rows_of
+from colocated_grpo.weights.plan import Target
+
+SHOWN = 3
+"""Tensors that an error names."""
+
+
+class Summed(NamedTuple):
+    """Fingerprints of one side, summed over its ranks. P checkpoint tensors."""
+
+    sums_P: Tensor
+    copies_P: Tensor
+    """How often each tensor is in the sum: once for each engine, or each replica of a shard."""
+
+    def differs_from(self, other: Summed) -> Tensor:
+        """Return where the sides hold different bytes: bool [P], on the CPU."""
+        return (self.sums_P * other.copies_P != other.sums_P * self.copies_P).cpu()
+
+    def to_json(self) -> JsonObject:
+        return {"sums": self.sums_P.tolist(), "copies": self.copies_P.tolist()}
+
+    @classmethod
+    def from_json(cls, content: JsonObject, device: torch.device) -> Self:
+        return cls(*(torch.tensor(content[key], dtype=torch.int64, device=device) for key in ("sums", "copies")))
+
+
+class ShardFingerprints:
+    """Fingerprints of this rank's shards of the policy, cast to the engine's type."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype, world: World) -> None:
+        """parameters: sharded tensors by name. Collective."""
+        self._parameters = list(parameters.values())
+        self._dtype = dtype
+        self._device = world.device
+        self._first_rows = [first_row(parameter) for parameter in self._parameters]
+        self._of_shards: Fingerprints | None = None
+        self._addresses: list[int] = []
+        shapes = [parameter.shape for parameter in self._parameters]
+        self.copies = _copies([local_part(parameter).numel() for parameter in self._parameters], shapes, world)
+
+    @torch.no_grad()
+    def compute(self) -> Tensor:
+        """Return this rank's contribution, int64 [P], on the device."""
+        shards = [local_part(parameter) for parameter in self._parameters]
+        addresses = [shard.data_ptr() for shard in shards]
+        if self._of_shards is None or addresses != self._addresses:
+            parts = [rows_of(shard, first) for shard, first in zip(shards, self._first_rows, strict=True)]
+            self._of_shards = Fingerprints(parts, self._dtype, self._device)
+            self._addresses = addresses
+        return self._of_shards.compute()
+
+
+class ViewFingerprints:
+    """Fingerprints of the engine's planned views on this rank."""
+
+    def __init__(self, targets: Iterable[Target], shapes: Iterable[torch.Size], world: World) -> None:
+        """shapes: of the checkpoint tensors, in the order of the targets. Collective."""
+        pairs = list(zip(targets, shapes, strict=True))
+        device = pairs[0][0].view.device
+        self._of_views = Fingerprints([_part_of(target, shape) for target, shape in pairs], None, device)
+        self.copies = _copies([target.view.numel() for target, _ in pairs], [shape for _, shape in pairs], world)
+
+    def compute(self) -> Tensor:
+        """Return this rank's contribution, int64 [P], on the engine's device."""
+        return self._of_views.compute()
+
+
+def _part_of(target: Target, shape: torch.Size) -> Part:
+    if target.dim == 1:
+        return columns_of(target.view, target.start, shape[1])
+    return rows_of(target.view, target.start)
+
+
+def _copies(own: Sequence[int], shapes: Sequence[torch.Size], world: World) -> Tensor:
+    """Return how often each tensor is held by all ranks together. own: its elements on this rank."""
+    elements = torch.tensor([shape.numel() for shape in shapes], dtype=torch.int64, device=world.device)
+    held = world.sum_(torch.tensor(own, dtype=torch.int64, device=world.device))
+    return held.div(elements, rounding_mode="floor")
+
+
+class Due:
+    """True for every n-th call, beginning with the first; never for n = 0."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._calls = 0
+
+    def __call__(self) -> bool:
+        self._calls += 1
+        return self._every > 0 and (self._calls - 1) % self._every == 0
+
+
+class TransportCheck:
+    """Compares planned views with the policy's shards. Every method is collective."""
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], targets: Mapping[str, Target], dtype: torch.dtype, world: World
+    ) -> None:
+        """targets: one for each parameter, by the same names. dtype: the engine's."""
+        self._names = list(parameters)
+        self._world = world
+        self._shards = ShardFingerprints(parameters, dtype, world)
+        shapes = [parameter.shape for parameter in parameters.values()]
+        self._views = ViewFingerprints([targets[name] for name in self._names], shapes, world)
+
+    def verify(self) -> None:
+        """Raise RunError on every rank unless all engines hold the policy's weights, bit for bit."""
+        own = torch.stack([self._shards.compute(), self._views.compute()])
+        shards_P, views_P = self._world.sum_(own)
+        different_P = Summed(shards_P, self._shards.copies).differs_from(Summed(views_P, self._views.copies))
+        raise_if_any(different_P, self._names)
+
+
+def raise_if_any(different_P: Tensor, names: Sequence[str], where: str = "the engine") -> None:
+    """Raise RunError that names the tensors with different bytes, if there are any."""
+    wrong = [names[index] for index in different_P.nonzero()[:, 0].tolist()]
+    if wrong:
+        shown = ", ".join(wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
+        raise RunError(
+            f"weight sync: {where} does not hold the policy's bytes in {len(wrong)} of {len(names)} tensors ({shown}); "
+            "no step was trained with them. Report it with this line; freshness.every=0 turns the check off"
+        )
+
+
+def raise_if_reloading_changed(changed: Sequence[Sequence[str]]) -> None:
+    """changed: by rank, names of the engine's tensors. Raises RunError with one line."""
+    for rank, names in enumerate(changed):
+        if names:
+            raise RunError(
+                f"weight sync: loading a block a second time changes {names[0]} in the engine of rank {rank}, so the "
+                "first load has not arrived; no step was trained with it. Report it with this line; freshness.every=0 "
+                "turns the check off"
+            )
+
+
+class ReloadCheck:
+    """Loads one block of the weights a second time and expects that no byte of the engine changes.
+
+    For engines without planned views: a load is deterministic, so bytes change only where the first one has not
+    arrived. Blocks take turns: an engine that receives nothing is found at once, a single stale block in its turn.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module], names: Iterable[str]) -> None:
+        """model: the engine's. names: of all tensors that a load needs."""
+        self._model = model
+        blocks: dict[str, list[str]] = {}
+        for name in names:
+            blocks.setdefault(_block_of(name), []).append(name)
+        self._blocks = list(blocks.values())
+        self._turn = 0
+
+    def next_block(self) -> list[str]:
+        """Return the names of the block whose turn it is."""
+        self._turn = (self._turn + 1) % len(self._blocks)
+        return self._blocks[self._turn]
+
+    def changes(self, load: Callable[[], None]) -> list[str]:
+        """Return the engine's names of tensors that `load` changes."""
+        before = self._fingerprints()
+        load()
+        after = self._fingerprints()
+        return [name for name, fingerprint in after.items() if before.get(name) != fingerprint]
+
+    def _fingerprints(self) -> dict[str, int]:
+        model = self._model()
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        tensors = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+        device = next(iter(tensors.values())).device
+        found = Fingerprints([bits_of(tensor) for tensor in tensors.values()], None, device).compute()
+        return dict(zip(tensors, found.tolist(), strict=True))
+
+
+def _block_of(name: str) -> str:
+    """Return the name of the numbered block that a tensor belongs to; empty for embeddings and the like."""
+    numbered = re.match(r".*?\.\d+(?=\.)", name)
+    return "" if numbered is None else numbered[0]
