@@ -207,5 +207,12 @@ def steered(model: Path, output: Path) -> dict[str, Any]:
     }
 
 
+def trained_twice(model: Path, output: Path) -> list[float]:
+    """Train two equal runs in one process of torchrun. Returns the rewards of their only steps."""
+    base = arguments(model, output, evaluation={"every": 0}, rollout={"prompts_per_step": 2, "group_size": 2})
+    given = base | {"reward_funcs": Recorder(), "eval_datasets": None, "training_steps": 1}
+    return [Trainer(**given | {"run_name": name}).train().metrics["reward"] for name in ("first", "second")]
+
+
 def evaluations(folder: Path) -> list[dict[str, Any]]:
     return [row for row in files.read_metrics(folder) if row["kind"] == files.EVALUATION]
