@@ -306,6 +306,7 @@ def export_to(run: Run, export: Export, name: str) -> None:
 
 def finish(run: Run, steps: int, goal_reached: bool) -> None:
     """Evaluate the final weights, save them and export them."""
+    run.supply.release_engine()  # a callback may have ended the run while the next step is sampled
     sets = run.evaluator.due(steps, last=True)
     if sets:
         # A stop request now skips only this evaluation: every step is complete.

@@ -82,7 +82,7 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _open_store(rank, serves=serves_store)
-    # torchrun's store outlives a run: its restarts (--max-restarts) use it, and so does the next run of these processes.
+    # The store of torchrun outlives a run: restarts (--max-restarts) use it, and so do later runs of these processes.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     store = dist.PrefixStore(f"attempt {restarts}, run {next(_runs)}", store)
     own = dist.PrefixStore("colocated_grpo", store)
