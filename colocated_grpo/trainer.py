@@ -126,8 +126,10 @@ def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     """
     with run.clock.time("wait"):
         order = run.supply.order(step)
-    with run.choreography.rollout_phase(step, probe=order.probe):
-        evaluate(run, step, run.evaluator.due(step))
+    sets = run.evaluator.due(step)
+    # An evaluation measures the weights of its own step, also between the syncs of sync_frequency.
+    with run.choreography.rollout_phase(step, probe=order.probe, sync=bool(sets)):
+        evaluate(run, step, sets)
         if run.best.exhausted:
             raise PatienceOver
         with run.clock.time("generate"):
