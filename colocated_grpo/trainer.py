@@ -125,8 +125,10 @@ def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     """
     with run.clock.time("wait"):
         order = run.supply.order(step)
-    with run.choreography.rollout_phase(step):
-        evaluate(run, step, run.evaluator.due(step))
+    sets = run.evaluator.due(step)
+    # An evaluation measures the weights of its own step, also between the syncs of sync_frequency.
+    with run.choreography.rollout_phase(step, sync=bool(sets)):
+        evaluate(run, step, sets)
         if run.best.exhausted:
             raise PatienceOver
         with run.clock.time("generate"):
@@ -304,6 +306,7 @@ def export_to(run: Run, export: Export, name: str) -> None:
 
 def finish(run: Run, steps: int, goal_reached: bool) -> None:
     """Evaluate the final weights, save them and export them."""
+    run.supply.release_engine()  # a callback may have ended the run while the next step is sampled
     sets = run.evaluator.due(steps, last=True)
     if sets:
         # A stop request now skips only this evaluation: every step is complete.

@@ -198,6 +198,9 @@ class AtroposSupply:
     def settle(self, groups: list[Group]) -> BatchResult:
         return BatchResult(trained_now=list(range(len(groups))), metrics=self._rank.settle())
 
+    def release_engine(self) -> None:
+        """Do nothing: requests of environments stay queued while no batch is collected."""
+
     def state_dict(self) -> JsonObject | None:
         return self._rank.state_dict()
 

@@ -70,22 +70,6 @@ def _best_is_a_metric_of_the_run(config: Config) -> Lines:
         yield f"evaluation.keep_best={metric}: {listed}"
 
 
-def _best_falls_on_syncs(config: Config) -> Lines:
-    metric, sync = config.evaluation.keep_best, config.sync_frequency
-    if metric is None or sync == 1:
-        return
-    every = {HELD_OUT.rpartition("/")[0]: ("evaluation.every", config.evaluation.every)}
-    for index, entry in enumerate(config.evaluation.sets):
-        key = "evaluation.every" if entry.every is None else f"evaluation.sets.{index}.every"
-        every[f"{PREFIX}/{entry.name}"] = (key, config.evaluation.interval(entry))
-    key, interval = every.get(metric.rpartition("/")[0], ("", 0))
-    if interval % sync:
-        yield (
-            f"{key}={interval}: must be a multiple of sync_frequency={sync} with evaluation.keep_best, because the "
-            "weights that are kept must be those that the engine was evaluated with"
-        )
-
-
 def _patience_needs_a_best(config: Config) -> Lines:
     if config.evaluation.patience is not None and config.evaluation.keep_best is None:
         yield (
@@ -113,6 +97,5 @@ EVALUATION_RULES: tuple[Callable[[Config], Lines], ...] = (
     _sources_of_sets_are_whole,
     _episodes_of_sets_need_single_rank_engines,
     _best_is_a_metric_of_the_run,
-    _best_falls_on_syncs,
     _patience_needs_a_best,
 )

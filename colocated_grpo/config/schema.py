@@ -179,8 +179,8 @@ class Config(Section):
     training_steps: Positive = 100
     """Steps of the whole run. A step samples one batch and makes batch.minibatches * batch.epochs optimizer steps."""
     sync_frequency: Positive = 1
-    """Steps between weight syncs into the engine. Above 1 rollouts are sampled with older weights: `staleness` reports
-    by how many optimizer steps, and loss.correction corrects for it."""
+    """Steps between weight syncs into the engine; an evaluation always syncs. Above 1 rollouts are sampled with older
+    weights: `staleness` reports by how many optimizer steps, and loss.correction corrects for it."""
     weights: Literal["copied", "shared"] = "copied"
     """copied: the policy is sharded by FSDP2, and each sync copies its weights into the engine. shared: policy and
     engine use the same tensors, so there is no sync and no FSDP overhead; needs a single rank. The tensors stay on the

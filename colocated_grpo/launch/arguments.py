@@ -131,7 +131,7 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
     if options.join_timeout < 1:
         raise LaunchError(f"--join-timeout={options.join_timeout}: must be at least 1")
     if (config := config_file(options)) is None:
-        raise LaunchError("\n".join(without_config(options.resume)))
+        raise LaunchError(without_config(options.resume))
     port = options.master_port or (DEFAULT_MASTER_PORT if options.nodes > 1 else None)
     return Launch(
         gpus=gpus,

@@ -1,4 +1,4 @@
-"""Entry point of a rank: `python -m colocated_grpo --config FILE`, under torchrun, under srun, or alone.
+"""Entry point of a rank: `python -m colocated_grpo [--config FILE]`, under torchrun, under srun, or alone.
 
 Only the standard library is imported at the top: environment variables that torch and vLLM read when they are imported
 have to be set first.
@@ -38,6 +38,8 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 """Variables that libgomp reads when it is loaded: idle OpenMP threads spin for microseconds, then sleep. By default
 they spin long enough to take cores from other ranks and programs. Without spinning, each short wait costs a sleep."""
+DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
+"""The config of a run without --config. The package has it too, so it is found in any folder."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -63,7 +65,12 @@ def prepare_streams() -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags common to launcher and rank. All unknown flags are setting overrides."""
-    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file (default with --resume RUN: the run's own)")
+    parser.add_argument(
+        "-c",
+        "--config",
+        metavar="FILE",
+        help=f"YAML file (default: {DEFAULT_CONFIG}; with --resume RUN: the run's own)",
+    )
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -88,24 +95,31 @@ def _log_level(name: str) -> str:
 
 
 def config_file(options: argparse.Namespace) -> str | None:
-    """Return the path of the config file: given, else in the resumed run folder, else None."""
-    saved = Path(options.resume or "") / "config.yaml"
-    resumed = options.resume not in (None, AUTO) and saved.is_file()
-    return options.config or (str(saved) if resumed else None)
+    """Return the path of the config file: given, else of the resumed run folder, else the default.
+
+    None: --resume RUN names a folder without one.
+    """
+    if options.config is not None:
+        return options.config
+    if options.resume in (None, AUTO):
+        return DEFAULT_CONFIG
+    saved = Path(options.resume) / "config.yaml"
+    return str(saved) if saved.is_file() else None
 
 
-def without_config(resume: str | None) -> list[str]:
-    """Return lines that say what to write where neither --config nor a run folder is given."""
-    if resume == AUTO:
-        return ["--resume auto: needs --config FILE, whose newest run it continues; --resume RUN needs none"]
-    if resume is not None:
-        rule = "no config.yaml in this folder; add --config FILE" if Path(resume).is_dir() else "no such run folder"
-        return [f"--resume={resume!r}: {rule}"]
+def without_config(run: str) -> str:
+    """Return the error line for `--resume RUN` where RUN is no folder with a config."""
+    rule = "no config.yaml in this folder; add --config FILE" if Path(run).is_dir() else "no such run folder"
+    return f"--resume={run!r}: {rule}"
+
+
+def default_config_note(options: argparse.Namespace) -> list[str]:
+    """Return the line that names the config of a run that was given none; no line for other runs."""
+    if options.config is not None or options.resume not in (None, AUTO):
+        return []
     return [
-        "--config: required; it names the YAML file with model, data and settings",
-        "  write one for your data  python -m colocated_grpo.tools.init questions.jsonl --model Qwen/Qwen3-0.6B",
-        "  start from an example    --config training_configs/gsm8k_qwen3_0.6b_1gpu.yaml",
-        "  continue a run           --resume runs/NAME",
+        f"note: --config: not given; using {DEFAULT_CONFIG}; --config FILE chooses another, "
+        "python -m colocated_grpo.tools.init writes one for your data"
     ]
 
 
@@ -152,18 +166,19 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from colocated_grpo.tracking import make_output
     from colocated_grpo.tracking.ending import leave_start
 
+    default = default_config_note(options)
     if (file := config_file(options)) is None:
-        _print_on_rank_0(*error_text(without_config(options.resume)), to=sys.stderr)
+        _print_on_rank_0(*error_text([without_config(options.resume)]), to=sys.stderr)
         return USAGE_ERROR
     name = Path(file).stem
     try:
         config, lines = checked(read_config(file, overrides), options.resume, name)
     except ConfigError as error:
-        _print_on_rank_0(*error_text(str(error).splitlines()), to=sys.stderr)
+        _print_on_rank_0(*default, *error_text(str(error).splitlines()), to=sys.stderr)
         return USAGE_ERROR
     output = make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
     exit_on_stop_signals(partial(leave_start, output))
-    for line in lines:
+    for line in [*default, *lines]:
         output.note(line)
 
     from torch.distributed.elastic.multiprocessing.errors import record

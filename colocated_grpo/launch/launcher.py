@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.launch.arguments import Launch, LaunchError, read_launch, run_parser, visible_gpus
-from colocated_grpo.launch.cli import LOG_LEVEL_VARIABLE, error_text, library_environment, prepare_streams
+from colocated_grpo.launch.cli import (
+    LOG_LEVEL_VARIABLE,
+    default_config_note,
+    error_text,
+    library_environment,
+    prepare_streams,
+)
 from colocated_grpo.launch.ending import STARTING, ending, stop_action
 from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan, plan_servers
 from colocated_grpo.launch.processes import run_command
@@ -61,9 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _launch(arguments: Sequence[str]) -> int:
     prepare_streams()
     parser = run_parser()
+    default: list[str] = []
     try:
         options, overrides, remarks = _read_arguments(arguments, parser)
         launch = read_launch(options, overrides, parser)
+        default = default_config_note(options)
         config, notes = read_settings(launch)
         servers = plan_servers(launch, config, os.environ)
         model = model_verdict(launch, config)
@@ -72,10 +80,10 @@ def _launch(arguments: Sequence[str]) -> int:
         if (missing or problems) and not options.dry_run:
             raise LaunchError("\n".join([*missing, *problems]))
     except LaunchError as error:
-        print(*error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
+        print(*default, *error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
         return USAGE_ERROR
     command = torchrun_command(launch)
-    text = "\n".join([banner(launch, command, servers, model), *remarks])
+    text = "\n".join([banner(launch, command, servers, model), *default, *remarks])
     if options.dry_run:
         from colocated_grpo.launch.dry_run import dry_run
 

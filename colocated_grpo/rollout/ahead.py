@@ -64,6 +64,14 @@ class AheadSupply:
         threading.Thread(target=sample, name="sampling ahead", daemon=True).start()
         self._ahead = sampled
 
+    def release_engine(self) -> None:
+        """Wait until all ranks have sampled the step ahead, whose groups are discarded."""
+        if self._ahead is not None:
+            self._ahead[1].result()
+            self._ahead = None
+            # A server may still be sampling for another rank, and a server that receives weights serves no requests.
+            self._supply.wait_for_ranks()
+
     def state_dict(self) -> dict[str, Any] | None:
         """Position before the prompts that are being sampled ahead, which a resumed run draws again."""
         return self._supply.state_dict()

@@ -42,6 +42,9 @@ class MixedSupply:
         sampled, served = self._sampled.settle(groups[:first]), self._served.settle(groups[first:])
         return merge_results([sampled, replace(served, trained_now=[first + place for place in served.trained_now])])
 
+    def release_engine(self) -> None:
+        """Do nothing: both supplies sample in `Order.collect` alone."""
+
     def state_dict(self) -> dict[str, Any]:
         return {"sampled": self._sampled.state_dict(), "served": self._served.state_dict()}
 

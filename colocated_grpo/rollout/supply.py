@@ -34,6 +34,10 @@ class Supply(Protocol):
         """Decide which of the collected groups are trained now. The returned metrics are rank 0's."""
         ...
 
+    def release_engine(self) -> None:
+        """Wait until no rank samples, and discard what was sampled for a step that is not ordered."""
+        ...
+
     def state_dict(self) -> dict[str, Any] | None:
         """Position of the supply, on rank 0. Work that is ordered and not settled is repeated after a resume."""
         ...
@@ -150,6 +154,13 @@ class PromptSupply:
         self._before = None
         settled = self._world.from_main(lambda: self._main_source().record(groups))
         return settled if self._resampling is None else self._resampling.choose(groups, settled)
+
+    def release_engine(self) -> None:
+        """Do nothing: prompts are sampled by `Order.collect` alone."""
+
+    def wait_for_ranks(self) -> None:
+        """Wait until every rank has called this. Collective."""
+        self._world.barrier()
 
     def _main_source(self) -> LongestFirst:
         assert self._source is not None  # on rank 0

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import NamedTuple, Self
 
 import psutil
@@ -27,6 +28,8 @@ from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog,
 JOIN_SECONDS = 600.0
 """Longest wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_runs = count()
+"""Numbers of the runs that this process joins one after another; equal on all ranks, because joining is collective."""
 MEMBER_KEY, COUNT_KEY, COMPLETE_KEY = "member", "members", "complete"
 
 
@@ -79,8 +82,9 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _open_store(rank, serves=serves_store)
-    # A restart by torchrun (--max-restarts) may use the same store.
-    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    # The store of torchrun outlives a run: restarts (--max-restarts) use it, and so do later runs of these processes.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    store = dist.PrefixStore(f"attempt {restarts}, run {next(_runs)}", store)
     own = dist.PrefixStore("colocated_grpo", store)
     stop = StopRequest(own)
     watchdog = Watchdog(own, stop, rank, serves_store=serves_store and size > 1, before_exit=before_exit)

@@ -78,6 +78,12 @@ def test_an_installed_wheel_trains_with_the_config_of_the_quickstart(environment
     assert (environment / "bin/colocated-grpo").is_file()
 
 
+def test_an_installed_wheel_takes_the_default_config_without_the_checkout(environment, tmp_path):
+    flags = ["--gpus", "8", "--model.name", str(tiny_model()), "--dry-run"]
+    output = run("-m", "colocated_grpo.launch.launcher", *flags, python=environment / "bin/python", cwd=tmp_path)
+    assert "note: --config: not given; using training_configs/dr_grpo_config.yaml; " in output
+
+
 def imports(file: Path) -> Iterator[tuple[str, bool]]:
     """Yield the packages that a file imports, and whether that happens when it is imported itself."""
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import yaml
 
 from colocated_grpo import ConfigError, RunError, Trainer
+from colocated_grpo.api.result import Result
 from colocated_grpo.policy.optimizers import learning_rate
 from colocated_grpo.runtime.run_folder import LOCK_FILE
 from colocated_grpo.tracking import files
@@ -205,6 +206,18 @@ def steered(model: Path, output: Path) -> dict[str, Any]:
         "folder": result.folder,
         "evaluated": {tuple(name.split("/")[:2]) for row in evaluations(result.folder) for name in row if "/" in name},
     }
+
+
+def trained_twice(model: Path, output: Path) -> list[float]:
+    """Train two equal runs in one process of torchrun. Returns the rewards of their only steps."""
+    base = arguments(model, output, evaluation={"every": 0}, rollout={"prompts_per_step": 2, "group_size": 2})
+    given = base | {"reward_funcs": Recorder(), "eval_datasets": None, "training_steps": 1}
+    return [Trainer(**given | {"run_name": name}).train().metrics["reward"] for name in ("first", "second")]
+
+
+def ended_by_a_callback(given: dict[str, Any]) -> Result:
+    """Train on this rank until a callback ends the run after its second step."""
+    return Trainer(callbacks=[Steer()], **given).train()
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:

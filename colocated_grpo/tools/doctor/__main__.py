@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     parser = run_parser()
     parser.prog = "colocated-grpo doctor"
-    parser.description = "Check this machine and, with --config, the run that the same flags and settings would start."
+    parser.description = "Check this machine and, with --config or --resume, the run that the same command line starts."
     parser.add_argument("--json", action="store_true", help="print a list of {name, status, detail, fix}")
     options, overrides = parser.parse_known_args(arguments)
     try:

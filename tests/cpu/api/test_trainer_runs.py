@@ -6,7 +6,7 @@ import pytest
 
 from colocated_grpo.runtime.run_folder import read_record
 from colocated_grpo.tracking import files
-from tests.support.programs import fail_after_the_engine, four_runs, steered
+from tests.support.programs import fail_after_the_engine, four_runs, steered, trained_twice
 from tests.support.ranks import Ranks
 from tests.support.training_runs import tiny_model
 
@@ -109,6 +109,13 @@ def test_a_callback_on_rank_0_changes_the_learning_rate_and_ends_the_run_on_all_
     assert 1e-5 not in first["scheduled"]
     checkpoints = first["folder"] / "checkpoints"
     assert [read_record(path)["state"]["learning_rate"] for path in sorted(checkpoints.glob("step_*"))] == [1e-5, 1e-5]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_run_in_the_processes_of_torchrun_equals_the_first(tmp_path, ranks):
+    with Ranks(trained_twice, ranks, tiny_model(), tmp_path) as processes:
+        for first, second in processes.results(TIMEOUT):
+            assert first == second
 
 
 def test_each_of_several_datasets_is_evaluated_as_a_set(steered_run):

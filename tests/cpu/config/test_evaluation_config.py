@@ -58,10 +58,6 @@ def test_the_best_may_be_any_rate_of_the_run():
             "evaluation.keep_best=eval/a/pass@3: must be one of held_out/reward, eval/a/mean, eval/a/pass@1, eval/a/pa",
         ),
         ("evaluation: {every: 0, keep_best: held_out/reward}", "needs evaluation.every above 0, or a set"),
-        (
-            f"sync_frequency: 2\nevaluation: {{keep_best: eval/aime/mean, sets: [{SET}]}}",
-            "evaluation.sets.0.every=5: must be a multiple of sync_frequency=2",
-        ),
         ("evaluation: {patience: 3}", "evaluation.patience=3: needs evaluation.keep_best"),
         ("rollout: {resample: {max_rounds: 0}}", "rollout.resample.max_rounds=0: must be greater than 0"),
         ("rollout: {skip_solved: {reward: 0}}", "rollout.skip_solved.reward=0: must be greater than 0"),

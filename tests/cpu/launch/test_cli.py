@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.launch.cli import (
+    DEFAULT_CONFIG,
     LOG_LEVEL_VARIABLE,
     OneLineParser,
     add_run_arguments,
@@ -107,6 +108,16 @@ START = "import sys; from colocated_grpo.launch.cli import main; sys.exit(main(s
 def test_settings_that_do_not_load_end_every_rank_and_rank_0_prints_why(number, message):
     result = rank(START.replace("ARGUMENTS", "['--config', 'nope.yaml']"), **TORCHRUN | {"RANK": number})
     assert (result.returncode, result.stderr) == (2, message)
+
+
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_ranks_without_a_config_use_the_default_one_and_rank_0_says_so(number):
+    result = rank(START.replace("ARGUMENTS", "['--model.name', './nope']"), **TORCHRUN | {"RANK": number})
+    lines = result.stderr.splitlines()
+    assert (result.returncode, len(lines)) == (2, 2 if number == "0" else 0)
+    if lines:
+        assert lines[0].startswith(f"note: --config: not given; using {DEFAULT_CONFIG}; ")
+        assert lines[1] == "error: model.name='./nope': no such folder"
 
 
 @pytest.fixture

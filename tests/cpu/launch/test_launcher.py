@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -323,26 +322,55 @@ def test_names_of_library_environments_are_accepted(config, eight_gpus, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("flags", "line"),
+    ("run", "line"),
     [
-        ([], "--config: required; it names the YAML file with model, data and settings"),
-        (["--resume"], "--resume auto: needs --config FILE, whose newest run it continues; --resume RUN needs none"),
-        (["--resume", "nope"], "--resume='nope': no such run folder"),
-        (["--resume", "model"], "--resume='model': no config.yaml in this folder; add --config FILE"),
+        ("nope", "--resume='nope': no such run folder"),
+        ("model", "--resume='model': no config.yaml in this folder; add --config FILE"),
     ],
 )
-def test_without_a_config_the_error_says_what_to_give(config, eight_gpus, capsys, flags, line):
-    assert main(flags) == 2
-    first, *hints = capsys.readouterr().err.splitlines()
-    assert first == f"error: {line}"
-    assert [hint for hint in hints if not hint.startswith("  ")] == []
-    assert bool(hints) == (flags == [])
+def test_a_resumed_folder_without_a_config_is_an_error(config, eight_gpus, capsys, run, line):
+    assert main(["--resume", run]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
 
 
-def test_a_config_that_the_hint_names_exists(config, eight_gpus, capsys):
-    main([])
-    [file] = re.findall(r"--config (\S+\.yaml)", capsys.readouterr().err)
-    assert (ROOT / file).is_file()
+# Without --config
+
+DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
+DEFAULT_LINE = (
+    f"note: --config: not given; using {DEFAULT_CONFIG}; --config FILE chooses another, python -m "
+    "colocated_grpo.tools.init writes one for your data\n"
+)
+TWO_NODES = ["--gpus", "4", "--nodes", "2", "--node-rank", "1", "--master-addr", "node0"]
+
+
+@pytest.mark.parametrize("flags", [["--gpus", "8"], TWO_NODES])
+def test_without_a_config_a_dry_run_checks_the_default_one_and_says_so_in_one_line(config, eight_gpus, capsys, flags):
+    assert main([*flags, "--model.name", "./model", "--dry-run"]) == 0
+    output, errors = capsys.readouterr()
+    assert output.count(DEFAULT_LINE) == output.count("--config:") == 1
+    assert f" -m colocated_grpo --config {DEFAULT_CONFIG} --model.name ./model\n" in output
+    assert errors == ""
+
+
+def test_without_a_config_a_redirected_run_says_in_its_file_which_one_it_uses(config, eight_gpus, monkeypatch, capfd):
+    commands = []
+    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda command, *_: commands.append(command) or 7)
+    assert main(["--gpus", "8", "--model.name", "./model", "--redirect-output", "x.log"]) == 7
+    assert capfd.readouterr() == ("", "")
+    assert Path("x.log").read_text().count(DEFAULT_LINE) == 1
+    assert commands[0][-4:] == ["--config", DEFAULT_CONFIG, "--model.name", "./model"]
+
+
+def test_an_error_in_a_run_without_a_config_says_which_one_it_used(config, eight_gpus, capsys):
+    assert main(["--gpus", "8", "--model.name", "./nope"]) == 2
+    assert capsys.readouterr() == ("", f"{DEFAULT_LINE}error: model.name='./nope': no such folder\n")
+
+
+def test_a_run_without_a_config_is_continued_without_one(config, eight_gpus, monkeypatch):
+    commands = []
+    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda command, *_: commands.append(command) or 7)
+    assert main(["--gpus", "8", "--model.name", "./model", "--resume"]) == 7
+    assert commands[0][-6:] == ["--config", DEFAULT_CONFIG, "--resume", "auto", "--model.name", "./model"]
 
 
 def test_a_machine_without_gpus_is_told_how_to_train_on_the_cpu(config, monkeypatch, capsys):

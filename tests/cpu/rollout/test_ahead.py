@@ -57,6 +57,9 @@ class Prompts:
         job = self.job(step)
         return Order(probe=job.prompts[0].token_ids, collect=lambda: self.sample(job)())
 
+    def wait_for_ranks(self) -> None:
+        self.events.append("ranks")
+
     def settle(self, groups: list[Group]) -> BatchResult:
         self._before = None
         [group] = groups
@@ -156,3 +159,19 @@ def test_an_error_while_sampling_is_raised_by_the_next_step(prompts):
     supply.settle(groups)
     with pytest.raises(RuntimeError, match="the engine is gone"):
         supply.order(1)
+
+
+def test_the_engine_is_free_once_all_ranks_have_sampled_a_step_that_is_not_trained(prompts):
+    supply = ahead_of(prompts)
+    groups = supply.order(0).collect()
+    prompts.sampled.clear()
+    supply.settle(groups)
+    released = threading.Thread(target=supply.release_engine)
+    released.start()
+    assert prompts.events[-1] == "draw 1"
+    prompts.sampled.set()
+    released.join()
+    assert prompts.events[-2:] == ["sample 1", "ranks"]
+    assert supply.state_dict() == {"position": 1}, "a resumed run draws the prompts again"
+    supply.release_engine()
+    assert prompts.events[-2:] == ["sample 1", "ranks"]

@@ -142,6 +142,14 @@ def test_staleness_grows_between_syncs(tmp_path):
     assert [row["step"] for row in rows if "freshness/mean_diff" in row] == [0, 3]
 
 
+def test_an_evaluation_between_syncs_measures_the_current_weights(tmp_path):
+    config = settings(tiny_model(), training_steps=5, sync_frequency=3, evaluation={"every": 2})
+    run = train(tmp_path, config)
+    assert [row["staleness"] for row in run.rows(files.TRAIN)] == [0, 1, 0, 0, 0]
+    evaluated = [row for row in files.read_rollouts(run.folder) if row["kind"] == files.EVALUATION]
+    assert {(row["step"], row["policy_version"]) for row in evaluated} == {(0, 0), (2, 2), (4, 4), (5, 5)}
+
+
 def test_the_reward_rises(tmp_path):
     model = tmp_path / "warm"
     task = {"min_digits": 2, "max_digits": 4}

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 from colocated_grpo.tracking import files
 from tests.support.atropos_environment import GROUP, environment
+from tests.support.programs import ended_by_a_callback
+from tests.support.ranks import Ranks
 from tests.support.serve_process import START_SECONDS, ServeProcess
 from tests.support.served_runs import (
     BLOCKING_LINE,
@@ -148,6 +150,22 @@ def test_the_next_batch_is_sampled_while_the_current_one_trains(server, task, tm
     assert max(row["freshness/mean_diff"] for row in run.rows(files.TRAIN)) < FRESH
     rollouts = files.read_rollouts(run.folder)
     assert {row["policy_version"] for row in rollouts if row["step"] == 3} == {2}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_callback_that_ends_the_run_waits_for_the_batch_sampled_ahead_before_the_last_evaluation(
+    server, task, tmp_path, ranks
+):
+    rollout = {"max_staleness": 1, "prompts_per_step": 32}
+    changes = {"deterministic": False, "rollout": rollout, "evaluation": {"every": 5, "prompts": 8}}
+    given = work(task, server, output_dir=str(tmp_path), **changes)
+    with Ranks(ended_by_a_callback, ranks, given) as processes:
+        results = processes.results(SECONDS_TO_END)
+    assert {(result.outcome, result.steps, result.model) for result in results} == {
+        ("finished", 2, tmp_path / "run/final_model")
+    }
+    evaluated = [row["step"] for row in files.read_metrics(tmp_path / "run") if row["kind"] == files.EVALUATION]
+    assert evaluated == [0, 2]
 
 
 def test_a_broadcast_run_whose_engine_is_killed_saves_ends_and_continues(server, task, uninterrupted, tmp_path):
