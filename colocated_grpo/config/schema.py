@@ -88,8 +88,8 @@ class RolloutConfig(Section):
     """Time limit in seconds between two turns of an episode (tools, reward). On timeout the episode has failed."""
     max_reward_errors: Fraction = 0.2
     """Largest fraction of a step's completions whose reward may fail. Above it the run stops and shows the first
-    error. A completion whose answer a working scorer could not read has reward 0, or the lowest of its siblings if that
-    is negative, and does not count (metric `unscorable`)."""
+    error. A completion whose answer a working scorer could not read has reward 0, or that of its worst sibling if that
+    is below 0 after weighting, and does not count (metric `unscorable`)."""
 
 
 class BatchConfig(Section):
