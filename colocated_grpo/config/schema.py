@@ -105,7 +105,8 @@ class BatchConfig(Section):
     """Passes over each batch. Every update after the first is off-policy."""
     drop_constant_groups: bool = True
     """Skip groups of equal rewards in the forward pass: their policy gradient is zero. They still count in the loss's
-    denominator, so the gradient is the same. No effect with loss.kl.coef above 0, where they have a gradient."""
+    denominator, so the gradient is the same. No effect with loss.kl.coef or policy.load_balancing above 0, where they
+    have a gradient."""
     mask_truncated: bool = False
     """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss. The completions still count
     in the denominator of grpo, dr_grpo and gspo."""
