@@ -179,8 +179,9 @@ def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
 def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
     with run.clock.time("pack"):
         rewards = [group_rewards(group) for group in groups]
-        # A group of equal rewards has no gradient, unless there is a KL penalty or it brings its own advantages.
-        without_gradient = [run.config.loss.kl.coef == 0 and not is_informative(group) for group in groups]
+        # A group of equal rewards has no gradient, unless it brings its own advantages or every token has a loss.
+        every_token = run.config.loss.kl.coef > 0 or run.config.policy.load_balancing > 0
+        without_gradient = [not every_token and not is_informative(group) for group in groups]
         return pack(
             groups,
             group_advantages(rewards, run.config.advantage),

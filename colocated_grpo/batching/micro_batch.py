@@ -109,6 +109,8 @@ class PackedTokens:
     """None: no common prefixes, each run sees its own keys only."""
     routes: PackedRoutes | None = None
     """None: the policy chooses all experts."""
+    padding: bool = False
+    """True: the tokens stand for no sequence."""
     context: ContextGroup | None = None
     """If set, T is this rank's rows; cu_seqlens and prefix_keys still index the rows of all its ranks."""
 
@@ -266,6 +268,7 @@ def _padding_micro_batch() -> MicroBatch:
             source_N=torch.tensor([0]),
             targets_N=torch.tensor([0]),
             temperature_N=torch.ones(1),
+            padding=True,
         ),
         loss_inputs=LossInputs(
             sequence_N=torch.tensor([0]),

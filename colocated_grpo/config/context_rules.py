@@ -23,8 +23,8 @@ def context_without_load_balancing(config: Config) -> Iterator[str]:
     size = config.policy.context_parallel
     if size > 1 and config.policy.load_balancing:
         yield (
-            f"policy.context_parallel={size}: not supported with policy.load_balancing, whose loss needs all tokens of "
-            "a micro-batch on one rank; set one of them to its default"
+            f"policy.context_parallel={size}: not supported with policy.load_balancing, whose loss is not computed for "
+            "parts of sequences; set one of them to its default"
         )
 
 

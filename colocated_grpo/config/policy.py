@@ -79,7 +79,8 @@ class PolicyConfig(Section):
     the policy's own choice, which differs where rounding does (docs/models.md)."""
     load_balancing: float = Field(0.0, ge=0)
     """For mixtures of experts: coefficient of the load-balancing loss, which falls as each router uses its experts more
-    equally (docs/models.md), for example 0.001. 0: off. Must be 0 with `lora`, which does not train routers."""
+    equally (docs/models.md), for example 0.001. 0: off. Costs a forward pass per optimizer step. Must be 0 with `lora`,
+    which does not train routers."""
     lora: LoRAConfig | None = None
     """Train an adapter (LoRA) on frozen weights instead of all weights. null: off. {}: on, with the defaults below."""
     train_layers: Layers | None = None

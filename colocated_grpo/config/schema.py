@@ -88,8 +88,8 @@ class RolloutConfig(Section):
     """Time limit in seconds between two turns of an episode (tools, reward). On timeout the episode has failed."""
     max_reward_errors: Fraction = 0.2
     """Largest fraction of a step's completions whose reward may fail. Above it the run stops and shows the first
-    error. A completion whose answer a working scorer could not read has reward 0, or the lowest of its siblings if that
-    is negative, and does not count (metric `unscorable`)."""
+    error. A completion whose answer a working scorer could not read has reward 0, or that of its worst sibling if that
+    is below 0 after weighting, and does not count (metric `unscorable`)."""
 
 
 class BatchConfig(Section):
@@ -105,7 +105,8 @@ class BatchConfig(Section):
     """Passes over each batch. Every update after the first is off-policy."""
     drop_constant_groups: bool = True
     """Skip groups of equal rewards in the forward pass: their policy gradient is zero. They still count in the loss's
-    denominator, so the gradient is the same. No effect with loss.kl.coef above 0, where they have a gradient."""
+    denominator, so the gradient is the same. No effect with loss.kl.coef or policy.load_balancing above 0, where they
+    have a gradient."""
     mask_truncated: bool = False
     """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss. The completions still count
     in the denominator of grpo, dr_grpo and gspo."""

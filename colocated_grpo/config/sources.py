@@ -80,7 +80,8 @@ class RewardConfig(NamedObject):
     """true: the function compares the completions of a prompt with each other, and is never called with some of them
     only. false: after an exception it is called for each completion alone, to find out which ones made it raise."""
     weight: float = Field(1.0, ge=-1e6, le=1e6)
-    """Factor of this reward in the sum of a completion's rewards. 0 only logs it, as reward/<name>."""
+    """Factor of this reward in the sum of a completion's rewards. 0 only logs it, as reward/<name>: whatever it returns
+    or raises, the sum is that of the others."""
 
 
 def reward_by_name(value: Any) -> Any:

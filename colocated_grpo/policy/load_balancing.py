@@ -1,11 +1,17 @@
 """Load-balancing loss of mixtures of experts, which falls as a router uses its experts more equally.
 
-E * sum_e f_e P_e for each layer and micro-batch, averaged over both: f_e is the fraction of tokens routed to expert e,
-and P_e the mean probability of e (Switch Transformers, Fedus et al. 2021, equations 4 to 6). The scale is that of
-transformers' `load_balancing_loss_func`, so that coefficients carry over. That function pools the tokens of all layers,
-so that imbalances of different layers can cancel out.
+E * sum_e f_e P_e for each layer, averaged over layers: f_e is the fraction of tokens routed to expert e, and P_e the
+mean probability of e (Switch Transformers, Fedus et al. 2021, equations 4 to 6). Both are taken over all sequences of a
+minibatch, on all ranks. A token of a common prefix counts once for each of its sequences, however it is packed.
 
-Shapes: T packed tokens, E experts, K experts per token.
+A product of two means over micro-batches is not a sum over them, but the gradient is: f_e has none, so each micro-batch
+adds that of sum_e f_e P_e over its own tokens. A forward pass before the backward passes counts f_e.
+
+The scale is that of transformers' `load_balancing_loss_func`, so that coefficients carry over. That function takes the
+means over one micro-batch of one rank, and pools the tokens of all layers, so that imbalances of different layers can
+cancel out.
+
+Shapes: T packed tokens, E experts, K experts per token, L layers with a trained router.
 """
 
 from __future__ import annotations
@@ -16,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colocated_grpo.batching import MicroBatch
+from colocated_grpo.batching import PackedTokens
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.metrics import Stat
-from colocated_grpo.policy.backward_sum import BackwardSum, with_gradient
+from colocated_grpo.policy.backward_sum import with_gradient
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.routing import WEIGHTS, check_returns_logits, routed, routers_of, sigmoid_weights
 
@@ -30,8 +36,7 @@ Probabilities = Callable[[Tensor], Tensor]
 class LoadBalancing:
     """Adds the gradient of the loss in every backward pass through the routers.
 
-    A forward hook attaches the loss to the routing weights [T, K] that a router returns, so compiled and checkpointed
-    blocks need not return the loss.
+    A minibatch begins with `reset`, a forward pass without gradient of each of its micro-batches, and `set_loss`.
     """
 
     def __init__(self, model: nn.Module, model_type: str, coefficient: float, device: torch.device) -> None:
@@ -39,50 +44,82 @@ class LoadBalancing:
 
         Raises ConfigError if no router is trained, or if the routers of this transformers return no logits.
         """
-        self._setting = f"policy.load_balancing={coefficient:g}"  # formatted here: a compiled block cannot
-        check_returns_logits(self._setting)
-        self._coefficient = coefficient
-        self._probabilities = normalized_sigmoid if WEIGHTS.get(model_type) is sigmoid_weights else softmax
-        # Both are tensors on the device: compiled blocks would treat numbers as constants.
-        self._scale = torch.zeros((), device=device)
-        self._share = 0.0
-        self._loss_and_count = BackwardSum(2, device)
+        setting = f"policy.load_balancing={coefficient:g}"  # formatted here: a compiled block cannot
+        check_returns_logits(setting)
+        probabilities = normalized_sigmoid if WEIGHTS.get(model_type) is sigmoid_weights else softmax
         routers = routers_of(blocks_of(model))
-        self._trained = [router for router in routers if any(p.requires_grad for p in router.parameters())]
-        if not self._trained:
-            raise ConfigError(f"{self._setting}: no trained block has a router; leave it out")
-        for router in self._trained:
-            router.register_forward_hook(self._attach)
+        trained = [router for router in routers if any(p.requires_grad for p in router.parameters())]
+        if not trained:
+            raise ConfigError(f"{setting}: no trained block has a router; leave it out")
+        self._coefficient = coefficient
+        self._layers = [_LayerBalancing(router, probabilities, setting, device) for router in trained]
 
-    def begin(self, micro_batches: int, ranks: int) -> None:
-        """Start a minibatch, which averages over layers, ranks and the `micro_batches` of each rank."""
-        self._loss_and_count.reset()
-        self._share = self._coefficient / (len(self._trained) * micro_batches * ranks)
+    def load(self, tokens: PackedTokens) -> None:
+        """Set the weights of the next forward pass, and of its recomputation in the backward pass."""
+        weights_T = sequences_per_row(tokens)
+        for layer in self._layers:
+            layer.weights_T = weights_T
 
-    def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Call before the forward pass. The padding micro-batch of a rank without work gets no loss."""
-        self._scale.fill_(self._share if micro_batch.loss_inputs.loss_mask_N.any() else 0.0)
+    def reset(self) -> None:
+        for layer in self._layers:
+            layer.sums_2E.zero_()
 
-    def mean(self) -> Stat:
-        """Return the mean loss of the minibatch's layers and micro-batches, without padding and the coefficient."""
-        return Stat.mean(*self._loss_and_count.values())
+    def set_loss(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> Stat:
+        """Set the loss from the forward passes without gradient since `reset`, and return it without the coefficient.
+
+        Collective. Each rank returns the loss of the whole minibatch; none if it has no tokens.
+        """
+        sums_L2E = sum_over_ranks(torch.stack([layer.sums_2E for layer in self._layers]))
+        choices_LE, probabilities_LE = sums_L2E.unbind(1)
+        tokens = probabilities_LE[0].sum()  # of one token they add up to 1
+        layers, experts = choices_LE.shape
+        factors_LE = experts * choices_LE / tokens.clamp(min=1).square()
+        for layer, factors_E in zip(self._layers, factors_LE, strict=True):
+            layer.factors_E.copy_(self._coefficient / layers * factors_E)
+        return Stat.mean((factors_LE * probabilities_LE).sum() / layers, (tokens > 0).float())
+
+
+class _LayerBalancing:
+    """Loss of one router.
+
+    A forward hook attaches it to the routing weights [T, K] that the router returns, so compiled and checkpointed
+    blocks need not return the loss. All state is in tensors: compiled blocks would treat numbers as constants.
+    """
+
+    def __init__(self, router: Any, probabilities: Probabilities, setting: str, device: torch.device) -> None:
+        self.weights_T: Tensor
+        self.sums_2E = torch.zeros(2, router.weight.shape[0], device=device)
+        """Choices of each expert, and sums of its probabilities, in forward passes without gradient."""
+        self.factors_E = torch.zeros(router.weight.shape[0], device=device)
+        """What a token's probability of each expert is multiplied by in the loss."""
+        self._probabilities = probabilities
+        self._setting = setting
+        router.register_forward_hook(self._attach)
 
     def _attach(self, _router: nn.Module, _inputs: Any, output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return output
         logits_TE, weights_TK, experts_TK = routed(output, self._setting)
-        loss = load_balancing_loss(self._probabilities(logits_TE), experts_TK)
-        counted = torch.stack([loss.detach(), torch.ones_like(loss)]) * (self._scale > 0)
-        weights_TK = self._loss_and_count.attach(weights_TK, counted)
-        return logits_TE, with_gradient(weights_TK, loss, self._scale), experts_TK
+        summed_E = self.weights_T @ self._probabilities(logits_TE)
+        if not torch.is_grad_enabled():
+            self.sums_2E.add_(torch.stack([self._choices(experts_TK), summed_E]))
+            return output
+        loss = (self.factors_E * summed_E).sum()
+        return logits_TE, with_gradient(weights_TK, loss, torch.ones_like(loss)), experts_TK
+
+    def _choices(self, experts_TK: Tensor) -> Tensor:
+        weights_TK = self.weights_T[:, None].expand(experts_TK.shape)
+        return torch.zeros_like(self.factors_E).scatter_add_(0, experts_TK.reshape(-1), weights_TK.reshape(-1))
 
 
-def load_balancing_loss(probabilities_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Return the loss of one layer, [] float32: K if all experts are used equally, more if some are preferred."""
-    tokens, experts = probabilities_TE.shape
-    choices = experts_TK.reshape(-1)
-    counts_E = probabilities_TE.new_zeros(experts).scatter_add_(0, choices, probabilities_TE.new_ones(choices.shape))
-    return experts * (counts_E / tokens * probabilities_TE.mean(0)).sum()
+def sequences_per_row(tokens: PackedTokens) -> Tensor:
+    """Return the number of sequences that each row belongs to, [T] float32: 0 in padding, several in a prefix."""
+    device = tokens.input_ids_T.device
+    if tokens.padding:
+        return torch.zeros(tokens.num_tokens, device=device)
+    sequences_T = torch.ones(tokens.num_tokens, device=device)
+    if tokens.prefix_keys is not None:
+        copies_UR = tokens.prefix_keys.copies_UR
+        sequences_T[: len(copies_UR)] = (copies_UR >= 0).sum(1).float()
+    return sequences_T
 
 
 def softmax(logits_TE: Tensor) -> Tensor:

@@ -75,10 +75,12 @@ class PackedLM(nn.Module):
         self.replay: RoutingReplay | None = None
         """Replaces the routers' choice by the routes of the tokens."""
         self.balancing: LoadBalancing | None = None
-        """Adds a loss to every backward pass through the routers."""
+        """Adds a loss of the routers to every backward pass."""
 
     def forward(self, tokens: PackedTokens, head: Head = linear_logprobs) -> tuple[Tensor, ...]:
         """Apply `head` to the scored tokens; by default return log-probabilities and entropies, both [N] float32."""
+        if self.balancing is not None:
+            self.balancing.load(tokens)
         tokens = self.arrange(tokens)
         if self.replay is not None:
             self.replay.load(tokens)

@@ -17,6 +17,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.losses import LossInputs, make_denominator
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.context_parallel import with_group_sums
+from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.loading import build_weights, compute_dtype
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.model import compiler_errors_in_one_line
@@ -64,6 +65,7 @@ class Policy:
         """Learning rate in place of the schedule's, the same on every rank; None: the schedule's."""
         self._config = config.policy
         self._world_size = world.size
+        self._sum_over_ranks = world.sum_
         self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
@@ -123,13 +125,10 @@ class Policy:
         """
         denominator = self._denominator(minibatch.counts)
         parts = len(minibatch.micro_batches)
-        balancing = self.model.balancing
-        if balancing is not None:
-            balancing.begin(parts, self._world_size)
+        if self.model.balancing is not None:
+            metrics.add({"loss/load_balancing": self._balance(self.model.balancing, minibatch)})
         for index, micro_batch in enumerate(minibatch.micro_batches):
             self.weights.before_forward(last=index == parts - 1)
-            if balancing is not None:
-                balancing.begin_micro_batch(micro_batch)
             inputs = with_group_sums(_on_device(micro_batch, self.device))
             loss, stats = self._objective(self.model, inputs, denominator)
             loss.backward()
@@ -139,10 +138,17 @@ class Policy:
                 metrics.add(minibatch.left_out.stats(stats, self._world_size))
         if self.model.replay is not None:
             metrics.add({"mismatch/routes": self.model.replay.take_mismatch()})
-        if balancing is not None:
-            metrics.add({"loss/load_balancing": balancing.mean()})
         self.weights.reduce_gradients()
         self.weights.release()
+
+    @torch.no_grad()
+    def _balance(self, balancing: LoadBalancing, minibatch: Minibatch) -> Stat:
+        """Set the loss of the routers for this minibatch, and return it. Computes no logits."""
+        balancing.reset()
+        for micro_batch in minibatch.micro_batches:
+            self.model(_on_device(micro_batch.tokens, self.device), head=lambda hidden_NH, *_, **__: (hidden_NH,))
+        self.weights.release()
+        return balancing.set_loss(self._sum_over_ranks)
 
     def optimizer_step(self, metrics: Metrics) -> None:
         """Clip the gradient and update. Raises RunError before the update if the gradient norm is not finite."""

@@ -27,7 +27,7 @@ class ScoringErrors:
 
 
 def _line(step: int, name: str, raised: Sequence[Score], count: int, failed: bool) -> str:
-    what = "have no reward, because scoring failed" if failed else "could not be read by the scorer and got no credit"
+    what = "have no reward, because scoring failed" if failed else "made a scorer raise and got no credit from it"
     metric = "reward_errors" if failed else "unscorable"
     return (
         f"step {step}: {len(raised)} of {count} completions of {name} {what} (metric {metric}; shown once); "

@@ -167,7 +167,8 @@ def _results_one_by_one(function: RewardFunction, inputs: Sequence[RewardInputs]
 def _raised(
     function: RewardFunction, error: BaseException, inputs: RewardInputs, scored: Sequence[float]
 ) -> FunctionResult:
-    value = None if isinstance(error, SYSTEMATIC) else reward_of_unscorable(error, scored)
+    worst = max if function.weight < 0 else min
+    value = None if isinstance(error, SYSTEMATIC) else reward_of_unscorable(error, scored, worst)
     return FunctionResult(value=value, error=f"{function.name}: {_explain(error, inputs)}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.rewards.functions import (
@@ -17,7 +17,10 @@ from colocated_grpo.types import Completion, Prompt, Score
 
 
 class RewardScorer:
-    """Weighted sum of reward functions. As in TRL, None is left out of the sum; if all are None, the reward is None."""
+    """Weighted sum of reward functions. As in TRL, None is left out of the sum; if all are None, the reward is None.
+
+    Functions of weight 0 are left out as well, whatever they return or raise.
+    """
 
     def __init__(
         self, functions: Sequence[RewardFunction], max_steps: int, workers: RewardWorkers | None = None
@@ -53,8 +56,14 @@ class RewardScorer:
         named = list(zip(self.functions, results, strict=True))
         parts = {name: value for result in results for name, value in result.metrics.items()}
         parts |= {function.name: result.value for function, result in named if result.value is not None}
-        error = "; ".join(result.error for result in results if result.error is not None) or None
-        if any(result.error is not None and result.value is None for result in results):
-            return Score(reward=None, parts=parts, error=error)
-        weighted = [function.weight * result.value for function, result in named if result.value is not None]
-        return Score(reward=sum(weighted) if weighted else None, parts=parts, error=error)
+        summed = [(function.weight, result) for function, result in named if function.weight != 0]
+        weighted = [weight * result.value for weight, result in summed if result.value is not None]
+        if not weighted or any(result.error is not None and result.value is None for _, result in summed):
+            # Without a reward, an error means that scoring failed: not where only a function of weight 0 raised.
+            return Score(reward=None, parts=parts, error=_errors(result for _, result in summed))
+        return Score(reward=sum(weighted), parts=parts, error=_errors(results))
+
+
+def _errors(results: Iterable[FunctionResult]) -> str | None:
+    """Return one line; functions whose process has ended have the same error."""
+    return "; ".join(dict.fromkeys(result.error for result in results if result.error is not None)) or None

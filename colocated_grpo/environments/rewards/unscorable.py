@@ -8,7 +8,7 @@ completions get no reward, and the run stops above rollout.max_reward_errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from colocated_grpo.environments.base import AnswerError
 
@@ -27,13 +27,15 @@ PARSING_ERRORS = (
 client, say nothing about the answer."""
 
 
-def reward_of_unscorable(error: BaseException, scored: Sequence[float]) -> float | None:
+def reward_of_unscorable(
+    error: BaseException, scored: Sequence[float], worst: Callable[[Sequence[float]], float] = min
+) -> float | None:
     """Return the reward of an answer on which the scorer raised `error`; None if the scorer itself failed.
 
     scored: rewards of the prompt's other completions. Without one there is no sign that the scorer works, unless it
-    raised AnswerError. The reward is 0, or the lowest of its siblings where that is negative: it must not pay to be
-    unreadable.
+    raised AnswerError. The reward is the worst of 0 and its siblings': it must not pay to be unreadable.
+    worst: max for a function of negative weight.
     """
     if isinstance(error, AnswerError):
-        return min([error.reward, *scored])
-    return min([0.0, *scored]) if scored and isinstance(error, PARSING_ERRORS) else None
+        return worst([error.reward, *scored])
+    return worst([0.0, *scored]) if scored and isinstance(error, PARSING_ERRORS) else None

@@ -35,7 +35,8 @@ def main(descriptor: int, dumps: int, rank: int) -> None:
                 inputs = pickle.load(stream)
             except EOFError:
                 return
-            _send({function.name: results_of(function, inputs) for function in functions}, stream)
+            for function in functions:
+                _send(results_of(function, inputs), stream)
 
 
 def _send(message: object, stream: BufferedRWPair) -> None:

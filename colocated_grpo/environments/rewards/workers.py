@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -81,13 +81,14 @@ class Worker:
         assert self.started is not None
         return self.started
 
-    def ask(self, request: bytes) -> Results:
-        """Return the results. Raises EOFError or OSError if the process ends."""
+    def ask(self, request: bytes, functions: Sequence[str]) -> Iterator[tuple[str, list[FunctionResult]]]:
+        """Yield each function's results when it has returned. Raises EOFError or OSError if the process ends."""
         if error := self.wait_until_started().error:
             raise EnvironmentSetupError(error)
         self.stream.write(request)
         self.stream.flush()
-        return pickle.load(self.stream)
+        for name in functions:
+            yield name, pickle.load(self.stream)
 
     def end(self, reason: str) -> None:
         """Kill the process. `ended` is then the reason and the line of user code."""
@@ -118,7 +119,8 @@ class RewardWorkers:
 
     def __init__(self, named: Sequence[tuple[str, RewardConfig]], key: str) -> None:
         """named: functions with their names. One process is started at once."""
-        self._named, self._key = named, key
+        # Those of weight 0 are called last: one that ends the process then costs no completion its reward.
+        self._named, self._key = sorted(named, key=lambda one: one[1].weight == 0), key
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         self._first = self._start()
         self._idle.put(self._first)
@@ -137,7 +139,7 @@ class RewardWorkers:
                 self._idle.get_nowait().discard()
 
     def results(self, inputs: RewardInputs) -> Results:
-        """Return the results by function. All of them fail if the process ends."""
+        """Return the results by function. Those that have not returned fail if the process ends."""
         try:
             request = pickle.dumps(inputs)
         except NOT_SENDABLE as error:
@@ -147,10 +149,11 @@ class RewardWorkers:
         except Empty:
             worker = self._start()
         worker.busy = True
+        results: Results = {}
         try:
-            results = worker.ask(request)
+            results.update(worker.ask(request, [name for name, _ in self._named]))
         except (EOFError, OSError, pickle.UnpicklingError):
-            return self._failed(inputs, self._replace(worker))
+            return self._failed(inputs, self._replace(worker)) | results
         except EnvironmentSetupError as error:
             worker.discard()
             return self._failed(inputs, str(error))
@@ -177,9 +180,7 @@ class RewardWorkers:
         return worker.ended or _ending(code)
 
     def _failed(self, inputs: RewardInputs, error: str) -> Results:
-        """Return the error for the first function, and no value for the others."""
-        failed = {name: [FunctionResult()] * len(inputs.texts) for name, _ in self._named}
-        return failed | {self._named[0][0]: [FunctionResult(error=error)] * len(inputs.texts)}
+        return {name: [FunctionResult(error=error)] * len(inputs.texts) for name, _ in self._named}
 
 
 def last_ready() -> float:

@@ -30,7 +30,7 @@ from colocated_grpo.rollout.vllm.process import (
     keep_trainer_state,
     name_shared_memory,
 )
-from colocated_grpo.rollout.vllm.reloading import reloadable
+from colocated_grpo.rollout.vllm.reloading import refresh_sinks, reloadable
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
 from colocated_grpo.rollout.vllm.text_part import register_class, text_part_arguments
 from colocated_grpo.runtime.distributed import World, derive_seed
@@ -144,6 +144,7 @@ class VLLMEngine:
 
     def weights_changed(self, policy_version: int) -> None:
         self._policy_version = policy_version
+        refresh_sinks(self.model)
         # Cached prefixes of the old weights would silently give wrong log-probabilities.
         self._llm.reset_prefix_cache()
 

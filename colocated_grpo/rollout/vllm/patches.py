@@ -285,6 +285,7 @@ PRIVATE_STATE: dict[str, str] = {
     "vllm.device_allocator:AllocationData.is_asleep": "sleep marks what it unmapped",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._quant_method": "kernels that choose experts",
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights": "renames tensors",
+    "vllm.v1.attention.backends.flashinfer:FlashInferImpl.sinks": "a copy of a weight that syncs write",
     "vllm.v1.request:Request.num_computed_tokens": "counted by steady steps",
     "vllm.v1.request:Request.num_in_flight_tokens": "counted by steady steps",
     "vllm.v1.request:Request.num_output_placeholders": "counted by steady steps",

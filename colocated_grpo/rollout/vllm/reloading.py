@@ -1,15 +1,18 @@
-"""Weights in a form that vLLM can reload layer by layer, as it does for layers that it transforms after loading.
+"""Weights that vLLM's engine would keep after a sync without an error, because it uses a transformed copy of them.
 
-During such a reload parameters have no storage, and vLLM sees only what their own weight loaders receive. vLLM's model
-of gpt-oss copies stacked experts and attention sinks into the parameters directly: the copies would be lost, and the
-engine would keep the old values without an error.
+vLLM reloads layers that it transforms after loading one by one. During such a reload parameters have no storage, and
+vLLM sees only what their own weight loaders receive. vLLM's model of gpt-oss copies stacked experts and attention sinks
+into the parameters directly: these copies would be lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from colocated_grpo.errors import RunError
 
 EXPERT_STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 SINKS = ".self_attn.sinks"
@@ -28,3 +31,22 @@ def reloadable(weights: Iterable[tuple[str, Tensor]], aside: list[tuple[str, Ten
             aside.append((name, tensor))
         else:
             yield name, tensor
+
+
+@torch.inference_mode()  # vLLM reloads some models in this mode, and its tensors can be written only in it
+def refresh_sinks(model: nn.Module) -> None:
+    """Copy attention sinks to the tensors that the kernels read.
+
+    FlashInfer's kernels read a float32 copy, which vLLM makes after it has loaded all weights: not after a planned sync
+    or `load_weights`, and in older releases only once. It is written in place, because CUDA graphs read it. Other
+    kernels read the weight itself, which stays as it is.
+    """
+    for module in model.modules():
+        for attention in module.children():
+            kept = getattr(getattr(attention, "impl", None), "sinks", None)
+            if kept is None:
+                continue
+            weights = [weight for weight in module.parameters(recurse=False) if weight.shape == kept.shape]
+            if len(weights) != 1:
+                raise RunError(f"engine: attention sinks of {type(module).__name__} are not supported")
+            kept.copy_(weights[0])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,22 +19,26 @@ from colocated_grpo.batching import Minibatch, build_micro_batch
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.families import FAMILIES
 from colocated_grpo.losses import Counts
-from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.metrics import Metrics, Stat, reduce
 from colocated_grpo.policy import loading, routing
 from colocated_grpo.policy.activations import run_trial_step
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.routing import WEIGHTS, sigmoid_weights
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.trainer import make_batch
+from colocated_grpo.types import Group
 from tests.support.families import SETTINGS
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,
     config_of,
     gradients_of,
+    group_of,
     pack_for,
     policy_of,
     random_groups,
+    rollout_of,
     train,
     whole,
     with_old_logprobs,
@@ -44,39 +52,53 @@ Result = tuple[dict[str, Tensor], dict[str, float]]
 """Gradients and metrics."""
 
 
-def computed(world: World, folder: Path, add_formula: bool = False, **policy: Any) -> Result:
-    """Return the result of a minibatch of several micro-batches.
+def computed(
+    world: World, folder: Path, groups: Sequence[Group] | None = None, budget: int = 64, **policy: Any
+) -> Result:
+    """Return the result of a minibatch, by default of several micro-batches with common prefixes."""
+    config = config_of(folder, policy=policy, batch={"max_tokens_per_micro_batch": budget})
+    groups = random_groups(6, 4) if groups is None else groups
+    minibatch = pack_for(world, groups, config).map(with_old_logprobs).minibatches[0]
+    return result_of(policy_of(config, world), minibatch, world)
 
-    add_formula: add the loss by `add_the_formula`.
+
+def with_the_formula(world: World, folder: Path, groups: Sequence[Group] | None = None, **policy: Any) -> Result:
+    """Return the result of one micro-batch of all sequences, each with its own prompt, with the formula added.
+
+    The formula is written with plain operations on the logits of the routers that train.
     """
-    config = config_of(folder, policy=policy, batch={"max_tokens_per_micro_batch": 64})
+    config = config_of(folder, policy=policy)
     trained = policy_of(config, world)
-    minibatch = pack_for(world, random_groups(6, 4), config).map(with_old_logprobs).minibatches[0]
-    assert len(minibatch.micro_batches) > 1
-    if add_formula:
-        add_the_formula(trained, len(minibatch.micro_batches) * world.size)
-    metrics = Metrics(world.device)
-    trained.forward_backward(minibatch, metrics)
-    return gradients_of(trained), reduce(metrics, world.sum_, world.max_)
-
-
-def add_the_formula(policy: Policy, parts: int) -> None:
-    """Add the loss to the objective, written with plain operations on the logits of the routers that train."""
-    sigmoid = WEIGHTS[policy.model.lm.config.model_type] is sigmoid_weights
+    minibatch = pack_for(world, alone(random_groups(6, 4) if groups is None else groups), config).minibatches[0]
+    [micro_batch] = minibatch.micro_batches
+    assert micro_batch.tokens.prefix_keys is None
+    sigmoid = WEIGHTS[trained.model.lm.config.model_type] is sigmoid_weights
     formula = balance_of_scores if sigmoid else balance_of_transformers
     seen: list[Any] = []
-    for router in routers_of(policy):
+    for router in routers_of(trained):
         if any(parameter.requires_grad for parameter in router.parameters()):
             router.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-    objective = policy._objective
+    objective = trained._objective
 
-    def with_formula(*arguments: Any) -> Any:
-        seen.clear()
+    def and_formula(*arguments: Any) -> Any:
         loss, stats = objective(*arguments)
         balance = torch.stack([formula(logits, experts) for logits, _, experts in seen]).mean()
-        return loss + COEFFICIENT * balance / parts, stats
+        return loss + COEFFICIENT * balance, stats | {METRIC: Stat.mean(balance.detach(), 1.0)}
 
-    policy._objective = with_formula
+    trained._objective = and_formula
+    return result_of(trained, replace(minibatch, micro_batches=[with_old_logprobs(micro_batch)]), world)
+
+
+def alone(groups: Sequence[Group]) -> list[Group]:
+    """Return each rollout as a group of its own, so that no prefix is computed for several of them."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return [group_of(index, [rollout]) for index, rollout in enumerate(rollouts)]
+
+
+def result_of(policy: Policy, minibatch: Minibatch, world: World) -> Result:
+    metrics = Metrics(policy.device)
+    policy.forward_backward(minibatch, metrics)
+    return gradients_of(policy), reduce(metrics, world.sum_, world.max_)
 
 
 def balance_of_transformers(logits: Tensor, _experts: Tensor) -> Tensor:
@@ -94,17 +116,25 @@ def routers_of(policy: Policy) -> list[torch.nn.Module]:
     return routing.routers_of(blocks_of(policy.model))
 
 
-def three_results(world: World, folder: Path, **policy: Any) -> tuple[Result, Result, Result]:
+def results(world: World, folder: Path, **policy: Any) -> tuple[Result, Result, Result]:
     """Return the results with the formula added, without the loss, and with the loss of the setting."""
     frozen = {name: value for name, value in policy.items() if name == "train_layers"}
-    with_formula = computed(world, folder, add_formula=True, **frozen)
     plain = computed(world, folder, **frozen)
-    return with_formula, plain, computed(world, folder, load_balancing=COEFFICIENT, **policy)
+    return (
+        with_the_formula(world, folder, **frozen),
+        plain,
+        computed(world, folder, load_balancing=COEFFICIENT, **policy),
+    )
+
+
+def assert_equal(actual: Result, expected: Result) -> None:
+    assert_same(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert actual[1][METRIC] == pytest.approx(expected[1][METRIC], rel=1e-5)
 
 
 def assert_adds_the_formula(with_formula: Result, plain: Result, with_loss: Result) -> None:
-    (expected, _), (before, _), (actual, metrics) = with_formula, plain, with_loss
-    assert_same(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_equal(with_loss, with_formula)
+    (before, _), (actual, metrics) = plain, with_loss
     moved = [name for name in before if (actual[name] - before[name]).abs().max() > 1e-3]
     assert any(name.endswith(("gate.weight", "router.weight")) for name in moved), "routers get the gradient"
     assert 1 < metrics[METRIC] < EXPERTS
@@ -112,7 +142,7 @@ def assert_adds_the_formula(with_formula: Result, plain: Result, with_loss: Resu
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_gradient_of_the_formula_is_added_for_every_mixture(world, model_folder, architecture):
-    assert_adds_the_formula(*three_results(world, model_folder(architecture, edits=SETTINGS[architecture])))
+    assert_adds_the_formula(*results(world, model_folder(architecture, edits=SETTINGS[architecture])))
 
 
 @pytest.mark.parametrize(
@@ -122,14 +152,59 @@ def test_the_gradient_of_the_formula_is_added_for_every_mixture(world, model_fol
 )
 def test_the_same_gradient_is_added_with(world, model_folder, policy):
     folder = model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"])
-    assert_adds_the_formula(*three_results(world, folder, **policy))
+    assert_adds_the_formula(*results(world, folder, **policy))
 
 
-def test_two_ranks_add_the_gradient_of_the_mean_over_both(model_folder):
-    by_rank = run_on_ranks(three_results, 2, model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"]))
-    assert len(by_rank) == 2
-    for results in by_rank:
-        assert_adds_the_formula(*results)
+CUTS = {"several micro-batches": 64, "few sequences a micro-batch": 18, "one micro-batch": 1024}
+
+
+def results_of_all_cuts(world: World, folder: Path, batches: dict[str, list[Group]]) -> dict[tuple[str, str], Result]:
+    return {
+        (batch, cut): computed(world, folder, groups, budget, load_balancing=COEFFICIENT)
+        for batch, groups in batches.items()
+        for cut, budget in CUTS.items()
+    }
+
+
+def test_the_gradient_does_not_depend_on_micro_batches_common_prefixes_or_ranks(world, model_folder):
+    folder = model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"])
+    batches = {"many": random_groups(6, 4), "fewer sequences than ranks": alone(random_groups(1, 1))}
+    expected = {name: with_the_formula(world, folder, groups) for name, groups in batches.items()}
+    for by_cut in (results_of_all_cuts(world, folder, batches), *run_on_ranks(results_of_all_cuts, 2, folder, batches)):
+        for (batch, _), result in by_cut.items():
+            assert_equal(result, expected[batch])
+
+
+def test_truncated_completions_count_in_whichever_micro_batch_they_are(world, model_folder):
+    folder = model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"])
+    cut, ended = (
+        [rollout_of([1, 2, first], [*range(first, first + 9)], finish_reason=reason) for first in firsts]
+        for firsts, reason in (([3, 40], "length"), ([80, 120], "stop"))
+    )
+    groups = alone([group_of(0, cut), group_of(1, ended)])
+    gradients = []
+    for budget in (12, 1024):  # each sequence alone, or all in one
+        config = config_of(
+            folder,
+            policy={"load_balancing": COEFFICIENT},
+            batch={"max_tokens_per_micro_batch": budget, "mask_truncated": True},
+        )
+        minibatch = pack_for(world, groups, config).minibatches[0]
+        gradients.append(result_of(policy_of(config, world), minibatch, world)[0])
+    assert_same(*gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_of_equal_rewards_are_not_dropped_because_their_tokens_have_a_gradient(world, model_folder):
+    folder = model_folder("qwen3_moe", edits=SETTINGS["qwen3_moe"])
+    equal = group_of(2, [rollout_of([1, 2], [3] * length, reward=1.0) for length in (3, 5, 7)])
+    gradients = []
+    for drop in (True, False):
+        config = config_of(folder, policy={"load_balancing": COEFFICIENT}, batch={"drop_constant_groups": drop})
+        policy = policy_of(config, world)
+        clock = SimpleNamespace(time=lambda _phase: nullcontext())
+        run = SimpleNamespace(config=config, world=world, clock=clock, policy=policy)
+        gradients.append(result_of(policy, make_batch(run, 0, [*random_groups(2, 3), equal]).minibatches[0], world)[0])
+    assert_same(*gradients, rtol=1e-5, atol=1e-7)
 
 
 def test_the_metric_counts_each_layer_once_and_leaves_out_the_trial_step(world, model_folder):

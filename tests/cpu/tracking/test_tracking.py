@@ -54,7 +54,7 @@ def test_errors_of_scoring_are_shown_once_for_each_environment(tmp_path: Path) -
         run.tracker.flush(step, row, [replace(groups_of(step)[0], rollouts=[unread, unread, failed])])
     lines = run.printed.splitlines()
     assert [line for line in lines if "completions of sort" in line] == [
-        "step 0: 2 of 3 completions of sort could not be read by the scorer and got no credit (metric unscorable; "
+        "step 0: 2 of 3 completions of sort made a scorer raise and got no credit from it (metric unscorable; "
         "shown once); the first: reward: ValueError: 'x'",
         "step 0: 1 of 3 completions of sort have no reward, because scoring failed (metric reward_errors; shown once); "
         "the first: OSError: judge is down",

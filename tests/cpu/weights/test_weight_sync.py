@@ -110,6 +110,35 @@ def test_latent_attention_decodes_with_the_new_weights(edits):
     assert facts["after"] < CLOSE
 
 
+def decoded_with_copied_sinks(world: World, folder: Path) -> dict[str, Any]:
+    """Change only the attention sinks, of which the kernels read a copy, as FlashInfer's do."""
+    pair = Pair(world, folder)
+    implementations = [module.impl for module in pair.engine.model.modules() if hasattr(module, "impl")]
+    for implementation in implementations:
+        implementation.sinks = implementation.sinks.detach().float().clone()
+    kept = [implementation.sinks.data_ptr() for implementation in implementations]
+    pair.write()
+    start = pair.disagreement()
+    with torch.no_grad():
+        for name, parameter in pair.policy.parameters().items():
+            if name.endswith("sinks"):
+                parameter.mul_(-1.0).add_(2.0)
+    pair.policy.weights.publish()
+    moved = pair.disagreement()
+    pair.write()
+    after = pair.disagreement()
+    assert kept == [implementation.sinks.data_ptr() for implementation in implementations], "CUDA graphs read these"
+    pair.engine.close()
+    return {"start": start, "moved": [moved], "after": [after]}
+
+
+def test_kernels_that_keep_a_copy_of_the_attention_sinks_read_the_new_ones():
+    [facts] = run_on_ranks(
+        decoded_with_copied_sinks, 1, tiny_model("gpt_oss", edits=SETTINGS["gpt_oss"]), timeout=TIMEOUT
+    )
+    assert_follows(facts)
+
+
 @pytest.fixture
 def left_by_a_killed_run():
     """Shared memory under the name that vLLM itself would choose: with two ranks it would start no more."""

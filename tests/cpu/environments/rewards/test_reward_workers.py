@@ -116,6 +116,22 @@ def test_a_call_that_ends_its_process_costs_its_completions_only(scorer):
     assert scores(misbehaving, "fine")[0].reward == 1.0
 
 
+def test_a_reward_of_weight_zero_that_ends_its_process_costs_no_completion_its_reward(file):
+    logged = RewardConfig(name=f"{file}:misbehave", run_in="process", weight=0.0)
+    scorer = build([logged, RewardConfig(name=f"{file}:length", run_in="process")])
+    try:
+        [exited, fine] = scores(scorer, "exit", "fine")
+    finally:
+        scorer.workers.close()
+    assert (exited.reward, fine.reward, exited.parts["length"]) == (8.0, 8.0, 8.0)
+    assert exited.error == "the reward process ended with exit code 0"
+
+
+def test_a_process_that_ends_leaves_no_completion_with_a_part_of_its_reward(scorer):
+    for names in (("misbehave", "length"), ("length", "misbehave")):
+        assert [one.reward for one in scores(scorer(*names), "exit", "fine")] == [None, None]
+
+
 def test_a_prompt_that_cannot_be_sent_is_named(scorer):
     [score] = scores(scorer("misbehave"), "fine", item=threading.Lock())
     assert score.error.startswith("run_in: cannot send the prompt to a process: TypeError: cannot pickle")

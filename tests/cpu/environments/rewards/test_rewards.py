@@ -15,12 +15,12 @@ from trl import rewards as trl_rewards
 from colocated_grpo.advantages import group_advantages
 from colocated_grpo.config.losses import AdvantageConfig
 from colocated_grpo.config.sources import DatasetSourceConfig, RewardConfig
-from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.base import AnswerError, EnvironmentSetupError
 from colocated_grpo.environments.rewards import math_judge
 from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.environments.rewards.functions import RewardFunction, build_rewards
 from colocated_grpo.environments.rewards.scorer import RewardScorer
-from colocated_grpo.environments.rewards.scoring import MAX_REWARD
+from colocated_grpo.environments.rewards.scoring import MAX_REWARD, NoReward
 from colocated_grpo.types import Completion, Prompt
 
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -127,11 +127,45 @@ def test_an_exception_on_an_answer_gives_that_answer_alone_no_credit():
     assert calls == [["1", "0", "x", "2"], ["1"], ["0"], ["x"], ["2"]]
 
 
-def test_an_unreadable_answer_gets_no_more_than_the_worst_of_its_siblings():
-    async def reward(completions, **kwargs):
-        return [-float(text) for text in completions]
+@pytest.mark.parametrize(
+    ("weight", "texts", "others"),
+    [
+        (1.0, ["-1", "x", "-3"], [-1.0, -3.0]),
+        (2.0, ["1", "x", "3"], [2.0, 6.0]),
+        (-1.0, ["1", "x", "3"], [-1.0, -3.0]),
+        (-2.0, ["-1", "x", "-3"], [2.0, 6.0]),
+    ],
+)
+@pytest.mark.parametrize("error", [ValueError("x"), AnswerError("x"), AnswerError("x", reward=-1.0)])
+def test_an_unreadable_answer_never_gets_more_than_the_worst_of_its_siblings(weight, texts, others, error):
+    async def number(completions, **kwargs):
+        if "x" in completions:
+            raise error
+        return [float(text) for text in completions]
 
-    assert [one.reward for one in score(scorer_of(reward), ["1", "x", "3"])] == [-1.0, -3.0, -3.0]
+    scores = score(scorer_of(number, weights=[weight]), texts)
+    asked = weight * error.reward if isinstance(error, AnswerError) else 0.0
+    assert [one.reward for one in scores] == [others[0], min(asked, *others), others[1]]
+    assert scores[1].unscorable
+
+
+@pytest.mark.parametrize("failure", ["one answer", "every answer", "no list", NoReward("judge is down"), None, 5.0])
+@pytest.mark.parametrize("value", [2.0, None])
+def test_a_reward_of_weight_zero_never_changes_the_total(failure, value):
+    def logged(completions, **kwargs):
+        if failure == "every answer" or (failure == "one answer" and "x" in completions):
+            raise ValueError("cannot read it")
+        return 1.0 if failure == "no list" else [failure if text == "x" else 1.0 for text in completions]
+
+    def reward(completions, **kwargs):
+        return [value] * len(completions)
+
+    scores = score(scorer_of(logged, reward, weights=[0.0, 1.0]), ["a", "x"])
+    assert [one.reward for one in scores] == [value, value]
+    assert not any(one.failed for one in scores)
+    if failure not in (None, 5.0) and value is not None:
+        assert scores[1].error.startswith("logged: "), "the failure is shown"
+    assert scores[0].parts.get("logged") == (1.0 if failure not in ("every answer", "no list") else None)
 
 
 @pytest.mark.parametrize("error", [OSError("judge is down"), NameError("x"), RuntimeError("x"), ValueError("always")])
