@@ -67,7 +67,7 @@ class AheadSupply:
     def release_engine(self) -> None:
         """Wait until all ranks have sampled the step ahead, whose groups are discarded."""
         if self._ahead is not None:
-            self._ahead[1].result()
+            self._ahead.result()
             self._ahead = None
             # A server may still be sampling for another rank, and a server that receives weights serves no requests.
             self._supply.wait_for_ranks()

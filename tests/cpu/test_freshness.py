@@ -1,141 +1,120 @@
-"""The freshness check passes if engine and policy agree after a sync, and ends the run otherwise."""
+"""Samples whose log-probabilities are not the policy's end the run before the optimizer step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from colocated_grpo.config.schema import FreshnessConfig
 from colocated_grpo.errors import RunError
-from colocated_grpo.freshness import FreshnessCheck
-from colocated_grpo.runtime.distributed import World
-from tests.support.engines import PROBE, Pair
-from tests.support.fakes import FakeEngine
-from tests.support.ranks import run_on_ranks
-from tests.support.small_policy import config_of, policy_of
-from tests.support.training_runs import tiny_model
+from colocated_grpo.freshness import DRIFT, QUANTIZED_LIMIT, SampleCheck, default_limit, staleness_of
+from colocated_grpo.losses import parts
+from colocated_grpo.metrics import Metrics, Stat
+from tests.support.loss_inputs import random_inputs
+from tests.support.small_policy import group_of, rollout_of
+
+LIMIT = 0.15
 
 
-def one_changed_parameter(world: World, folder: Path) -> dict[str, Any]:
-    pair = Pair(world, folder)
-    pair.write()
-    check = FreshnessCheck(pair.policy, [pair.engine], torch.float32, FreshnessConfig())
-    check.before_sync(PROBE)
-    facts: dict[str, Any] = {"fresh": check.after_sync(), "errors": {}}
-    for name in (
-        "model.layers.0.self_attn.qkv_proj.weight",
-        "model.layers.1.mlp.down_proj.weight",
-        "model.norm.weight",
-    ):
-        check.before_sync(PROBE)
-        pair.write()
-        pair.engine.model.get_parameter(name).data.mul_(1.1)
-        try:
-            check.after_sync()
-        except RunError as error:
-            facts["errors"][name] = str(error)
-    pair.engine.close()
-    return facts
+def check_of(*, limit: float = LIMIT, temperature: float = 1.0, **config: float) -> SampleCheck:
+    keep = lambda tensor: tensor  # noqa: E731
+    return SampleCheck(FreshnessConfig(**config), limit, temperature, (keep, keep))
 
 
-def test_any_wrong_engine_parameter_ends_the_run_with_both_numbers():
-    [facts] = run_on_ranks(one_changed_parameter, 1, tiny_model(), timeout=300.0)
-    assert facts["fresh"] < 1e-5
-    assert len(facts["errors"]) == 3
-    for line in facts["errors"].values():
-        assert line.startswith("freshness: after the weight sync engine and policy disagree by 0.")
-        assert "(limit freshness.max_mean_diff=0.001; worst token: engine -" in line
-        assert ", policy -" in line
-        assert "\n" not in line
-
-
-def test_scoring_a_probe_compiles_nothing(world, model_folder):
-    policy = policy_of(config_of(model_folder(), policy={"compile": True}), world)
-    check = FreshnessCheck(policy, [FakeEngine()], torch.float32, FreshnessConfig())
-    counters.clear()
-    check.before_sync(PROBE)
-    assert counters["stats"]["unique_graphs"] == 0
-
-
-class Scorer:
-    """A policy under which every token has the same log-probability."""
-
-    dtype = torch.float32
-
-    def __init__(self, logprob: float) -> None:
-        self.logprob = logprob
-        self.lengths: list[int] = []
-
-    def score(self, micro_batch: Any) -> torch.Tensor:
-        self.lengths.append(len(micro_batch.loss_inputs.sampling_logprobs_N))
-        return torch.full((self.lengths[-1],), self.logprob)
-
-
-def outcome(policy: Scorer, config: FreshnessConfig, probe: Sequence[int] = PROBE) -> float | None:
-    """Return the result of one sync; FakeEngine scores every token -1."""
-    check = FreshnessCheck(policy, [FakeEngine()], torch.float32, config)
-    check.before_sync(probe)
-    return check.after_sync()
-
-
-def test_the_limit_applies_to_the_mean_difference_and_is_configurable():
-    assert outcome(Scorer(-1.0009), FreshnessConfig()) == pytest.approx(0.0009, rel=1e-3)
-    with pytest.raises(RunError, match=r"disagree by 0.0011.*engine -1.0000, policy -1.0011"):
-        outcome(Scorer(-1.0011), FreshnessConfig())
-    assert outcome(Scorer(-1.4), FreshnessConfig(max_mean_diff=0.5)) == pytest.approx(0.4)
-
-
-def test_nan_log_probabilities_fail_the_check():
-    with pytest.raises(RunError, match="disagree by nan"):
-        outcome(Scorer(math.nan), FreshnessConfig())
-
-
-def test_only_every_nth_sync_is_checked():
-    policy = Scorer(-1.0)
-    check = FreshnessCheck(policy, [FakeEngine()], torch.float32, FreshnessConfig(every=3))
-    checked = []
-    for _ in range(7):
-        check.before_sync(PROBE)
-        checked.append(check.after_sync() is not None)
-    assert checked == [True, False, False, True, False, False, True]
-
-
-def test_a_long_probe_is_truncated_and_a_short_one_or_a_disabled_check_is_skipped():
-    policy = Scorer(-1.0)
-    assert outcome(policy, FreshnessConfig(probe_tokens=4)) == 0
-    assert policy.lengths == [3]
-    assert outcome(policy, FreshnessConfig(), probe=[7]) is None
-    assert outcome(policy, FreshnessConfig(every=0)) is None
-
-
-def samples_pass(mean_diff: float, *, temperature: float = 1.0, **config: float) -> bool:
-    check = FreshnessCheck(
-        Scorer(-1.0), [FakeEngine()], torch.float32, FreshnessConfig(**config), temperature=temperature
-    )
+def error_of(check: SampleCheck, plain: float, worst: float = 0.0, staleness: float = 0.0) -> str | None:
+    metrics = Metrics("cpu")
+    metrics.add({"mismatch/plain": Stat.mean(plain, 1.0), "mismatch/worst": Stat.max(worst), "loss": Stat.mean(1, 1)})
     try:
-        check.check_samples(mean_diff)
+        check.judge(metrics, staleness)
     except RunError as error:
-        assert str(error).startswith(f"mismatch/plain={mean_diff:.4g}: ") and "\n" not in str(error)
-        return False
-    return True
+        return str(error)
+    return None
 
 
-def test_on_policy_samples_have_the_limit_of_the_probe():
-    assert samples_pass(0.0009) and not samples_pass(0.0011)
-    assert samples_pass(0.4, max_mean_diff=0.5) and not samples_pass(0.6, max_mean_diff=0.5)
-    assert not samples_pass(math.nan)
+def test_the_mean_over_all_tokens_and_the_worst_completion_have_limits():
+    check = check_of()
+    assert error_of(check, 0.149, 0.749) is None
+    assert error_of(check, 0.151).startswith("mismatch/plain=0.151: ")
+    assert error_of(check, 0.01, 0.76).startswith("mismatch/worst=0.76: ")
 
 
-def test_the_limit_of_samples_grows_with_the_inverse_of_a_low_temperature():
-    assert samples_pass(0.0015, temperature=0.5) and not samples_pass(0.0025, temperature=0.5)
-    assert not samples_pass(0.0015, temperature=2.0)
+def test_the_line_gives_limit_setting_and_advice():
+    line = error_of(check_of(max_mean_diff=0.02), 0.021)
+    assert "(limit 0.02, from freshness.max_mean_diff); no weight was changed." in line
+    assert "try engine.enforce_eager=true" in line and "\n" not in line
 
 
-def test_without_freshness_checks_samples_are_not_checked_either():
-    assert samples_pass(7.0, every=0)
+@pytest.mark.parametrize("values", [{"plain": math.nan}, {"plain": 0.0, "worst": math.nan}])
+def test_nan_fails(values):
+    assert "=nan: " in error_of(check_of(), **values)
+
+
+def test_a_configured_limit_replaces_the_default_for_both():
+    check = check_of(max_mean_diff=0.5)
+    assert error_of(check, 0.4, 2.4) is None
+    assert error_of(check, 0.6) is not None and error_of(check, 0.4, 2.6) is not None
+
+
+def test_a_low_temperature_widens_the_limits_and_a_high_one_does_not_narrow_them():
+    assert error_of(check_of(temperature=0.5), 0.29, 1.4) is None
+    assert error_of(check_of(temperature=0.5), 0.31) is not None
+    assert error_of(check_of(temperature=2.0), 0.149) is None
+
+
+def test_samples_of_older_weights_have_room_for_the_policys_own_movement():
+    check = check_of()
+    assert error_of(check, LIMIT + 2 * DRIFT - 0.01, staleness=2.0) is None
+    assert error_of(check, LIMIT + 2 * DRIFT + 0.01, staleness=2.0) is not None
+    assert error_of(check, 0.0, 5 * LIMIT + 2 * DRIFT + 0.01, staleness=2.0) is not None
+
+
+def test_nothing_is_judged_without_plain_samples_or_without_checks():
+    empty = Metrics("cpu")
+    empty.add({"mismatch/plain": Stat.mean(0.0, 0.0)})
+    check_of().judge(empty, 0.0)
+    assert error_of(check_of(every=0), 7.0, 7.0) is None
+
+
+def test_default_limits_follow_the_less_precise_side():
+    assert default_limit([torch.float32, torch.float32], quantized=False) == 1e-3
+    assert default_limit([torch.float32, torch.bfloat16], quantized=False) == 0.15
+    assert default_limit([torch.bfloat16, torch.bfloat16], quantized=True) == QUANTIZED_LIMIT
+
+
+def test_staleness_counts_updates_since_plain_sequences_were_sampled():
+    plain = replace(rollout_of([1], [2]), plain=True, policy_version=4)
+    older = replace(plain, policy_version=1, further=[replace(plain, policy_version=2)])
+    assert staleness_of([group_of(0, [plain, older]), group_of(1, [rollout_of([1], [2])])], 5) == (1 + 4 + 3) / 3
+    assert staleness_of([group_of(0, [rollout_of([1], [2])])], 5) == 0.0
+
+
+def statistics(distances: list[list[float]], *, plain: list[bool]) -> dict[str, Stat]:
+    """Return the metrics of completions whose tokens have these differences."""
+    flat = torch.tensor([distance for completion in distances for distance in completion])
+    sequence = torch.tensor([index for index, completion in enumerate(distances) for _ in completion])
+    inputs = replace(
+        random_inputs(0, [len(completion) for completion in distances]),
+        sequence_N=sequence,
+        num_sequences=len(distances),
+        loss_mask_N=torch.ones(len(flat)),
+        sampling_logprobs_N=torch.full((len(flat),), -1.0),
+        old_logprobs_N=flat - 1.0,
+        plain_N=torch.tensor(plain)[sequence],
+    )
+    return parts.mismatch(inputs)
+
+
+def test_only_plain_tokens_count_and_a_short_completion_weighs_as_if_it_had_sixteen_tokens():
+    found = statistics([[0.1] * 20, [-1.6] * 2, [9.0] * 4], plain=[True, True, False])
+    total, count = found["mismatch/plain"].parts
+    assert float(total / count) == pytest.approx((2.0 + 3.2) / 22)
+    assert float(found["mismatch/worst"].parts[0]) == pytest.approx(3.2 / 16)
+
+
+def test_one_wrong_completion_is_seen_among_many():
+    found = statistics([[0.01] * 30 for _ in range(63)] + [[1.2] * 30], plain=[True] * 64)
+    assert float(found["mismatch/worst"].parts[0]) == pytest.approx(1.2)
+    assert float(found["mismatch/plain"].parts[0] / found["mismatch/plain"].parts[1]) < 0.03

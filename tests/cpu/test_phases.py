@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -12,13 +11,10 @@ import torch
 
 from colocated_grpo import phases
 from colocated_grpo.errors import RunError
-from colocated_grpo.metrics import Stat
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.summaries import rollout_metrics
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 from tests.support.fakes import FakeEngine
-
-PROBE = [3, 1, 2]
 
 
 class Offload:
@@ -39,26 +35,14 @@ class FakePolicy:
 
 
 class Sync:
-    def __init__(self, events: list[str]) -> None:
-        self._events = events
-
-    def sync(self) -> None:
-        self._events.append("sync")
-
-
-class Freshness:
     def __init__(self, events: list[str], *, stale: bool) -> None:
         self._events = events
         self._stale = stale
 
-    def before_sync(self, probe: Sequence[int]) -> None:
-        self._events.append(f"policy scores {list(probe)}")
-
-    def after_sync(self) -> float | None:
-        self._events.append("compare")
+    def sync(self) -> None:
+        self._events.append("sync")
         if self._stale:
             raise RunError("stale")
-        return 0.25
 
 
 class Stage:
@@ -69,26 +53,22 @@ class Stage:
         self.policy = FakePolicy(self.events, offloads=offloads)
         self.engine = FakeEngine(events=self.events)
         self.clock = Clock(torch.device("cpu"))
-        freshness = Freshness(self.events, stale=stale)
-        self.choreography = Choreography(
-            self.policy, self.engine, Sync(self.events), freshness, self.clock, sync_frequency
-        )
+        sync = Sync(self.events, stale=stale)
+        self.choreography = Choreography(self.policy, self.engine, sync, self.clock, sync_frequency)
 
     def rollout(self, step: int, *, sync: bool = False) -> list[str]:
         """The events of one rollout phase."""
         self.events.clear()
-        with self.choreography.rollout_phase(step, probe=PROBE, sync=sync):
+        with self.choreography.rollout_phase(step, sync=sync):
             self.events.append("generate")
         return list(self.events)
 
 
 SYNCED = [
-    "policy scores [3, 1, 2]",
     "wake weights",
     "sync",
     "weights changed 0",
     "wake kv_cache",
-    "compare",
     "generate",
     "sleep",
 ]
@@ -101,13 +81,11 @@ def test_weights_are_woken_and_written_before_the_cache_is_mapped():
 
 def test_the_optimizer_is_offloaded_before_the_cache_is_mapped_and_returns_after_the_engine_sleeps():
     assert Stage(offloads=True).rollout(0) == [
-        "policy scores [3, 1, 2]",
         "wake weights",
         "sync",
         "weights changed 0",
         "optimizer to host",
         "wake kv_cache",
-        "compare",
         "generate",
         "sleep",
         "optimizer to device",
@@ -117,13 +95,13 @@ def test_the_optimizer_is_offloaded_before_the_cache_is_mapped_and_returns_after
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_the_engine_sleeps_and_the_optimizer_returns_when_generation_fails(error):
     stage = Stage(offloads=True)
-    with pytest.raises(error), stage.choreography.rollout_phase(0, probe=PROBE):
+    with pytest.raises(error), stage.choreography.rollout_phase(0):
         stage.events.append("generate")
         raise error
     assert stage.events[-3:] == ["generate", "sleep", "optimizer to device"]
 
 
-def test_a_failed_freshness_check_prevents_generation():
+def test_weights_that_have_not_arrived_prevent_generation():
     stage = Stage(stale=True)
     with pytest.raises(RunError, match="stale"):
         stage.rollout(0)
@@ -195,15 +173,5 @@ def test_a_step_is_measured_phase_by_phase():
     stage.rollout(0)
     with stage.choreography.training_phase():
         pass
-    seconds = {f"seconds/{name}" for name in ("freshness", "wake", "sync", "sleep", "train")}
+    seconds = {f"seconds/{name}" for name in ("wake", "sync", "sleep", "train")}
     assert stage.clock.read().keys() == seconds | {"memory/generate_gib", "memory/train_gib"}
-
-
-def test_the_freshness_result_is_kept_until_the_next_phase():
-    stage = Stage(sync_frequency=2)
-    told = []
-    for step in range(3):
-        stage.rollout(step)
-        told.append(stage.choreography.freshness)
-    measured = {"freshness/mean_diff": Stat.max(0.25)}
-    assert told == [measured, {}, measured]

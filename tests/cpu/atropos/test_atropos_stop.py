@@ -48,7 +48,7 @@ class Run:
         """Take a step's groups, mark them as trained and return their first tokens. Raises Stopped after 10 s."""
         timeout = threading.Timer(10, self.stop.set)
         timeout.start()
-        groups = self.supply.order(step).collect()
+        groups = self.supply.order(step)()
         timeout.cancel()
         self.supply.settle(groups)
         return [group.rollouts[0].token_ids[0] for group in groups]
@@ -74,7 +74,7 @@ def test_a_batch_that_arrives_during_a_stop_is_trained_by_the_resumed_run(world,
     run.harness.client.batch = fetch_during_a_stop
     post_group(url, 5)
     with pytest.raises(Stopped):
-        run.supply.order(0).collect()
+        run.supply.order(0)()
     resumed = Run(world, url, run.close())
     post_group(url, 6)
     assert [resumed.train_batch(), resumed.train_batch(1)] == [[5], [6]]
@@ -87,7 +87,7 @@ def test_a_batch_received_with_the_registration_survives_a_stop_before_the_first
     run = Run(world, url)
     run.stop.set()
     with pytest.raises(Stopped):
-        run.supply.order(0).collect()
+        run.supply.order(0)()
     post_group(url, 6)
     state = run.close()
     resumed = Run(world, url, state)
@@ -102,7 +102,7 @@ def test_groups_served_before_a_stop_keep_their_temperature_and_policy_version(w
     run.harness.origins.remember([5], [7, 9], Origin(0.8, 3, "length"))
     resumed = Run(world, url, run.close())
     post_group(url, 5)
-    (group,) = resumed.supply.order(0).collect()
+    (group,) = resumed.supply.order(0)()
     resumed.supply.settle([group])
     assert {(one.temperature, one.policy_version, one.finish_reason) for one in group.rollouts} == {(0.8, 3, "length")}
     assert resumed.harness.source.metrics()["atropos/unknown_origin"] == 0
@@ -140,7 +140,7 @@ def test_a_server_that_does_not_respond_does_not_delay_a_stop(world, url, monkey
 
     run.harness.client.batch = hang
     with pytest.raises(Stopped):
-        run.supply.order(0).collect()
+        run.supply.order(0)()
     assert "did not answer" in run.harness.notes[-1]
     responded.set()
     run.close()

@@ -401,8 +401,7 @@ def test_tokens_of_plainly_sampled_rollouts_are_marked(groups, world_size):
         Group(
             prompt=group.prompt,
             rollouts=[
-                replace(rollout, plain=(index + sibling) % 2 == 0)
-                for sibling, rollout in enumerate(group.rollouts)
+                replace(rollout, plain=(index + sibling) % 2 == 0) for sibling, rollout in enumerate(group.rollouts)
             ],
         )
         for index, group in enumerate(groups)

@@ -55,7 +55,7 @@ class Prompts:
 
     def order(self, step: int) -> Order:
         job = self.job(step)
-        return Order(probe=job.prompts[0].token_ids, collect=lambda: self.sample(job)())
+        return lambda: self.sample(job)()
 
     def wait_for_ranks(self) -> None:
         self.events.append("ranks")
@@ -91,8 +91,8 @@ def train(
     for step in steps:
         order = supply.order(step)
         prompts.events.append(f"sync {step}")
-        groups = order.collect()
-        assert [group.prompt.token_ids for group in groups] == [order.probe]
+        groups = order()
+        assert [group.prompt.token_ids for group in groups] == [[step]]
         supply.settle(groups)
         prompts.events.append(f"train {step}")
         saved(step)
@@ -100,7 +100,7 @@ def train(
 
 def test_a_step_is_sampled_while_the_one_before_trains(prompts):
     supply = ahead_of(prompts)
-    groups = supply.order(0).collect()
+    groups = supply.order(0)()
     prompts.sampled.clear()
     supply.settle(groups)
     assert prompts.events == ["draw 0", "sample 0", "gather 0", "settle 0", "draw 1"]  # and step 0 may train
@@ -119,8 +119,9 @@ def test_a_checkpoint_has_the_position_before_prompts_that_are_sampled_ahead(pro
     resumed = Prompts()
     supply = ahead_of(resumed)
     supply.load_state_dict({"position": 2})
-    assert supply.order(2).probe == [2]
+    order = supply.order(2)
     assert supply.state_dict() == {"position": 2}
+    assert [group.prompt.token_ids for group in order()] == [[2]]
     supply.close()
     assert resumed.events[-1] == "close"
 
@@ -134,7 +135,7 @@ def test_nothing_is_sampled_after_the_goal(prompts):
 def test_a_stop_before_the_draw_lets_the_step_be_trained_first(prompts):
     supply = ahead_of(prompts)
     order = supply.order(0)
-    groups = order.collect()
+    groups = order()
     prompts.stopped = True
     assert supply.settle(groups).trained_now == [0]
     assert supply.state_dict() == {"position": 1}
@@ -145,7 +146,7 @@ def test_a_stop_before_the_draw_lets_the_step_be_trained_first(prompts):
 def test_a_stop_while_sampling_discards_the_step_and_keeps_its_position(prompts):
     supply = ahead_of(prompts)
     prompts.sampled.set()
-    supply.settle(supply.order(0).collect())
+    supply.settle(supply.order(0)())
     prompts.stopped = True
     with pytest.raises(Stopped):
         supply.order(1)
@@ -154,7 +155,7 @@ def test_a_stop_while_sampling_discards_the_step_and_keeps_its_position(prompts)
 
 def test_an_error_while_sampling_is_raised_by_the_next_step(prompts):
     supply = ahead_of(prompts)
-    groups = supply.order(0).collect()
+    groups = supply.order(0)()
     prompts.error = RuntimeError("the engine is gone")
     supply.settle(groups)
     with pytest.raises(RuntimeError, match="the engine is gone"):
@@ -163,7 +164,7 @@ def test_an_error_while_sampling_is_raised_by_the_next_step(prompts):
 
 def test_the_engine_is_free_once_all_ranks_have_sampled_a_step_that_is_not_trained(prompts):
     supply = ahead_of(prompts)
-    groups = supply.order(0).collect()
+    groups = supply.order(0)()
     prompts.sampled.clear()
     supply.settle(groups)
     released = threading.Thread(target=supply.release_engine)

@@ -49,7 +49,7 @@ def test_all_ranks_make_the_first_ranks_calls(ranks):
     assert len(keys) == 21
     assert len(results) == 2
     assert events.pop() == "close"  # of its own process; the others end by themselves
-    assert events[-3:] == ["kv_cache", "sleep", "top 1"]
+    assert events[-3:] == ["wake kv_cache", "sleep", "top 1"]
     for other_events, other_keys, _ in outcomes[1:]:
         assert (other_events, other_keys) == (events, keys)
 

@@ -161,7 +161,7 @@ class Both:
         self.supply = MixedSupply(sampled, AtroposSupply(role, world, stop_requested, [1]))
 
     def collect(self, step: int) -> list[Group]:
-        return self.supply.order(step).collect()
+        return self.supply.order(step)()
 
 
 def of_own_engine(both: Both) -> list[Completion]:
@@ -236,7 +236,7 @@ def test_a_stop_while_prompts_are_sampled_also_ends_serving():
         both = Both(world, engine, stop.is_set, lambda both: ended.append(both.outside.end.wait(10)))
         order = both.supply.order(0)
         with pytest.raises(Stopped):
-            order.collect()
+            order()
         with pytest.raises(Stopped):
             both.supply.order(1)
         both.supply.close()

@@ -87,7 +87,7 @@ def supply_of(
 
 
 def step_of(supply: Any, step: int) -> tuple[list[Group], BatchResult]:
-    groups = supply.order(step).collect()
+    groups = supply.order(step)()
     return groups, supply.settle(groups)
 
 
@@ -161,7 +161,7 @@ def test_a_resumed_step_samples_the_same_rounds():
     step_of(whole, 0)
     before = whole.state_dict()
     order = whole.order(1)
-    groups = order.collect()
+    groups = order()
     assert whole.state_dict() == before, "nothing is settled yet"
     settled = whole.settle(groups)
     resumed = supply_of(single_rank_world(), Prompts(), rounds=20)
@@ -186,7 +186,7 @@ def test_a_stop_between_rounds_ends_the_step():
     order = supply.order(0)
     supply._stop_requested = lambda: True
     with pytest.raises(Stopped):
-        order.collect()
+        order()
     assert supply.state_dict() == {"given": 0}
 
 

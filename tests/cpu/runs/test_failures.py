@@ -24,10 +24,10 @@ SECONDS_TO_END = 30
 BREAKS_ON_RANK_1 = """
 import colocated_grpo.trainer as trainer
 update = trainer.update
-def broken(run, batch):
+def broken(run, batch, staleness):
     if run.policy.version == 2 and run.world.rank == 1:
         raise ZeroDivisionError("the defect of rank 1")
-    return update(run, batch)
+    return update(run, batch, staleness)
 trainer.update = broken
 """
 
@@ -89,23 +89,22 @@ def test_an_interrupt_during_the_start_is_one_line_and_leaves_no_run_folder(tmp_
 
 
 CORRUPTS_RANK_1 = """
-from colocated_grpo.weights.colocated import ColocatedSync
-sync = ColocatedSync.sync
-def corrupted(self):
-    sync(self)
+from colocated_grpo.weights import colocated
+write = colocated.write_planned
+def corrupted(gathered, plan, device):
+    write(gathered, plan, device)
     if RANK == "1":
-        self._engine.model.get_parameter("model.layers.0.mlp.down_proj.weight").data.mul_(1.5)
-ColocatedSync.sync = corrupted
+        plan.targets["model.layers.0.mlp.down_proj.weight"].view[3, 4] += 0.001
+colocated.write_planned = corrupted
 """
 
 
-def test_wrong_engine_weights_on_one_rank_end_the_run_with_both_logprobs(tmp_path):
+def test_one_wrong_weight_in_the_engine_of_one_rank_ends_the_run_in_that_step(tmp_path):
     run = failed(ForkedRun(tmp_path, faulty(tmp_path, CORRUPTS_RANK_1), ranks=2))
     [line] = run.stderr.splitlines()
-    assert line.startswith("error: freshness: after the weight sync engine and policy disagree by ")
-    assert "limit freshness.max_mean_diff=0.001; worst token: engine -" in line
-    assert ", policy -" in line
-    assert run.rows("train") == []
+    assert line.startswith("error: weight sync: the engine does not hold the policy's bytes in 1 of ")
+    assert " tensors (model.layers.0.mlp.down_proj.weight); no step was trained with them." in line
+    assert [row["step"] for row in run.rows("train")] == [0], "the second sync is the first one that was planned"
 
 
 NO_MEMORY_ON_RANK_1 = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = torch.bfloat16) -> int:
 @given(st.lists(st.integers(0, ROWS), max_size=4))
 def test_shards_of_any_size_add_up_to_the_whole(cuts):
     tensor, bounds = values(), [0, *sorted(cuts), ROWS]
-    parts = [number(rows_of(tensor[a:b], a)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [number(rows_of(tensor[a:b], a)) for a, b in pairwise(bounds)]
     assert sum(parts) % MODULUS == whole(tensor)
 
 
@@ -118,6 +119,6 @@ for dtype in (None, torch.float32, torch.float16):
 
 
 def test_the_kernel_computes_the_same_fingerprints():
-    """In Triton's interpreter, which reads its variable on import. Its cast to bfloat16 truncates, so it is left out."""
+    """Triton's interpreter, chosen by a variable that Triton reads on import, truncates in casts to bfloat16."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     subprocess.run([sys.executable, "-c", IN_THE_INTERPRETER], env=environment, check=True, timeout=300)

@@ -80,7 +80,7 @@ def die(offer: Offer) -> None:
 def test_a_server_that_accepts_an_offer_and_does_not_join_ends_the_run_with_its_url():
     with OfferedServer(join, ranks=1) as first, OfferedServer(die, ranks=2) as second:
         servers = [EngineServer(server.url, None, SHORT) for server in (first, second)]
-        sync = BroadcastSync({"model.norm.weight": torch.ones(4)}, "model", servers, single_rank_world())
+        sync = BroadcastSync({"model.norm.weight": torch.ones(4)}, "model", servers, single_rank_world(), 1)
         with pytest.raises(RunError) as raised:
             sync.sync()
         until(lambda: first.notes)

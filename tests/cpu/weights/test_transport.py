@@ -196,11 +196,9 @@ def test_an_engine_without_a_plan_reloads_one_block_after_each_sync():
 def checked(world: World, folder: Path, every: int) -> list[int]:
     from colocated_grpo.weights.transport import TransportCheck
 
-    calls: list[int] = []
-    verify = TransportCheck.verify
-    TransportCheck.verify = lambda self: (calls.append(number), verify(self))
-    pair = Pair(world, folder, freshness={"every": every})
+    pair, calls, verify = Pair(world, folder, freshness={"every": every}), [], TransportCheck.verify
     for number in range(5):
+        TransportCheck.verify = lambda self, number=number: (calls.append(number), verify(self))
         pair.write()
     pair.engine.close()
     return calls

@@ -1,13 +1,14 @@
-"""Sampler-trainer mismatch, healthy and with injected faults: `python -m colocated_grpo.benchmarks.mismatch --model DIR`.
+"""Sampler-trainer mismatch, healthy and with injected faults: `python -m tests.sweeps.mismatch --model DIR`.
 
 The engine samples completions, the policy scores them in packed forward passes, and the tokens are divided into batches
-of `--batch` completions. For each batch the statistics are computed from which the limits of `freshness.py` were chosen.
-Faults are injected into the engine's kernels, cache, weights and sampler; they need --engine.enforce_eager true.
+of `--batch` completions. Each batch gives the statistics from which the limits of `freshness.py` were chosen. Faults
+are injected into the engine's kernels, cache, weights and sampler; they need --engine.enforce_eager true.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,9 @@ from colocated_grpo.benchmarks.harness import (
     rank_parser,
     wake_with_weights,
 )
+from colocated_grpo.launch.launcher import child_environment
+from colocated_grpo.launch.processes import run_command
+from colocated_grpo.launch.rank_variables import rank_environment
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, Sampling
@@ -37,24 +41,7 @@ from colocated_grpo.types import Completion, JsonObject
 if TYPE_CHECKING:
     from colocated_grpo.rollout.vllm.engine import VLLMEngine
 
-SUBJECTS = [
-    "rain",
-    "trade",
-    "bread",
-    "chess",
-    "glass",
-    "steel",
-    "light",
-    "music",
-    "salt",
-    "winter",
-    "rivers",
-    "copper",
-    "bees",
-    "maps",
-    "paper",
-    "clocks",
-]
+SUBJECTS = "rain trade bread chess glass steel light music salt winter rivers copper bees maps paper clocks".split()  # noqa: SIM905
 OPENINGS = (
     "Explain in simple words how {0} and {1} are related.",
     "Write a short story about {0} and {1}.",
@@ -66,12 +53,14 @@ OPENINGS = (
     "Translate into French: the {0} of the {1} was {2} years old.",
 )
 TOKENS_PER_FORWARD = 16384
-WORST = 8
-"""Completions of which the statistic `worst` adds up the squared differences."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return main_in_ranks("mismatch", parser(), measure, arguments)
+def main() -> int:
+    if "RANK" in os.environ:
+        return main_in_ranks("mismatch", parser(), measure, None)
+    environment = child_environment(os.environ, min(1, torch.cuda.device_count()), 1, "INFO")
+    command = [sys.executable, "-m", "tests.sweeps.mismatch", *sys.argv[1:]]
+    return run_command(command, environment | rank_environment(environment))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,9 +77,10 @@ def parser() -> argparse.ArgumentParser:
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
     from colocated_grpo.build.policy import build_engine
 
+    engine_settings = {"max_num_seqs": 256}
     with model_folder(options, world) as folder:
         rollout = {"max_prompt_tokens": 256, "max_completion_tokens": options.max_tokens}
-        config = config_of(folder, options, rollout=rollout)
+        config = config_of(folder, options, rollout=rollout, engine=engine_settings)
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engine = build_engine(config, policy, folder, world)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -104,6 +94,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
             for part in sample_round(engine, policy, tokenizer, stops, options, fault, number):
                 batches.append(statistics(*part))
                 tokens.append(part)
+            engine.weights_changed(number)  # drops cached prefixes, which a fault may have damaged
         rows.append({"model": model_name(options), "fault": fault, **summary(batches), "batches": batches})
         raw[fault] = np.concatenate([np.stack([*part]).astype(np.float32) for part in tokens], axis=1)
     if options.raw:
