@@ -127,7 +127,7 @@ def table_lines(content: JsonObject, reach: float) -> list[str]:
     groups = by_trainer(content["runs"])
     steps = min(len(run["steps"]) for run in content["runs"])
     windows = [(first, min(first + WINDOW, steps)) for first in range(0, steps, WINDOW)]
-    columns = ["", "Seeds", *(f"Steps {first}-{last - 1}" for first, last in windows)]
+    columns = ["Trainer", "Seeds", *(f"Steps {first}-{last - 1}" for first, last in windows)]
     columns += ["Held out", "Greedy", "Start", "Step, median", f"To reward {reach:g}"]
     rows = []
     for name, runs in groups.items():

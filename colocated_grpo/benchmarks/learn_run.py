@@ -26,6 +26,8 @@ MAX_GRAD_NORM = 1.0
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.0
 CACHE_BYTES = 2 << 30
 """KV cache of a run beside others: enough for 256 sequences of these models, and independent of what is free."""
+MICRO_BATCH_TOKENS = 4096
+"""Tokens of a forward pass of such a run; alone, our trainer measures how many fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +133,10 @@ def our_settings(work: Work, changes: JsonObject, output: Path) -> JsonObject:
         "evaluation": {"every": 0},
         "checkpoint": {"every": 0, "export_merged": work.mode == "lora"},
         "tracking": {"console": "plain"},
-        "engine": {"kv_cache_memory_bytes": CACHE_BYTES} if work.parallel > 1 else {},
     }
+    if work.parallel > 1:
+        settings["engine"] = {"kv_cache_memory_bytes": CACHE_BYTES}
+        settings["batch"] = {"max_tokens_per_micro_batch": MICRO_BATCH_TOKENS}
     for name, value in changes.items():
         settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
     return settings

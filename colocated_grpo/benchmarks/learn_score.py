@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 from safetensors import safe_open
 from torch import Tensor
@@ -32,16 +33,17 @@ def score_models(
     """Yield (name, held-out scores) of each model: the mean reward and its standard error, sampled and greedy.
 
     First the start model on each task, under the task's name; then `models`, folders with the start model's
-    architecture. All see the same prompts, with the same seed for each completion.
+    architecture. All get the same prompts. The seeds of the completions depend on the name only, so that a score does
+    not depend on what else is scored.
     """
     with prepare_evaluation(scoring_config(start, tasks, prompts), None) as evaluation:
         sets = {each.name.removeprefix("eval/"): each for each in evaluation.evaluator.due(0)}
         for task in tasks:
-            yield task.name, _score(evaluation, sets, task)
+            yield task.name, _score(evaluation, sets, task, task.name)
         for name, (folder, task) in models.items():
             evaluation.engine.load_weights(_tensors(folder))
             evaluation.engine.weights_changed(0)
-            yield name, _score(evaluation, sets, task)
+            yield name, _score(evaluation, sets, task, name)
 
 
 def scoring_config(start: Path, tasks: Sequence[LearnTask], prompts: int) -> Config:
@@ -70,12 +72,12 @@ def _set_name(task: LearnTask, sampling: str) -> str:
     return f"{task.name.replace(':', '.')}-{sampling}"
 
 
-def _score(evaluation: Evaluation, sets: Mapping[str, EvaluationSet], task: LearnTask) -> JsonObject:
+def _score(evaluation: Evaluation, sets: Mapping[str, EvaluationSet], task: LearnTask, name: str) -> JsonObject:
     scores = {}
     for sampling in TEMPERATURES:
         each = sets[_set_name(task, sampling)]
         each = replace(each, sampling=replace(each.sampling, max_tokens=task.max_completion))
-        metrics, groups = evaluation.evaluator.evaluate(0, each)
+        metrics, groups = evaluation.evaluator.evaluate(crc32(name.encode()), each)
         shown = {key: metrics[f"{each.name}/{key}"] for key in SHOWN if f"{each.name}/{key}" in metrics}
         examples = [(group.prompt.text, group.rollouts[0].text) for group in groups[:3]]
         scores[sampling] = {**shown, "prompts": len(groups), "examples": examples}

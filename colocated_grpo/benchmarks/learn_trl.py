@@ -86,7 +86,9 @@ def trl_arguments(work: Work, setup: TRLSetup, changes: JsonObject, output: Path
     """Return the arguments of GRPOConfig. All that is not named has its default."""
     task = task_of(work.task)
     completions = work.prompts * work.group_size
-    micro_batch = min(setup.micro_batch, completions)
+    # Runs that share the device share its memory; the gradient does not depend on the micro-batch.
+    largest = max(1, setup.micro_batch // work.parallel)
+    micro_batch = next(size for size in range(min(largest, completions), 0, -1) if completions % size == 0)
     # The messages of a tool come on top: TRL cuts the second message only after sampling it.
     longest = task.max_prompt + task.max_completion * (2 if task.is_episode else 1)
     return {
@@ -117,7 +119,7 @@ def trl_arguments(work: Work, setup: TRLSetup, changes: JsonObject, output: Path
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": setup.sleep and on_gpu,
-        "vllm_gpu_memory_utilization": setup.engine_fraction,
+        "vllm_gpu_memory_utilization": round(setup.engine_fraction / work.parallel, 3),
         "vllm_max_model_length": longest,
         "gradient_checkpointing": setup.checkpointing,
         "use_liger_kernel": setup.liger,
