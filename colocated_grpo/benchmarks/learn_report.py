@@ -157,7 +157,7 @@ def spread(values: Sequence[float], unit: str = "", digits: int = 3) -> str:
     if not values:
         return "-"
     mean = f"{statistics.mean(values):.{digits}f}"
-    half = f" ± {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
+    half = f" +- {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
     return mean + half + unit
 
 

@@ -75,7 +75,7 @@ class Recorder:
 
 def run_ours(work: Work, changes: JsonObject, save: Path | None) -> JsonObject:
     """Train with our trainer, save the final model, and return the record of the run."""
-    from colocated_grpo import Trainer
+    from colocated_grpo.api.trainer import Trainer
 
     class Steps:
         recorder = Recorder()

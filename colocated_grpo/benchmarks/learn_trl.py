@@ -27,7 +27,6 @@ from colocated_grpo.benchmarks.learn_tasks import SHOP_PARSER, chats, price, sco
 from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
     from trl import GRPOTrainer
 
 
@@ -141,7 +140,7 @@ def build_trl(
     """Return TRL's trainer, whose rewards are appended to `rewards`, and a record of its arguments."""
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
     from trl import GRPOConfig, GRPOTrainer
 
     from colocated_grpo.benchmarks.adapters import peft_arguments
@@ -153,16 +152,17 @@ def build_trl(
     task = task_of(work.task)
     environment = task.build()
     tokenizer = AutoTokenizer.from_pretrained(work.model, padding_side="left", truncation_side="left")
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if task.is_episode:
         add_tools(tokenizer)
 
-    def reward(completions: list[list[JsonObject]], item: list[str], **_columns: Any) -> list[float]:
+    def reward(completions: list[list[JsonObject]], item: list[str], **_columns: Any) -> list[float | None]:
         given = [
             score_chat(task, environment, json.loads(row), messages)
             for row, messages in zip(item, completions, strict=True)
         ]
         rewards.extend(given)
-        return given
+        return [*given]
 
     config = trl_arguments(work, setup, changes, output, on_gpu=on_gpu)
     config["generation_kwargs"] = {"stop_token_ids": list(stop_token_ids(tokenizer, Path(work.model)))}
@@ -227,5 +227,5 @@ def _save(trainer: GRPOTrainer, work: Work, folder: Path) -> None:
     import torch
 
     model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    merged: PreTrainedModel = model.merge_and_unload() if work.mode == "lora" else model
+    merged = model.merge_and_unload() if work.mode == "lora" else model
     merged.to(torch.bfloat16).save_pretrained(folder)

@@ -240,8 +240,8 @@ def test_the_table_has_windows_and_spread_over_seeds_and_seconds_of_undisturbed_
     columns, _, ours, trl = [line.strip("| ").split(" | ") for line in learn_report.table_lines(content, reach=0.8)]
 
     assert columns[1:5] == ["Seeds", "Steps 0-19", "Steps 20-39", "Steps 40-59"]
-    assert ours[:3] == ["ours", "3", "0.190 ± 0.000"]
-    assert ours[5:] == ["0.600 ± 0.100", "0.750 ± 0.000", "30 ± 0 s", "0.60 ± 0.10 s", "25 ± 4 s"]
+    assert ours[:3] == ["ours", "3", "0.190 +- 0.000"]
+    assert ours[5:] == ["0.600 +- 0.100", "0.750 +- 0.000", "30 +- 0 s", "0.60 +- 0.10 s", "25 +- 4 s"]
     assert trl[0] == "TRL sleep" and trl[-2:] == ["2.00 s", "not reached"]
 
 
