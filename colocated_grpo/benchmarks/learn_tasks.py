@@ -27,9 +27,12 @@ class Sums(Procedural):
     """Sums of two numbers of two digits. Reward 1 if the last number of the completion is the sum, else 0."""
 
     template: Template = "What is {question}?"
+    first_line: bool = False
+    """Read the first line only: a base model goes on with further questions."""
 
     def score(self, item: Item, completion: str) -> float:
-        return float(last_number(completion) == item["answer"])
+        answer = completion.strip().partition("\n")[0] if self.first_line else completion
+        return float(last_number(answer) == item["answer"])
 
     def _draw(self, rng: Random) -> Item:
         left, right = rng.randint(10, 99), rng.randint(10, 99)
@@ -149,6 +152,7 @@ TASKS = {
     task.name: task
     for task in (
         LearnTask(name="sums", environment=Sums),
+        LearnTask(name="first_line_sums", environment=Sums, args={"first_line": True}, max_completion=16),
         LearnTask(name="shop", environment=Shop, max_prompt=192, max_completion=96),
     )
 }
@@ -181,7 +185,7 @@ def task_of(name: str) -> LearnTask:
         raise ValueError(f"--task={name}: unknown; choose {', '.join(TASKS)} or {GYM}<dataset>")
     dataset = name.removeprefix(GYM)
     args = {"dataset": dataset, **GYM_ARGS.get(dataset, {})}
-    return LearnTask(name=name, environment=Gym, args=args, max_prompt=384, max_completion=40)
+    return LearnTask(name=name, environment=Gym, args=args, max_prompt=768, max_completion=40)
 
 
 def chats(task: LearnTask, seed: int, count: int) -> list[JsonObject]:

@@ -51,10 +51,11 @@ def test_the_right_answer_gets_1_from_both_trainers_and_another_less(name: str):
     environment = task.build()
     assert not isinstance(environment, Shop)
     item = next(environment.prompts(0, "train"))
+    column = json.loads(chats(task, seed=0, count=1)[0]["item"])
 
     for answer, right in ((item["answer"], True), ("no idea", False)):
         ours = environment.score(item, answer)
-        assert ours == score_chat(task, environment, item, [{"role": "assistant", "content": answer}])
+        assert ours == score_chat(task, environment, column, [{"role": "assistant", "content": answer}])
         assert (ours == 1) is right
 
 
@@ -63,6 +64,12 @@ def test_a_sum_is_read_from_the_last_number_of_a_completion():
 
     assert Sums().score(item, "34 + 57 = 91.") == 1
     assert Sums().score(item, "91 is the sum of 34 and 57") == 0
+
+
+def test_what_a_base_model_adds_after_the_first_line_does_not_count_where_the_task_says_so():
+    completion = " The sum is 91.\nQuestion: What is 10 + 10?"
+
+    assert [Sums(first_line=flag).score({"answer": "91"}, completion) for flag in (False, True)] == [0, 1]
 
 
 class Scripted:
