@@ -57,7 +57,7 @@ def run_job(job: Job, timeout: float, deadline: float) -> bool:
         try:
             outcome = f"exit code {process.wait(limit)}"
         except subprocess.TimeoutExpired:
-            outcome = f"ended after {limit:.0f} s"
+            outcome = f"ended after {time.time() - began:.0f} s"
         _end_session(process)
     lines = job.log.read_text(errors="replace").splitlines()
     if job.result.exists():
