@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import EvaluationSet, Evaluator
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.rollout.vllm.kv_budget import with_sequences
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.joining import join
@@ -23,11 +25,36 @@ from colocated_grpo.tools.subject_engine import subject_engine
 from colocated_grpo.types import Group, JsonObject
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """An awake engine with the model's weights, and the evaluator that samples with it."""
+
+    evaluator: Evaluator
+    engine: VLLMEngine
+    world: World
+
+
 def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
     """Evaluate everything that the config names. Returns results by set on rank 0, None elsewhere. Collective.
 
     Raises ConfigError or RunError with one line.
     """
+    results: dict[str, Any] = {}
+    with prepare_evaluation(config, adapter) as prepared:
+        for each in prepared.evaluator.due(0):
+            metrics, groups = prepared.evaluator.evaluate(0, each)
+            results[each.name] = {
+                "prompts": len(groups),
+                "samples": each.samples,
+                "metrics": metrics,
+                "completions": [line for group in groups for line in _lines(group)],
+            }
+    return results if prepared.world.is_main else None
+
+
+@contextmanager
+def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluation]:
+    """Start the engine and read the prompts of all evaluation sets. Collective; raises as `evaluate` does."""
     joined = join()
     world = init_world(joined.store)
     stop = joined.stop
@@ -45,23 +72,13 @@ def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
     collector = resources.enter_context(
         closing(build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop, nullcontext))
     )
-    evaluator = Evaluator(sets, collector, world)
-    results: dict[str, Any] = {}
     try:
-        for each in evaluator.due(0):
-            metrics, groups = evaluator.evaluate(0, each)
-            results[each.name] = {
-                "prompts": len(groups),
-                "samples": each.samples,
-                "metrics": metrics,
-                "completions": [line for group in groups for line in _lines(group)],
-            }
+        yield Evaluation(evaluator=Evaluator(sets, collector, world), engine=engine, world=world)
     except Stopped:
         raise RunError("stopped by a signal") from None
     resources.close()
     joined.watchdog.close()
     world.barrier()
-    return results if world.is_main else None
 
 
 def with_batch_size(config: Config, sets: Sequence[EvaluationSet], world: World) -> Config:
