@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-REWARD = '''
+REWARD = """
 import re
 
 def right(completions, answer, **columns):
@@ -16,7 +16,7 @@ def right(completions, answer, **columns):
         float(re.findall(r"[0-9]+", text)[:1] == [number]) + 0.1 * len(set(text)) / (1 + len(text))
         for text, number in zip(texts, answer)
     ]
-'''
+"""
 """A module of a user. The variety of characters makes the rewards of siblings differ before a model can add."""
 
 

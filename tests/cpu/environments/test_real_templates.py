@@ -1,7 +1,7 @@
 """Prompts and conversations with real tokenizers and templates: each has a peculiarity that a naive encoder breaks.
 
-SmolLM2's template adds a system message, and its end of a message is also its padding. Gemma's base model has no template,
-and its tokenizer adds a BOS token, which a template has to write itself.
+SmolLM2's template adds a system message, and its end of a message is also its padding. Gemma's base model has no
+template, and its tokenizer adds a BOS token, which a template has to write itself.
 """
 
 from __future__ import annotations

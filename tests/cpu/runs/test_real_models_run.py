@@ -28,7 +28,7 @@ from tests.support.programs import without_launcher
 from tests.support.ranks import Ranks
 from tests.support.real_models import real_model
 from tests.support.serve_process import ServeProcess
-from tests.support.training_runs import ForkedRun, TrainingRun, launch, train
+from tests.support.training_runs import TrainingRun, launch, train
 
 STEPS = 3
 ROWS = 20
@@ -167,7 +167,7 @@ def test_messages_of_a_tool_are_rendered_by_the_template_after_the_end_of_the_mo
     assert len(rollouts) >= STEPS
     for row in rollouts:
         asked = re.fullmatch(r"(?s).*<\|im_start\|>user\nWhat follows (\d)\? .*", row["prompt"])
-        observed = rf"<|im_end|>\n<|im_start|>tool\n{int(asked[1]) + 1}<|im_end|>\n<|im_start|>assistant\n"
+        observed = f"<|im_end|>\n<|im_start|>tool\n{int(asked[1]) + 1}<|im_end|>\n<|im_start|>assistant\n"
         assert row["completion"].count(observed) == row["completion"].count("<|im_start|>") / 2 == 1
 
 
