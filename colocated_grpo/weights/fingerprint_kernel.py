@@ -14,17 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from colocated_grpo.runtime.triton_jit import jit
-from colocated_grpo.weights.fingerprints import MIX, SPAN, SPAN_BITS, Part
+from colocated_grpo.weights.fingerprints import LOW_31, MIX, SPAN, SPAN_BITS, SPANS, Part
 
-BLOCK = 4096
-"""Elements that one program loads at a time. It adds up one span of indices."""
 ALIGNMENT = 16
 """Addresses and indices that are multiples of it are loaded as vectors."""
 _MIX_0 = tl.constexpr(MIX[0])
 _MIX_1 = tl.constexpr(MIX[1])
 _SPAN = tl.constexpr(SPAN)
 _SPAN_BITS = tl.constexpr(SPAN_BITS)
-_TILES = tl.constexpr(SPAN // BLOCK)
+_SPANS = tl.constexpr(SPANS)
+_LOW_31 = tl.constexpr(LOW_31)
 _POINTEES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -43,7 +42,7 @@ class Launch:
     table: Tensor
     """[tensors, 6]: address, elements, first index, row, row stride, place in the result."""
     places: Tensor
-    """[programs, 2]: row of `table`, and which stretch of its elements."""
+    """[programs, 2]: row of `table`, and which of its stretches of SPANS spans."""
     values: list[Tensor]
     """The tensors whose addresses the table holds."""
     constants: dict[str, Any]
@@ -71,12 +70,13 @@ def _plan(
         [part.values.data_ptr(), part.values.numel(), part.first, part.row, part.row_stride, place]
         for place, part in parts
     ]
-    counts = [triton.cdiv(part.first % SPAN + part.values.numel(), SPAN) for _, part in parts]
-    owners, spans = np.repeat(np.arange(len(parts)), counts), np.concatenate([np.arange(count) for count in counts])
+    counts = [triton.cdiv(part.first % SPAN + part.values.numel(), SPANS * SPAN) for _, part in parts]
+    owners = np.repeat(np.arange(len(parts)), counts)
+    stretches = np.concatenate([np.arange(count) for count in counts])
     target = dtype or source
     return Launch(
         table=torch.tensor(entries, dtype=torch.int64).to(device),
-        places=torch.from_numpy(np.stack([owners, spans], axis=1).astype(np.int32)).to(device),
+        places=torch.from_numpy(np.stack([owners, stretches], axis=1).astype(np.int32)).to(device),
         values=[part.values for _, part in parts],
         constants={
             "SOURCE": _POINTEES[source],
@@ -84,7 +84,6 @@ def _plan(
             "BITS": _SIGNED[target.itemsize],
             "COLUMNS": columns,
             "ALIGNED": ALIGNMENT if aligned else 1,
-            "BLOCK_E": BLOCK,
         },
     )
 
@@ -93,7 +92,7 @@ def _plan(
 def _hash(number):
     mixed = number.to(tl.uint32) * _MIX_0
     mixed = (mixed ^ (mixed >> 15)) * _MIX_1
-    return ((mixed ^ (mixed >> 13)) | 1).to(tl.int64)
+    return ((mixed ^ (mixed >> 13)) & _LOW_31 | 1).to(tl.int32).to(tl.int64)
 
 
 @jit
@@ -106,27 +105,27 @@ def _add_fingerprints(
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK_E: tl.constexpr,
 ):
     program = tl.program_id(0)
     entry = table + tl.load(places + 2 * program) * 6
-    span = tl.load(places + 2 * program + 1).to(tl.int64)
+    stretch = tl.load(places + 2 * program + 1).to(tl.int64) * _SPANS
     values = tl.multiple_of(tl.load(entry).to(tl.pointer_type(SOURCE)), ALIGNED)
     count, first = tl.load(entry + 1), tl.load(entry + 2)
     row, row_stride, place = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
-    start = tl.multiple_of(span * _SPAN - first % _SPAN, ALIGNED)
-    total = tl.zeros((BLOCK_E,), tl.int64)
-    for tile in range(_TILES):
-        local = start + tile * BLOCK_E + tl.arange(0, BLOCK_E)
+    start = tl.multiple_of(stretch * _SPAN - first % _SPAN, ALIGNED)
+    lane = tl.arange(0, _SPAN)
+    total = tl.zeros((_SPAN,), tl.int64)
+    for number in range(_SPANS):
+        local = start + number * _SPAN + lane
         mask = (local >= 0) & (local < count)
-        bits = tl.load(values + local, mask=mask, other=0).to(TARGET).to(BITS, bitcast=True).to(tl.int64)
+        # A product of 32-bit numbers: wide multiplication takes one instruction.
+        bits = tl.load(values + local, mask=mask, other=0).to(TARGET).to(BITS, bitcast=True).to(tl.int32).to(tl.int64)
         if COLUMNS:
             index = first + local // row * row_stride + local % row
             factor = _hash(index % _SPAN) * _hash((index >> _SPAN_BITS) + _SPAN)
+            total += tl.where(mask, bits * factor, 0)
         else:
-            factor = _hash(tile * BLOCK_E + tl.arange(0, BLOCK_E))
-        total += tl.where(mask, bits * factor, 0)
-    fingerprint = tl.sum(total, 0)
+            total += bits * _hash((first >> _SPAN_BITS) + stretch + number + _SPAN)
     if not COLUMNS:
-        fingerprint *= _hash((first >> _SPAN_BITS) + span + _SPAN)
-    tl.atomic_add(sums + place, fingerprint)
+        total *= _hash(lane)
+    tl.atomic_add(sums + place, tl.sum(total, 0))

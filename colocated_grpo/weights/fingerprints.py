@@ -3,7 +3,7 @@
 The fingerprint of a checkpoint tensor is the sum, modulo 2^64, of bits(x_i) * factor(i): the bits of element i in the
 engine's type as a signed number, times an odd pseudo-random factor of its flat index. The fingerprints of parts add up
 to that of the whole, so shards, tensor-parallel slices and replicas are compared without gathering them. A change of
-one element always changes the fingerprint; a change of several escapes with a probability of about 2^-32.
+one element always changes the fingerprint; a change of several escapes with a probability of about 2^-31.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SPAN_BITS = 15
-"""factor(i) = hash(i mod 2^15) * hash(2^15 + i div 2^15): on the CPU one integer dot product for each span of indices,
-of a size that torch does not divide among threads."""
+SPAN_BITS = 12
+"""factor(i) = hash(i mod 2^12) * hash(2^12 + i div 2^12). Each half is applied to a span of indices at once."""
 SPAN = 1 << SPAN_BITS
+SPANS = 8
+"""Spans that are added up together: the CPU's ops on them are too small for torch to divide among threads."""
 MIX = (0x9E3779B1, 0x85EBCA77)
 """Odd multipliers of the hash, which the kernel shares."""
-LOW_32 = 0xFFFFFFFF
+LOW_31, LOW_32 = 0x7FFFFFFF, 0xFFFFFFFF
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """By element size in bytes."""
 
@@ -96,22 +97,26 @@ def fingerprint(part: Part, dtype: torch.dtype | None = None) -> Tensor:
     values, total = part.values.reshape(-1), torch.zeros((), dtype=torch.int64)
     done = 0
     while done < len(values):
-        chunk = values[done : done + SPAN - (part.first + done) % SPAN]
+        start = part.first + done
+        # Up to the end of a span that is begun, then whole spans.
+        length = SPAN - start % SPAN if start % SPAN or len(values) - done < SPAN else SPANS * SPAN
+        chunk = values[done : done + length]
+        if len(chunk) > SPAN:
+            chunk = chunk[: len(chunk) // SPAN * SPAN]
         bits = chunk if dtype is None else chunk.to(dtype)
         bits = bits.view(BITS[bits.element_size()]).to(torch.int64)
-        total += _sum_of_rows(bits, part.first + done) if _has_whole_rows(part) else _sum_of_columns(bits, part, done)
+        total += _sum_of_rows(bits, start) if part.row == part.row_stride else _sum_of_columns(bits, part, done)
         done += len(chunk)
     return total
 
 
-def _has_whole_rows(part: Part) -> bool:
-    return part.row == part.row_stride
-
-
 def _sum_of_rows(bits: Tensor, first: int) -> Tensor:
-    """first: index of the first element; the elements lie in one span."""
-    start = first % SPAN
-    return torch.dot(bits, _span_factors()[start : start + len(bits)]) * _hash(SPAN + torch.tensor(first // SPAN))
+    """bits: of a part of one span, or of whole spans. first: index of the first element."""
+    start, span = first % SPAN, first // SPAN
+    if len(bits) <= SPAN:
+        return torch.dot(bits, _span_factors()[start : start + len(bits)]) * _hash(torch.tensor(SPAN + span))
+    sums = torch.mv(bits.view(-1, SPAN), _span_factors())
+    return torch.dot(sums, _hash(torch.arange(SPAN + span, SPAN + span + len(sums))))
 
 
 def _sum_of_columns(bits: Tensor, part: Part, done: int) -> Tensor:
@@ -127,7 +132,7 @@ def _span_factors() -> Tensor:
 
 
 def _hash(number: Tensor) -> Tensor:
-    """Return an odd 32-bit hash of each number, as int64."""
+    """Return an odd 31-bit hash of each number, as int64."""
     mixed = number * MIX[0] & LOW_32
     mixed = (mixed ^ mixed >> 15) * MIX[1] & LOW_32
-    return mixed ^ mixed >> 13 | 1
+    return (mixed ^ mixed >> 13) & LOW_31 | 1

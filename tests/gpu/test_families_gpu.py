@@ -71,5 +71,5 @@ def assert_trains_and_agrees(model: Path, architecture: str, folder: Path) -> No
     assert len(rows) == STEPS
     for row in rows:
         assert row["grad_norm"] > 0
-        assert row["freshness/mean_diff"] < limit
+        assert row["mismatch/plain"] < limit
         assert row["mismatch/plain"] < limit

@@ -14,8 +14,9 @@ from tests.support.training_runs import launch
 STEPS = 100
 ROWS = 2000
 SECONDS = 540.0
-LARGEST_KL = 0.005
-"""Bound of `mismatch/kl` in every step. Healthy SmolLM2 in bfloat16 on an H100: 0.0009 (vLLM 0.26)."""
+LARGEST_KL = 0.05
+"""Bound of `mismatch/kl` in every step. Healthy SmolLM2 in bfloat16 on an H100 (vLLM 0.26): at most 0.005 in 200 steps,
+0.014 with an adapter."""
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from tests.support.training_runs import tiny_model
 TIMEOUT = 300.0
 ENGINE = {"enforce_eager": False, "max_num_seqs": 8}
 CLOSE = 0.15
-"""The tolerance of the freshness check: bfloat16 on both sides, different kernels."""
+"""Bfloat16 on both sides, different kernels."""
 
 
 def followed(world: World, folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
@@ -65,13 +65,13 @@ def opposed(world: World, folder: Path, weights: str) -> dict[str, Any]:
     pair.engine.wake("weights")
     pair.write()
     pair.engine.wake("kv_cache")
-    facts: dict[str, Any] = {"initial": pair.engine.score(PROBE)}
+    facts: dict[str, Any] = {"initial": pair.engine_logprobs()}
     pair.change_weights()
     pair.write()
-    facts["before"] = pair.engine.score(PROBE)
+    facts["before"] = pair.engine_logprobs()
     with pair.opponent.plays():
-        facts["opponent"] = pair.engine.score(PROBE)
-    facts["after"] = pair.engine.score(PROBE)
+        facts["opponent"] = pair.engine_logprobs()
+    facts["after"] = pair.engine_logprobs()
     facts["devices"] = {local_part(weight).device.type for weight in pair.opponent.parameters.values()}
     pair.engine.close()
     return facts

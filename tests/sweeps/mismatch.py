@@ -11,6 +11,7 @@ import argparse
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     parser = rank_parser(__doc__)
     parser.add_argument("--faults", nargs="+", choices=["none", *FAULTS], default=["none"])
-    parser.add_argument("--rounds", type=int, default=1, help="rounds of sampling for each fault")
+    parser.add_argument("--seconds", type=float, default=0.0, help="repeat the rounds of each fault for so long")
     parser.add_argument("--completions", type=int, default=1024, help="completions of one round")
     parser.add_argument("--batch", type=int, default=64, help="completions of one batch")
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -90,11 +91,13 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     rows, raw = [], {}
     for fault in options.faults:
         batches, tokens = [], []
-        for number in range(options.rounds):
+        until, number = time.monotonic() + options.seconds, 0
+        while number == 0 or time.monotonic() < until:
             for part in sample_round(engine, policy, tokenizer, stops, options, fault, number):
                 batches.append(statistics(*part))
                 tokens.append(part)
-            engine.weights_changed(number)  # drops cached prefixes, which a fault may have damaged
+            number += 1
+            engine.weights_changed(0)  # drops cached prefixes, which a fault may have damaged
         rows.append({"model": model_name(options), "fault": fault, **summary(batches), "batches": batches})
         raw[fault] = np.concatenate([np.stack([*part]).astype(np.float32) for part in tokens], axis=1)
     if options.raw:

@@ -113,7 +113,7 @@ def test_a_run_stopped_while_waiting_for_a_batch_trains_every_received_batch_aft
     with ExitStack() as stack:
         api = stack.enter_context(ApiProcess(EMBEDDED))
         config = atropos_settings(api.url, free_port(), training_steps=2)
-        # The groups are as long as a sequence may be, and shorter than the probe of the freshness check.
+        # The groups are as long as a sequence may be.
         config["rollout"] |= {"max_prompt_tokens": 2, "max_completion_tokens": 2}
         post_batch(api)
         run = stack.enter_context(ForkedRun(tmp_path, config, ranks=2))

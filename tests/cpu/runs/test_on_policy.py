@@ -1,4 +1,4 @@
-"""Faults that the freshness check cannot see, because it scores a prefill: they end the run by what they sample."""
+"""Faults of decoding, sampling and scheduling end the run by what they sample, before a weight changes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def test_a_fault_of_decoding_ends_the_run_with_both_numbers(tmp_path, fault):
     run = failed(ForkedRun(tmp_path, faulty(tmp_path, fault)))
     [line] = run.stderr.splitlines()
     assert line.startswith("error: mismatch/plain=0.") and "(limit 0.001, from freshness.max_mean_diff)" in line
+    assert "no weight was changed" in line
     assert run.rows("train") == []
     assert not list((run.folder / "checkpoints").glob("step_*"))
 

@@ -32,7 +32,7 @@ REQUIRED_METRICS = {
     "mismatch/kl",
     "mismatch/max",
     "mismatch/ess",
-    "freshness/mean_diff",
+    "mismatch/plain",
     "clip_fraction/low",
     "clip_fraction/high",
     "tokens_per_second",
@@ -102,7 +102,7 @@ def test_the_engine_samples_with_the_policys_weights_at_every_step(run):
     for row in trained_rows(run):
         assert row["staleness"] == 0
         assert row["mismatch/max"] < 1e-4
-        assert 0 < row["freshness/mean_diff"] < 1e-4
+        assert 0 < row["mismatch/plain"] < 1e-4
         assert row["mismatch/ess"] == pytest.approx(1, abs=1e-4)
 
 
@@ -139,7 +139,7 @@ def test_staleness_grows_between_syncs(tmp_path):
     config = settings(tiny_model(), training_steps=5, sync_frequency=3, evaluation={"every": 0})
     rows = train(tmp_path, config).rows(files.TRAIN)
     assert [row["staleness"] for row in rows] == [0, 1, 2, 0, 1]
-    assert [row["step"] for row in rows if "freshness/mean_diff" in row] == [0, 3]
+    assert [row["step"] for row in rows if "mismatch/plain" in row] == [0, 3]
 
 
 def test_an_evaluation_between_syncs_measures_the_current_weights(tmp_path):

@@ -89,7 +89,7 @@ def assert_trained_on_the_same(run: TrainingRun, other: TrainingRun, steps: int 
     """Assert the same steps, once each, on the same rollouts with fresh weights."""
     rows = run.rows(files.TRAIN)
     assert [row["step"] for row in rows] == list(range(steps))
-    assert max(row["freshness/mean_diff"] for row in rows) < FRESH
+    assert max(row["mismatch/plain"] for row in rows) < FRESH
     assert {row["staleness"] for row in rows} == {0.0}
     for name in ("reward", "completion_tokens", "policy_version"):
         assert [row.get(name) for row in rows] == [row.get(name) for row in other.rows(files.TRAIN)][:steps], name
@@ -147,7 +147,7 @@ def test_the_next_batch_is_sampled_while_the_current_one_trains(server, task, tm
     changes = {"deterministic": False, "rollout": {"max_staleness": 1}}
     run = train(tmp_path, work(task, server, **changes))
     assert [row["staleness"] for row in run.rows(files.TRAIN)] == [0.0] + [1.0] * (STEPS - 1)
-    assert max(row["freshness/mean_diff"] for row in run.rows(files.TRAIN)) < FRESH
+    assert max(row["mismatch/plain"] for row in run.rows(files.TRAIN)) < FRESH
     rollouts = files.read_rollouts(run.folder)
     assert {row["policy_version"] for row in rollouts if row["step"] == 3} == {2}
 
@@ -202,7 +202,7 @@ def test_a_server_restarts_with_each_step_s_weights_and_after_a_crash(server, ta
 def test_two_training_ranks_write_into_the_two_ranks_of_a_server(wide_server, task, tmp_path):
     wide_server.wait_until_ready()
     run = train(tmp_path, work(task, wide_server, deterministic=False, training_steps=3), ranks=2)
-    assert max(row["freshness/mean_diff"] for row in run.rows(files.TRAIN)) < FRESH
+    assert max(row["mismatch/plain"] for row in run.rows(files.TRAIN)) < FRESH
     assert len({row["grad_norm"] for row in run.rows(files.TRAIN)}) == 3  # every step moves the weights
     family = psutil.Process(wide_server.process.pid).children(recursive=True)
     wide_server.process.send_signal(signal.SIGTERM)
@@ -220,7 +220,7 @@ def test_an_atropos_environment_samples_from_the_server_while_the_run_trains(ser
         run = train(tmp_path, work(task, server, deterministic=False, **changes))
     rows = run.rows(files.TRAIN)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert max(row["freshness/mean_diff"] for row in rows) < FRESH
+    assert max(row["mismatch/plain"] for row in rows) < FRESH
     assert {row["atropos/unknown_origin"] for row in rows} == {1.0}
     assert {row["atropos/dropped"] for row in rows} == {0.0}
 

@@ -19,7 +19,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import ForkedRun, LaunchedRun, settings, tiny_model
 
 SHARED = {"placement": "server", "bridge": "shared"}
-EXACT = ("reward", "loss", "grad_norm", "freshness/mean_diff", "completion_tokens")
+EXACT = ("reward", "loss", "grad_norm", "mismatch/plain", "completion_tokens")
 
 
 def run_settings(**changes: Any) -> dict[str, Any]:

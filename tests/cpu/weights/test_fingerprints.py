@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colocated_grpo.weights.fingerprints import SPAN, Fingerprints, bits_of, columns_of, fingerprint, rows_of
+from colocated_grpo.weights.fingerprints import SPAN, SPANS, Fingerprints, bits_of, columns_of, fingerprint, rows_of
 
 MODULUS = 1 << 64
 ROWS, COLUMNS = 300, 301
-"""Three spans, and no multiple of one."""
+"""Twenty-two spans, and no multiple of one."""
 ROOT = Path(__file__).parents[3]
 
 
@@ -64,7 +64,7 @@ def test_any_single_bit_changes_the_fingerprint(row, column, bit):
 
 
 def test_the_order_of_rows_and_of_spans_matters():
-    tensor = torch.arange(4 * SPAN, dtype=torch.float32).view(4, SPAN)
+    tensor = torch.arange(4 * SPANS * SPAN, dtype=torch.float32).view(4, SPANS * SPAN)
     for order in ([1, 0, 2, 3], [0, 1, 3, 2], [3, 2, 1, 0]):
         assert whole(tensor[order], torch.float32) != whole(tensor, torch.float32)
 
