@@ -30,6 +30,8 @@ from tests.support.real_models import real_model
 from tests.support.serve_process import ServeProcess
 from tests.support.training_runs import TrainingRun, launch, train
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 ROWS = 20
 SIZES = {"prompts_per_step": 2, "group_size": 4, "max_prompt_tokens": 96, "max_completion_tokens": 8}
