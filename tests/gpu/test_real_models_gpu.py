@@ -27,7 +27,7 @@ def test_a_pretrained_model_trains_a_hundred_steps_at_the_defaults(tmp_path, mod
         "model": str(real_model(model)),
         "environments": [sums.entry(tmp_path, ROWS, chat)],
         "training_steps": STEPS,
-        "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 40},
+        "rollout": {"max_prompt_tokens": 96, "max_completion_tokens": 40},
         "run_name": "run",
     }
     run = launch(tmp_path, config, gpus=1, timeout=SECONDS)

@@ -30,9 +30,11 @@ from tests.support.real_models import real_model
 from tests.support.serve_process import ServeProcess
 from tests.support.training_runs import TrainingRun, launch, train
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 ROWS = 20
-SIZES = {"prompts_per_step": 2, "group_size": 4, "max_prompt_tokens": 64, "max_completion_tokens": 8}
+SIZES = {"prompts_per_step": 2, "group_size": 4, "max_prompt_tokens": 96, "max_completion_tokens": 8}
 TIMEOUT = 300.0
 LARGEST, MEAN = 5e-4, 5e-5
 """Bounds of |sampler - trainer| log-probability in float32. Seen in healthy runs: 4e-5 and 1.4e-5."""
@@ -139,6 +141,14 @@ def test_prompts_are_rendered_by_the_template_of_the_model(smollm2):
     assert {row["prompt"] for row in files.read_rollouts(smollm2.folder)} < asked
 
 
+def test_a_token_that_ends_messages_and_pads_is_sampled_and_trained_as_the_end(smollm2):
+    """SmolLM2 has a token for each digit, so that an answer of digits shows how many tokens it had."""
+    answers = [row for row in files.read_rollouts(smollm2.folder) if row["completion"].isdecimal()]
+    stopped = [row for row in answers if row["finish_reason"] == "stop"]
+    assert stopped
+    assert all(row["completion_tokens"] == len(row["completion"]) + 1 for row in stopped)
+
+
 def test_the_exported_smollm2_is_served_as_transformers_computes_it(smollm2):
     exported = smollm2.folder / "final_model"
     tokenizer = AutoTokenizer.from_pretrained(exported)
@@ -189,7 +199,7 @@ def program(model: Path, output: Path) -> dict[str, Any]:
     with without_launcher():
         results = []
         for resume in (None, output / "run"):
-            result = Trainer(str(model), namespace["right"], **arguments).train(resume=resume)
+            result = Trainer(str(model), namespace["close"], **arguments).train(resume=resume)
             weights = (result.folder / "final_model/model.safetensors").read_bytes()
             metrics = {key: value for key, value in result.metrics.items() if key.startswith(("reward", "mismatch"))}
             results.append((result.outcome, result.steps, hashlib.sha256(weights).hexdigest(), metrics))
