@@ -17,8 +17,9 @@ from colocated_grpo.metrics import AllReduce, Metrics, reduce
 from colocated_grpo.types import Group
 
 MEAN, WORST = "mismatch/plain", "mismatch/worst"
-LIMITS = {torch.bfloat16: 0.15, torch.float16: 0.15, torch.float32: 1e-3}
-QUANTIZED_LIMIT = 0.4
+# Twice the largest mean of healthy batches, and more in float32: docs/results/mismatch_healthy.json, with what they find.
+LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.01}
+QUANTIZED_LIMIT = 0.3
 """Where the engine's weights or KV cache have 8 bits or fewer."""
 WORST_PER_MEAN = 5.0
 """Limit of mismatch/worst over that of the mean."""

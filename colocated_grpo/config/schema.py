@@ -167,7 +167,7 @@ class FreshnessConfig(Section):
     max_mean_diff: float | None = Field(None, gt=0)
     """Largest accepted mean of |engine - policy| log-probability over sampled tokens (mismatch/plain); above it the run
     stops before the optimizer step. The mean over a single completion (mismatch/worst) may be five times as large.
-    Default: 0.4 where the engine's weights or KV cache are quantized, else 0.15 where engine or policy is 16-bit, 0.001
+    Default: 0.3 where the engine's weights or KV cache are quantized, else 0.1 where engine or policy is 16-bit, 0.01
     in float32. A temperature below 1 divides it, and each optimizer step since sampling adds 0.1."""
 
 

@@ -79,8 +79,8 @@ def test_nothing_is_judged_without_plain_samples_or_without_checks():
 
 
 def test_default_limits_follow_the_less_precise_side():
-    assert default_limit([torch.float32, torch.float32], quantized=False) == 1e-3
-    assert default_limit([torch.float32, torch.bfloat16], quantized=False) == 0.15
+    assert default_limit([torch.float32, torch.float32], quantized=False) == 0.01
+    assert default_limit([torch.float32, torch.bfloat16], quantized=False) == 0.1
     assert default_limit([torch.bfloat16, torch.bfloat16], quantized=True) == QUANTIZED_LIMIT
 
 

@@ -235,8 +235,9 @@ def noised_layer(engine: VLLMEngine, relative: float = 0.01) -> AbstractContextM
 
 
 def rotary_base(engine: VLLMEngine) -> AbstractContextManager[AfterStep]:
-    """Rotate as with a base one tenth as large, in all layers."""
-    [cache] = {b.data_ptr(): b for n, b in engine.model.named_buffers() if n.endswith("cos_sin_cache")}.values()
+    """Rotate as with another base, in all layers that share the first one's."""
+    caches = {b.data_ptr(): b for n, b in engine.model.named_buffers() if n.endswith("cos_sin_cache")}
+    cache = next(iter(caches.values()))  # models with two bases: that of the first layers
     half = cache.shape[1] // 2
     angles = torch.atan2(cache[1, half:].float(), cache[1, :half].float())  # of position 1: the frequencies
     exponents = torch.arange(half, device=cache.device) / half
@@ -318,26 +319,6 @@ def kv_block(engine: VLLMEngine) -> Iterator[AfterStep]:
     yield after_step
 
 
-@contextmanager
-def sampler_offset(engine: VLLMEngine) -> Iterator[AfterStep]:
-    """Report log-probabilities that are too small by 0.05."""
-    from vllm.v1.sample.sampler import Sampler
-
-    forward = Sampler.forward
-
-    def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
-        output = forward(self, *arguments, **options)
-        if output.logprobs_tensors is not None:
-            output.logprobs_tensors.logprobs.sub_(0.05)
-        return output
-
-    Sampler.forward = wrong
-    try:
-        yield lambda: None
-    finally:
-        Sampler.forward = forward
-
-
 TEMPERATURES = {"temperature_0.9": 0.9, "temperature_0.97": 0.97, "temperature_1.1": 1.1}
 """Temperature of sampling, where the policy computes with 1."""
 
@@ -350,7 +331,6 @@ FAULTS: dict[str, Callable[[VLLMEngine], AbstractContextManager[AfterStep]]] = {
     "decode_head": decode_head,
     "noised_layer": noised_layer,
     "noised_layer_10": lambda engine: noised_layer(engine, 0.1),
-    "sampler_offset": sampler_offset,
 }
 
 if __name__ == "__main__":

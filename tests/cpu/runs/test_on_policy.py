@@ -24,7 +24,7 @@ sample = Sampler.forward
 def broken(self, *arguments, **options):
     output = sample(self, *arguments, **options)
     if output.logprobs_tensors is not None:  # not asked for while the engine warms up
-        output.logprobs_tensors.logprobs.sub_(0.01)
+        output.logprobs_tensors.logprobs.sub_(0.02)
     return output
 Sampler.forward = broken
 """
@@ -44,7 +44,7 @@ SteadyBatch.settle = broken
 def test_a_fault_of_decoding_ends_the_run_with_both_numbers(tmp_path, fault):
     run = failed(ForkedRun(tmp_path, faulty(tmp_path, fault)))
     [line] = run.stderr.splitlines()
-    assert line.startswith("error: mismatch/plain=0.") and "(limit 0.001, from freshness.max_mean_diff)" in line
+    assert line.startswith("error: mismatch/plain=0.") and "(limit 0.01, from freshness.max_mean_diff)" in line
     assert "no weight was changed" in line
     assert run.rows("train") == []
     assert not list((run.folder / "checkpoints").glob("step_*"))
@@ -56,5 +56,5 @@ def test_a_fault_of_decoding_ends_the_run_with_both_numbers(tmp_path, fault):
 def test_other_sampling_settings_and_wider_limits_are_exempt(tmp_path, changes):
     with ForkedRun(tmp_path, faulty(tmp_path, SAMPLER, training_steps=3, **changes)) as run:
         rows = [row for row in run.finish().rows("train") if "mismatch/abs" in row]  # some group had a gradient
-    assert rows and all(row["mismatch/abs"] > 0.005 for row in rows)
+    assert rows and all(row["mismatch/abs"] > 0.01 for row in rows)
     assert all(("mismatch/plain" in row) == ("rollout" not in changes) for row in rows)
