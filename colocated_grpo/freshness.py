@@ -17,7 +17,7 @@ from colocated_grpo.metrics import AllReduce, Metrics, reduce
 from colocated_grpo.types import Group
 
 MEAN, WORST = "mismatch/plain", "mismatch/worst"
-# Twice the largest mean of healthy batches, and more in float32: docs/results/mismatch_healthy.json, with what they find.
+# At least twice the largest mean of healthy batches: docs/results/mismatch_healthy.json.
 LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.01}
 QUANTIZED_LIMIT = 0.3
 """Where the engine's weights or KV cache have 8 bits or fewer."""
