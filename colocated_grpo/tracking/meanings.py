@@ -27,6 +27,8 @@ MEANINGS = {
     "mismatch/kl": "KL estimate (k3) between the engine that sampled and the trainer",
     "mismatch/mean": "mean of trainer minus engine log-probability; close to 0 on-policy",
     "mismatch/max": "mean and largest absolute difference of log-probabilities",
+    "mismatch/plain": "mean absolute difference over plainly sampled tokens",
+    "mismatch/worst": "largest mean absolute difference over the plainly sampled tokens of one completion",
     "mismatch/routes": "fraction of tokens, over the layers of the backward pass, whose experts the policy would have "
     "chosen otherwise",
     "mismatch/outside": "fraction of tokens that one side finds more than twice as likely as the other",
