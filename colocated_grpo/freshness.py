@@ -59,8 +59,8 @@ class SampleCheck:
             if name in found and not found[name] <= limit:  # NaN fails too
                 raise RunError(
                     f"{name}={found[name]:.4g}: samples have other log-probabilities in the engine than in the policy "
-                    f"(limit {limit:g}, from freshness.max_mean_diff); no weight was changed. The engine has the "
-                    "policy's weights, so decoding, sampling or scheduling fails: try engine.enforce_eager=true"
+                    f"(limit {limit:g}, from freshness.max_mean_diff); this optimizer step was not taken. The engine "
+                    "has the policy's weights, so decoding, sampling or scheduling fails: try engine.enforce_eager=true"
                 )
 
 

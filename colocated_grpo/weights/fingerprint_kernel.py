@@ -109,7 +109,8 @@ def _add_fingerprints(
     program = tl.program_id(0)
     entry = table + tl.load(places + 2 * program) * 6
     stretch = tl.load(places + 2 * program + 1).to(tl.int64) * _SPANS
-    values = tl.multiple_of(tl.load(entry).to(tl.pointer_type(SOURCE)), ALIGNED)
+    address = tl.load(entry).to(tl.pointer_type(SOURCE))  # pyrefly: ignore[bad-argument-type]
+    values = tl.multiple_of(address, ALIGNED)
     count, first = tl.load(entry + 1), tl.load(entry + 2)
     row, row_stride, place = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
     start = tl.multiple_of(stretch * _SPAN - first % _SPAN, ALIGNED)

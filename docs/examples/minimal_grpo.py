@@ -179,7 +179,7 @@ def check_probe(policy: PreTrainedModel, engine: LLM, probe: list[int]) -> None:
     """Raise unless engine and policy give the same tokens the same log-probabilities.
 
     A sync that misses a parameter does not crash. It samples from a slightly different model, the reward stalls, and
-    the learning rate takes the blame. Beyond: freshness.py, which the trainer runs after every sync as well.
+    the learning rate takes the blame. Beyond: weights/transport.py compares all weights after every sync, bit for bit.
     """
     settings = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0)
     [output] = engine.generate([TokensPrompt(prompt_token_ids=probe)], settings, use_tqdm=False)

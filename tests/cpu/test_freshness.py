@@ -43,7 +43,7 @@ def test_the_mean_over_all_tokens_and_the_worst_completion_have_limits():
 
 def test_the_line_gives_limit_setting_and_advice():
     line = error_of(check_of(max_mean_diff=0.02), 0.021)
-    assert "(limit 0.02, from freshness.max_mean_diff); no weight was changed." in line
+    assert "(limit 0.02, from freshness.max_mean_diff); this optimizer step was not taken." in line
     assert "try engine.enforce_eager=true" in line and "\n" not in line
 
 

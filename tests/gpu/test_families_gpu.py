@@ -28,8 +28,8 @@ RELEASED_STATES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 LIMIT = 0.02
 """Mean |engine - policy| log-probability that rounding to bfloat16 explains."""
 LIMIT_OF_MIXTURES = 0.1
-"""Rounding also changes choices of experts. In these small models that moves single log-probabilities by up to 0.6, and
-the mean over the probe's 32 tokens was up to 0.06: docs/results/hybrids_1xh100.json."""
+"""Rounding also changes choices of experts. In these small models that moves single log-probabilities by up to 0.6
+(docs/results/hybrids_1xh100.json)."""
 HEAD = 64
 """A size that all of these kernels support."""
 FAMILIES = (
@@ -71,5 +71,4 @@ def assert_trains_and_agrees(model: Path, architecture: str, folder: Path) -> No
     assert len(rows) == STEPS
     for row in rows:
         assert row["grad_norm"] > 0
-        assert row["mismatch/plain"] < limit
         assert row["mismatch/plain"] < limit

@@ -102,6 +102,43 @@ def weights_differ_by(run: TrainingRun, other: TrainingRun) -> float:
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
+SENDS_THE_FIRST_WEIGHTS_AGAIN = """
+from colocated_grpo.weights import broadcast
+gather, first = broadcast.gather, {}
+def stale(bucket, *rest):
+    gathered = gather(bucket, *rest)
+    return first.setdefault(tuple(bucket.shapes), gathered.clone())
+broadcast.gather = stale
+"""
+
+READS_ANOTHER_FOLDER = """
+from colocated_grpo.weights import saved
+saved.exported_digest = lambda folder: "another"
+"""
+
+
+def faulty_task(task: Path, folder: Path, fault: str) -> Path:
+    path = folder / "faulty.py"
+    path.write_text(task.read_text() + fault)
+    return path
+
+
+def test_a_server_that_has_missed_a_broadcast_ends_the_run_in_that_step(server, task, tmp_path):
+    with ForkedRun(tmp_path, work(faulty_task(task, tmp_path, SENDS_THE_FIRST_WEIGHTS_AGAIN), server)) as run:
+        assert run.wait() != 0
+    [line] = run.stderr.splitlines()
+    assert line.startswith(f"error: weight sync: the engine at {server.url} does not hold the policy's bytes in ")
+    assert [row["step"] for row in run.rows(files.TRAIN)] == [0], "before the second step nothing had changed"
+
+
+def test_a_server_that_loads_another_adapter_ends_the_run(server, task, tmp_path):
+    with ForkedRun(tmp_path, adapted(faulty_task(task, tmp_path, READS_ANOTHER_FOLDER), server)) as run:
+        assert run.wait() != 0
+    [line] = run.stderr.splitlines()
+    assert line.startswith(f"error: weight sync: the engine at {server.url} has loaded another adapter than ")
+    assert run.rows(files.TRAIN) == []
+
+
 def test_an_adapter_is_exchanged_in_the_running_server_and_after_a_crash(server, task, tmp_path):
     process = server.engine()
     whole = train(tmp_path / "whole", adapted(task, server, training_steps=4))

@@ -193,6 +193,25 @@ def test_an_engine_without_a_plan_reloads_one_block_after_each_sync():
     assert found["stale block"] <= 2, "found when its turn comes, among two blocks and the rest"
 
 
+def unpublished(world: World, folder: Path) -> str:
+    """Change a master without casting it into the one copy of the weights that policy and engine use."""
+    pair = Pair(world, folder, weights="shared")
+    pair.write()
+    with torch.no_grad():
+        pair.policy.parameters()[O_PROJ][2, 3] += 0.01
+    with pytest.raises(RunError) as caught:
+        pair.write()
+    pair.policy.weights.publish()
+    pair.write()
+    pair.engine.close()
+    return str(caught.value)
+
+
+def test_one_copy_of_the_weights_is_compared_with_the_masters():
+    [line] = run_on_ranks(unpublished, 1, tiny_model(), timeout=TIMEOUT)
+    assert f"bytes in 1 of 24 tensors ({O_PROJ})" in line
+
+
 def checked(world: World, folder: Path, every: int) -> list[int]:
     from colocated_grpo.weights.transport import TransportCheck
 
