@@ -123,14 +123,6 @@ def faulty_task(task: Path, folder: Path, fault: str) -> Path:
     return path
 
 
-def test_a_server_that_has_missed_a_broadcast_ends_the_run_in_that_step(server, task, tmp_path):
-    with ForkedRun(tmp_path, work(faulty_task(task, tmp_path, SENDS_THE_FIRST_WEIGHTS_AGAIN), server)) as run:
-        assert run.wait() != 0
-    [line] = run.stderr.splitlines()
-    assert line.startswith(f"error: weight sync: the engine at {server.url} does not hold the policy's bytes in ")
-    assert [row["step"] for row in run.rows(files.TRAIN)] == [0], "before the second step nothing had changed"
-
-
 def test_a_server_that_loads_another_adapter_ends_the_run(server, task, tmp_path):
     with ForkedRun(tmp_path, adapted(faulty_task(task, tmp_path, READS_ANOTHER_FOLDER), server)) as run:
         assert run.wait() != 0
@@ -283,3 +275,11 @@ def test_a_launcher_leaves_no_server_behind(tmp_path):
             assert run.wait(SECONDS_TO_END) == 130, run.tail()
             assert run.processes() == []
     assert list(scratch.iterdir()) == []  # the second start has removed the folders that the first one left
+
+
+def test_a_server_that_has_missed_a_broadcast_ends_the_run_in_that_step(server, task, tmp_path):
+    with ForkedRun(tmp_path, work(faulty_task(task, tmp_path, SENDS_THE_FIRST_WEIGHTS_AGAIN), server)) as run:
+        assert run.wait() != 0
+    [line] = run.stderr.splitlines()
+    assert line.startswith(f"error: weight sync: the engine at {server.url} does not hold the policy's bytes in ")
+    assert [row["step"] for row in run.rows(files.TRAIN)] == [0], "before the second step nothing had changed"
