@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from colocated_grpo.benchmarks import learn_report
-from colocated_grpo.benchmarks.learn_jobs import Job, run_jobs
+from colocated_grpo.benchmarks.learn_jobs import LearningRun, run_jobs
 from colocated_grpo.benchmarks.learn_run import Work, library_variables, run_ours
 from colocated_grpo.benchmarks.learn_tasks import GYM, GYM_ARGS, TASKS, task_of
 from colocated_grpo.benchmarks.learn_trl import TRLSetup, run_trl
@@ -204,7 +204,7 @@ def suite(options: argparse.Namespace) -> int:
     return 1 if run_jobs(jobs, options.parallel, options.timeout, time.time() + options.seconds) else 0
 
 
-def suite_jobs(options: argparse.Namespace) -> Iterator[Job]:
+def suite_jobs(options: argparse.Namespace) -> Iterator[LearningRun]:
     """Yield the runs: all trainers of one seed before the next seed, so that a suite that is cut off stays paired."""
     for task, mode, seed, trainer in product(options.tasks, options.modes, options.seeds, options.trainers):
         label = f"-{options.label}" if options.label and trainer == TRL else ""
@@ -219,7 +219,7 @@ def _work_name(model: str, task: str, mode: str) -> str:
 
 def _job(
     options: argparse.Namespace, name: str, task: str, mode: str, trainer: str, seed: int, setup: TRLSetup, more: Any
-) -> Job:
+) -> LearningRun:
     result = options.out / f"{name}.json"
     values = {
         "trainer": trainer, "task": task, "mode": mode, "seed": seed, "json": result, "model": options.model,
@@ -228,7 +228,7 @@ def _job(
         "setup": json.dumps(asdict(setup)),
     }  # fmt: skip
     flags = [text for flag, value in values.items() for text in (f"--{flag}", str(value))]
-    return Job(name=name, flags=[*flags, *more], result=result)
+    return LearningRun(name=name, flags=[*flags, *more], result=result)
 
 
 def tune(options: argparse.Namespace) -> int:

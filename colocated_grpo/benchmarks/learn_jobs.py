@@ -18,7 +18,7 @@ MODULE = "colocated_grpo.benchmarks.learn"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class LearningRun:
     """One run in a process of its own."""
 
     name: str
@@ -30,14 +30,14 @@ class Job:
         return self.result.with_suffix(".log")
 
 
-def run_jobs(jobs: Sequence[Job], parallel: int, timeout: float, deadline: float) -> list[str]:
+def run_jobs(jobs: Sequence[LearningRun], parallel: int, timeout: float, deadline: float) -> list[str]:
     """Run all jobs, `parallel` at a time, and return the names of those without a result."""
     with ThreadPoolExecutor(parallel) as pool:
         outcomes = list(pool.map(lambda job: run_job(job, timeout, deadline), jobs))
     return [job.name for job, done in zip(jobs, outcomes, strict=True) if not done]
 
 
-def run_job(job: Job, timeout: float, deadline: float) -> bool:
+def run_job(job: LearningRun, timeout: float, deadline: float) -> bool:
     """Run a job unless its result exists. Returns whether there is one. Prints one line, or the end of a failed log."""
     if job.result.exists():
         print(f"{job.name}: done before", flush=True)

@@ -23,7 +23,7 @@ SHARED_KEYS = ("commit", "python", "packages", "machine", "gpu", "ranks", "work"
 """Keys of the first run that stand once in a collected file; the work without its seed."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, GAP = 860, 300, 48, 14, 56, 44, 44
 COLORS = {"ours": "#3b82f6", "TRL": "#ea6a1f"}
-"""Of middle brightness: both read well on white and on black. So does the text."""
+"""Medium brightness: readable on white and on black, as is the text."""
 TEXT, GRID = "#7d8590", "#7d859055"
 
 

@@ -49,7 +49,7 @@ class Work:
         return LR[self.mode]
 
 
-class Recorder:
+class StepRecorder:
     """Rows of one run: each step's reward and seconds, and its end in seconds since the first step began.
 
     A step lasts from the end of the one before, so all work between steps counts.
@@ -78,7 +78,7 @@ def run_ours(work: Work, changes: JsonObject, save: Path | None) -> JsonObject:
     from colocated_grpo.api.trainer import Trainer
 
     class Steps:
-        recorder = Recorder()
+        recorder = StepRecorder()
 
         def on_step_end(self, state: Any) -> None:
             if not self.recorder.rows:
@@ -142,7 +142,7 @@ def our_settings(work: Work, changes: JsonObject, output: Path) -> JsonObject:
     return settings
 
 
-def record(recorder: Recorder, configuration: JsonObject) -> JsonObject:
+def record(recorder: StepRecorder, configuration: JsonObject) -> JsonObject:
     """Return the part of a run's result that the trainer gives."""
     return {"start_seconds": recorder.start_seconds, "steps": recorder.rows, "configuration": configuration}
 

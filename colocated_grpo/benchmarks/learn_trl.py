@@ -19,7 +19,7 @@ from colocated_grpo.benchmarks.learn_run import (
     LORA_RANK,
     MAX_GRAD_NORM,
     WEIGHT_DECAY,
-    Recorder,
+    StepRecorder,
     Work,
     record,
 )
@@ -58,9 +58,9 @@ def run_trl(work: Work, setup: TRLSetup, changes: JsonObject, save: Path | None)
         prepare_cpu()
     elif work.parallel > 1:
         _fix_cache_size()
-    recorder, rewards = Recorder(), list[float]()
+    recorder, rewards = StepRecorder(), list[float]()
 
-    class Steps(TrainerCallback):
+    class StepTimes(TrainerCallback):
         def on_train_begin(self, *_arguments: Any, **_named: Any) -> None:
             recorder.begin(time.perf_counter())
 
@@ -74,7 +74,7 @@ def run_trl(work: Work, setup: TRLSetup, changes: JsonObject, save: Path | None)
     with tempfile.TemporaryDirectory(prefix="learn-trl-") as scratch:
         trainer, arguments = build_trl(work, setup, changes, Path(scratch), rewards, on_gpu=on_gpu)
         _note_lengths(trainer, lengths)
-        trainer.add_callback(Steps())
+        trainer.add_callback(StepTimes())
         trainer.train()
         if save is not None:
             _save(trainer, work, save)

@@ -91,7 +91,7 @@ class _LayerBalancing:
         self.sums_2E = torch.zeros(2, router.weight.shape[0], device=device)
         """Choices of each expert, and sums of its probabilities, in forward passes without gradient."""
         self.factors_E = torch.zeros(router.weight.shape[0], device=device)
-        """What a token's probability of each expert is multiplied by in the loss."""
+        """The factor of a token's probability of each expert in the loss."""
         self._probabilities = probabilities
         self._setting = setting
         router.register_forward_hook(self._attach)

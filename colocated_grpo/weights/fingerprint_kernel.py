@@ -36,7 +36,7 @@ _SIGNED = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class KernelLaunch:
     """The kernel and its tables for tensors of one type."""
 
     table: Tensor
@@ -52,7 +52,7 @@ class Launch:
         _add_fingerprints[(len(self.places),)](self.table, self.places, sums, **self.constants)
 
 
-def plan_launches(parts: Sequence[tuple[int, Part]], dtype: torch.dtype | None) -> list[Launch]:
+def plan_launches(parts: Sequence[tuple[int, Part]], dtype: torch.dtype | None) -> list[KernelLaunch]:
     """Return the launches for all parts, given with their places in the result."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[int, Part]]] = defaultdict(list)
     for place, part in parts:
@@ -64,7 +64,7 @@ def plan_launches(parts: Sequence[tuple[int, Part]], dtype: torch.dtype | None) 
 
 def _plan(
     parts: Sequence[tuple[int, Part]], dtype: torch.dtype | None, source: torch.dtype, columns: bool, aligned: bool
-) -> Launch:
+) -> KernelLaunch:
     device = parts[0][1].values.device
     entries = [
         [part.values.data_ptr(), part.values.numel(), part.first, part.row, part.row_stride, place]
@@ -74,7 +74,7 @@ def _plan(
     owners = np.repeat(np.arange(len(parts)), counts)
     stretches = np.concatenate([np.arange(count) for count in counts])
     target = dtype or source
-    return Launch(
+    return KernelLaunch(
         table=torch.tensor(entries, dtype=torch.int64).to(device),
         places=torch.from_numpy(np.stack([owners, stretches], axis=1).astype(np.int32)).to(device),
         values=[part.values for _, part in parts],

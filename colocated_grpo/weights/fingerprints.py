@@ -8,7 +8,6 @@ one element always changes the fingerprint; a change of several escapes with a p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -56,40 +55,6 @@ def bits_of(values: Tensor) -> Part:
     flat = values.reshape(-1)
     width = next(size for size in (4, 2, 1) if flat.element_size() % size == 0)
     return rows_of(flat.view(BITS[width]), 0)
-
-
-class Fingerprints:
-    """Computes the fingerprints of the same parts again and again."""
-
-    def __init__(self, parts: Sequence[Part], dtype: torch.dtype | None, device: torch.device) -> None:
-        """dtype: cast values to this type first, as a sync does; None: hash them as they are."""
-        self._parts = list(parts)
-        self._dtype = dtype
-        self._device = device
-        self._resident = [index for index, part in enumerate(parts) if part.values.is_cuda]
-        self._launches = []
-        if self._resident:
-            # Imported here: it needs Triton, which CPU installations lack.
-            from colocated_grpo.weights.fingerprint_kernel import plan_launches
-
-            self._launches = plan_launches([(index, self._parts[index]) for index in self._resident], dtype)
-
-    def compute(self) -> Tensor:
-        """Return the fingerprints, int64 [parts], on the device."""
-        found = torch.zeros(len(self._parts), dtype=torch.int64, device=self._device)
-        for launch in self._launches:
-            launch(found)
-        resident = set(self._resident)
-        for index, part in enumerate(self._parts):
-            if index not in resident:
-                found[index] = self._of_host_tensor(part)
-        return found
-
-    def _of_host_tensor(self, part: Part) -> Tensor:
-        if self._device.type == "cpu":
-            return fingerprint(part, self._dtype)
-        uploaded = part._replace(values=part.values.to(self._device))
-        return Fingerprints([uploaded], self._dtype, self._device).compute()[0]
 
 
 def fingerprint(part: Part, dtype: torch.dtype | None = None) -> Tensor:

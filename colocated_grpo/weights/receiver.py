@@ -18,11 +18,11 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import connect_store
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices
-from colocated_grpo.weights.fingerprints import Fingerprints, rows_of
+from colocated_grpo.weights.fingerprints import rows_of
 from colocated_grpo.weights.joined_group import JoinedGroup
 from colocated_grpo.weights.plan import Plan
 from colocated_grpo.weights.planned_copy import write_planned
-from colocated_grpo.weights.transport import Summed, ViewFingerprints
+from colocated_grpo.weights.transport import Fingerprints, Summed, ViewFingerprints
 from colocated_grpo.weights.verified_plan import verified_plan
 
 
@@ -59,7 +59,7 @@ class WeightReceiver:
         self._buckets: list[Bucket] = []
         self._plan: Plan | None = None
         self._views: ViewFingerprints | None = None
-        """Of the plan's views."""
+        """Fingerprints of the plan's views; None without a plan."""
         self._planned_shapes: Mapping[str, torch.Size] | None = None
         """Shapes for which a plan was tried: after an update the engine no longer has the folder's weights."""
 

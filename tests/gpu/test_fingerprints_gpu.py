@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colocated_grpo.weights.fingerprints import Fingerprints, Part, columns_of, fingerprint, rows_of
+from colocated_grpo.weights.fingerprints import Part, columns_of, fingerprint, rows_of
+from colocated_grpo.weights.transport import Fingerprints
 
 DEVICE = torch.device("cuda")
 

@@ -18,8 +18,8 @@ import pytest
 
 from colocated_grpo import Trainer
 from colocated_grpo.benchmarks import learn, learn_report
-from colocated_grpo.benchmarks.learn_jobs import Job, run_jobs
-from colocated_grpo.benchmarks.learn_run import Recorder, Work, our_settings
+from colocated_grpo.benchmarks.learn_jobs import LearningRun, run_jobs
+from colocated_grpo.benchmarks.learn_run import StepRecorder, Work, our_settings
 from colocated_grpo.benchmarks.learn_tasks import CALL, GYM, TASKS, Shop, Sums, chats, price, score_chat, task_of
 from colocated_grpo.benchmarks.learn_trl import TRLSetup, add_tools, trl_arguments
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
@@ -181,7 +181,7 @@ def test_both_trainers_accept_their_settings_and_these_are_equal(name: str, mode
 
 
 def test_a_step_lasts_from_the_end_of_the_one_before():
-    recorder = Recorder()
+    recorder = StepRecorder()
     recorder.begin(time.perf_counter() - 10)
     recorder.end_step(0.25)
     recorder.end_step(0.5, tokens=3.0)
@@ -193,8 +193,10 @@ def test_a_step_lasts_from_the_end_of_the_one_before():
     assert recorder.start_seconds > -10
 
 
-def job(folder: Path, name: str, *flags: str) -> Job:
-    return Job(name=name, flags=["--json", str(folder / f"{name}.json"), *flags], result=folder / f"{name}.json")
+def job(folder: Path, name: str, *flags: str) -> LearningRun:
+    return LearningRun(
+        name=name, flags=["--json", str(folder / f"{name}.json"), *flags], result=folder / f"{name}.json"
+    )
 
 
 def test_a_failed_run_is_reported_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

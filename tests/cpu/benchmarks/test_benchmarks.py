@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from operator import truediv
 from pathlib import Path
 from types import ModuleType
 
@@ -21,13 +20,9 @@ from transformers import AutoModelForCausalLM
 from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
 from colocated_grpo.benchmarks import (
     attention,
-    checksums,
     decode,
-    decode_lora,
     logprob,
-    overlap,
     patches,
-    rewards,
     sleep,
     sync,
     train,
@@ -40,7 +35,6 @@ from colocated_grpo.benchmarks.throughput import model_size
 from colocated_grpo.benchmarks.workload import STOP_PROBABILITY
 from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.config.lora import LoRAConfig
-from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Group, JsonObject, Rollout
@@ -167,29 +161,6 @@ def test_decode_divides_the_time_of_a_step_among_kernels(measured):
         assert row["idle_share"] == pytest.approx(1 - row["device_ms"] / row["step_ms"])
 
 
-def test_merged_weights_and_the_adapter_of_vllm_decode_in_turn(measured):
-    work = ["--sequences", "4", "1", "--group-size", "2", "--prompt", "20", "--sampled", "8", "--steps", "4"]
-    result = measured(decode_lora, "--gpus", "0", "--shape", "tiny", "--rank", "8", *work, forked=True)
-
-    assert [(row["sequences"], row["weights"]) for row in result["rows"]] == [
-        (sequences, weights) for sequences in (4, 1) for weights in ("merged", "vLLM's adapter")
-    ]
-    for merged, adapter in zip(result["rows"][::2], result["rows"][1::2], strict=True):
-        assert merged["merged x"] == 1
-        assert adapter["merged x"] == adapter["step_ms"] / merged["step_ms"]
-        calls = {
-            row["weights"]: {
-                kernel["kernel"]: kernel["calls"]
-                for kernel in result["kernels"]
-                if (kernel["weights"], kernel["sequences"]) == (row["weights"], row["sequences"])
-            }
-            for row in (merged, adapter)
-        }
-        assert "aten::bmm" not in calls["merged"]
-        # two products with the factors in each of seven linear layers in two blocks, in each of four steps
-        assert calls["vLLM's adapter"]["aten::bmm"] >= 4 * 2 * 7 * 2
-
-
 def test_a_random_adapter_has_the_format_of_peft(tmp_path):
     from peft import PeftModel
 
@@ -245,17 +216,6 @@ def test_patches_lists_every_replacement_inside_vllm_with_its_hits(measured):
     assert rows["vllm.v1.core.sched.scheduler:Scheduler.schedule"][1] > 0
     assert rows["vllm.model_executor.models.qwen3:Qwen3Attention.forward"] == ("skipped: only on cuda", 0)
     assert result["sampled_tokens"] == 4 * 8
-
-
-def test_overlap_counts_micro_batches_trained_while_a_tail_decodes(measured):
-    work = ["--prompts", "2", "--group-size", "2", "--max-completion", "16", "--mean-completion", "8"]
-    tail = ["--tails", "2", "--tokens", "12"]
-    rows = measured(overlap, "--gpus", "0", "--shape", "tiny", *work, *tail, forked=True)["rows"]
-
-    assert [row["preferred"] for row in rows] == ["neither", "decoding"]
-    for row in rows:
-        both = row["decode_alone_seconds"] + row["micro_batches_meanwhile"] * row["micro_batch_alone_seconds"]
-        assert row["gain"] == pytest.approx(both / row["together_seconds"])
 
 
 def test_settings_of_the_command_line_override_those_of_the_benchmark():
@@ -422,41 +382,3 @@ def test_a_single_row_is_transposed():
 )
 def test_numbers_have_four_significant_digits(value, text):
     assert number(value) == text
-
-
-def test_rewards_compares_the_same_batches_in_threads_and_in_processes(measured):
-    work = ["--prompts", "2", "--group-size", "2", "--max-completion", "4", "--steps", "3", "--warmup", "1"]
-    result = measured(rewards, "--gpus", "0", "--shape", "tiny", *work, forked=True)
-
-    thread, process = result["rows"]
-    assert (thread["run_in"], process["run_in"]) == ("thread", "process")
-    assert (thread["ratio"], process["ratio"] > 0) == (1.0, True)
-    assert [len(result["seconds"][place]) for place in ("thread", "process")] == [3, 3]
-
-
-def test_rewards_that_differ_are_not_compared():
-    options = rewards.parser().parse_args([], Namespace(settings=[]))
-    for place in rewards.PLACES:
-        config = rewards.config_with(options, Path("model"), Path("work"), place)
-        assert [reward.run_in for entry in config.environments for reward in entry.rewards] == [place]
-    same = [(1.0, [0.0, 1.0]), (2.0, [1.0, None])]
-    slower = [(2.0, [0.0, 1.0]), (8.0, [1.0, None])]
-
-    assert rewards.figures({"thread": same, "process": slower})["rows"][1] == {
-        "run_in": "process",
-        "batch_seconds": 5.0,
-        "ratio": 3.0,
-    }
-    with pytest.raises(RunError, match="differ"):
-        rewards.figures({"thread": same, "process": [(1.0, [0.0, 1.0]), (1.0, [1.0, 1.0])]})
-
-
-def test_checksums_compares_saves_with_and_without_them(measured, tmp_path):
-    result = measured(checksums, "--megabytes", "2", "--saves", "2", "--folder", str(tmp_path))
-
-    [row] = result["rows"]
-    assert row["gigabytes"] == pytest.approx(0.002)
-    saved, saved_without = result["seconds"]["xxh3"], result["seconds"]["none"]
-    assert row["ratio"] == pytest.approx(statistics.median(map(truediv, saved, saved_without)))
-    assert row["export_seconds_per_gigabyte"] > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["results"]

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colocated_grpo.weights.fingerprints import SPAN, SPANS, Fingerprints, bits_of, columns_of, fingerprint, rows_of
+from colocated_grpo.weights.fingerprints import SPAN, SPANS, bits_of, columns_of, fingerprint, rows_of
+from colocated_grpo.weights.transport import Fingerprints
 
 MODULUS = 1 << 64
 ROWS, COLUMNS = 300, 301
@@ -121,4 +122,5 @@ for dtype in (None, torch.float32, torch.float16):
 def test_the_kernel_computes_the_same_fingerprints():
     """Triton's interpreter, chosen by a variable that Triton reads on import, truncates in casts to bfloat16."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    subprocess.run([sys.executable, "-c", IN_THE_INTERPRETER], env=environment, check=True, timeout=300)
+    outcome = subprocess.run([sys.executable, "-c", IN_THE_INTERPRETER], env=environment, timeout=300, check=False)
+    assert outcome.returncode == 0
