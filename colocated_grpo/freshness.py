@@ -7,6 +7,7 @@ policy's forward pass, which training computes in any case.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ from colocated_grpo.metrics import AllReduce, Metrics, reduce
 from colocated_grpo.types import Group
 
 MEAN, WORST = "mismatch/plain", "mismatch/worst"
-# At least twice the largest mean of healthy batches: docs/results/mismatch_healthy.json.
+# About twice the largest mean of healthy batches, more in float32: docs/results/mismatch_healthy.json.
 LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.01}
 QUANTIZED_LIMIT = 0.3
 """Where the engine's weights or KV cache have 8 bits or fewer."""
@@ -46,26 +47,32 @@ class SampleCheck:
         self._limit = (config.max_mean_diff or limit) / min(1.0, temperature)
         self._all_reduce = all_reduce
 
-    def judge(self, metrics: Metrics, staleness: float) -> None:
+    def judge(self, metrics: Metrics, staleness: int) -> None:
         """Raise RunError on every rank if the samples differ too much from the policy. Collective.
 
-        metrics: of a forward pass. staleness: mean optimizer steps between the sampler's weights and the policy's.
+        metrics: of a forward pass. staleness: optimizer steps between the sampler's weights and the policy's, at most.
         """
         if not self._enabled:
             return
         found = reduce(metrics.only((MEAN, WORST)), *self._all_reduce)
         drift = DRIFT * staleness
         for name, limit in ((MEAN, self._limit + drift), (WORST, WORST_PER_MEAN * self._limit + drift)):
-            if name in found and not found[name] <= limit:  # NaN fails too
+            value = found.get(name, 0.0)
+            if not math.isfinite(value):
                 raise RunError(
-                    f"{name}={found[name]:.4g}: samples have other log-probabilities in the engine than in the policy "
-                    f"(limit {limit:g}, from freshness.max_mean_diff); this optimizer step was not taken. The engine "
-                    "has the policy's weights, so decoding, sampling or scheduling fails: try engine.enforce_eager=true"
+                    f"{name}={value}: the log-probabilities of the engine or of the policy are not finite; this "
+                    "optimizer step was not taken. Resume from the last checkpoint with a lower policy.lr or "
+                    "policy.grad_clip"
+                )
+            if value > limit:
+                raise RunError(
+                    f"{name}={value:.4g}: samples have other log-probabilities in the engine than in the policy (limit "
+                    f"{limit:g}, from freshness.max_mean_diff); this optimizer step was not taken. The weights passed "
+                    "their last comparison, so decoding, sampling or scheduling fails: try engine.enforce_eager=true"
                 )
 
 
-def staleness_of(groups: Sequence[Group], policy_version: int) -> float:
-    """Return the mean optimizer steps since the plainly sampled sequences were sampled; 0 without any."""
+def staleness_of(groups: Sequence[Group], policy_version: int) -> int:
+    """Return the most optimizer steps since a plainly sampled sequence was sampled; 0 without any."""
     sequences = (one for group in groups for episode in group.rollouts for one in episode.sequences)
-    ages = [policy_version - one.policy_version for one in sequences if one.plain]
-    return sum(ages) / len(ages) if ages else 0.0
+    return max((policy_version - one.policy_version for one in sequences if one.plain), default=0)

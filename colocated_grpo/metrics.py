@@ -62,7 +62,7 @@ class Metrics:
             self._stats[name] = _merge(name, self._stats[name], stat) if name in self._stats else stat
 
     def only(self, names: Collection[str]) -> Metrics:
-        """Return these of the statistics, of which some may be missing on every rank."""
+        """Return the statistics of these names. A name must be present on all ranks or on none."""
         chosen = Metrics(self.device)
         chosen._stats = {name: stat for name, stat in self._stats.items() if name in names}
         return chosen

@@ -221,13 +221,14 @@ def with_ref_logprobs(micro_batch: MicroBatch, reference: Weights, device: torch
     return replace(micro_batch, loss_inputs=replace(inputs, ref_logprobs_N=ref_logprobs_N))
 
 
-def update(run: Run, batch: Batch, staleness: float) -> Metrics:
+def update(run: Run, batch: Batch, staleness: int) -> Metrics:
     """One optimizer step for each minibatch of each epoch, unless the samples are judged to be faulty.
 
-    staleness: mean optimizer steps since the batch was sampled.
+    staleness: optimizer steps since the oldest of the batch was sampled.
     """
     metrics = Metrics(run.world.device)
-    follows_sampler = run.config.loss.old_logprobs == "trainer"  # whose log-probabilities are of before this batch
+    # Otherwise samples are compared with log-probabilities of before this batch, whose own updates do not count.
+    moves = run.config.loss.old_logprobs == "sampling"
     for _ in range(run.config.batch.epochs):
         for minibatch in batch.minibatches:
             own = Metrics(run.world.device)
@@ -235,7 +236,7 @@ def update(run: Run, batch: Batch, staleness: float) -> Metrics:
             run.samples.judge(own, staleness)
             run.policy.optimizer_step(own)
             metrics.add(dict(own.ordered()))
-            staleness += 0 if follows_sampler else 1
+            staleness += int(moves)
     return metrics
 
 

@@ -21,3 +21,5 @@ class Engines:
     sync: WeightSync
     dtype: torch.dtype
     """Type of their weights."""
+    is_quantized: bool
+    """True if the weights or the KV cache of any have 8 bits or fewer."""

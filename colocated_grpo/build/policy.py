@@ -32,9 +32,6 @@ from colocated_grpo.weights.colocated import ColocatedSync
 from colocated_grpo.weights.opponent import FrozenOpponent
 from colocated_grpo.weights.shared import share
 
-UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "half")
-"""Types of vLLM's KV cache."""
-
 
 def build_reference(config: Config, model: ModelFiles, policy: Policy, world: World) -> Reference | None:
     """The frozen reference of the KL penalty; None without a penalty against it. Call before a checkpoint is restored.
@@ -82,7 +79,8 @@ def build_colocated(config: Config, policy: Policy, model_folder: Path, world: W
     """Engines in the processes of the ranks. Collective. resources: close this rank's."""
     engine = resources.enter_context(closing(build_engine(config, policy, model_folder, world)))
     sync = build_sync(config, policy, engine, world)
-    return Engines(local=engine, engine=engine, sync=sync, dtype=engine_dtype(config, world.device))
+    dtype = engine_dtype(config, world.device)
+    return Engines(local=engine, engine=engine, sync=sync, dtype=dtype, is_quantized=engine.is_quantized)
 
 
 def build_engine(config: Config, policy: Policy, model_folder: Path, world: World) -> VLLMEngine:
@@ -147,9 +145,7 @@ def build_opponent(
 
 def build_sample_check(config: Config, compute: torch.dtype, engines: Engines, world: World) -> SampleCheck:
     """compute: type of the policy's activations."""
-    arguments = config.engine.args
-    quantized = bool(arguments.get("quantization")) or arguments.get("kv_cache_dtype", "auto") not in UNQUANTIZED_CACHE
-    limit = default_limit([compute, engines.dtype], quantized=quantized)
+    limit = default_limit([compute, engines.dtype], quantized=engines.is_quantized)
     return SampleCheck(config.freshness, limit, config.rollout.temperature, (world.sum_, world.max_))
 
 

@@ -107,12 +107,14 @@ def build_remote(
     """Collective."""
     sync, restore = _BRIDGES[config.engine.bridge](config, servers, policy, model, folder / WEIGHTS_FOLDER, world)
     replicas = [RemoteEngine(server, restore, stop.request) for server in servers]
+    infos = [server.wait_until_ready() for server in servers]
     return Engines(
         local=None,
         # All at once in a deterministic run: the server's queue decides which requests decode together, not timing.
         engine=EngineGroup(replicas, max_num_seqs=sys.maxsize if config.deterministic else None),
         sync=sync,
-        dtype=getattr(torch, servers[0].wait_until_ready()["dtype"]),
+        dtype=getattr(torch, infos[0]["dtype"]),
+        is_quantized=any(info["is_quantized"] for info in infos),
     )
 
 

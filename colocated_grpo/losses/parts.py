@@ -28,7 +28,7 @@ MAX_LOG_RATIO = 20.0
 gradient the clip removes: a single stray token would end the run. A ratio of exp(20) = 5e8 no longer estimates
 anything; a token beyond it has no gradient. Small ratios need no bound: exp goes to 0."""
 SHORTEST_JUDGED = 16
-"""Tokens."""
+"""Completions with fewer tokens are averaged over this many."""
 
 
 # Ratios and surrogates

@@ -117,6 +117,8 @@ class LocalEngine(RolloutEngine, Protocol):
 
     Only `load_weights` can write them then.
     """
+    is_quantized: bool
+    """True if weights or KV cache have 8 bits or fewer."""
 
     @property
     def model(self) -> nn.Module:
@@ -127,5 +129,5 @@ class LocalEngine(RolloutEngine, Protocol):
     def tensor_parallel_rank(self) -> int: ...
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Replace every weight from full tensors under checkpoint names. Slow, and correct for every model."""
+        """Replace the weights of whole layers from full tensors by checkpoint name. Slow; correct for every model."""
         ...

@@ -43,7 +43,7 @@ class MixedSupply:
         return merge_results([sampled, replace(served, trained_now=[first + place for place in served.trained_now])])
 
     def release_engine(self) -> None:
-        """Do nothing: both supplies sample in `Order.collect` alone."""
+        """Do nothing: both supplies sample only while an `Order` is called."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"sampled": self._sampled.state_dict(), "served": self._served.state_dict()}

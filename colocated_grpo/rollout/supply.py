@@ -156,7 +156,7 @@ class PromptSupply:
         return settled if self._resampling is None else self._resampling.choose(groups, settled)
 
     def release_engine(self) -> None:
-        """Do nothing: prompts are sampled by `Order.collect` alone."""
+        """Do nothing: prompts are sampled only while an `Order` is called."""
 
     def wait_for_ranks(self) -> None:
         """Wait until every rank has called this. Collective."""

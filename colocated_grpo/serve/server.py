@@ -173,6 +173,7 @@ def describe(config: Config, options: ServeOptions, engine: VLLMEngine, world: W
         "shape": shape_of(read_config_json(config.model)),
         "instance": secrets.token_hex(8),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "is_quantized": engine.is_quantized,
         "device": world.device.type,
         "tensor_parallel_size": world.size,
         "max_model_len": config.max_sequence_tokens,

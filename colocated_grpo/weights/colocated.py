@@ -54,7 +54,7 @@ class ColocatedSync:
         self._dtype = next(engine.model.parameters()).dtype
         self._check_due = Due(check_every)
         self._transport: TransportCheck | None = None
-        self._reload = ReloadCheck(lambda: engine.model, [*parameters, *self._constants])
+        self._reload = ReloadCheck(lambda: engine.model, [*parameters, *self._constants], world.device)
         self.plan: Plan | None = None
         """Destination of each parameter. None until the plan is verified, and for models without a valid plan."""
         self._buckets: list[tuple[Bucket, list[ShardSlice]]] = []
@@ -86,7 +86,9 @@ class ColocatedSync:
             raise_if_reloading_changed(self._world.gather_objects(changed))
             return
         if self._transport is None:
-            self._transport = TransportCheck(self._parameters, self.plan.targets, self._dtype, self._world)
+            self._transport = TransportCheck(
+                self._parameters, self.plan.targets, self._dtype, self._world, self.plan.is_current
+            )
         self._transport.verify()
 
     def _agree(self, ok: bool) -> bool:

@@ -3,7 +3,7 @@
 The fingerprint of a checkpoint tensor is the sum, modulo 2^64, of bits(x_i) * factor(i): the bits of element i in the
 engine's type as a signed number, times an odd pseudo-random factor of its flat index. The fingerprints of parts add up
 to that of the whole, so shards, tensor-parallel slices and replicas are compared without gathering them. A change of
-one element always changes the fingerprint; a change of several escapes with a probability of about 2^-31.
+one element always changes the fingerprint; a change of several escapes with a probability of about 2^-30.
 """
 
 from __future__ import annotations

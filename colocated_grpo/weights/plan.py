@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,15 @@ class Target:
     """First row (dim 0) or column (dim 1) of this rank's part of the checkpoint tensor."""
 
 
+class Place(NamedTuple):
+    """A parameter in its module, and its address."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    address: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Targets of all checkpoint tensors. Together with the padding they cover every engine parameter once."""
@@ -37,6 +47,15 @@ class Plan:
     """By checkpoint name."""
     padding: list[Tensor]
     """Rows without a checkpoint tensor (vocabulary padding). Each sync zeroes them."""
+    places: list[Place]
+    """Every parameter of the engine, as it was when the plan was made."""
+
+    def is_current(self) -> bool:
+        """Return False if the engine computes with other tensors than those that the views are of."""
+        return all(
+            module._parameters.get(name) is parameter and parameter.data_ptr() == address
+            for module, name, parameter, address in self.places
+        )
 
 
 def build_plan(model: nn.Module, shapes: Mapping[str, torch.Size], tensor_parallel_rank: int) -> Plan | None:
@@ -53,7 +72,12 @@ def build_plan(model: nn.Module, shapes: Mapping[str, torch.Size], tensor_parall
     covered = sum(target.view.numel() for target in targets.values()) + sum(rows.numel() for rows in padding)
     if covered != sum(parameter.numel() for parameter in parameters.values()):
         return None
-    return Plan(targets=targets, padding=padding)
+    places = [
+        Place(module, name, parameter, parameter.data_ptr())
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    return Plan(targets=targets, padding=padding, places=places)
 
 
 def _fused_names(model: nn.Module) -> dict[str, tuple[str, int]]:
@@ -119,8 +143,8 @@ def _merged_target(module: MergedColumnParallelLinear, parameter: Tensor, positi
 
 
 def _fits(target: Target, shape: torch.Size) -> bool:
-    """True if the view has the checkpoint tensor's shape, or a part of it along `target.dim`."""
-    if target.view.dim() != len(shape):
+    """True if the view is contiguous and has the checkpoint tensor's shape, or a part of it along `target.dim`."""
+    if target.view.dim() != len(shape) or not target.view.is_contiguous():
         return False
     return all(
         have == want if dim != target.dim else target.start + have <= want

@@ -91,22 +91,30 @@ class WeightReceiver:
         """
         if self._group is None:
             raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
+        plan, loaded = self._plan, list[Tensor]()
         try:
-            if (plan := self._plan) is None:
-                loaded: list[Tensor] = []
+            if plan is None:
                 self._engine.load_weights(self._stored(loaded))
-                own, copies = torch.cat(loaded), torch.ones_like(torch.cat(loaded)) * self._world.size
             else:
                 received = ((shard_slices(bucket, plan), values) for bucket, values in self._received())
                 write_planned(received, plan, self._device)
-                if self._views is None:
-                    assert self._planned_shapes is not None  # those of the plan
-                    self._views = ViewFingerprints(plan.targets.values(), self._planned_shapes.values(), self._world)
-                own, copies = self._views.compute(), self._views.copies
         except RuntimeError as error:
             self._leave()
             raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None
+        if plan is None:
+            own = torch.cat(loaded)
+            copies = torch.full_like(own, self._world.size)
+        else:
+            views = self._views_of(plan)
+            own, copies = views.compute(), views.copies
         return Summed(self._world.sum_(own), copies).to_json()
+
+    def _views_of(self, plan: Plan) -> ViewFingerprints:
+        if self._views is None:
+            assert self._planned_shapes is not None  # those of the plan
+            shapes = self._planned_shapes.values()
+            self._views = ViewFingerprints(plan.targets.values(), shapes, self._world, plan.is_current)
+        return self._views
 
     def _stored(self, fingerprints: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield what the engine's loader needs, and append the fingerprints of each bucket."""

@@ -39,11 +39,7 @@ class AdapterSync:
     def restore(self, server: EngineServer) -> bool:
         """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError for another adapter."""
         loaded = server.post("/lora/load", self._body())
-        if loaded["exported"] != exported_digest(self._target):
-            raise RunError(
-                f"weight sync: the engine at {server.url} has loaded another adapter than {self._target}: it does not "
-                "see this folder as the trainer has written it"
-            )
+        _require_same(server, loaded["exported"], self._target)
         return True
 
     def _body(self) -> dict[str, str]:
@@ -100,7 +96,8 @@ class RestartSync:
         def restarted() -> None:
             info = server.info()
             instance = info["instance"]
-            if instance != former and info["model"] == model and info["exported"] == exported_digest(Path(model)):
+            if instance != former and info["model"] == model:
+                _require_same(server, info["exported"], Path(model))
                 return
             if instance not in accepted:
                 server.post("/bridge/restart", {"model": model})
@@ -112,3 +109,12 @@ class RestartSync:
     def restore(self, server: EngineServer) -> bool:
         """Return True if the server, which was started again, has the model of the last sync. Raises Unavailable."""
         return server.info()["model"] == self._current
+
+
+def _require_same(server: EngineServer, loaded: str | None, folder: Path) -> None:
+    """Raise RunError unless the server has loaded `folder` as it is here. loaded: its `exported_digest`."""
+    if loaded != exported_digest(folder):
+        raise RunError(
+            f"weight sync: the engine at {server.url} has loaded other files than {folder} holds here: it does not see "
+            "the folder as the trainer has written it"
+        )

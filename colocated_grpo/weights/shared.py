@@ -17,7 +17,8 @@ from colocated_grpo.weights.transport import Due, TransportCheck
 class SharedSync:
     """A sync without copies: each optimizer step writes the engine's weights."""
 
-    def __init__(self, check: TransportCheck, check_every: int) -> None:
+    def __init__(self, check: TransportCheck | None, check_every: int) -> None:
+        """check: of the masters against the engine's tensors; None where these are the same tensors."""
         self._check = check
         self._check_due = Due(check_every)
 
@@ -29,7 +30,7 @@ class SharedSync:
         """
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        if self._check_due():
+        if self._check_due() and self._check is not None:
             self._check.verify()
 
 
@@ -84,6 +85,9 @@ def share_exported(
 def _verified(
     published: Mapping[str, Tensor], views: Mapping[str, Tensor], world: World, check_every: int
 ) -> SharedSync:
-    targets = {name: Target(view=views[name], dim=0, start=0) for name in published}
+    masters = {name: master for name, master in published.items() if master.data_ptr() != views[name].data_ptr()}
+    if not masters:
+        return SharedSync(None, check_every)
+    targets = {name: Target(view=views[name], dim=0, start=0) for name in masters}
     dtype = next(iter(targets.values())).view.dtype
-    return SharedSync(TransportCheck(published, targets, dtype, world), check_every)
+    return SharedSync(TransportCheck(masters, targets, dtype, world), check_every)

@@ -101,16 +101,23 @@ class ShardFingerprints:
 class ViewFingerprints:
     """Fingerprints of the engine's planned views on this rank."""
 
-    def __init__(self, targets: Iterable[Target], shapes: Iterable[torch.Size], world: World) -> None:
-        """shapes: of the checkpoint tensors, in the order of the targets. Collective."""
+    def __init__(
+        self,
+        targets: Iterable[Target],
+        shapes: Iterable[torch.Size],
+        world: World,
+        is_current: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """shapes: of the checkpoint tensors, in the order of the targets. is_current: `Plan.is_current`. Collective."""
+        self._is_current = is_current
         pairs = list(zip(targets, shapes, strict=True))
-        device = pairs[0][0].view.device
-        self._of_views = Fingerprints([_part_of(target, shape) for target, shape in pairs], None, device)
+        self._of_views = Fingerprints([_part_of(target, shape) for target, shape in pairs], None, world.device)
         self.copies = _copies([target.view.numel() for target, _ in pairs], [shape for _, shape in pairs], world)
 
     def compute(self) -> Tensor:
-        """Return this rank's contribution, int64 [P], on the engine's device."""
-        return self._of_views.compute()
+        """Return this rank's contribution, int64 [P], on the engine's device; zeros for views of former tensors."""
+        found = self._of_views.compute()
+        return found if self._is_current() else torch.zeros_like(found)
 
 
 def _part_of(target: Target, shape: torch.Size) -> Part:
@@ -142,14 +149,19 @@ class TransportCheck:
     """Compares planned views with the policy's shards. Every method is collective."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], targets: Mapping[str, Target], dtype: torch.dtype, world: World
+        self,
+        parameters: Mapping[str, Tensor],
+        targets: Mapping[str, Target],
+        dtype: torch.dtype,
+        world: World,
+        is_current: Callable[[], bool] = lambda: True,
     ) -> None:
-        """targets: one for each parameter, by the same names. dtype: the engine's."""
+        """targets: one for each parameter, by the same names. dtype: the engine's. is_current: `Plan.is_current`."""
         self._names = list(parameters)
         self._world = world
         self._shards = ShardFingerprints(parameters, dtype, world)
         shapes = [parameter.shape for parameter in parameters.values()]
-        self._views = ViewFingerprints([targets[name] for name in self._names], shapes, world)
+        self._views = ViewFingerprints([targets[name] for name in self._names], shapes, world, is_current)
 
     def verify(self) -> None:
         """Raise RunError on every rank unless all engines hold the policy's weights, bit for bit."""
@@ -166,7 +178,7 @@ def raise_if_any(different_P: Tensor, names: Sequence[str], where: str = "the en
         shown = ", ".join(wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
         raise RunError(
             f"weight sync: {where} does not hold the policy's bytes in {len(wrong)} of {len(names)} tensors ({shown}); "
-            "no step was trained with them. Report it with this line; freshness.every=0 turns the check off"
+            "nothing was sampled with them. Report it with this line; freshness.every=0 turns the check off"
         )
 
 
@@ -175,9 +187,9 @@ def raise_if_reloading_changed(changed: Sequence[Sequence[str]]) -> None:
     for rank, names in enumerate(changed):
         if names:
             raise RunError(
-                f"weight sync: loading a block a second time changes {names[0]} in the engine of rank {rank}, so the "
-                "first load has not arrived; no step was trained with it. Report it with this line; freshness.every=0 "
-                "turns the check off"
+                f"weight sync: loading a block a second time changes {names[0]} in the engine of rank {rank}: its "
+                "first load has not arrived, in this sync or an earlier one. Report it with this line; "
+                "freshness.every=0 turns the check off"
             )
 
 
@@ -188,9 +200,10 @@ class ReloadCheck:
     arrived. Blocks take turns: an engine that receives nothing is found at once, a single stale block in its turn.
     """
 
-    def __init__(self, model: Callable[[], nn.Module], names: Iterable[str]) -> None:
-        """model: the engine's. names: of all tensors that a load needs."""
+    def __init__(self, model: Callable[[], nn.Module], names: Iterable[str], device: torch.device) -> None:
+        """model: the engine's, on this device. names: of all tensors that a load needs."""
         self._model = model
+        self._device = device
         blocks: dict[str, list[str]] = {}
         for name in names:
             blocks.setdefault(_block_of(name), []).append(name)
@@ -213,8 +226,7 @@ class ReloadCheck:
         model = self._model()
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         tensors = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
-        device = next(iter(tensors.values())).device
-        found = Fingerprints([bits_of(tensor) for tensor in tensors.values()], None, device).compute()
+        found = Fingerprints([bits_of(tensor) for tensor in tensors.values()], None, self._device).compute()
         return dict(zip(tensors, found.tolist(), strict=True))
 
 

@@ -103,7 +103,7 @@ def test_one_wrong_weight_in_the_engine_of_one_rank_ends_the_run_in_that_step(tm
     run = failed(ForkedRun(tmp_path, faulty(tmp_path, CORRUPTS_RANK_1), ranks=2))
     [line] = run.stderr.splitlines()
     assert line.startswith("error: weight sync: the engine does not hold the policy's bytes in 1 of ")
-    assert " tensors (model.layers.0.mlp.down_proj.weight); no step was trained with them." in line
+    assert " tensors (model.layers.0.mlp.down_proj.weight); nothing was sampled with them." in line
     assert [row["step"] for row in run.rows("train")] == [0], "the second sync is the first one that was planned"
 
 

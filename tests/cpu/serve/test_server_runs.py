@@ -127,7 +127,7 @@ def test_a_server_that_loads_another_adapter_ends_the_run(server, task, tmp_path
     with ForkedRun(tmp_path, adapted(faulty_task(task, tmp_path, READS_ANOTHER_FOLDER), server)) as run:
         assert run.wait() != 0
     [line] = run.stderr.splitlines()
-    assert line.startswith(f"error: weight sync: the engine at {server.url} has loaded another adapter than ")
+    assert line.startswith(f"error: weight sync: the engine at {server.url} has loaded other files than ")
     assert run.rows(files.TRAIN) == []
 
 
