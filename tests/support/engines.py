@@ -16,7 +16,7 @@ from colocated_grpo.config import Config
 from colocated_grpo.launch.cli import library_environment
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import Completion
 from tests.support.training_runs import settings
@@ -66,7 +66,7 @@ class Pair:
 
     def engine_logprobs(self, tokens: Sequence[int] = PROBE) -> list[float]:
         """Return the engine's log-probabilities of tokens[1:], computed as a prefill."""
-        return [next(iter(entry.values())) for entry in self.engine.top_logprobs(tokens, 0)]
+        return prefill_logprobs(self.engine, tokens)
 
     def policy_logprobs(self, tokens: Sequence[int], *, first: int, temperature: float) -> list[float]:
         """Return the policy's log-probabilities of tokens[first:]. Collective."""
@@ -93,6 +93,11 @@ class Pair:
         while len(done) < len(requests):
             done.update(self.engine.step())
         return [done[request.key] for request in requests]
+
+
+def prefill_logprobs(engine: RolloutEngine, tokens: Sequence[int]) -> list[float]:
+    """Return an engine's log-probabilities of tokens[1:] at temperature 1."""
+    return [next(iter(entry.values())) for entry in engine.top_logprobs(tokens, 0)]
 
 
 def request_of(

@@ -24,7 +24,7 @@ from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
-from tests.support.engines import PROBE
+from tests.support.engines import PROBE, prefill_logprobs
 from tests.support.ranks import run_on_ranks, start_module
 from tests.support.training_runs import (
     ForkedRun,
@@ -168,10 +168,10 @@ def scores_with_vllms_own_adapter(world: World, folder: Path, adapter: Path) -> 
     arguments = {"load_format": "auto", "enable_lora": True, "max_lora_rank": RANK}
     config = Config.model_validate(settings(folder, engine={"sleep": False, "args": arguments}))
     engine = VLLMEngine(config, folder, torch.float32, world)
-    scores = {"base": engine.score(PROBE)}
+    scores = {"base": prefill_logprobs(engine, PROBE)}
     engine.weights_changed(1)
     engine.adapters.load("trained", str(adapter))
-    scores["adapter"] = engine.score(PROBE)
+    scores["adapter"] = prefill_logprobs(engine, PROBE)
     engine.close()
     return scores
 

@@ -27,7 +27,7 @@ from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.model_card import card
 from tests.support.composites import TEXT_PARTS, make_composite, whole_model
-from tests.support.engines import PROBE, Pair
+from tests.support.engines import PROBE, Pair, prefill_logprobs
 from tests.support.families import HYBRIDS
 from tests.support.ranks import run_on_ranks, start_module
 from tests.support.serve_process import ServeProcess
@@ -98,7 +98,7 @@ def engine_scores(world: World, folder: Path) -> dict[str, Any]:
 
     config = Config.model_validate(settings(folder, engine={"sleep": False, "args": {"load_format": "auto"}}))
     reading = VLLMEngine(config, folder, torch.float32, world)
-    scores = reading.score(PROBE)
+    scores = prefill_logprobs(reading, PROBE)
     built = sum(parameter.numel() for parameter in reading.model.parameters())
     reading.close()
     pair = Pair(world, folder)
