@@ -139,7 +139,6 @@ def test_staleness_grows_between_syncs(tmp_path):
     config = settings(tiny_model(), training_steps=5, sync_frequency=3, evaluation={"every": 0})
     rows = train(tmp_path, config).rows(files.TRAIN)
     assert [row["staleness"] for row in rows] == [0, 1, 2, 0, 1]
-    assert [row["step"] for row in rows if "mismatch/plain" in row] == [0, 3]
 
 
 def test_an_evaluation_between_syncs_measures_the_current_weights(tmp_path):
