@@ -219,7 +219,6 @@ def test_a_run_continues_from_the_adapter_of_an_earlier_run(merged, tmp_path):
     assert first["held_out/reward"] == last["held_out/reward"]
     [row] = run.rows(files.TRAIN)
     assert row["mismatch/plain"] < FLOAT32_CLOSE
-    assert row["mismatch/plain"] < FLOAT32_CLOSE
     assert row["kl"] < FLOAT32_CLOSE, "the reference is the policy before the first step"
     before, after = adapter_of(merged), adapter_of(run)
     assert all((after[name] - before[name]).abs().max() > 1e-3 for name in before)
