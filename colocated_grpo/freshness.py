@@ -24,8 +24,10 @@ QUANTIZED_LIMIT = 0.3
 """Where the engine's weights or KV cache have 8 bits or fewer."""
 WORST_PER_MEAN = 5.0
 """Limit of mismatch/worst over that of the mean."""
-DRIFT = 0.1
-"""Added to both limits for each optimizer step since the tokens were sampled: a policy moves while it trains."""
+DRIFT_PER_RATE = 5000.0
+"""Times the learning rate, this is added to both limits for each optimizer step since the tokens were sampled: a policy
+moves while it trains, under adaptive optimizers in proportion to the rate. Seen for the mean: 1,200 times the rate
+(SmolLM2 at 1e-5) and 170 times (a tiny random model at 1e-3)."""
 
 
 def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool) -> float:
@@ -37,12 +39,19 @@ class SampleCheck:
     """Compares sampling log-probabilities with the policy's, for each optimizer step."""
 
     def __init__(
-        self, config: FreshnessConfig, limit: float, temperature: float, all_reduce: tuple[AllReduce, AllReduce]
+        self,
+        config: FreshnessConfig,
+        limit: float,
+        temperature: float,
+        learning_rate: float,
+        all_reduce: tuple[AllReduce, AllReduce],
     ) -> None:
         """limit: of the mean, unless the config sets one. all_reduce: of sums and of maxima.
 
         temperature: of training samples. Differences of log-probabilities grow with its inverse.
+        learning_rate: the schedule's highest.
         """
+        self._drift = DRIFT_PER_RATE * learning_rate
         self._enabled = config.every > 0
         self._limit = (config.max_mean_diff or limit) / min(1.0, temperature)
         self._all_reduce = all_reduce
@@ -55,7 +64,7 @@ class SampleCheck:
         if not self._enabled:
             return
         found = reduce(metrics.only((MEAN, WORST)), *self._all_reduce)
-        drift = DRIFT * staleness
+        drift = self._drift * staleness
         for name, limit in ((MEAN, self._limit + drift), (WORST, WORST_PER_MEAN * self._limit + drift)):
             value = found.get(name, 0.0)
             if not math.isfinite(value):

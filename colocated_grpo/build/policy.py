@@ -146,7 +146,8 @@ def build_opponent(
 def build_sample_check(config: Config, compute: torch.dtype, engines: Engines, world: World) -> SampleCheck:
     """compute: type of the policy's activations."""
     limit = default_limit([compute, engines.dtype], quantized=engines.is_quantized)
-    return SampleCheck(config.freshness, limit, config.rollout.temperature, (world.sum_, world.max_))
+    reduces = world.sum_, world.max_
+    return SampleCheck(config.freshness, limit, config.rollout.temperature, config.policy.lr, reduces)
 
 
 def build_exports(config: Config, policy: Policy, model: ModelFiles, world: World) -> list[Export]:

@@ -168,7 +168,8 @@ class FreshnessConfig(Section):
     """Largest accepted mean of |engine - policy| log-probability over sampled tokens (mismatch/plain); above it the run
     stops before the optimizer step. The mean over a single completion (mismatch/worst) may be five times as large.
     Default: 0.3 where the engine's weights or KV cache are quantized, else 0.1 where engine or policy is 16-bit, 0.01
-    in float32. A temperature below 1 divides it, and each optimizer step since sampling adds 0.1."""
+    in float32. A temperature below 1 divides it, and each optimizer step since sampling adds
+    5000 times policy.lr."""
 
 
 class Config(Section):

@@ -10,18 +10,20 @@ import torch
 
 from colocated_grpo.config.schema import FreshnessConfig
 from colocated_grpo.errors import RunError
-from colocated_grpo.freshness import DRIFT, QUANTIZED_LIMIT, SampleCheck, default_limit, staleness_of
+from colocated_grpo.freshness import DRIFT_PER_RATE, QUANTIZED_LIMIT, SampleCheck, default_limit, staleness_of
 from colocated_grpo.losses import parts
 from colocated_grpo.metrics import Metrics, Stat
 from tests.support.loss_inputs import random_inputs
 from tests.support.small_policy import group_of, rollout_of
 
 LIMIT = 0.15
+RATE = 2e-5
+DRIFT = DRIFT_PER_RATE * RATE
 
 
 def check_of(*, limit: float = LIMIT, temperature: float = 1.0, **config: float) -> SampleCheck:
     keep = lambda tensor: tensor  # noqa: E731
-    return SampleCheck(FreshnessConfig(**config), limit, temperature, (keep, keep))
+    return SampleCheck(FreshnessConfig(**config), limit, temperature, RATE, (keep, keep))
 
 
 def error_of(check: SampleCheck, plain: float, worst: float = 0.0, staleness: int = 0) -> str | None:

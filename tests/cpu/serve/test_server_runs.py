@@ -249,7 +249,7 @@ def test_an_atropos_environment_samples_from_the_server_while_the_run_trains(ser
         run = train(tmp_path, work(task, server, deterministic=False, **changes))
     rows = run.rows(files.TRAIN)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert max(row["mismatch/plain"] for row in rows) < FRESH
+    assert max(row["mismatch/abs"] for row in rows) < FRESH
     assert {row["atropos/unknown_origin"] for row in rows} == {1.0}
     assert {row["atropos/dropped"] for row in rows} == {0.0}
 
