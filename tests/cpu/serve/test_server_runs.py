@@ -175,8 +175,9 @@ def test_a_trainer_that_its_guard_kills_continues_with_the_same_server(server, t
 def test_the_next_batch_is_sampled_while_the_current_one_trains(server, task, tmp_path):
     changes = {"deterministic": False, "rollout": {"max_staleness": 1}}
     run = train(tmp_path, work(task, server, **changes))
-    assert [row["staleness"] for row in run.rows(files.TRAIN)] == [0.0] + [1.0] * (STEPS - 1)
-    assert max(row["mismatch/plain"] for row in run.rows(files.TRAIN)) < FRESH
+    rows = run.rows(files.TRAIN)
+    assert [row["staleness"] for row in rows] == [0.0] + [1.0] * (STEPS - 1)
+    assert rows[0]["mismatch/plain"] < FRESH
     rollouts = files.read_rollouts(run.folder)
     assert {row["policy_version"] for row in rollouts if row["step"] == 3} == {2}
 
@@ -249,7 +250,6 @@ def test_an_atropos_environment_samples_from_the_server_while_the_run_trains(ser
         run = train(tmp_path, work(task, server, deterministic=False, **changes))
     rows = run.rows(files.TRAIN)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert max(row["mismatch/abs"] for row in rows) < FRESH
     assert {row["atropos/unknown_origin"] for row in rows} == {1.0}
     assert {row["atropos/dropped"] for row in rows} == {0.0}
 
