@@ -370,7 +370,9 @@ def test_completions_and_scores_do_not_depend_on_the_rank_that_serves_a_prompt()
 
 def stop_on_rank_1(world: World) -> str:
     engine = FakeEngine(decode_steps=lambda request: 10)
-    collector = collector_of(engine, SumScorer(), world, stop_requested=lambda: world.rank == 1)
+    # A fixed half of the prompts: with the counter rank 0 may take them all, and rank 1 has nothing to stop.
+    half = StaticDispatch(world.rank, world.size)
+    collector = collector_of(engine, SumScorer(), world, half, stop_requested=lambda: world.rank == 1)
     try:
         collector.collect(job_of(4))
     except Stopped:
