@@ -38,7 +38,7 @@ QUICKSTART_MODEL := runs/quickstart-model
 MINUTES ?= 60
 
 # Benchmark sizes: the defaults on CUDA; on CPU, sizes that finish in seconds.
-BENCH := -m colocated_grpo.benchmarks
+BENCH := -m benchmarks
 BENCH_LOGPROB_cpu := --tokens 512 --vocab 4096 --hidden 64 128 --chunk 128
 BENCH_TRAIN_cpu := --shape tiny --prompts 8 --group-size 8 --max-completion 256 --mean-completion 64 --warmup 1
 BENCH_SYNC_cpu := --shape tiny
@@ -143,4 +143,4 @@ lint: install
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(QUICKSTART_MODEL)
-	find colocated_grpo tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find colocated_grpo benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +

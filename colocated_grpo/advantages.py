@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from colocated_grpo.config.losses import AdvantageConfig
+from colocated_grpo.settings.losses import AdvantageConfig
 
 Rewards = Sequence[float | None]
 

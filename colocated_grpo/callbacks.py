@@ -10,10 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 
 if TYPE_CHECKING:
     from colocated_grpo.runtime.distributed import World

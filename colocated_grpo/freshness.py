@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from colocated_grpo.config.schema import FreshnessConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import AllReduce, Metrics, reduce
+from colocated_grpo.settings.schema import FreshnessConfig
 from colocated_grpo.types import Group
 
 MEAN, WORST = "mismatch/plain", "mismatch/worst"

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.advantages import group_advantages
+from colocated_grpo.assembly.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.batching import Batch, MicroBatch, pack
-from colocated_grpo.build.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
-from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.errors import NothingUsable
 from colocated_grpo.evaluation.evaluator import EvaluationSet
@@ -27,6 +26,7 @@ from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.runtime.distributed import derive_seed, seed_everything
 from colocated_grpo.runtime.profiling import profiled
 from colocated_grpo.runtime.run_folder import MODEL_SHAPE
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.summaries import (
     check_reward_errors,
     environment_metrics,

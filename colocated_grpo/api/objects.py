@@ -7,9 +7,9 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.sources import EVAL_DATASETS, TRAIN_DATASET
-from colocated_grpo.config.trl_names import reward_name
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET
+from colocated_grpo.settings.trl_names import reward_name
 
 ObjectsByName = dict[str, Any]
 """Objects by the names that stand for them in the settings, and in the run's config.yaml."""

@@ -11,13 +11,13 @@ from colocated_grpo.api.arguments import read_arguments
 from colocated_grpo.api.process import process_of, program_name, quiet_libraries, rank_variables, set_library_variables
 from colocated_grpo.api.result import Result, read_result
 from colocated_grpo.callbacks import check_callbacks
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.names import check_names
 from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.launch.cli import checked, explain_os_error, record_ending
 from colocated_grpo.runtime.descriptors import raise_descriptor_limit
 from colocated_grpo.runtime.verdict import RUN_ERROR
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.output import RunOutput, make_output
 
 TORCH_CAME_FIRST = (

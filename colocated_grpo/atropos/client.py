@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
 UNSET = -1

@@ -18,9 +18,9 @@ from colocated_grpo.batching.context import local_rows
 from colocated_grpo.batching.left_out import LeftOut, left_out
 from colocated_grpo.batching.micro_batch import PADDING_TOKENS, MicroBatch, TrainSequence, build_micro_batch
 from colocated_grpo.batching.plan import Outline, computed_tokens, plan
-from colocated_grpo.config.schema import BatchConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
+from colocated_grpo.settings.schema import BatchConfig
 from colocated_grpo.types import ContextGroup, Group
 
 

@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor
 from colocated_grpo.checkpoint.layout import LayoutReader, metadata_of
 from colocated_grpo.checkpoint.saved import SavedCheckpoint, newest_whole
 from colocated_grpo.checkpoint.writer import ChecksummedWriter, write_durably
-from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import damage, forget_cached, sealed
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, FILES, SEAL, STATE_FILE, complete_checkpoints, read_record
+from colocated_grpo.settings.schema import CheckpointConfig
 
 UNFINISHED = ".partial"
 

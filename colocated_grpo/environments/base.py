@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.environments.conversation import Conversation
+from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Score
 
 Split = Literal["train", "held_out"]

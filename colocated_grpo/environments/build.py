@@ -9,18 +9,6 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from colocated_grpo.config.atropos import AtroposSourceConfig
-from colocated_grpo.config.rows import ColumnCurriculumConfig
-from colocated_grpo.config.schema import Config
-from colocated_grpo.config.selection import SkipSolvedConfig
-from colocated_grpo.config.sources import (
-    AgentSourceConfig,
-    DatasetSourceConfig,
-    EpisodeSourceConfig,
-    RowsSourceConfig,
-    TaskSourceConfig,
-)
-from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.agents.conversation import AgentLimits
 from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.agents.episode import AgentEpisode, AgentTasks, build_agent
@@ -40,6 +28,18 @@ from colocated_grpo.environments.streams import ItemStream, Prompting, RowStream
 from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.environments.templates import build_template, check_is_read
 from colocated_grpo.environments.turns.registry import build_turn_games
+from colocated_grpo.settings.atropos import AtroposSourceConfig
+from colocated_grpo.settings.rows import ColumnCurriculumConfig
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.selection import SkipSolvedConfig
+from colocated_grpo.settings.sources import (
+    AgentSourceConfig,
+    DatasetSourceConfig,
+    EpisodeSourceConfig,
+    RowsSourceConfig,
+    TaskSourceConfig,
+)
+from colocated_grpo.settings.turns import TurnsSourceConfig
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:

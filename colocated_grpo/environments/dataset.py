@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from colocated_grpo.config.rows import ColumnCurriculumConfig
-from colocated_grpo.config.sources import RowsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.prompts import checked_prompt, template_arguments
 from colocated_grpo.environments.row_filter import Keep, RowFilter, column_values, difficulties, select
 from colocated_grpo.environments.streams import Rows
 from colocated_grpo.environments.templates import PLAIN, TOOLS, VARIABLES, with_system_prompt
 from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.settings.rows import ColumnCurriculumConfig
+from colocated_grpo.settings.sources import RowsSourceConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset

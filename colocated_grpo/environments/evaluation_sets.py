@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from colocated_grpo.config.evaluation import PREFIX, EvaluationSetConfig
-from colocated_grpo.config.schema import Config
-from colocated_grpo.config.sources import RowsSourceConfig
 from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.base import Episode, Item, Scorer
 from colocated_grpo.environments.build import (
@@ -22,6 +19,9 @@ from colocated_grpo.environments.build import (
     encoded,
 )
 from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.settings.evaluation import PREFIX, EvaluationSetConfig
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.sources import RowsSourceConfig
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:

@@ -5,11 +5,6 @@ The launcher runs it, so that a misspelled name fails before the ranks start.
 
 from __future__ import annotations
 
-from colocated_grpo.config.base import NamedObject
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config
-from colocated_grpo.config.sources import DatasetSourceConfig, EnvironmentConfig, EpisodeSourceConfig, TaskSourceConfig
-from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.adapters import FORMS, TURN_FORMS, is_adapted
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.episodes import EPISODES
@@ -17,6 +12,16 @@ from colocated_grpo.environments.registry import check_name
 from colocated_grpo.environments.rewards.functions import check_reward_name
 from colocated_grpo.environments.tasks import REASONING_GYM_FORM, TASKS
 from colocated_grpo.environments.turns.registry import TURN_ENVIRONMENTS
+from colocated_grpo.settings.base import NamedObject
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.sources import (
+    DatasetSourceConfig,
+    EnvironmentConfig,
+    EpisodeSourceConfig,
+    TaskSourceConfig,
+)
+from colocated_grpo.settings.turns import TurnsSourceConfig
 
 
 def check_names(config: Config) -> None:

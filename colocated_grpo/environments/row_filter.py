@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from colocated_grpo.config.rows import ColumnCurriculumConfig, ConditionConfig, Scalar
-from colocated_grpo.config.sources import RowsSourceConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.user_code.loading import load_object, one_line
+from colocated_grpo.settings.rows import ColumnCurriculumConfig, ConditionConfig, Scalar
+from colocated_grpo.settings.sources import RowsSourceConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -10,10 +10,10 @@ from itertools import islice
 from random import Random
 from typing import Protocol
 
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.environments.agents.episode import AgentTasks
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Episode, Item, Seekable, Split, Task
 from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.types import Group, JsonObject
 
 Prompting = Task | Episode | AgentTasks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from colocated_grpo.config.evaluation import MEAN
 from colocated_grpo.evaluation.estimators import majority, mean_and_error, pass_at_k
+from colocated_grpo.settings.evaluation import MEAN
 from colocated_grpo.types import Group
 
 STDERR = "_stderr"

@@ -12,12 +12,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.config.atropos_flags import FLAGS, Flag, variable_notes
-from colocated_grpo.config.atropos_meanings import Meaning
-from colocated_grpo.config.atropos_modes import Command
-from colocated_grpo.config.errors import ConfigError, sections
-from colocated_grpo.config.schema import Config
-from colocated_grpo.config.yaml_text import parse_value
+from colocated_grpo.settings.atropos_flags import FLAGS, Flag, variable_notes
+from colocated_grpo.settings.atropos_meanings import Meaning
+from colocated_grpo.settings.atropos_modes import Command
+from colocated_grpo.settings.errors import ConfigError, sections
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.yaml_text import parse_value
 
 BASE = Path(__file__).with_suffix(".yaml")
 MODEL = "--model-name"

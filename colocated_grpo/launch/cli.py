@@ -26,8 +26,8 @@ from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RECORDED_SUFFIX, RUN_ERROR, USAGE_ERROR, mark, report
 
 if TYPE_CHECKING:
-    from colocated_grpo.config.loading import LoadedConfig
-    from colocated_grpo.config.schema import Config
+    from colocated_grpo.settings.loading import LoadedConfig
+    from colocated_grpo.settings.schema import Config
     from colocated_grpo.tracking import RunOutput
 
 AUTO = "auto"
@@ -161,8 +161,8 @@ def set_up_logging(log_level: str, *, prefix: str = "") -> None:
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.config.loading import read_config
+    from colocated_grpo.settings.errors import ConfigError
+    from colocated_grpo.settings.loading import read_config
     from colocated_grpo.tracking import make_output
     from colocated_grpo.tracking.ending import leave_start
 
@@ -191,12 +191,12 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config, list[str]]:
     """Return the settings adapted to their model, and lines to print. Raises ConfigError where the run cannot start."""
-    from colocated_grpo.config.addresses import exposures
-    from colocated_grpo.config.inputs import check_inputs
-    from colocated_grpo.config.node_rules import check_nodes
-    from colocated_grpo.config.rules import check_world
     from colocated_grpo.runtime.run_folder import check_resumed
     from colocated_grpo.runtime.vllm_version import check_installed
+    from colocated_grpo.settings.addresses import exposures
+    from colocated_grpo.settings.inputs import check_inputs
+    from colocated_grpo.settings.node_rules import check_nodes
+    from colocated_grpo.settings.rules import check_world
 
     check_installed()
     ranks = int(os.environ["WORLD_SIZE"])
@@ -260,8 +260,8 @@ def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence
 
 def _ending_of(error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
     """Return the exit code and the lines that stand for the error; no lines for a defect, whose traceback is shown."""
-    from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.errors import RunError
+    from colocated_grpo.settings.errors import ConfigError
 
     if isinstance(error, ConfigError):
         return USAGE_ERROR, error_text(str(error).splitlines())

@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from colocated_grpo.config.addresses import exposures
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.launch.cli import error_text, library_environment, set_up_logging
 from colocated_grpo.runtime.verdict import USAGE_ERROR
+from colocated_grpo.settings.addresses import exposures
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 
 
 def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
@@ -38,8 +38,8 @@ def problems_of(config: Config) -> list[str]:
 
     Prints how many rows are left out. Returns the error lines of the first problem.
     """
-    from colocated_grpo.build.data import load_tokenizer
-    from colocated_grpo.build.evaluation import draw_evaluated, import_sets
+    from colocated_grpo.assembly.data import load_tokenizer
+    from colocated_grpo.assembly.evaluation import draw_evaluated, import_sets
     from colocated_grpo.environments import build_environments
     from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
     from colocated_grpo.policy.loading import check_model

@@ -25,18 +25,18 @@ from colocated_grpo.launch.cli import (
     prepare_streams,
 )
 from colocated_grpo.launch.ending import STARTING, ending, stop_action
-from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan, plan_servers
 from colocated_grpo.launch.processes import run_command
 from colocated_grpo.launch.scratch import scratch_folder
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
+from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan, plan_servers
 
 if TYPE_CHECKING:
-    from colocated_grpo.config.schema import Config
+    from colocated_grpo.settings.schema import Config
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 COMMANDS = {
     "doctor": "colocated_grpo.tools.doctor",
-    "serve": "colocated_grpo.serve",
+    "serve": "colocated_grpo.servers",
 }
 """First argument -> the module that runs instead of a training run."""
 # Seconds that a stopped torchrun gives its ranks to save before it kills them; its default is 30.
@@ -119,8 +119,8 @@ def _read_arguments(
     """Return the launcher's flags, overrides of settings, and lines about Atropos' flags."""
     if list(arguments[:1]) != ["atropos"]:
         return *parser.parse_known_args(arguments), []
-    from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.launch.atropos_command import read_command
+    from colocated_grpo.settings.errors import ConfigError
 
     try:
         return read_command(arguments[1:], run_parser(), os.environ, visible_gpus)
@@ -130,10 +130,10 @@ def _read_arguments(
 
 def read_settings(launch: Launch) -> tuple[Config, list[str]]:
     """Return the settings and notes about them. Raises LaunchError where they are invalid for this number of ranks."""
-    from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.config.loading import read_config
-    from colocated_grpo.config.node_rules import check_nodes
-    from colocated_grpo.config.rules import check_world
+    from colocated_grpo.settings.errors import ConfigError
+    from colocated_grpo.settings.loading import read_config
+    from colocated_grpo.settings.node_rules import check_nodes
+    from colocated_grpo.settings.rules import check_world
 
     try:
         loaded = read_config(launch.config, launch.overrides)
@@ -155,9 +155,9 @@ def missing_devices(launch: Launch) -> list[str]:
 
 def model_verdict(launch: Launch, config: Config) -> str:
     """Return what the model's config.json alone says about this run. Raises LaunchError where the model cannot run."""
-    from colocated_grpo.config.config_json import read_config_json
-    from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.config.model_support import check_cpu_engine, check_trains, verdict
+    from colocated_grpo.settings.config_json import read_config_json
+    from colocated_grpo.settings.errors import ConfigError
+    from colocated_grpo.settings.model_support import check_cpu_engine, check_trains, verdict
 
     try:
         config_json = read_config_json(config.model)
@@ -175,11 +175,11 @@ def model_verdict(launch: Launch, config: Config) -> str:
 
 def missing_inputs(launch: Launch, config: Config) -> list[str]:
     """Return one line for each model, file, function, package or run to resume that is missing or does not fit."""
-    from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.config.inputs import check_inputs
     from colocated_grpo.environments.names import check_names
     from colocated_grpo.runtime.run_folder import check_resumed
     from colocated_grpo.runtime.vllm_version import check_installed
+    from colocated_grpo.settings.errors import ConfigError
+    from colocated_grpo.settings.inputs import check_inputs
 
     problems = []
     resumed = partial(check_resumed, resume=launch.resume, name=Path(launch.config).stem)
@@ -227,7 +227,7 @@ def python_path(environment: Mapping[str, str]) -> str:
 
 def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, model: str) -> str:
     """Return the summary of the run that is printed before it starts. Secrets are masked: it may be logged."""
-    from colocated_grpo.config.secret_values import masked_arguments
+    from colocated_grpo.settings.secret_values import masked_arguments
 
     free_port = launch.master_port is None
     master = "this machine, any free port" if free_port else f"{launch.master_addr}:{launch.master_port}"

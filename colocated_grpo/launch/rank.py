@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from colocated_grpo.build.run import build_run, describe, note_unusual_resume
-from colocated_grpo.build.user_code import user_code_limit
-from colocated_grpo.config.schema import Config
+from colocated_grpo.assembly.run import build_run, describe, note_unusual_resume
+from colocated_grpo.assembly.user_code import user_code_limit
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import derive_seed, seed_everything, use_deterministic_kernels
@@ -16,6 +15,7 @@ from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.runtime.rank_process import RankProcess
 from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
 from colocated_grpo.runtime.verdict import FOLDER_SUFFIX, STOPPED_SUFFIX, TRAINING_SUFFIX, mark
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import RunOutput
 from colocated_grpo.tracking.ending import FAILED, STOPPED
 from colocated_grpo.trainer import settle_garbage_collector, train

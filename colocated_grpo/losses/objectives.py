@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from colocated_grpo.config.losses import LossConfig
 from colocated_grpo.losses import parts
 from colocated_grpo.losses.inputs import ChunkedLoss, Counts, LossFn, LossInputs, LossOutput
 from colocated_grpo.metrics import Stat
+from colocated_grpo.settings.losses import LossConfig
 
 
 def make_loss(config: LossConfig) -> LossFn:

@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from colocated_grpo.config.losses import CISPOConfig, ClippedLoss, PolicyLoss
 from colocated_grpo.losses.inputs import LossInputs
 from colocated_grpo.metrics import Stat
+from colocated_grpo.settings.losses import CISPOConfig, ClippedLoss, PolicyLoss
 
 Ratio = Callable[[Tensor, LossInputs], Tensor]
 """(log_ratio_N, inputs) -> ratio_N, with grad."""

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from colocated_grpo.batching import MicroBatch, Minibatch, TrainSequence, build_micro_batch, local_rows
-from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.blocks import blocks_of, set_checkpointed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.schema import Config
 
 GIB = 1 << 30
 AUTO_TOKENS = 24_576, 16_384, 8_192, 4_096, 2_048

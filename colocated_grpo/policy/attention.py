@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from colocated_grpo.batching import PackedTokens, PrefixKeys
-from colocated_grpo.config.model_support import caps_attention, has_sinks, head_sizes
-from colocated_grpo.config.text_parts import attention_heads
 from colocated_grpo.policy.attention_kernels import (
     MIN_RUN_FOR_FA4,
     Attend,
@@ -33,6 +31,8 @@ from colocated_grpo.policy.attention_kernels import (
 )
 from colocated_grpo.policy.context_parallel import heads_to_rows, own_heads, rows_to_heads
 from colocated_grpo.policy.softcap import Capped, attend_capped
+from colocated_grpo.settings.model_support import caps_attention, has_sinks, head_sizes
+from colocated_grpo.settings.text_parts import attention_heads
 
 PACKED = "packed"
 PACKED_FA4 = "packed_fa4"

@@ -14,13 +14,13 @@ from huggingface_hub.errors import HTTPError  # of httpx or httpx2, by the versi
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.policy.conversion import Conversion, read_conversion
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, exported_damage
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.text_part import UNWANTED_FILES, OwnName, own_names, weight_files
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import ModelConfig
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 """Patterns of all files but the weights."""

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from colocated_grpo.config.lora import LoRAConfig
 from colocated_grpo.errors import in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import write_checksums
 from colocated_grpo.runtime.distributed import World, whole
+from colocated_grpo.settings.lora import LoRAConfig
 
 FILE_BYTES = 4 << 30
 

@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from colocated_grpo.batching import PrefixKeys
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.attention_kernels import padded_runs
 from colocated_grpo.policy.fa4 import HOPPER
+from colocated_grpo.settings.errors import ConfigError
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """Functions of transformers' modules (since 5.16) that layers of linear attention call by these names."""

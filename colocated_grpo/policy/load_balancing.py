@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from colocated_grpo.batching import PackedTokens
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.metrics import Stat
 from colocated_grpo.policy.backward_sum import with_gradient
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.routing import WEIGHTS, check_returns_logits, routed, routers_of, sigmoid_weights
+from colocated_grpo.settings.errors import ConfigError
 
 Probabilities = Callable[[Tensor], Tensor]
 """A router's logits [T, E] -> probabilities [T, E] float32."""

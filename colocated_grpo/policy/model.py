@@ -25,9 +25,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from colocated_grpo.batching import PackedTokens
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.model_support import check_trains
-from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.policy.attention import PACKED, with_own_keys
 from colocated_grpo.policy.blocks import Block, blocks_of
@@ -39,6 +36,9 @@ from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.policy.routing import RoutingReplay
 from colocated_grpo.policy.softcap import capped_attention
 from colocated_grpo.runtime.text_part import read_text_config
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.model_support import check_trains
+from colocated_grpo.settings.schema import ModelConfig
 
 Head = Callable[..., tuple[Tensor, ...]]
 """`linear_logprobs`, or a function with its signature except for the outputs."""

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.batching import MicroBatch
-from colocated_grpo.config.losses import LossConfig
 from colocated_grpo.losses import ChunkedLoss, LossFn, make_chunked_loss, make_loss
 from colocated_grpo.losses.parts import weighted_mean
 from colocated_grpo.metrics import Stat
 from colocated_grpo.policy.logprobs import linear_loss
 from colocated_grpo.policy.model import PackedLM
+from colocated_grpo.settings.losses import LossConfig
 
 Objective = Callable[[PackedLM, MicroBatch, float], tuple[Tensor, dict[str, Stat]]]
 """(model, micro-batch on the device, denominator) -> (loss to call backward on, metrics)."""

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colocated_grpo.config.policy import OptimizerConfig, PolicyConfig
 from colocated_grpo.policy.adafactor import Adafactor
 from colocated_grpo.runtime.distributed import local_part, shard_group
+from colocated_grpo.settings.policy import OptimizerConfig, PolicyConfig
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:

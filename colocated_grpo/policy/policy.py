@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from colocated_grpo.batching import Batch, MicroBatch, Minibatch, PackedRoutes, PackedTokens, PrefixKeys
-from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import LossInputs, make_denominator
 from colocated_grpo.metrics import Metrics, Stat
@@ -24,6 +23,7 @@ from colocated_grpo.policy.model import compiler_errors_in_one_line
 from colocated_grpo.policy.objective import make_objective
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 from colocated_grpo.runtime.distributed import World, whole
+from colocated_grpo.settings.schema import Config
 
 Packed = TypeVar("Packed", MicroBatch, PackedTokens, LossInputs)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from colocated_grpo.batching import PackedRoutes, PackedTokens
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.metrics import Stat
 from colocated_grpo.policy.backward_sum import BackwardSum
+from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.types import MAX_UINT8_EXPERTS
 
 FIRST_WITH_LOGITS = Version("5.6")

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.model import PackedLM
 from colocated_grpo.runtime.distributed import local_part
+from colocated_grpo.settings.errors import ConfigError
 
 
 def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloaded: bool) -> None:

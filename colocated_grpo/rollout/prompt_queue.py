@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from colocated_grpo.config.schema import Config
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.runtime.distributed import COLLECTIVE_TIMEOUT, World
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Prompt
 
 

@@ -8,7 +8,6 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
-from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.rollout.collect import Collector, Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
@@ -16,6 +15,7 @@ from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.schema import RolloutConfig
 from colocated_grpo.types import Group, Prompt
 
 Order = Callable[[], list[Group]]

@@ -18,12 +18,12 @@ from typing import NamedTuple, Self
 import psutil
 import torch.distributed as dist
 
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import AlreadyReported, RunError, in_one_line
 from colocated_grpo.runtime.addresses import own_address, wait_for_listener
 from colocated_grpo.runtime.node_links import LinkAddress
 from colocated_grpo.runtime.stores import wait_for_keys
 from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
+from colocated_grpo.settings.errors import ConfigError
 
 JOIN_SECONDS = 600.0
 """Longest wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""

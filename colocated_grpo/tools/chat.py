@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in library_environment("INFO").items():
         os.environ.setdefault(name, value)
     set_up_logging("WARNING")
-    from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.errors import RunError
+    from colocated_grpo.settings.errors import ConfigError
 
     try:
         session = _open(options, overrides)
@@ -102,7 +102,7 @@ def converse(session: Session, lines: Iterator[str], interrupts: Interrupts) -> 
 
 def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Session:
     """Load the model. Raises ConfigError or RunError."""
-    from colocated_grpo.config.errors import ConfigError
+    from colocated_grpo.settings.errors import ConfigError
     from colocated_grpo.tools.subject import subject_of
 
     subject = subject_of(options.model)
@@ -112,7 +112,7 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Session:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least 1")
     with frozen_imports():
-        from colocated_grpo.build.data import read_tokenizer
+        from colocated_grpo.assembly.data import read_tokenizer
         from colocated_grpo.tools.chat_session import Session, chat_config
 
     config = chat_config(subject, options.context, overrides)

@@ -25,7 +25,7 @@ from colocated_grpo.runtime.imports import frozen_imports
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
 if TYPE_CHECKING:
-    from colocated_grpo.config.schema import Config
+    from colocated_grpo.settings.schema import Config
     from colocated_grpo.tools.subject import Subject
 
 
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in library_environment("INFO").items():
         os.environ.setdefault(name, value)
     set_up_logging("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
-    from colocated_grpo.config.errors import ConfigError
     from colocated_grpo.errors import RunError
+    from colocated_grpo.settings.errors import ConfigError
     from colocated_grpo.tools.subject import subject_of
 
     try:
@@ -80,9 +80,9 @@ def settings(subject: Subject, config_file: str | None, overrides: Sequence[str]
 
     Raises ConfigError.
     """
-    from colocated_grpo.config.errors import ConfigError
-    from colocated_grpo.config.inputs import check_inputs
-    from colocated_grpo.config.rules import check_world
+    from colocated_grpo.settings.errors import ConfigError
+    from colocated_grpo.settings.inputs import check_inputs
+    from colocated_grpo.settings.rules import check_world
     from colocated_grpo.tools.subject import read_settings
 
     path = config_file or subject.run_config

@@ -9,9 +9,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.build.data import Data, build_collector, listen_to_agents, read_model_files
-from colocated_grpo.build.evaluation import evaluation_sets, read_evaluated
-from colocated_grpo.config.schema import Config
+from colocated_grpo.assembly.data import Data, build_collector, listen_to_agents, read_model_files
+from colocated_grpo.assembly.evaluation import evaluation_sets, read_evaluated
 from colocated_grpo.environments import build_environments
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import EvaluationSet, Evaluator
@@ -21,6 +20,7 @@ from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.rollout.vllm.kv_budget import with_sequences
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.joining import join
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.subject_engine import subject_engine
 from colocated_grpo.types import Group, JsonObject
 

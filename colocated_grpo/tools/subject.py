@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.config.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.loading import load_config
-from colocated_grpo.config.schema import Config
-from colocated_grpo.launch.engine_servers import LORA_RANKS
+from colocated_grpo.servers.engine_servers import LORA_RANKS
+from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.loading import load_config
+from colocated_grpo.settings.schema import Config
 
 RUN_CONFIG = "config.yaml"
 EXPORTS = ("best_model", "best_adapter", "final_model", "final_adapter")

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from colocated_grpo.config.secret_values import masked_arguments
+from colocated_grpo.settings.secret_values import masked_arguments
 from colocated_grpo.types import JsonObject
 
 PACKAGES = (

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.config.secret_values import masked
 from colocated_grpo.errors import RunError
+from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import chart_sections
 from colocated_grpo.tracking.games import read_games

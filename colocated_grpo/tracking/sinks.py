@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colocated_grpo.config.secret_values import masked
+from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.tracking.files import flatten
 from colocated_grpo.tracking.tables import WRITERS, Table, completions_table
 from colocated_grpo.types import Group
@@ -21,7 +21,7 @@ from colocated_grpo.types import Group
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-    from colocated_grpo.config import Config
+    from colocated_grpo.settings import Config
 
 WANDB_ID_FILE = "wandb_run_id"
 WANDB_SECONDS = 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colocated_grpo.config.secret_values import masked
+from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.ending import STOPPED, summary_line, write_summary
 from colocated_grpo.tracking.environment import describe_start
@@ -20,7 +20,7 @@ from colocated_grpo.tracking.text import number
 from colocated_grpo.types import Group, JsonObject
 
 if TYPE_CHECKING:
-    from colocated_grpo.config import Config
+    from colocated_grpo.settings import Config
 
 STDERR = "_stderr"
 """Suffix of a metric's standard error."""

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from colocated_grpo.atropos.api import MAX_BODY_BYTES
-from colocated_grpo.config.atropos import ServerConfig
+from colocated_grpo.settings.atropos import ServerConfig
 from colocated_grpo.types import JsonObject
 from tests.chaos.hostile_requests import SECONDS, Route, Target, send_all
 from tests.chaos.series import slope
@@ -89,7 +89,7 @@ class Watch:
 def attack(trial: Trial) -> JsonObject:
     """Attack each server twice."""
     os.environ[VARIABLE] = KEY  # before the fork server of the run starts
-    servers = {"Atropos API": api, "engine endpoint of a run": run_endpoint, "colocated_grpo.serve": serve}
+    servers = {"Atropos API": api, "engine endpoint of a run": run_endpoint, "colocated_grpo.servers": serve}
     cases = [(name, start, key) for name, start in servers.items() for key in (None, KEY)]
     figures = {}
     for number, (name, start, key) in enumerate(cases):

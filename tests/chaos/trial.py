@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from colocated_grpo.benchmarks.results import describe
+from benchmarks.results import describe
 from colocated_grpo.types import JsonObject
 
 RESULT = "chaos_{name}_{cores}cores.json"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_grpo.advantages import group_advantages, is_constant
-from colocated_grpo.config.losses import AdvantageConfig
+from colocated_grpo.settings.losses import AdvantageConfig
 
 finite = st.floats(-100, 100, allow_nan=False)
 any_group = st.lists(st.none() | finite, min_size=1, max_size=8)

@@ -14,21 +14,21 @@ PACKAGE = "colocated_grpo"
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 LAYERS = [
-    {"errors", "types", "config"},
+    {"errors", "types", "settings"},
     {"runtime"},
     {"metrics", "web"},
     {"advantages", "losses"},
     {"batching", "summaries"},
     {"policy", "environments", "tracking"},
     {"rollout"},
-    {"weights", "serving", "freshness", "checkpoint", "evaluation"},
-    {"phases", "atropos", "callbacks"},
-    {"build"},
+    {"weights", "freshness", "checkpoint", "evaluation"},
+    {"phases", "callbacks", "servers"},
+    {"atropos"},
+    {"assembly"},
     {"trainer"},
     {"launch"},
-    {"__main__", "serve", "api"},
+    {"__main__", "api"},
     {"tools"},
-    {"benchmarks"},
 ]
 """From the bottom up. A part imports itself and what lies below it; parts of one layer do not know each other."""
 
@@ -98,7 +98,7 @@ def test_vllm_is_imported_in_one_folder_and_three_named_files():
 
 def test_settings_import_neither_torch_nor_an_engine():
     for file in FILES:
-        if part_of(file) in {"config", "types", "errors"}:
+        if part_of(file) in {"settings", "types", "errors"}:
             assert not [name for name in imports(file) if starts_with_any(name, NOT_IN_CONFIG)], file
 
 
@@ -110,7 +110,7 @@ def test_the_arithmetic_is_pure():
 
 def test_the_config_json_of_a_model_is_read_in_one_file():
     readers = {relative(file) for file in FILES if '"config.json").read_text(' in file.read_text()}
-    assert readers == {"config/config_json.py"}
+    assert readers == {"settings/config_json.py"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=relative)

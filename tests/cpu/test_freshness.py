@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from colocated_grpo.config.schema import FreshnessConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.freshness import DRIFT_PER_RATE, QUANTIZED_LIMIT, SampleCheck, default_limit, staleness_of
 from colocated_grpo.losses import parts
 from colocated_grpo.metrics import Metrics, Stat
+from colocated_grpo.settings.schema import FreshnessConfig
 from tests.support.loss_inputs import random_inputs
 from tests.support.small_policy import group_of, rollout_of
 

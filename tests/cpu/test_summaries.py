@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.errors import RunError
+from colocated_grpo.settings.schema import RolloutConfig
 from colocated_grpo.summaries import (
     check_reward_errors,
     environment_metrics,

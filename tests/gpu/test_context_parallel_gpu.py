@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tracking import files
 from tests.support.training_runs import launch, settings, tiny_model
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS
+from benchmarks.workload import MAX_PROMPT_TOKENS
 from colocated_grpo.tracking import files
 from tests.support.training_runs import TrainingRun, launch, settings, tiny_model
 
@@ -21,7 +21,7 @@ def served(folder: Path, bridge: str, *flags: str, gpus: int, **changes: Any) ->
     policy = {"policy": {"lora": {"rank": 8}}} if bridge == "adapter" else {}
     wanted = {
         # Rewards that differ within every group, so that every step moves the weights.
-        "environments": [{"type": "task", "name": "colocated_grpo.benchmarks.workload:RandomWork"}],
+        "environments": [{"type": "task", "name": "benchmarks.workload:RandomWork"}],
         "engine": {"placement": "server", "bridge": bridge, "enforce_eager": False, "max_num_seqs": 32},
         "training_steps": STEPS,
         "evaluation": {"every": 0},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.policy.routing import WEIGHTS
 from colocated_grpo.tools.make_model import ARCHITECTURES
 from colocated_grpo.tools.shapes import TINY

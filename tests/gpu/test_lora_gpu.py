@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.lora.merge import dithered, merge, random_16_bits
 from colocated_grpo.tools.make_model import make_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tracking import files
 from tests.support.families import SETTINGS
 from tests.support.training_runs import launch, settings, tiny_model

@@ -17,9 +17,9 @@ from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.prompt_queue import DynamicDispatch, Job
-from colocated_grpo.serving.agent_app import create_agent_app
-from colocated_grpo.serving.limits import Limits
-from colocated_grpo.serving.text_codec import TextCodec
+from colocated_grpo.servers.agent_app import create_agent_app
+from colocated_grpo.servers.limits import Limits
+from colocated_grpo.servers.text_codec import TextCodec
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group, Prompt
 from colocated_grpo.web.server import ServerThread

@@ -10,11 +10,11 @@ from typing import Any
 import openai
 
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.serving.app import create_app
-from colocated_grpo.serving.limits import Limits
-from colocated_grpo.serving.load_balancer import LoadBalancer
-from colocated_grpo.serving.origins import Origins
-from colocated_grpo.serving.sampler import Sampler
+from colocated_grpo.servers.app import create_app
+from colocated_grpo.servers.limits import Limits
+from colocated_grpo.servers.load_balancer import LoadBalancer
+from colocated_grpo.servers.origins import Origins
+from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.server import ServerThread
 from tests.support.fakes import VOCABULARY, FakeEngine

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from colocated_grpo.batching import TrainSequence, build_micro_batch
-from colocated_grpo.config import Config
 from colocated_grpo.launch.cli import library_environment
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings import Config
 from colocated_grpo.types import Completion
 from tests.support.training_runs import settings
 
@@ -33,7 +33,7 @@ class Pair:
     def __init__(self, world: World, model: Path, **changes: Any) -> None:
         os.environ.update(library_environment("INFO"))
         # Imported here, because the engine's modules read these variables on import.
-        from colocated_grpo.build.policy import build_colocated, build_opponent, fetch_opponent, read_opponent
+        from colocated_grpo.assembly.policy import build_colocated, build_opponent, fetch_opponent, read_opponent
 
         self.world = world
         self.config = Config.model_validate(settings(model, **changes))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colocated_grpo.config.losses import (
+from colocated_grpo.losses import LossInputs, make_loss
+from colocated_grpo.settings.losses import (
     BNPOConfig,
     CISPOConfig,
     CorrectionConfig,
@@ -18,7 +19,6 @@ from colocated_grpo.config.losses import (
     KLConfig,
     LossConfig,
 )
-from colocated_grpo.losses import LossInputs, make_loss
 
 ALL_LOSSES = [GRPOConfig, DrGRPOConfig, DAPOConfig, BNPOConfig, CISPOConfig, GSPOConfig]
 BUSY_SETTINGS = [

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.checkpoint.layout import LAYOUT_FILE
-from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import checksum, sealed
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, FILES, SEAL, STATE_FILE
+from colocated_grpo.settings.schema import CheckpointConfig
 from tests.support.small_policy import config_of, pack_for, policy_of, random_groups, train, weights_of
 
 OLDER, NEWEST = "step_000005", "step_000006"

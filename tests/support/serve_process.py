@@ -1,4 +1,4 @@
-"""`python -m colocated_grpo.serve` as a process of its own."""
+"""`python -m colocated_grpo.servers` as a process of its own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MAX_TOKENS = 64
 
 
 class ServeProcess:
-    """`python -m colocated_grpo.serve` on a free port, killed on exit from the context."""
+    """`python -m colocated_grpo.servers` on a free port, killed on exit from the context."""
 
     def __init__(self, model: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [sys.executable, "-m", "colocated_grpo.serve", str(model), "--port", "0"]
+        command = [sys.executable, "-m", "colocated_grpo.servers", str(model), "--port", "0"]
         self.process = subprocess.Popen(
             [*command, "--max-model-len", str(MAX_TOKENS), *flags],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},

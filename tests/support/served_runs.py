@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS
+from benchmarks.workload import MAX_PROMPT_TOKENS
 from colocated_grpo.tracking import files
 from tests.support.serve_process import ServeProcess
 from tests.support.training_runs import Settings, TrainingRun, deterministic, without_wall_clock
@@ -25,7 +25,7 @@ SERVER_FLAGS = ("--max-num-seqs", str(SEQUENCES), "--max-model-len", str(MAX_PRO
 TASK = """
 import json, os, re, signal, threading, urllib.request
 from pathlib import Path
-from colocated_grpo.benchmarks.workload import RandomWork
+from benchmarks.workload import RandomWork
 
 ORDER, COUNT, LOCK = Path(__file__).with_suffix(".json"), [0], threading.Lock()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from colocated_grpo.config import Config
+from colocated_grpo.settings import Config
 from colocated_grpo.tracking import RunOutput, Tracker, make_output
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 

@@ -8,16 +8,16 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine, Sampling
-from colocated_grpo.rollout.engine_server import EngineServer
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.remote import RemoteEngine, Restore
-from colocated_grpo.serving.app import create_app
-from colocated_grpo.serving.control_routes import add_control_routes
-from colocated_grpo.serving.engine_control import EngineControl
-from colocated_grpo.serving.engine_routes import Sessions, add_engine_routes
-from colocated_grpo.serving.load_balancer import LoadBalancer
-from colocated_grpo.serving.origins import Origins
-from colocated_grpo.serving.sampler import Sampler
+from colocated_grpo.servers.app import create_app
+from colocated_grpo.servers.control_routes import add_control_routes
+from colocated_grpo.servers.engine_control import EngineControl
+from colocated_grpo.servers.engine_routes import Sessions, add_engine_routes
+from colocated_grpo.servers.engine_server import EngineServer
+from colocated_grpo.servers.load_balancer import LoadBalancer
+from colocated_grpo.servers.origins import Origins
+from colocated_grpo.servers.remote import RemoteEngine, Restore
+from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.types import Completion
 from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.server import ServerThread

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from colocated_grpo.batching import TrainSequence, build_micro_batch
-from colocated_grpo.benchmarks.harness import (
+from benchmarks.harness import (
     config_of,
     main_in_ranks,
     model_folder,
@@ -30,6 +29,7 @@ from colocated_grpo.benchmarks.harness import (
     rank_parser,
     wake_with_weights,
 )
+from colocated_grpo.batching import TrainSequence, build_micro_batch
 from colocated_grpo.launch.launcher import child_environment
 from colocated_grpo.launch.processes import run_command
 from colocated_grpo.launch.rank_variables import rank_environment
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
-    from colocated_grpo.build.policy import build_engine
+    from colocated_grpo.assembly.policy import build_engine
 
     engine_settings = {"max_num_seqs": 256}
     with model_folder(options, world) as folder:

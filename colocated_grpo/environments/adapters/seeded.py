@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import count
 from random import Random
 
-from colocated_grpo.config.base import Section
 from colocated_grpo.environments.base import Item, Split
+from colocated_grpo.settings.base import Section
 
 
 class SeededEpisode(Section):

@@ -10,8 +10,6 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from colocated_grpo.config.base import Section
-from colocated_grpo.config.turns import FROZEN
 from colocated_grpo.environments.adapters.textarena_game import (
     BOARD,
     RANDOM,
@@ -25,6 +23,8 @@ from colocated_grpo.environments.adapters.textarena_game import (
 )
 from colocated_grpo.environments.turns.credit import OutcomeCredit
 from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.settings.base import Section
+from colocated_grpo.settings.turns import FROZEN
 from colocated_grpo.types import JsonObject
 
 POLICY = "policy"

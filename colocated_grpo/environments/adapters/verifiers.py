@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import Field
 
-from colocated_grpo.config.base import Section
 from colocated_grpo.environments.adapters.verifiers_agent import VerifiersAgent
 from colocated_grpo.environments.adapters.verifiers_tasks import KEY, VerifiersTasks, result_of
 from colocated_grpo.environments.agents.episode import AgentTasks
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Item, Split
 from colocated_grpo.environments.conversation import Conversation
+from colocated_grpo.settings.base import Section
 from colocated_grpo.types import JsonObject
 
 LIMITS = ("max_requests", "max_running")

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from inspect import iscoroutinefunction
 from typing import Any, Protocol, runtime_checkable
 
-from colocated_grpo.config.code_names import check_program
-from colocated_grpo.config.sources import AgentSourceConfig
 from colocated_grpo.environments.agents.conversation import AgentConversation
 from colocated_grpo.environments.agents.endpoint import Access, Endpoint
 from colocated_grpo.environments.agents.program import AgentFailed, Program
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.user_code.loading import load_object
+from colocated_grpo.settings.code_names import check_program
+from colocated_grpo.settings.sources import AgentSourceConfig
 
 
 class Agent(Protocol):

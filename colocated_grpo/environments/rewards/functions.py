@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.environments.rewards.code.reward import RunCode
@@ -16,6 +15,7 @@ from colocated_grpo.environments.rewards.judge.reward import Judge
 from colocated_grpo.environments.rewards.scoring import NoReward, as_number, resolve_awaitable
 from colocated_grpo.environments.rewards.unscorable import reward_of_unscorable
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
+from colocated_grpo.settings.sources import RewardConfig
 
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 """Item keys that are not passed as columns, as in TRL."""

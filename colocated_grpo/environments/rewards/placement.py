@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards.functions import BUILT_IN, RewardFunction
 from colocated_grpo.environments.rewards.workers import DEVICE_LIBRARIES, RewardWorkers
 from colocated_grpo.environments.user_code.loading import FOREIGN_PREFIXES
+from colocated_grpo.settings.sources import RewardConfig
 
 
 def start_workers(

@@ -23,12 +23,12 @@ from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards.functions import FunctionResult, RewardInputs
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.runtime.blocking_code import LIBRARIES, PACKAGE
 from colocated_grpo.runtime.guard_process import DUMP_SIGNAL, read_dump, user_place
+from colocated_grpo.settings.sources import RewardConfig
 
 DEVICE_LIBRARIES = {"cupy", "jax", "sentence_transformers", "tensorflow", "torch", "transformers", "triton", "vllm"}
 """Libraries that hold device memory. Their import alone takes seconds, and half a gigabyte in each process."""

@@ -9,8 +9,8 @@ from typing import Annotated, Self
 
 from pydantic import StringConstraints, model_validator
 
-from colocated_grpo.config.base import Section
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
+from colocated_grpo.settings.base import Section
 
 Template = Annotated[str, StringConstraints(pattern=r"\{question\}")]
 """Text that contains {question}. Without the placeholder every prompt would be the same."""

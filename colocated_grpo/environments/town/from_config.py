@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from colocated_grpo.config.turns import FROZEN
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.town.environment import TownEnvironment
 from colocated_grpo.environments.town.players import SCRIPTED
@@ -15,6 +14,7 @@ from colocated_grpo.environments.town.rewards import CREDITS, Credit
 from colocated_grpo.environments.town.settings import POLICY, TownSettings
 from colocated_grpo.environments.town.state import Rules
 from colocated_grpo.environments.user_code.loading import resolve_mode, unknown_name
+from colocated_grpo.settings.turns import FROZEN
 
 KEY = "environments 'town'"
 

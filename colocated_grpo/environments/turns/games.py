@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Item
 from colocated_grpo.environments.prompts import BY_OPPONENT_KEY, PATTERN_KEY
 from colocated_grpo.environments.rewards.scoring import as_number, as_score
@@ -23,6 +22,7 @@ from colocated_grpo.environments.turns.base import Turn, TurnEnvironment
 from colocated_grpo.environments.turns.pending import PendingGroups
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.errors import RunError
+from colocated_grpo.settings.turns import TurnsSourceConfig
 from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Score
 
 TURN_KEY = "turn"

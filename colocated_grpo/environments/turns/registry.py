@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from colocated_grpo.config.schema import Config
-from colocated_grpo.config.turns import TurnsSourceConfig
 from colocated_grpo.environments.adapters import TURN_FORMS, is_adapted, turn_adapter
 from colocated_grpo.environments.adapters.tossim import ToSSim
 from colocated_grpo.environments.base import EnvironmentSetupError
@@ -15,6 +13,8 @@ from colocated_grpo.environments.town.from_config import open_town
 from colocated_grpo.environments.turns.base import TurnEnvironment
 from colocated_grpo.environments.turns.games import EnvironmentFactory, TurnGames
 from colocated_grpo.environments.user_code.loading import construct
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.turns import TurnsSourceConfig
 
 TURN_ENVIRONMENTS: dict[str, Callable[..., TurnEnvironment]] = {"town": open_town, "tossim": ToSSim}
 

@@ -9,9 +9,9 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 from transformers import PreTrainedModel
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.lora import ALL_LINEAR, DEFAULT_INIT, LoRAConfig
 from colocated_grpo.policy.lora.linear import ADAPTED
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.lora import ALL_LINEAR, DEFAULT_INIT, LoRAConfig
 
 
 def insert_adapters(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig) -> None:

@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from transformers import PretrainedConfig
 
-from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.text_part import OwnName, own_names, read_text_config, weight_files
+from colocated_grpo.settings.schema import Config
 
 GIB = 1 << 30
 MAX_NUM_SEQS = 512

@@ -18,10 +18,10 @@ from vllm.config.model import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.text_parts import MODULES, text_name
 from colocated_grpo.rollout.vllm import without_torchvision
 from colocated_grpo.runtime.text_part import read_text_config
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.text_parts import MODULES, text_name
 
 LOAD_FORMAT = "text_part"
 

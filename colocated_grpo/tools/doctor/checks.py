@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import in_one_line
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor import machine, model_checks, network, packages, run_checks, services
 from colocated_grpo.tools.doctor.results import Finding, Result, failed
 from colocated_grpo.tools.doctor.subject import Subject

@@ -10,10 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import check_inputs
-from colocated_grpo.config.rules import remarks
-from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.names import check_names
 from colocated_grpo.runtime.run_folder import (
     CHECKPOINTS,
@@ -23,6 +19,10 @@ from colocated_grpo.runtime.run_folder import (
     choose_run_folder,
     complete_checkpoints,
 )
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.settings.rules import remarks
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.results import Finding, failed, failed_line, ok, skipped, warning
 from colocated_grpo.tools.doctor.subject import Subject
 
@@ -33,7 +33,9 @@ DCP_METADATA = ".metadata"
 def check_settings(subject: Subject) -> Finding:
     """Report invalid settings, and valid ones by which engine and policy compute different probabilities."""
     if subject.config_errors:
-        return failed("; ".join(subject.config_errors), "correct the setting (colocated_grpo/config/schema.py has all)")
+        return failed(
+            "; ".join(subject.config_errors), "correct the setting (colocated_grpo/settings/schema.py has all)"
+        )
     if subject.config is None:
         return skipped("no --config: only the machine is checked")
     lines = [*_quantized(subject.config), *remarks(subject.config)]

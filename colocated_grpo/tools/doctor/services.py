@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from colocated_grpo.atropos.rows import MISSING_LOGPROBS
-from colocated_grpo.config.schema import Config
-from colocated_grpo.config.sources import EpisodeSourceConfig
-from colocated_grpo.config.turns import TurnsSourceConfig
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.sources import EpisodeSourceConfig
+from colocated_grpo.settings.turns import TurnsSourceConfig
 from colocated_grpo.tools.doctor.atropos_state import DUMMY, SECONDS, AtroposState
 from colocated_grpo.tools.doctor.results import Finding, failed, failed_line, ok, skipped, warning
 from colocated_grpo.tools.doctor.subject import Subject
@@ -116,7 +116,7 @@ def check_engine_servers(subject: Subject, config: Config) -> Finding:
 def engine_problem(url: str, key: str | None) -> tuple[str, str] | None:
     """Return what is wrong with an engine server, and what to do; None if it returns log-probabilities."""
     client = JsonClient(url, timeout=SECONDS, api_key=key)
-    serve = "python -m colocated_grpo.serve MODEL --port PORT"
+    serve = "python -m colocated_grpo.servers MODEL --port PORT"
     try:
         client.get("/health")
         response = client.post("/generate", PROBE)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.rewards.answers import NUMBER
+from colocated_grpo.settings.errors import ConfigError
 
 PROMPTS = ("prompt", "question", "messages", "problem", "instruction", "query", "input")
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "target", "gold", "label", "expected", "output")

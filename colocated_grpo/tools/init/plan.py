@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from colocated_grpo.config.code_names import check_code_name
-from colocated_grpo.config.config_json import longest_sequence, read_config_json
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config
-from colocated_grpo.config.text_parts import attention_heads, text_part
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.dataset import READERS
 from colocated_grpo.environments.rewards.functions import check_reward_name
 from colocated_grpo.environments.templates import with_system_prompt
+from colocated_grpo.settings.code_names import check_code_name
+from colocated_grpo.settings.config_json import longest_sequence, read_config_json
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.text_parts import attention_heads, text_part
 from colocated_grpo.tools.doctor.footprint import Placement
 from colocated_grpo.tools.doctor.parameters import Sizes, sizes_of
 from colocated_grpo.tools.init.columns import Reward, builtin_reward, prompt_column
@@ -47,7 +47,7 @@ class Plan:
 
 def make_plan(data: Path, model_name: str, reward_name: str | None, place: Placement) -> Plan:
     """Raises ConfigError where a file or a column is missing, or if the model does not fit."""
-    from colocated_grpo.build.data import read_tokenizer
+    from colocated_grpo.assembly.data import read_tokenizer
 
     rows = _read(data)
     column = prompt_column(rows)

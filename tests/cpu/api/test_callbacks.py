@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colocated_grpo.callbacks import Callbacks, check_callbacks
-from colocated_grpo.config.errors import ConfigError
+from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tracking.notebook import NotebookDisplay, in_notebook
 from tests.support.config_text import load
 from tests.support.ranks import single_rank_world

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_grpo.atropos.rows import GroupReader
-from colocated_grpo.serving.origins import Origin, Origins
+from colocated_grpo.servers.origins import Origin, Origins
 
 VOCAB, MAX_TOKENS = 100, 12
 VERSION = 7

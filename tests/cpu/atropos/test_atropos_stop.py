@@ -13,8 +13,8 @@ from colocated_grpo.atropos.supply import AtroposSupply, MainRank
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.serving.load_balancer import LoadBalancer
-from colocated_grpo.serving.origins import Origin
+from colocated_grpo.servers.load_balancer import LoadBalancer
+from colocated_grpo.servers.origins import Origin
 from tests.support.atropos_source import SourceHarness, post_group
 from tests.support.fakes import FakeEngine
 from tests.support.servers import EMBEDDED, ApiProcess, until

@@ -10,9 +10,9 @@ import pytest
 from colocated_grpo.batching import Batch, pack
 from colocated_grpo.batching.left_out import LeftOut, left_out
 from colocated_grpo.batching.plan import Outline
-from colocated_grpo.config.schema import Config
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Group
 from tests.support.small_policy import config_of, group_of, make_small_model, policy_of, random_groups, rollout_of
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks import learn, learn_report
+from benchmarks.learn_jobs import LearningRun, run_jobs
+from benchmarks.learn_run import StepRecorder, Work, our_settings
+from benchmarks.learn_tasks import CALL, GYM, TASKS, Shop, Sums, chats, price, score_chat, task_of
+from benchmarks.learn_trl import TRLSetup, add_tools, trl_arguments
 from colocated_grpo import Trainer
-from colocated_grpo.benchmarks import learn, learn_report
-from colocated_grpo.benchmarks.learn_jobs import LearningRun, run_jobs
-from colocated_grpo.benchmarks.learn_run import StepRecorder, Work, our_settings
-from colocated_grpo.benchmarks.learn_tasks import CALL, GYM, TASKS, Shop, Sums, chats, price, score_chat, task_of
-from colocated_grpo.benchmarks.learn_trl import TRLSetup, add_tools, trl_arguments
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import JsonObject
 from tests.support.training_runs import tiny_model
@@ -310,7 +310,7 @@ def test_a_tiny_model_trains_with_both_trainers_and_is_scored(tmp_path: Path):
         assert len(result["steps"]) == 2 and result["start_seconds"] > 0
         assert all(row["seconds"] > 0 and 0 <= row["reward"] <= 1 for row in result["steps"])
         assert result["configuration"]
-    command = [sys.executable, "-m", "colocated_grpo.benchmarks.learn", "score", "--model", str(model)]
+    command = [sys.executable, "-m", "benchmarks.learn", "score", "--model", str(model)]
     subprocess.run([*command, "--out", str(out), "--prompts", "4"], check=True, timeout=240)
     scores = json.loads(learn_report.scores_file(out, model.name).read_text())
     assert scores.keys() == {"sums", f"{name}_ours_0", f"{name}_trl_0"}

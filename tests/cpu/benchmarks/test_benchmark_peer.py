@@ -21,10 +21,10 @@ import torch
 from peft import LoraConfig
 from transformers import AutoConfig, TrainerControl, TrainerState, TrainingArguments
 
-from colocated_grpo.benchmarks import peer, peer_options, peer_tuning, step, train_trl
-from colocated_grpo.benchmarks.adapters import peft_arguments
-from colocated_grpo.benchmarks.harness import config_of
-from colocated_grpo.benchmarks.peer import (
+from benchmarks import peer, peer_options, peer_tuning, step, train_trl
+from benchmarks.adapters import peft_arguments
+from benchmarks.harness import config_of
+from benchmarks.peer import (
     OutOfMemoryPhase,
     PeerOutOfMemory,
     PeerRun,
@@ -35,20 +35,20 @@ from colocated_grpo.benchmarks.peer import (
     peer_environment,
     run_peer,
 )
-from colocated_grpo.benchmarks.peer_trl import Recorder, chats, is_out_of_memory, merge, own_seconds, shortened
-from colocated_grpo.benchmarks.peer_tuning import (
+from benchmarks.peer_trl import Recorder, chats, is_out_of_memory, merge, own_seconds, shortened
+from benchmarks.peer_tuning import (
     Candidate,
     candidates,
     engine_fraction,
     least_training_bytes,
     run_tuned,
 )
-from colocated_grpo.benchmarks.throughput import ModelSize
-from colocated_grpo.benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS, RandomWork, add_stop_tokens
-from colocated_grpo.config.lora import LoRAConfig
-from colocated_grpo.config.policy import PolicyConfig
+from benchmarks.throughput import ModelSize
+from benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS, RandomWork, add_stop_tokens
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.errors import RunError
+from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.types import JsonObject
@@ -436,7 +436,7 @@ def test_several_ranks_of_trl_start_with_fsdp2(tmp_path: Path):
     assert (python, launcher) == (sys.executable, "accelerate.commands.launch")
     launch = launch_command_parser().parse_args(arguments)
     assert launch.num_processes == 2
-    assert (launch.module, launch.training_script) == (True, "colocated_grpo.benchmarks.peer_trl")
+    assert (launch.module, launch.training_script) == (True, "benchmarks.peer_trl")
     assert load_config_from_file(launch.config_file).fsdp_config["fsdp_version"] == 2
     assert PeerSpec.read(Path(launch.training_script_args[0])) == SPEC
 
@@ -544,7 +544,7 @@ def run_beside_trl(model: Path, file: Path, *settings: str) -> tuple[str, JsonOb
 def run_benchmark(name: str, model: Path, file: Path, *arguments: str) -> tuple[str, JsonObject]:
     """Run a benchmark in which TRL makes one measured step of 2 x 4 completions."""
     command = [
-        sys.executable, "-m", f"colocated_grpo.benchmarks.{name}", "--model", str(model), "--gpus", "0",
+        sys.executable, "-m", f"benchmarks.{name}", "--model", str(model), "--gpus", "0",
         "--prompts", "2", "--group-size", "4", "--peer-until", "0", "--json", str(file), *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

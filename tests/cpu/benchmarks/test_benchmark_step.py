@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.benchmarks import growth, step
-from colocated_grpo.benchmarks.comparison import PeerSummary, Summary, comparison
-from colocated_grpo.benchmarks.roofline import Roofline
-from colocated_grpo.benchmarks.throughput import (
+from benchmarks import growth, step
+from benchmarks.comparison import PeerSummary, Summary, comparison
+from benchmarks.roofline import Roofline
+from benchmarks.throughput import (
     ModelSize,
     generation_bound,
     medians,
@@ -20,9 +20,9 @@ from colocated_grpo.benchmarks.throughput import (
     training_bound,
     with_rates,
 )
-from colocated_grpo.benchmarks.workload import add_stop_tokens
-from colocated_grpo.config.lora import LoRAConfig
-from colocated_grpo.config.policy import PolicyConfig
+from benchmarks.workload import add_stop_tokens
+from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from tests.support.families import SETTINGS as FAMILIES

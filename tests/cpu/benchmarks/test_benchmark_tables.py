@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.benchmarks import tables
+from benchmarks import tables
 from colocated_grpo.types import JsonObject
 from tests.support.paths import ROOT
 

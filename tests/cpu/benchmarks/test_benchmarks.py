@@ -17,8 +17,7 @@ from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
-from colocated_grpo.benchmarks import (
+from benchmarks import (
     attention,
     decode,
     logprob,
@@ -27,16 +26,17 @@ from colocated_grpo.benchmarks import (
     sync,
     train,
 )
-from colocated_grpo.benchmarks.adapters import arguments_for, write_random_adapter
-from colocated_grpo.benchmarks.harness import config_of as config_of_benchmark
-from colocated_grpo.benchmarks.results import number, table
-from colocated_grpo.benchmarks.roofline import Roofline, measure_roofline, seconds_of
-from colocated_grpo.benchmarks.throughput import model_size
-from colocated_grpo.benchmarks.workload import STOP_PROBABILITY
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.lora import LoRAConfig
+from benchmarks.adapters import arguments_for, write_random_adapter
+from benchmarks.harness import config_of as config_of_benchmark
+from benchmarks.results import number, table
+from benchmarks.roofline import Roofline, measure_roofline, seconds_of
+from benchmarks.throughput import model_size
+from benchmarks.workload import STOP_PROBABILITY
+from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
 from colocated_grpo.losses import Counts
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.lora import LoRAConfig
 from colocated_grpo.types import Group, JsonObject, Rollout
 from tests.support.families import SETTINGS
 from tests.support.ranks import TIMEOUT, start_module
@@ -70,7 +70,7 @@ def measured(tmp_path) -> Callable[..., JsonObject]:
         result = json.loads(file.read_text())
         assert set(result) >= ORIGIN | ({"roofline"} if benchmark is not patches else set())
         assert result["packages"]["torch"] == torch.__version__
-        assert result["command"].startswith("python -m colocated_grpo.benchmarks.")
+        assert result["command"].startswith("python -m benchmarks.")
         return result
 
     return run

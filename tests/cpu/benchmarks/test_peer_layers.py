@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from colocated_grpo.benchmarks.peer_layers import name_present_layers
+from benchmarks.peer_layers import name_present_layers
 from tests.support.families import SETTINGS
 from tests.support.training_runs import tiny_model
 

@@ -10,10 +10,10 @@ import pytest
 
 from colocated_grpo.checkpoint import Checkpoints, checkpoints
 from colocated_grpo.checkpoint.layout import LAYOUT_FILE
-from colocated_grpo.config.schema import CheckpointConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.checksums import checksum, seal_is_broken, sealed
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, FILES, STATE_FILE, read_record
+from colocated_grpo.settings.schema import CheckpointConfig
 from tests.support.ranks import run_on_ranks
 from tests.support.saved_runs import (
     NEWEST,

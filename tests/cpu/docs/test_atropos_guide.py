@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 
-from colocated_grpo.config.atropos_flags import FLAGS, VARIABLES
-from colocated_grpo.config.errors import dotted, setting_names
-from colocated_grpo.config.schema import Config
 from colocated_grpo.launch.launcher import main
+from colocated_grpo.settings.atropos_flags import FLAGS, VARIABLES
+from colocated_grpo.settings.errors import dotted, setting_names
+from colocated_grpo.settings.schema import Config
 from tests.support.paths import ROOT
 from tests.support.training_runs import tiny_model
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from colocated_grpo.config.loading import read_config
-from colocated_grpo.config.rules import check_world
 from colocated_grpo.launch.arguments import Launch, read_launch, run_parser
 from colocated_grpo.launch.cli import OneLineParser, add_run_arguments
 from colocated_grpo.launch.launcher import read_settings
 from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
+from colocated_grpo.settings.loading import read_config
+from colocated_grpo.settings.rules import check_world
 from tests.support.paths import ROOT
 
 CLUSTERS = ROOT / "docs/examples/clusters"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from colocated_grpo.config.schema import Config
+from colocated_grpo.settings.schema import Config
 from tests.support.paths import ROOT
 from tests.support.source_names import defines
 

@@ -7,11 +7,11 @@ import re
 import pytest
 import yaml
 
-from colocated_grpo.config.errors import parse_path, setting_names
-from colocated_grpo.config.loading import load_config
-from colocated_grpo.config.lora import LoRAConfig
-from colocated_grpo.config.schema import Config
 from colocated_grpo.policy.export import AdapterExport, ModelExport
+from colocated_grpo.settings.errors import parse_path, setting_names
+from colocated_grpo.settings.loading import load_config
+from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.schema import Config
 from tests.support.config_text import load
 from tests.support.paths import ROOT
 

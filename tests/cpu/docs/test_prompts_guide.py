@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from colocated_grpo.build.data import open_source
-from colocated_grpo.config.errors import parse_path, setting_names
-from colocated_grpo.config.schema import Config
-from colocated_grpo.config.sources import DatasetSourceConfig
+from colocated_grpo.assembly.data import open_source
 from colocated_grpo.environments import build_environments
+from colocated_grpo.settings.errors import parse_path, setting_names
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.sources import DatasetSourceConfig
 from tests.support.config_text import load, notes
 from tests.support.paths import ROOT
 from tests.support.templates import tool_tokenizer

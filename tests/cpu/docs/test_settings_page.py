@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from colocated_grpo.config.errors import sections
-from colocated_grpo.config.schema import Config
+from colocated_grpo.settings.errors import sections
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.settings_page import PAGE, page
 
 

@@ -6,9 +6,9 @@ import re
 import shlex
 from typing import get_args
 
-from colocated_grpo.config.errors import parse_path, setting_names
-from colocated_grpo.config.schema import Config, TrackerName
 from colocated_grpo.policy.export import AdapterExport, ModelExport
+from colocated_grpo.settings.errors import parse_path, setting_names
+from colocated_grpo.settings.schema import Config, TrackerName
 from colocated_grpo.tools.chat import QUIT, RESET, _parser
 from colocated_grpo.tracking.tables import LONGEST_TEXT, WRITERS, completions_table
 from tests.support.config_text import load

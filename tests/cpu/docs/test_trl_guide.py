@@ -7,9 +7,9 @@ from dataclasses import fields
 
 import pytest
 
-from colocated_grpo.config.errors import parse_path, setting_names
-from colocated_grpo.config.losses import GSPOConfig
-from colocated_grpo.config.schema import Config
+from colocated_grpo.settings.errors import parse_path, setting_names
+from colocated_grpo.settings.losses import GSPOConfig
+from colocated_grpo.settings.schema import Config
 from tests.support.config_text import config_error, load
 from tests.support.paths import ROOT
 

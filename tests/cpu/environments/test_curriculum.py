@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.config import Config
-from colocated_grpo.config.rows import ColumnCurriculumConfig
-from colocated_grpo.config.rules import check
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.curriculum import stage_sizes
 from colocated_grpo.environments.row_filter import difficulties
+from colocated_grpo.settings import Config
+from colocated_grpo.settings.rows import ColumnCurriculumConfig
+from colocated_grpo.settings.rules import check
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from tests.cpu.environments.test_solved import group_of
 from tests.support.config_text import config_error

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, DatasetDict
 
-from colocated_grpo.build.evaluation import draw_held_out
-from colocated_grpo.config import Config
-from colocated_grpo.config.evaluation import EvaluationConfig
+from colocated_grpo.assembly.evaluation import draw_held_out
 from colocated_grpo.environments import EnvironmentSetupError, build_environments, dataset
+from colocated_grpo.settings import Config
+from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 
 ROWS = [{"question": f"{number}+1=", "answer": str(number + 1), "level": "easy"} for number in range(10)]
@@ -95,7 +95,7 @@ def test_local_files_need_neither_datasets_nor_torch(file):
     script = (
         "import sys\n"
         "from types import SimpleNamespace\n"
-        "from colocated_grpo.config import Config\n"
+        "from colocated_grpo.settings import Config\n"
         "from colocated_grpo.environments import build_environments\n"
         "tokenizer = SimpleNamespace(chat_template=None, all_special_tokens=[], bos_token=None,\n"
         "    encode=lambda text, add_special_tokens: [1] * len(text), get_vocab=lambda: dict(a=1))\n"

@@ -7,13 +7,13 @@ import json
 import pytest
 from datasets import Dataset
 
-from colocated_grpo.build.data import open_source
-from colocated_grpo.config import Config
-from colocated_grpo.config.inputs import check_inputs
+from colocated_grpo.assembly.data import open_source
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
 from colocated_grpo.launch.dry_run import problems_of
+from colocated_grpo.settings import Config
+from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from tests.support.config_text import config_error, load
 from tests.support.templates import CODE

@@ -8,14 +8,14 @@ import json
 import pytest
 from transformers.utils import get_json_schema
 
-from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.conversation import Conversation
 from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
-from colocated_grpo.serving.limits import Limits
-from colocated_grpo.serving.text_codec import TextCodec
+from colocated_grpo.servers.limits import Limits
+from colocated_grpo.servers.text_codec import TextCodec
+from colocated_grpo.settings import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Score
 from tests.support.config_text import config_error, load

@@ -135,7 +135,7 @@ def trained(config: Path, body: str, *arguments: str, **environment: str) -> sub
     """Run a rank whose trainer is one line of Python."""
     code = (
         "import os, sys, types\n"
-        "from colocated_grpo.config.errors import ConfigError\n"
+        "from colocated_grpo.settings.errors import ConfigError\n"
         "from colocated_grpo.errors import RunError\n"
         "rank = sys.modules['colocated_grpo.launch.rank'] = types.ModuleType('rank')\n"
         f"def train(config, joined, *, resume, name, output):\n    {body}\n"

@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from colocated_grpo.launch.engine_servers import EngineServers, ServerPlan
 from colocated_grpo.launch.launcher import main
 from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
-from colocated_grpo.serve.options import parse
+from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan
+from colocated_grpo.servers.options import parse
 from tests.support.servers import until
 
 SERVER = ["--engine.placement", "server"]
@@ -92,7 +92,7 @@ def test_settings_of_the_run_are_the_servers_flags(planned):
     }
     plan, _ = planned("--gpus", "2", "--engine-gpus", "1", *[f"--{key}={value}" for key, value in flags.items()])
     [command] = plan.commands
-    assert command[:4] == [sys.executable, "-m", "colocated_grpo.serve", "./model"]
+    assert command[:4] == [sys.executable, "-m", "colocated_grpo.servers", "./model"]
     given = dict(zip(command[4:], [*command[5:], ""], strict=True))
     for flag, value in {
         "--dtype": "float32",
@@ -199,7 +199,7 @@ def test_servers_and_their_children_end_with_the_context(tmp_path):
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
     plan = plan_of(tmp_path, [sys.executable, "-c", family], [sys.executable, "-c", stubborn], LONG)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("colocated_grpo.launch.engine_servers.END_SECONDS", 0.5)
+        patch.setattr("colocated_grpo.servers.engine_servers.END_SECONDS", 0.5)
         with EngineServers(plan, os.environ) as running:
             roots = [psutil.Process(process.pid) for process in running._processes]
             until(lambda: roots[0].children() and "ready" in plan.logs[1].read_text())

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.advantages import group_advantages
-from colocated_grpo.config.losses import (
+from colocated_grpo.losses import Counts, LossInputs, make_denominator, make_loss
+from colocated_grpo.losses.parts import weighted_mean
+from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.settings.losses import (
     AdvantageConfig,
     BNPOConfig,
     CISPOConfig,
@@ -26,9 +29,6 @@ from colocated_grpo.config.losses import (
     KLConfig,
     LossConfig,
 )
-from colocated_grpo.losses import Counts, LossInputs, make_denominator, make_loss
-from colocated_grpo.losses.parts import weighted_mean
-from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.summaries import rollout_metrics
 from colocated_grpo.types import Score
 from tests.support.small_policy import group_of, rollout_of

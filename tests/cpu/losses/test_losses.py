@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from colocated_grpo.config.losses import (
+from colocated_grpo.losses import Counts, make_denominator, make_loss
+from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.settings.losses import (
     BNPOConfig,
     CISPOConfig,
     CorrectionConfig,
@@ -23,8 +25,6 @@ from colocated_grpo.config.losses import (
     KLConfig,
     LossConfig,
 )
-from colocated_grpo.losses import Counts, make_denominator, make_loss
-from colocated_grpo.metrics import Metrics, reduce
 from tests.support.loss_inputs import ALL_LOSSES, BUSY_SETTINGS, Example, loss_and_gradient, random_inputs
 
 OFF = CorrectionConfig(mode="off")

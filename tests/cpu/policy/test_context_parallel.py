@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colocated_grpo.batching import Batch, MicroBatch
-from colocated_grpo.config.schema import Config
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.activations import run_trial_step
 from colocated_grpo.policy.context_parallel import all_to_all, heads_to_rows, own_heads, rows_to_heads
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, with_context
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.trainer import with_ref_logprobs
 from colocated_grpo.types import Group
 from tests.support.families import HYBRIDS, SETTINGS, WINDOW

@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import ModelConfig
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy import export as export_module
 from colocated_grpo.policy.checkpoint_files import fetch_model, fetch_tokenizer
@@ -20,6 +18,8 @@ from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import ModelConfig
 from tests.support.families import SETTINGS
 from tests.support.ranks import run_on_ranks
 from tests.support.saved_runs import halve, invert

@@ -16,8 +16,6 @@ from torch.nn.functional import one_hot
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from colocated_grpo.batching import Minibatch, build_micro_batch
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.families import FAMILIES
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics, Stat, reduce
 from colocated_grpo.policy import loading, routing
@@ -26,6 +24,8 @@ from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.routing import WEIGHTS, sigmoid_weights
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.families import FAMILIES
 from colocated_grpo.trainer import make_batch
 from colocated_grpo.types import Group
 from tests.support.families import SETTINGS

@@ -15,9 +15,6 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.checkpoint import Checkpoints
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.lora import LoRAConfig
-from colocated_grpo.config.schema import CheckpointConfig, Config
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.blocks import Block
 from colocated_grpo.policy.lora.targets import insert_adapters
@@ -26,6 +23,9 @@ from colocated_grpo.policy.model import build_empty, transformer_blocks
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.schema import CheckpointConfig, Config
 from tests.support.families import GEMMA4_LARGE, SETTINGS
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (

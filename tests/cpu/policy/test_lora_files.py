@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.batching import TrainSequence, build_micro_batch
-from colocated_grpo.config.adapter_files import with_adapter_settings
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config
 from colocated_grpo.policy.export import AdapterExport
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.adapter_files import with_adapter_settings
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 from tests.support.ranks import run_on_ranks
 from tests.support.saved_runs import invert
 from tests.support.small_policy import config_of, pack_for, policy_of, random_groups, train

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from colocated_grpo.batching import MicroBatch
-from colocated_grpo.config import model_support
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.policy import loading
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.loading import build_model
 from colocated_grpo.policy.model import PackedLM, build_empty, read_model_config, reshard
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings import model_support
+from colocated_grpo.settings.errors import ConfigError
 from tests.support.families import GEMMA4_LARGE, SETTINGS, WHOLE_QUERIES, WINDOW
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (

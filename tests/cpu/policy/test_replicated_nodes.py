@@ -10,11 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from colocated_grpo.checkpoint import Checkpoints
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.node_rules import check_nodes
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, mesh_of_nodes, whole
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.node_rules import check_nodes
 from colocated_grpo.weights.buckets import count_shards, full_tensors, gather, make_buckets
 from tests.support.ranks import run_on_ranks, with_nodes
 from tests.support.small_policy import (

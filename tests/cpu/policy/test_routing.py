@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.batching import MicroBatch, PackedRoutes, TrainSequence, build_micro_batch
-from colocated_grpo.config.families import FAMILIES
-from colocated_grpo.config.model_support import TRAINED_EXPERT_TYPES
 from colocated_grpo.policy import routing
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.loading import build_model
 from colocated_grpo.policy.model import PackedLM, read_model_config, reshard
 from colocated_grpo.policy.routing import WEIGHTS
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.families import FAMILIES
+from colocated_grpo.settings.model_support import TRAINED_EXPERT_TYPES
 from tests.support.families import HYBRIDS, SETTINGS
 from tests.support.small_policy import config_of, pack_for, random_groups, whole
 

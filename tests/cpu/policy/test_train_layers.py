@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from colocated_grpo.checkpoint import Checkpoints
-from colocated_grpo.config.schema import CheckpointConfig, Config
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.schema import CheckpointConfig, Config
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,

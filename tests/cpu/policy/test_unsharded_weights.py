@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from colocated_grpo.checkpoint import Checkpoints
-from colocated_grpo.config.schema import CheckpointConfig, Config
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.activations import run_trial_step
 from colocated_grpo.policy.blocks import Block
 from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, adopt
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.schema import CheckpointConfig, Config
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.rewards.functions import build_rewards
 from colocated_grpo.environments.rewards.scorer import RewardScorer
@@ -24,6 +23,7 @@ from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.prompt_queue import Dispatch, DynamicDispatch, Job, ReplicatedDispatch, StaticDispatch
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Group, Prompt, Score
 from tests.support.fakes import FakeEngine, SumScorer, completion_of, text_of
 from tests.support.ranks import run_on_ranks, single_rank_world

@@ -12,7 +12,6 @@ import pytest
 
 from colocated_grpo.atropos import supply
 from colocated_grpo.atropos.supply import AtroposSupply, MainRank, WorkerRank
-from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
@@ -22,8 +21,9 @@ from colocated_grpo.rollout.mixed import MixedSupply
 from colocated_grpo.rollout.prompt_queue import StaticDispatch
 from colocated_grpo.rollout.supply import PromptSupply
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.serving.load_balancer import LoadBalancer
-from colocated_grpo.serving.rank_links import link_ranks
+from colocated_grpo.servers.load_balancer import LoadBalancer
+from colocated_grpo.servers.rank_links import link_ranks
+from colocated_grpo.settings.schema import RolloutConfig
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 from tests.support.fakes import FakeEngine, completion_of
 from tests.support.ranks import run_on_ranks, single_rank_group

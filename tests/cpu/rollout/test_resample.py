@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.config.schema import RolloutConfig
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.rollout.ahead import AheadSupply
 from colocated_grpo.rollout.collect import Collector, Stopped
@@ -19,6 +18,7 @@ from colocated_grpo.rollout.prompt_queue import DynamicDispatch, StaticDispatch
 from colocated_grpo.rollout.resample import Resampling, chosen_places, round_size
 from colocated_grpo.rollout.supply import PromptSupply
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.schema import RolloutConfig
 from colocated_grpo.summaries import is_informative
 from colocated_grpo.types import Completion, Group, Prompt, Score
 from tests.support.fakes import FakeEngine, text_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from safetensors.torch import load_file
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tracking import files
 from tests.support.families import SETTINGS
 from tests.support.training_runs import TrainingRun, assert_on_policy, settings, tiny_model, train

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.checksums import write_checksums
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import RunOutput
 from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import settings, tiny_model
@@ -26,7 +26,7 @@ FROZEN = {"type": "turns", "name": "town", "args": {"players": ["policy", "froze
 
 def failure(world: World, config: dict[str, Any], folder: Path, missing: str | None) -> tuple[str | None, str]:
     """Return the phase in which a build fails, and the line. missing: what this vLLM lacks."""
-    from colocated_grpo.build.run import build_run
+    from colocated_grpo.assembly.run import build_run
     from colocated_grpo.rollout.vllm.patches import PATCHES
 
     if missing is not None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import yaml
 
-from colocated_grpo.config.schema import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools import show_rollouts
 from colocated_grpo.tracking import files
 from tests.support.paths import ROOT

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tools import compare_runs
 from tests.support.families import SETTINGS
 from tests.support.serve_process import ServeProcess

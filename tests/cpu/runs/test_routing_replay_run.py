@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
 from tests.support.families import SETTINGS

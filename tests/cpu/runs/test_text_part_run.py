@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm import ModelRegistry
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
-from colocated_grpo.config import Config
-from colocated_grpo.config.errors import ConfigError
+from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.launch.cli import library_environment
 from colocated_grpo.rollout.vllm.text_part import register_class
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings import Config
+from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tools.models_page import PAGE
 from colocated_grpo.tools.shapes import TINY

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.runtime.run_folder import (
     CHECKPOINTS,
     LOCK_FILE,
@@ -23,6 +22,7 @@ from colocated_grpo.runtime.run_folder import (
     lock_folder,
     removed_if_unused,
 )
+from colocated_grpo.settings.errors import ConfigError
 from tests.support.ranks import Ranks
 from tests.support.small_policy import config_of
 

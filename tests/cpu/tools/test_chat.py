@@ -11,8 +11,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.environments.chat import render_tokens
+from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools import chat
 from colocated_grpo.tools.subject import subject_of
 from tests.support.chat_process import ChatProcess

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, MODEL_SHAPE, STATE_FILE
+from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools.doctor import checks, imports, network
 from colocated_grpo.tools.doctor.__main__ import main, print_report
 from colocated_grpo.tools.doctor.checks import MACHINE, RUN, bounded, examine

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from colocated_grpo.config.schema import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.services import (
     check_atropos_api,
     check_atropos_environments,
@@ -164,7 +164,7 @@ def test_an_engine_server_that_returns_logprobs_passes():
     finally:
         engine.close()
     assert found.detail.startswith(f"engine.urls.1={closed}: ")
-    assert "python -m colocated_grpo.serve" in found.fix
+    assert "python -m colocated_grpo.servers" in found.fix
     assert check_servers().status == "skipped"
 
 

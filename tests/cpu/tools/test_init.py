@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.schema import Config
 from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.launch import launcher
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.footprint import Placement
 from colocated_grpo.tools.doctor.parameters import sizes_of
 from colocated_grpo.tools.init.__main__ import main

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.config import Config
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.hub import check_hub
-from colocated_grpo.config.rules import check
+from colocated_grpo.settings import Config
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.hub import check_hub
+from colocated_grpo.settings.rules import check
 from colocated_grpo.tracking.hub import STAGING, Hub
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
 from tests.support.servers import free_port

@@ -10,9 +10,9 @@ from typing import get_args
 
 import pytest
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import check_inputs
-from colocated_grpo.config.schema import TrackerName
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.settings.schema import TrackerName
 from colocated_grpo.tracking.sinks import Sink, Sinks, make_tracker, valid_name
 from colocated_grpo.tracking.tables import LONGEST_TEXT, WRITERS, Table, completions_table
 from tests.support.tracked_run import TrackedRun, config_of, groups_of, rollout_of

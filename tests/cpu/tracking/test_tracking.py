@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from colocated_grpo.config import Config
 from colocated_grpo.errors import RunError
+from colocated_grpo.settings import Config
 from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker, sinks
 from colocated_grpo.tracking.text import duration, number, visible
 from colocated_grpo.types import Group

@@ -10,7 +10,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from colocated_grpo.config.atropos import ServerConfig
+from colocated_grpo.settings.atropos import ServerConfig
 from colocated_grpo.web.bodies import BUFFERED_BODIES
 from tests.chaos import bodies as servers
 from tests.chaos.hostile_requests import Route, Target, send_all

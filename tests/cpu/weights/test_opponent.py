@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.config import inputs, rules
-from colocated_grpo.config.config_json import read_config_json
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.inputs import check_inputs
-from colocated_grpo.config.schema import Config
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings import inputs, rules
+from colocated_grpo.settings.config_json import read_config_json
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.settings.schema import Config
 from tests.support.engines import Pair, request_of
 from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import settings, tiny_model

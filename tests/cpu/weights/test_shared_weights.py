@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.benchmarks.workload import MAX_PROMPT_TOKENS, TASK
-from colocated_grpo.config import errors, rules
-from colocated_grpo.config.schema import Config
+from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings import errors, rules
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
 from tests.support.engines import PROBE, Pair, request_of

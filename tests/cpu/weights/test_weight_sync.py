@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from colocated_grpo.config.families import FAMILIES
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.families import FAMILIES
 from tests.support.engines import PROBE, Pair, request_of
 from tests.support.families import HYBRIDS, LARGE_STATES, SETTINGS, WHOLE_QUERIES
 from tests.support.ranks import run_on_ranks

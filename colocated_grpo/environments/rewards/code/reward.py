@@ -10,13 +10,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from colocated_grpo.config.base import Positive, Section
 from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
 from colocated_grpo.environments.rewards.code.answer import last_code_block
 from colocated_grpo.environments.rewards.code.cases import Case, cases_of
 from colocated_grpo.environments.rewards.code.processes import Runners
 from colocated_grpo.environments.rewards.code.runner import SYSTEMS
 from colocated_grpo.environments.rewards.scoring import NoReward
+from colocated_grpo.settings.base import Positive, Section
 
 MEGABYTE = 1 << 20
 

@@ -12,13 +12,13 @@ from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from colocated_grpo.config.base import FileName, NonNegative, Positive, Section
 from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
 from colocated_grpo.environments.rewards.judge.answers import DEFAULT_PARSE, fill, last_score, places, plain_text
 from colocated_grpo.environments.rewards.judge.budget import Budget
 from colocated_grpo.environments.rewards.judge.cache import ScoreCache, request_key
 from colocated_grpo.environments.rewards.judge.endpoint import BudgetSpent, Endpoint, Retries
 from colocated_grpo.environments.rewards.scoring import NoReward
+from colocated_grpo.settings.base import FileName, NonNegative, Positive, Section
 from colocated_grpo.web.client import JsonClient
 
 Outcome = float | NoReward | None

@@ -8,9 +8,9 @@ import re
 import pytest
 import yaml
 
-from colocated_grpo.config.schema import Config
 from colocated_grpo.environments import build_environments
 from colocated_grpo.environments.adapters import ADAPTERS
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.games import read_games

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.errors import RunError
+from colocated_grpo.settings import Config
 from tests.support.arena_games import BROKEN, FICKLE
 from tests.support.textarena_play import (
     MAFIA,

@@ -19,7 +19,6 @@ import openai
 import psutil
 import pytest
 
-from colocated_grpo.config.sources import AgentSourceConfig
 from colocated_grpo.environments.agents.conversation import AgentConversation, AgentLimits
 from colocated_grpo.environments.agents.endpoint import Access
 from colocated_grpo.environments.agents.episode import build_agent
@@ -27,6 +26,7 @@ from colocated_grpo.environments.agents.program import STARTER, Program
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.collect import Stopped
+from colocated_grpo.settings.sources import AgentSourceConfig
 from colocated_grpo.types import Completion, Rollout, Score
 from tests.support.agents import END, TOKENIZER, AgentRun, prompt_of, says, says_tokens
 from tests.support.fakes import completion_of

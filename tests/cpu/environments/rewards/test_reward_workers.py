@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.rewards import workers
 from colocated_grpo.environments.rewards.functions import build_rewards
 from colocated_grpo.environments.rewards.placement import start_workers
 from colocated_grpo.environments.rewards.scorer import RewardScorer
+from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Prompt, Score
 from tests.support.servers import until
 

@@ -13,14 +13,14 @@ from pydantic import TypeAdapter
 from trl import rewards as trl_rewards
 
 from colocated_grpo.advantages import group_advantages
-from colocated_grpo.config.losses import AdvantageConfig
-from colocated_grpo.config.sources import DatasetSourceConfig, RewardConfig
 from colocated_grpo.environments.base import AnswerError, EnvironmentSetupError
 from colocated_grpo.environments.rewards import math_judge
 from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.environments.rewards.functions import RewardFunction, build_rewards
 from colocated_grpo.environments.rewards.scorer import RewardScorer
 from colocated_grpo.environments.rewards.scoring import MAX_REWARD, NoReward
+from colocated_grpo.settings.losses import AdvantageConfig
+from colocated_grpo.settings.sources import DatasetSourceConfig, RewardConfig
 from colocated_grpo.types import Completion, Prompt
 
 CHAT = [{"role": "user", "content": "1+1?"}]

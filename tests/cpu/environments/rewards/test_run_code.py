@@ -8,10 +8,10 @@ import time
 import psutil
 import pytest
 
-from colocated_grpo.config.sources import RewardConfig
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards.code import processes
 from colocated_grpo.environments.rewards.functions import RewardInputs, build_rewards, results_of
+from colocated_grpo.settings.sources import RewardConfig
 
 RIGHT = "def add(a, b):\n    return a + b\n"
 CHECKS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]

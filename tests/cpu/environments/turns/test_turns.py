@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from colocated_grpo.config import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.source import PromptSource
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.turns.pending import PendingGroups
 from colocated_grpo.errors import RunError
+from colocated_grpo.settings import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group, Prompt
 from tests.support.paths import SUPPORT

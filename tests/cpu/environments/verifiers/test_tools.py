@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from colocated_grpo.config.schema import Config
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.rollout.engine import Request
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Completion, Rollout
 from tests.support.adapter_play import items
 from tests.support.agents import AgentRun, says

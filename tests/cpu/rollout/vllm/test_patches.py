@@ -15,7 +15,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from colocated_grpo.config.errors import ConfigError
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm.patches import (
     PATCHES,
@@ -25,6 +24,7 @@ from colocated_grpo.rollout.vllm.patches import (
     report,
 )
 from colocated_grpo.runtime.vllm_version import SUPPORTED, supported_version
+from colocated_grpo.settings.errors import ConfigError
 from tests.support.paths import ROOT
 from tests.support.source_names import defines
 

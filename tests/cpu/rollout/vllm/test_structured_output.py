@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.config.errors import ConfigError
-from colocated_grpo.config.rules import check, remarks
-from colocated_grpo.config.schema import Config
 from colocated_grpo.environments import build_environments
 from colocated_grpo.environments.town.environment import TownEnvironment
 from colocated_grpo.environments.town.settings import TownSettings
 from colocated_grpo.environments.town.state import Rules
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.rules import check, remarks
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from tests.support.engines import Pair, request_of
 from tests.support.ranks import run_on_ranks

@@ -1,0 +1,158 @@
+"""Time of a decode step, by kernel: `python -m benchmarks.decode --shape qwen3-0.6b --gpus 1`.
+
+Several groups decode together. Steps in the middle of their completions are timed and compared with their device time
+and with the least time to read weights and KV cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.harness import (
+    config_of,
+    main_in_ranks,
+    model_folder,
+    model_name,
+    rank_parser,
+    wake_with_weights,
+)
+from benchmarks.kernels import KernelRow, busy_seconds, kernel_rows
+from benchmarks.roofline import Roofline, measure_roofline, seconds_of
+from benchmarks.throughput import ModelSize, model_size
+from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
+from colocated_grpo.rollout.vllm.kv_budget import BLOCK
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings import Config
+from colocated_grpo.types import JsonObject
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return main_in_ranks("decode", parser(), measure, arguments)
+
+
+def parser() -> argparse.ArgumentParser:
+    return add_work(rank_parser(__doc__), sequences=[512, 256, 64])
+
+
+def add_work(parser: argparse.ArgumentParser, sequences: list[int]) -> argparse.ArgumentParser:
+    """Add the flags that `measure_all` reads. sequences: the default of --sequences."""
+    parser.add_argument("--sequences", type=int, nargs="+", default=sequences, help="sequences that decode together")
+    parser.add_argument("--group-size", type=int, default=16, help="completions of one prompt")
+    parser.add_argument("--prompt", type=int, default=82, help="prompt tokens")
+    parser.add_argument("--sampled", type=int, default=384, help="tokens of each sequence before the measured steps")
+    parser.add_argument("--steps", type=int, default=64, help="measured steps; as many profiled ones follow")
+    return parser
+
+
+def measure(world: World, options: argparse.Namespace) -> JsonObject:
+    from colocated_grpo.assembly.policy import build_engine
+
+    roofline = measure_roofline(world.device)
+    with model_folder(options, world) as folder:
+        config = config_of(folder, options, **sections(options))
+        policy = Policy(config, read_model_config(config.model, folder), folder, world)
+        size = model_size(folder, itemsize=policy.dtype.itemsize)
+        engine = build_engine(with_full_cache(config, options, size), policy, folder, world)
+    wake_with_weights(config, engine, policy, world)
+    results = measure_all(engine, options, world)
+    rows = [row_of(options, sequences, one, size, roofline) for sequences, one in results.items()]
+    kernels = [{"sequences": sequences, **kernel} for sequences, one in results.items() for kernel in one.kernels]
+    engine.close()
+    return {"roofline": roofline.as_dict(), "rows": rows, "kernels": kernels}
+
+
+def sections(options: argparse.Namespace) -> JsonObject:
+    return {
+        "rollout": {"max_prompt_tokens": options.prompt, "max_completion_tokens": total_tokens(options)},
+        "engine": {"max_num_seqs": max(options.sequences)},
+    }
+
+
+def total_tokens(options: argparse.Namespace) -> int:
+    """Return the length of each completion."""
+    return options.sampled + 2 * options.steps + 2
+
+
+def with_full_cache(config: Config, options: argparse.Namespace, size: ModelSize) -> Config:
+    """Set a KV cache for all sequences at full length, unless the command line sets one.
+
+    In a training run's smaller cache some would queue and not be measured.
+    """
+    full_length = options.prompt + total_tokens(options) + BLOCK
+    cache_bytes = config.engine.kv_cache_memory_bytes or max(options.sequences) * full_length * size.kv_bytes_per_token
+    engine = config.engine.model_copy(update={"kv_cache_memory_bytes": cache_bytes})
+    return config.model_copy(update={"engine": engine})
+
+
+def measure_all(engine: RolloutEngine, options: argparse.Namespace, world: World) -> dict[int, DecodeTime]:
+    """Return the time of a decode step for each number of sequences."""
+    from colocated_grpo.trainer import settle_garbage_collector
+
+    settle_garbage_collector()
+    decode(engine, options, max(options.sequences), world)  # warm-up: lazy initialization, compilation
+    return {sequences: decode(engine, options, sequences, world) for sequences in options.sequences}
+
+
+class DecodeTime(NamedTuple):
+    """Time of a decode step at one number of sequences."""
+
+    step_seconds: float
+    kernels: list[KernelRow]
+    """Times and counts over `options.steps` decode steps."""
+
+
+def decode(engine: RolloutEngine, options: argparse.Namespace, sequences: int, world: World) -> DecodeTime:
+    """Decode `sequences` sequences together: time `options.steps` steps and profile as many more."""
+    engine.submit(requests(options, sequences, total_tokens(options)))
+    finished = 0
+
+    def steps(count: int) -> None:
+        nonlocal finished
+        for _ in range(count):
+            finished += len(engine.step())
+
+    steps(options.sampled)
+    [seconds] = seconds_of(lambda: steps(options.steps), world.device, repeats=1, warmup=0)
+    kernels = kernel_rows(lambda: steps(options.steps), world.device)
+    while finished < sequences:
+        steps(1)
+    return DecodeTime(seconds / options.steps, kernels)
+
+
+def requests(options: argparse.Namespace, sequences: int, tokens: int) -> list[Request]:
+    """Return requests for whole groups of --group-size completions, each of exactly `tokens` tokens."""
+    rng = random.Random(sequences)
+    prompts = [rng.choices(range(8, 64), k=options.prompt) for _ in range(-(-sequences // options.group_size))]
+    sampling = Sampling(temperature=1.0, max_tokens=tokens)
+    return [
+        Request(key=(index, 0), token_ids=prompts[index // options.group_size], seed=index, sampling=sampling)
+        for index in range(sequences)
+    ]
+
+
+def row_of(
+    options: argparse.Namespace, sequences: int, measured: DecodeTime, size: ModelSize, roofline: Roofline
+) -> JsonObject:
+    """Return step time, device time, and the time to read weights and KV cache midway through the measured steps."""
+    seconds = measured.step_seconds
+    busy = busy_seconds(measured.kernels) / options.steps
+    cached = sequences * (options.prompt + options.sampled + options.steps / 2)
+    return {
+        "shape": model_name(options),
+        "sequences": sequences,
+        "cached_tokens_each": cached / sequences,
+        "step_ms": seconds * 1e3,
+        "device_ms": busy * 1e3,
+        "idle_share": 1 - busy / seconds,
+        "floor_ms": roofline.seconds_for_bytes(size.weight_bytes + cached * size.kv_bytes_per_token) * 1e3,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

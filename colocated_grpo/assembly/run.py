@@ -1,0 +1,296 @@
+"""The composition root: from settings to the objects of a run. Every choice between modes is made here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from colocated_grpo.assembly.data import (
+    ModelFiles,
+    build_collector,
+    build_data,
+    build_prompt_supply,
+    limits_of,
+    listen_to_agents,
+    read_model_files,
+)
+from colocated_grpo.assembly.engines import Engines
+from colocated_grpo.assembly.evaluation import evaluation_sets
+from colocated_grpo.assembly.policy import (
+    build_colocated,
+    build_exports,
+    build_opponent,
+    build_reference,
+    build_sample_check,
+    check_engine,
+    fetch_opponent,
+    opponent_state,
+    read_opponent,
+)
+from colocated_grpo.assembly.servers import build_remote, connect
+from colocated_grpo.assembly.user_code import Guarded
+from colocated_grpo.callbacks import Callbacks
+from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.errors import RunError
+from colocated_grpo.evaluation.best import Best
+from colocated_grpo.evaluation.evaluator import Evaluator
+from colocated_grpo.freshness import SampleCheck
+from colocated_grpo.phases import Choreography, Clock
+from colocated_grpo.policy.activations import choose_micro_batch_size
+from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
+from colocated_grpo.policy.export import Export
+from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.policy.reference import Reference
+from colocated_grpo.rollout.ahead import AheadSupply
+from colocated_grpo.rollout.collect import Collector
+from colocated_grpo.rollout.engine import RolloutEngine
+from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.mixed import MixedSupply
+from colocated_grpo.rollout.supply import PromptSupply, Supply
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
+from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.servers.engine_server import EngineServer
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker
+from colocated_grpo.tracking.hub import Hub
+
+if TYPE_CHECKING:
+    from colocated_grpo.assembly.serving import Serving
+
+
+GOAL_REACHED = "goal_reached"
+"""Key in a checkpoint's state: the environment has reached its goal, so no step is left."""
+BEST = "best"
+"""Key in a checkpoint's state: the record of the best evaluation."""
+LEARNING_RATE = "learning_rate"
+"""Key in it: the learning rate that a callback has set, or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The objects that the loop works with."""
+
+    config: Config
+    """With the settings that were left open filled in, such as the size of micro-batches."""
+    world: World
+    stop: StopRequest
+    folder: Path
+    model: ModelFiles
+    policy: Policy
+    reference: Reference | None
+    engine: RolloutEngine
+    collector: Collector
+    supply: Supply
+    choreography: Choreography
+    samples: SampleCheck
+    clock: Clock
+    evaluator: Evaluator
+    best: Best
+    checkpoints: Checkpoints
+    exports: list[Export]
+    hub: Hub | None
+    """None: nothing is pushed."""
+    tracker: Tracker | NullTracker
+    callbacks: Callbacks
+    start: int
+    """Steps completed by earlier parts of the run."""
+    goal_reached: bool
+    """By an earlier part of the run: no step is left."""
+
+
+def build_run(
+    config: Config,
+    folder: Path,
+    world: World,
+    stop: StopRequest,
+    output: RunOutput,
+    resources: ExitStack,
+    guarded: Guarded = nullcontext,
+    callbacks: Sequence[object] = (),
+) -> Run:
+    """Build every object and resume from the newest complete checkpoint in `folder`, if there is one. Collective.
+
+    Steps that can fail for outside reasons come first, before device memory is allocated. output: shows each phase.
+    resources: receives what to close, also after a failure. guarded: wraps rewards and episodes. callbacks: the user's.
+    """
+    tracker = make_tracker(folder, output, is_main=world.is_main)
+    with output.phase("reading the model's settings and tokenizer"):
+        model = read_model_files(config, world)
+        opponent_folder = fetch_opponent(config, world)
+        check_engine(config, model, world)
+    with output.phase("reading data, rewards and environments"):
+        data = build_data(config, model, world, tracker, resources)
+    inbox = Inbox()
+    serving = build_serving(config, folder, inbox, model, world, tracker.note, resources)
+    listen_to_agents(config, data, model, resources)
+    with output.phase("waiting for the engine servers"):
+        servers = connect(config, world, stop)
+
+    with output.phase("reading the weights"):
+        policy = Policy(config, model.hf_config, model.folder, world)
+        reference = build_reference(config, model, policy, world)
+        frozen = read_opponent(config, opponent_folder, model.hf_config, world)
+        checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state(config, frozen), tracker.note)
+        start, state = checkpoints.restore(policy)
+    policy.fixed_lr = state.get(LEARNING_RATE)
+
+    clock = Clock(world.device)
+    with output.phase(engine_phase(config, world)):
+        engines = build_engines(config, servers, policy, model, folder, world, stop, resources)
+    opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
+    with output.phase("rehearsing a training step"):
+        # The engine sleeps, so memory that is free now is free while the policy trains.
+        config = choose_micro_batch_size(policy, config, world)
+
+    driver = Driver(engines.engine, inbox)
+    collector = build_collector(config, driver, inbox, data, model, world, stop, guarded)
+    resources.callback(collector.close)
+    sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
+    served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
+    supply = resources.enter_context(closing(join_supplies(config, sampled, served)))
+    resources.callback(finish_writing, checkpoints)
+    best = Best(config.evaluation.keep_best, config.evaluation.patience)
+    if state:
+        supply.load_state_dict(state["source"])
+        best.load_state_dict(state.get(BEST, {}))
+    return Run(
+        config=config,
+        world=world,
+        stop=stop,
+        folder=folder,
+        model=model,
+        policy=policy,
+        reference=reference,
+        engine=engines.engine,
+        collector=collector,
+        supply=supply,
+        choreography=Choreography(policy, engines.engine, engines.sync, clock, config.sync_frequency),
+        samples=build_sample_check(config, policy.dtype, engines, world),
+        clock=clock,
+        evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
+        best=best,
+        checkpoints=checkpoints,
+        exports=build_exports(config, policy, model, world),
+        hub=build_hub(config, folder, world, tracker.note, resources),
+        tracker=tracker,
+        callbacks=Callbacks(callbacks, config, folder, world, tracker.note, policy.fixed_lr),
+        start=start,
+        goal_reached=state.get(GOAL_REACHED, False),
+    )
+
+
+def engine_phase(config: Config, world: World) -> str:
+    """Return the name of the phase in which the engines are built."""
+    if config.engine.placement != "colocated":
+        return "connecting to the engines"
+    graphs = world.device.type == "cuda" and not config.engine.enforce_eager
+    return "building the engine" + (" and capturing its CUDA graphs" if graphs else "")
+
+
+def build_engines(
+    config: Config,
+    servers: list[EngineServer],
+    policy: Policy,
+    model: ModelFiles,
+    folder: Path,
+    world: World,
+    stop: StopRequest,
+    resources: ExitStack,
+) -> Engines:
+    if config.engine.placement == "colocated":
+        return build_colocated(config, policy, model.folder, world, resources)
+    engines = build_remote(config, servers, policy, model, folder, world, stop)
+    resources.callback(engines.engine.close)
+    return engines
+
+
+def join_supplies(config: Config, sampled: PromptSupply | None, served: Supply | None) -> Supply:
+    """One supply of the run's own prompts and of groups that other processes bring. At least one is given."""
+    if sampled is not None and served is not None:
+        return MixedSupply(sampled, served)
+    if sampled is not None and config.rollout.max_staleness:
+        return AheadSupply(sampled, config.training_steps)
+    only = sampled or served
+    assert only is not None  # the config has at least one environment
+    return only
+
+
+def build_serving(
+    config: Config,
+    folder: Path,
+    inbox: Inbox,
+    model: ModelFiles,
+    world: World,
+    note: Callable[[str], None],
+    resources: ExitStack,
+) -> Serving | None:
+    """The engines over HTTP for environments in other processes; None without an atropos entry. Collective."""
+    if config.atropos is None:
+        return None
+    # Imported here: the web framework would delay the start of every other run.
+    from colocated_grpo.assembly.serving import Serving
+
+    keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
+    limits = limits_of(config, model)
+    serving = Serving(config, config.atropos, folder, inbox, model.tokenizer, limits, world, note, keep)
+    resources.callback(serving.close)
+    return serving
+
+
+def build_hub(
+    config: Config, folder: Path, world: World, note: Callable[[str], None], resources: ExitStack
+) -> Hub | None:
+    if config.hub is None:
+        return None
+    hub = Hub(config, config.hub, folder, note)
+    if world.is_main:
+        resources.callback(hub.close)
+    return hub
+
+
+def finish_writing(checkpoints: Checkpoints) -> None:
+    """Wait for a checkpoint that was being written when the run failed, whose own error is not the cause."""
+    with suppress(RunError):
+        checkpoints.wait()
+
+
+def _trained_facts(policy: Policy) -> dict[str, str]:
+    """Return banner facts on the trained parameters; none if all are trained."""
+    trained, total = policy.num_trained(), policy.num_parameters()
+    if trained == total:
+        return {}
+    facts = {"trained": f"{trained:,} ({trained / total:.2%})"}
+    if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
+        facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
+    return facts
+
+
+def note_unusual_resume(run: Run) -> None:
+    """Note a resume that starts a new run, or that finds no step left."""
+    if run.start == 0:
+        stopped = complete_checkpoints(run.folder / CHECKPOINTS)
+        run.tracker.note("resuming a run that was stopped in step 0" if stopped else "nothing to resume: a new run")
+    elif run.start >= (steps := run.config.training_steps):
+        run.tracker.note(f"nothing left to train: the checkpoint is at step {run.start} of training_steps={steps}")
+
+
+def describe(run: Run) -> dict[str, str]:
+    """Facts for the banner that are known only after the build."""
+    on_gpu, model = run.world.device.type == "cuda", run.policy.model
+    device = torch.cuda.get_device_name(run.world.device) if on_gpu else "CPU"
+    facts = {
+        "parameters": f"{run.policy.num_parameters():,}",
+        **_trained_facts(run.policy),
+        "ranks": f"{run.world.size} x {device}",
+        "compute": str(run.policy.dtype).removeprefix("torch."),
+    }
+    checkpointing = {"checkpointing": f"{num_checkpointed(model)} of {len(blocks_of(model))} blocks"}
+    return facts | (checkpointing if on_gpu else {})

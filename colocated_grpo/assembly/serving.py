@@ -1,0 +1,184 @@
+"""The serving side of a run: the engines over HTTP, and batches from an Atropos API server.
+
+Ports are opened and the API server is contacted before device memory is allocated; requests wait until the engines
+start.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from colocated_grpo.atropos.client import AtroposClient, trainer_of
+from colocated_grpo.atropos.rows import GroupReader
+from colocated_grpo.atropos.source import AtroposSource
+from colocated_grpo.atropos.supply import AtroposSupply, MainRank, Note, ServingRank, WorkerRank
+from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.servers.app import create_app
+from colocated_grpo.servers.limits import Limits
+from colocated_grpo.servers.load_balancer import LoadBalancer
+from colocated_grpo.servers.origins import Origins
+from colocated_grpo.servers.rank_links import link_ranks
+from colocated_grpo.servers.sampler import Sampler
+from colocated_grpo.settings.atropos import AtroposSourceConfig, ServerConfig
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.web.browsers import Hosts
+from colocated_grpo.web.server import ServerThread
+
+REMEMBERED_COMPLETIONS = 1 << 17
+"""Several batches of the largest size."""
+
+Keep = Callable[[list[Any]], None]
+"""Called with each batch as it was received."""
+
+
+class Serving:
+    """Links between the inboxes of all ranks. Rank 0 also has the open ports and the source of batches."""
+
+    def __init__(
+        self,
+        config: Config,
+        atropos: AtroposSourceConfig,
+        folder: Path,
+        inbox: Inbox,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: Limits,
+        world: World,
+        note: Note,
+        keep: Keep,
+    ) -> None:
+        """Collective. Raises EnvironmentSetupError with one line, on every rank."""
+        self._world = world
+        self._note = note
+        self._limits = limits
+        self._inbox = inbox
+        self._links, self._end = link_ranks(self._inbox, world)
+        self._engines = LoadBalancer([self._inbox.put, *(link.put for link in self._links)])
+        self._servers: list[ServerThread] = []
+        self.source: AtroposSource | None = None
+        """On rank 0 only."""
+        world.from_main(lambda: self._open(config, atropos, folder, tokenizer, keep))
+
+    def _open(
+        self,
+        config: Config,
+        atropos: AtroposSourceConfig,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        keep: Keep,
+    ) -> None:
+        origins = Origins(REMEMBERED_COMPLETIONS)
+        client = AtroposClient(
+            atropos.url,
+            trainer_of(config, folder),
+            may_reset=atropos.reset,
+            api_key=_key(atropos.api_key_variable),
+        )
+        # Tokenizers are not thread-safe: one copy for batches, one for requests.
+        self.source = AtroposSource(
+            client,
+            make_reader(atropos, self._limits, origins, copy.deepcopy(tokenizer)),
+            connect_timeout=atropos.connect_timeout,
+            unusable_timeout=atropos.unusable_timeout,
+            note=self._note,
+            keep=keep,
+        )
+        self.source.connect()
+        tokenizer = copy.deepcopy(tokenizer)
+        sampler = Sampler(
+            self._engines,
+            self._top_logprobs,
+            tokenizer,
+            origins,
+            self._limits,
+            self._note,
+            config.model.chat_template_kwargs,
+        )
+        self._servers.append(listen(sampler, config, atropos.server, self._limits))
+        ports = ", ".join(map(str, self._servers[0].ports))
+        self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
+
+    def _top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
+        return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
+
+    def close(self) -> None:
+        """Close ports and links. After `start` the supply has closed them, once its requests had a response."""
+        for server in self._servers:
+            server.close()
+        for link in self._links:
+            link.close()
+        if self._end is not None:
+            self._end.close()
+
+    def start(
+        self, driver: Driver, step: int, stop_requested: Callable[[], bool], policy_version: Callable[[], int]
+    ) -> AtroposSupply:
+        """Register as the trainer at `step`, so that environments begin. Collective.
+
+        driver: of the inbox given at construction.
+        """
+        source = self.source
+        if source is None:
+            assert self._end is not None  # every rank but 0 has one
+            rank: ServingRank = WorkerRank(driver, self._end)
+        else:
+            rank = MainRank(
+                source,
+                driver,
+                self._inbox,
+                self._links,
+                self._engines,
+                self._servers,
+                stop_requested,
+                policy_version,
+                self._note,
+            )
+        self._world.from_main(lambda: None if source is None else source.begin(step))
+        return AtroposSupply(rank, self._world, stop_requested)
+
+
+def _key(variable: str | None) -> str | None:
+    return os.environ[variable] if variable else None
+
+
+def make_reader(
+    atropos: AtroposSourceConfig, limits: Limits, origins: Origins, tokenizer: PreTrainedTokenizerBase
+) -> GroupReader:
+    """The reader that turns rows of the API server into groups."""
+    return GroupReader(
+        source=atropos.name,
+        vocab_size=limits.vocab_size,
+        max_tokens=limits.max_tokens,
+        recompute_logprobs=atropos.missing_logprobs == "recompute",
+        origins=origins,
+        decode=ChatCodec(tokenizer).message_text,
+    )
+
+
+def listen(sampler: Sampler, config: Config, settings: ServerConfig, limits: Limits) -> ServerThread:
+    """Open the engine's ports. Raises EnvironmentSetupError if one is taken."""
+    app = create_app(
+        sampler,
+        config.model.name,
+        limits.max_tokens,
+        hosts=Hosts(settings.host, settings.allowed_hosts),
+        api_key=_key(settings.api_key_variable),
+        max_body_bytes=settings.max_body_bytes,
+        max_requests=settings.max_requests,
+    )
+    try:
+        return ServerThread(app, settings.host, [settings.port, *settings.more_ports])
+    except OSError as error:
+        raise EnvironmentSetupError(
+            f"environments: atropos: server: cannot listen on {error.strerror}; stop the process that does (lsof -i "
+            f":{settings.port}) or set another port"
+        ) from None

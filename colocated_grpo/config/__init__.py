@@ -1,5 +1,0 @@
-"""Settings of a run: schema, loading, and the rules between fields."""
-
-from colocated_grpo.config.schema import Config
-
-__all__ = ["Config"]

@@ -1,0 +1,152 @@
+"""The HTTP application through which agents sample: OpenAI's chat API under a path and key of each episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from colocated_grpo.environments.agents.conversation import TooManyRequests
+from colocated_grpo.environments.agents.endpoint import PREFIX, Endpoint, OpenEpisode
+from colocated_grpo.environments.conversation import ContextExhausted
+from colocated_grpo.servers.app import (
+    CHAT,
+    EVENT_STREAM,
+    add_exception_handlers,
+    cancel_on_disconnect,
+    encode_chat,
+    shape_of_bodies,
+)
+from colocated_grpo.servers.detokenizer import before_stop
+from colocated_grpo.servers.limits import InvalidRequest, TooLong
+from colocated_grpo.servers.request_bodies import ChatBody
+from colocated_grpo.servers.response_bodies import chat_response, models_response
+from colocated_grpo.servers.sampler import ServedCompletion
+from colocated_grpo.servers.text_codec import TextCodec
+from colocated_grpo.servers.tool_messages import as_sampled, assistant_message
+from colocated_grpo.types import Completion, JsonObject
+from colocated_grpo.web.bodies import BodyLimit
+from colocated_grpo.web.browsers import OwnRequests
+from colocated_grpo.web.guards import ConcurrencyLimit, error_response, key_in
+from colocated_grpo.web.json_bodies import read_json
+
+MAX_BODY_BYTES = 8 << 20
+MAX_REQUESTS = 4096
+"""In flight, over all episodes of the rank."""
+EPISODE = "episode"
+"""Key of the open episode in the ASGI scope."""
+
+
+class EpisodeGate:
+    """Pass on a request for `/episodes/<id>/<path>` with its key as one for `<path>`; respond 401 to all others.
+
+    Counts the chat requests of each episode.
+    """
+
+    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
+        self._app = app
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        episode_id, _, path = scope["path"].removeprefix(PREFIX).partition("/")
+        key = key_in(Headers(scope=scope).get("authorization", ""))
+        episode = self._endpoint.find(episode_id, key)
+        if episode is None:
+            await error_response(401, "no running episode has this path and API key")(scope, receive, send)
+        else:
+            episode.conversation.requests += f"/{path}" == CHAT  # here, so that rejected requests count too
+            await self._app({**scope, "path": f"/{path}", EPISODE: episode}, receive, send)
+
+
+def create_agent_app(endpoint: Endpoint, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]) -> ASGIApp:
+    """Return the application behind its guards. model, max_tokens: name and context length, as clients see them.
+
+    stop: strings that end every completion of the run.
+    """
+    app = FastAPI(title="colocated_grpo agents", docs_url=None, redoc_url=None, openapi_url=None)
+    add_exception_handlers(app)
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse(models_response(model, max_tokens))
+
+    @app.post(CHAT)
+    async def chat_completions(request: Request) -> Response:
+        episode: OpenEpisode = request.scope[EPISODE]
+        body = await read_json(request, ChatBody.from_json)
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        try:
+            prompt = await encode_chat(codec, body, as_sampled(messages, episode.sampled))
+            completions = await cancel_on_disconnect(request, _sampled(episode, prompt, body))
+        except TooLong as error:
+            episode.reject(error.text)
+            raise
+        except (ContextExhausted, TooManyRequests, ValueError) as error:
+            raise InvalidRequest(str(error)) from None
+        response = _response(body, len(prompt), completions, codec, model, stop, episode)
+        return _as_events(response, body) if body.stream else JSONResponse(response)
+
+    shape = shape_of_bodies(max_tokens)
+    limited = EpisodeGate(BodyLimit(app, MAX_BODY_BYTES, error_response, shape, {CHAT}), endpoint)
+    return OwnRequests(ConcurrencyLimit(limited, MAX_REQUESTS, ()), None, error_response)
+
+
+async def _sampled(episode: OpenEpisode, prompt: list[int], body: ChatBody) -> list[Completion]:
+    parameters = body.sampling_parameters
+    work = episode.complete(prompt, parameters.max_tokens, parameters.n, parameters.stop)
+    return await asyncio.wrap_future(work)
+
+
+def _response(
+    body: ChatBody,
+    prompt_tokens: int,
+    completions: Sequence[Completion],
+    codec: TextCodec,
+    model: str,
+    stop: Sequence[str],
+    episode: OpenEpisode,
+) -> JsonObject:
+    """Return the response body, with tool calls if the request describes tools."""
+    ends = () if body.include_stop_str_in_output else (*stop, *body.stop)
+    served = [
+        ServedCompletion(
+            completion=one,
+            text=before_stop(codec.decode(one.token_ids, skip_special_tokens=body.skip_special_tokens), ends),
+        )
+        for one in completions
+    ]
+    name, logprobs = body.model or model, bool(body.logprobs)
+    response = chat_response(name, served, codec.detokenize, prompt_tokens, logprobs=logprobs)
+    for choice in response["choices"] if body.tools else ():
+        text = choice["message"]["content"]
+        choice["message"] = assistant_message(text)
+        for call in choice["message"].get("tool_calls", ()):
+            choice["finish_reason"] = "tool_calls"
+            episode.sampled[call["id"]] = text
+    return response
+
+
+def _as_events(response: JsonObject, body: ChatBody) -> Response:
+    """Return the response as a stream of events, sent at once: agents wait for whole messages."""
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(response, include_usage=body.includes_usage)]
+    return Response("".join([*lines, "data: [DONE]\n\n"]), media_type=EVENT_STREAM)
+
+
+def _chunks(response: JsonObject, *, include_usage: bool) -> Iterator[JsonObject]:
+    head = {key: response[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    for choice in response["choices"]:
+        message, end = choice["message"], choice["finish_reason"]
+        calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
+        delta = message | ({"tool_calls": calls} if calls else {})
+        said = {"index": choice["index"], "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+        yield {**head, "choices": [said]}
+        yield {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": end}]}
+    if include_usage:
+        yield {**head, "choices": [], "usage": response["usage"]}

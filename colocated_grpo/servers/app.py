@@ -1,0 +1,256 @@
+"""The HTTP application. While the engines sleep, requests stay open and are answered after the next wake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from colocated_grpo.servers.limits import InvalidRequest
+from colocated_grpo.servers.load_balancer import ServerClosing
+from colocated_grpo.servers.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    TextPrompt,
+    TokenPrompt,
+    TokensBody,
+    first_problem,
+)
+from colocated_grpo.servers.response_bodies import (
+    chat_response,
+    completion_response,
+    generate_response,
+    models_response,
+    tokens_response,
+)
+from colocated_grpo.servers.sampler import CompletionDelta, Sampler
+from colocated_grpo.servers.streaming import (
+    StreamingBody,
+    as_json_lines,
+    as_server_sent_events,
+    chat_chunks,
+    completion_chunks,
+    generate_chunks,
+    prepend,
+    tokens_chunks,
+)
+from colocated_grpo.servers.text_codec import TextCodec
+from colocated_grpo.types import JsonObject
+from colocated_grpo.web.bodies import BodyLimit
+from colocated_grpo.web.browsers import Hosts, OwnRequests
+from colocated_grpo.web.guards import ConcurrencyLimit, RequireApiKey, error_response
+from colocated_grpo.web.json_bodies import InvalidBody, read_json
+from colocated_grpo.web.shape import Shape
+
+T = TypeVar("T")
+
+EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
+PUBLIC_PATHS = frozenset({"/health"})
+GENERATE, TOKENS = "/generate", "/inference/v1/generate"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SAMPLING_PATHS = frozenset({GENERATE, TOKENS, COMPLETIONS, CHAT})
+MAX_VALUES, MAX_CONTAINERS, MAX_STRINGS, MAX_DEPTH = 1 << 20, 1 << 16, 1 << 16, 64
+"""Bounds of one request body: tokens of 256 prompts of 4,096, texts and keys, levels of tool descriptions."""
+CLIENT_CLOSED_REQUEST = 499
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before the response."""
+
+
+def create_app(
+    sampler: Sampler,
+    model: str,
+    max_tokens: int,
+    *,
+    hosts: Hosts,
+    api_key: str | None,
+    max_body_bytes: int,
+    max_requests: int,
+    add_routes: Callable[[FastAPI], None] = lambda app: None,
+    large_paths: Collection[str] = (),
+) -> ASGIApp:
+    """Return the application behind its guards. model, max_tokens: name and context length, as clients see them.
+
+    hosts: not checked if there is an API key. add_routes: adds further routes, of which those in large_paths accept
+    bodies of up to max_body_bytes.
+    """
+    app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
+    add_exception_handlers(app)
+    _add_status_routes(app, model, max_tokens)
+    _add_token_routes(app, sampler, model)
+    _add_openai_routes(app, sampler, model)
+    add_routes(app)
+    shape = shape_of_bodies(max_tokens)
+    limited = BodyLimit(app, max_body_bytes, error_response, shape, SAMPLING_PATHS.union(large_paths))
+    bounded = ConcurrencyLimit(limited, max_requests, PUBLIC_PATHS)
+    if api_key is None:
+        return OwnRequests(bounded, hosts, error_response)
+    return OwnRequests(RequireApiKey(bounded, api_key, PUBLIC_PATHS), None, error_response)
+
+
+def shape_of_bodies(max_tokens: int) -> Shape:
+    """Return the bounds of request bodies. max_tokens: context length."""
+    return Shape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
+
+
+def add_exception_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_request: Request, error: RequestValidationError) -> JSONResponse:
+        return error_response(400, first_problem(error.errors()))
+
+    @app.exception_handler(InvalidBody)
+    async def invalid_body(_request: Request, error: InvalidBody) -> JSONResponse:
+        return error_response(400, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
+        return error_response(error.status_code, str(error.detail))
+
+    @app.exception_handler(InvalidRequest)
+    async def invalid_request(_request: Request, error: InvalidRequest) -> JSONResponse:
+        return error_response(400, str(error))
+
+    @app.exception_handler(ServerClosing)
+    async def server_closing(_request: Request, error: ServerClosing) -> JSONResponse:
+        return error_response(503, str(error))
+
+    @app.exception_handler(ClientDisconnected)
+    async def client_disconnected(_request: Request, _error: ClientDisconnected) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _add_status_routes(app: FastAPI, model: str, max_tokens: int) -> None:
+    @app.get("/health")
+    @app.get("/health_generate")
+    async def health() -> Response:
+        # 200 also while the engines sleep: clients drop their requests when a server reports itself unhealthy.
+        return Response()
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse(models_response(model, max_tokens))
+
+
+def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
+    @app.post(GENERATE)
+    async def generate(request: Request) -> Response:
+        body = await read_json(request, GenerateBody.from_json)
+        prompt_ids = await _token_ids(sampler, body)
+        if body.stream:
+            deltas = sampler.stream([prompt_ids], body)
+            started = await _start(request, deltas)
+            chunks = generate_chunks(sampler.codec.decode(prompt_ids), body.n, started)
+            return StreamingBody(as_json_lines(chunks), deltas, JSON_LINES)
+        return await cancel_on_disconnect(request, _generate(sampler, prompt_ids, body))
+
+    @app.post(TOKENS)
+    async def generate_tokens(request: Request) -> Response:
+        body = await read_json(request, TokensBody.from_json)
+        parameters, name = body.sampling_params, body.model or model
+        if body.stream:
+            deltas = sampler.stream([body.token_ids], parameters)
+            started = await _start(request, deltas)
+            chunks = tokens_chunks(body.request_id, name, started, logprobs=parameters.logprobs is not None)
+            return StreamingBody(as_server_sent_events(chunks), deltas, EVENT_STREAM)
+        completions = await cancel_on_disconnect(request, sampler.sample([body.token_ids], parameters))
+        return JSONResponse(tokens_response(body.request_id, name, completions, parameters))
+
+
+async def _token_ids(sampler: Sampler, body: GenerateBody) -> list[int]:
+    match body.prompt:
+        case TokenPrompt(prompt_token_ids=token_ids) | list(token_ids):
+            return token_ids
+        case TextPrompt(prompt=text) | str(text):
+            return (await sampler.codec.encode_all([text]))[0]
+
+
+async def _generate(sampler: Sampler, prompt_ids: list[int], body: GenerateBody) -> Response:
+    completions = await sampler.sample([prompt_ids], body)
+    k = body.prompt_logprobs
+    prompt_logprobs = None if k is None else await sampler.prompt_logprobs(prompt_ids, k)
+    prompt = sampler.codec.decode(prompt_ids)
+    return JSONResponse(generate_response(prompt, prompt_ids, completions, body, prompt_logprobs))
+
+
+def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
+    detokenize = sampler.codec.detokenize
+
+    @app.post(COMPLETIONS)
+    async def completions(request: Request) -> Response:
+        body = await read_json(request, CompletionBody.from_json)
+        prompts = await sampler.codec.encode_all(body.prompts)
+        name, logprobs, prompt_tokens = body.model or model, body.logprobs is not None, sum(map(len, prompts))
+        if body.stream:
+            deltas = sampler.stream(prompts, body.sampling_parameters, body.num_top_logprobs)
+            started = await _start(request, deltas)
+            chunks = completion_chunks(
+                name, started, detokenize, prompt_tokens, logprobs=logprobs, include_usage=body.includes_usage
+            )
+            return StreamingBody(as_server_sent_events(chunks), deltas, EVENT_STREAM)
+        work = sampler.sample(prompts, body.sampling_parameters, body.num_top_logprobs)
+        sampled = await cancel_on_disconnect(request, work)
+        return JSONResponse(completion_response(name, sampled, detokenize, prompt_tokens, logprobs=logprobs))
+
+    @app.post(CHAT)
+    async def chat_completions(request: Request) -> Response:
+        body = await read_json(request, ChatBody.from_json)
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        prompt = await encode_chat(sampler.codec, body, messages)
+        name, logprobs = body.model or model, bool(body.logprobs)
+        if body.stream:
+            deltas = sampler.stream([prompt], body.sampling_parameters, body.num_top_logprobs)
+            started = await _start(request, deltas)
+            chunks = chat_chunks(
+                name, started, detokenize, len(prompt), logprobs=logprobs, include_usage=body.includes_usage
+            )
+            return StreamingBody(as_server_sent_events(chunks), deltas, EVENT_STREAM)
+        work = sampler.sample([prompt], body.sampling_parameters, body.num_top_logprobs)
+        sampled = await cancel_on_disconnect(request, work)
+        return JSONResponse(chat_response(name, sampled, detokenize, len(prompt), logprobs=logprobs))
+
+
+async def encode_chat(codec: TextCodec, body: ChatBody, messages: list[JsonObject]) -> list[int]:
+    """Return the tokens of the messages in the template, with the body's settings of it."""
+    settings: JsonObject = {
+        **(body.chat_template_kwargs or {}),
+        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
+        "continue_final_message": body.continue_final_message,
+        "tools": body.tools or None,  # some templates describe an empty list, too
+    }
+    return await codec.encode_chat(messages, settings)
+
+
+async def _start(request: Request, deltas: AsyncGenerator[CompletionDelta]) -> AsyncIterator[CompletionDelta]:
+    """Await the first delta and return all of them. An earlier error can still set the response's status."""
+    return prepend(await cancel_on_disconnect(request, anext(deltas)), deltas)
+
+
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`, or cancel it when the client disconnects, which aborts its engine requests.
+
+    Disconnects are frequent: Atropos environments cancel their tasks whenever a queue is full.
+    """
+    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    except asyncio.CancelledError:
+        raise ServerClosing from None  # uvicorn cancels requests that outlast its shutdown timeout
+    finally:
+        disconnected.cancel()
+        task.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

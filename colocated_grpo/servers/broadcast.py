@@ -1,0 +1,171 @@
+"""Weight sync into engine servers: the trainer's ranks gather each bucket, and rank 0 broadcasts it to the servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colocated_grpo.errors import RunError, in_one_line
+from colocated_grpo.runtime.addresses import own_address
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.stores import serve_store
+from colocated_grpo.servers.engine_server import EngineServer
+from colocated_grpo.servers.joined_group import JoinedGroup, MissingMembers
+from colocated_grpo.weights.buckets import count_shards, gather, make_buckets
+from colocated_grpo.weights.transport import Due, ShardFingerprints, Summed, raise_if_any
+
+POLL_SECONDS = 0.0002
+
+
+class BroadcastSync:
+    """Every method is collective over the trainer's ranks."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        prefix: str,
+        servers: Sequence[EngineServer],
+        world: World,
+        check_every: int,
+    ) -> None:
+        """parameters: sharded tensors by checkpoint name. prefix: the base model's, such as "model".
+
+        check_every: compare what every n-th sync has written; 0: never.
+        """
+        self._parameters = parameters
+        self._prefix = prefix
+        self._servers = servers
+        self._world = world
+        self._posts = ThreadPoolExecutor(len(servers), thread_name_prefix="weight sync")
+        self._joined: list[str] = []
+        """Instances of the servers that the last sync has reached."""
+        self._group: JoinedGroup | None = None
+        """On rank 0."""
+        self._dtype: torch.dtype = getattr(torch, servers[0].wait_until_ready()["dtype"])
+        self._num_shards = count_shards(parameters)
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._buckets = make_buckets(shapes, self._num_shards, self._dtype)
+        self._check_due = Due(check_every)
+        self._shards = ShardFingerprints(parameters, self._dtype, world)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Return when all servers have written the weights and their bytes are the policy's.
+
+        Raises RunError: on every rank if servers do not join or hold other bytes, on rank 0 if one is lost during the
+        transfer.
+        """
+        self._joined = self._world.from_main(self._join)
+        updates = [self._post(server, "/bridge/update") for server in self._servers] if self._world.is_main else []
+        last: tuple[Tensor, dist.Work] | None = None
+        for bucket in self._buckets:
+            gathered = gather(bucket, self._parameters, self._dtype, self._world.device)
+            if self._group is not None:
+                self._wait(last, updates)  # two buckets are in memory at a time
+                last = gathered, self._group.broadcast(gathered)
+        self._wait(last, updates)
+        sent = Summed(self._world.sum_(self._shards.compute()), self._shards.copies) if self._check_due() else None
+        self._world.from_main(lambda: self._finish(updates, sent))
+
+    def _finish(self, updates: Sequence[Future[Any]], sent: Summed | None) -> None:
+        """Wait for all servers and compare their fingerprints with those that were sent, if given. Rank 0 only."""
+        for server, update in zip(self._servers, updates, strict=True):
+            written = update.result()
+            if sent is not None:
+                different_P = sent.differs_from(Summed.from_json(written, self._world.device))
+                raise_if_any(different_P, list(self._parameters), where=f"the engine at {server.url}")
+
+    def restore(self, server: EngineServer) -> bool:
+        """Return True if the server's process is one that the last sync has reached. Not collective."""
+        return server.info()["instance"] in self._joined
+
+    def _wait(self, sent: tuple[Tensor, dist.Work] | None, updates: Sequence[Future[Any]]) -> None:
+        """Wait for a broadcast. A server that fails ends the wait: NCCL itself would wait until its timeout."""
+        if sent is None:
+            return
+        work = sent[1]
+        while not work.is_completed():
+            for update in updates:
+                if update.done():
+                    update.result()
+            time.sleep(POLL_SECONDS)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            urls = _urls(self._servers)
+            raise RunError(f"engine.urls={urls}: lost during a weight sync ({in_one_line(error)})") from None
+
+    def _post(self, server: EngineServer, path: str, body: Mapping[str, Any] | None = None) -> Future[Any]:
+        return self._posts.submit(server.post_or_end, path, body)
+
+    def _join(self) -> list[str]:
+        """Build a group of this rank and all ranks of all servers, if one has restarted. Rank 0 only.
+
+        Returns the servers' instances.
+        """
+        infos = [server.wait_until_ready() for server in self._servers]
+        instances = [info["instance"] for info in infos]
+        if instances == self._joined:
+            return instances
+        self._check(infos)
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        counts = [info["tensor_parallel_size"] for info in infos]
+        # The server of each rank in the group, from rank 1; this process is rank 0.
+        members = [server for server, count in zip(self._servers, counts, strict=True) for _ in range(count)]
+        timeout = self._servers[0].timeout
+        host = own_address(self._servers[0].host)
+        store, port = serve_store(host, 0, timeout)
+        offer = {
+            "address": host,
+            "port": port,
+            "group_size": 1 + len(members),
+            "timeout": timeout,
+            "trainer_ranks": self._num_shards,
+            "prefix": self._prefix,
+            "shapes": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
+        }
+        first_ranks = [1 + members.index(server) for server in self._servers]
+        accepted = [
+            self._post(server, "/bridge/init", offer | {"first_rank": first_rank})
+            for server, first_rank in zip(self._servers, first_ranks, strict=True)
+        ]
+        for each in accepted:
+            each.result()  # the server joins from now on
+        self._group = self._enter(store, members)
+        return instances
+
+    def _enter(self, store: dist.Store, members: Sequence[EngineServer]) -> JoinedGroup:
+        """Return the group of this rank and `members`, which have accepted the offer. Raises RunError."""
+        timeout = self._servers[0].timeout
+        try:
+            return JoinedGroup(store, 0, 1 + len(members), self._world.device, timeout)
+        except MissingMembers as error:
+            urls = _urls([members[rank - 1] for rank in error.ranks])
+            raise RunError(
+                f"engine.urls={urls}: did not join the weight sync within engine.server_timeout={timeout:g} s; "
+                "look into the log of the server"
+            ) from None
+        except RuntimeError as error:
+            raise RunError(
+                f"engine.urls={_urls(members)}: did not join the weight sync ({in_one_line(error)})"
+            ) from None
+
+    def _check(self, infos: Sequence[Mapping[str, Any]]) -> None:
+        for server, info in zip(self._servers, infos, strict=True):
+            if (info["device"], info["dtype"]) != (self._world.device.type, infos[0]["dtype"]):
+                raise RunError(
+                    f"engine.urls={server.url}: computes in {info['dtype']} on {info['device']}; all servers need one "
+                    f"--dtype and the trainer's device type, {self._world.device.type}"
+                )
+
+
+def _urls(servers: Sequence[EngineServer]) -> str:
+    return ", ".join(dict.fromkeys(server.url for server in servers))

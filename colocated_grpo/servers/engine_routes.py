@@ -1,0 +1,195 @@
+"""HTTP routes with which a trainer uses the engine as its own: /engine/*. `rollout/remote.py` is their client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from colocated_grpo.rollout.engine import TokenDelta
+from colocated_grpo.rollout.inbox import Inbox, OnDelta
+from colocated_grpo.servers.control_routes import result_or_400
+from colocated_grpo.servers.engine_bodies import (
+    AbortBody,
+    ClientName,
+    RequestBody,
+    RequestsBody,
+    TopLogprobsBody,
+    VersionBody,
+)
+from colocated_grpo.servers.engine_control import EngineControl
+from colocated_grpo.servers.limits import Limits
+from colocated_grpo.servers.wire import CONFLICT, completion_message
+from colocated_grpo.types import Completion, JsonObject
+from colocated_grpo.web.json_bodies import read_json
+
+HEARTBEAT_SECONDS = 5.0
+LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
+"""Routes whose bodies hold tokens."""
+
+
+class Session:
+    """Requests of one client and the messages for its stream. For the event loop's thread."""
+
+    def __init__(self, client: str, inbox: Inbox) -> None:
+        self.client = client
+        self._inbox = inbox
+        self._loop = asyncio.get_running_loop()
+        self._messages: asyncio.Queue[JsonObject | None] = asyncio.Queue()
+        self._futures: dict[int, Future[Completion]] = {}
+
+    def submit(self, bodies: Sequence[RequestBody]) -> None:
+        """Put the requests into the inbox at once, so that the engine admits them in the same step."""
+        entries = [(body.request((self.client, body.id)), self._listener(body)) for body in bodies]
+        for body, future in zip(bodies, self._inbox.put_all(entries), strict=True):
+            self._futures[body.id] = future
+            future.add_done_callback(partial(self._on_loop, self._finish, body.id))
+
+    def _listener(self, body: RequestBody) -> OnDelta | None:
+        return partial(self._on_delta, body.id) if body.stream else None
+
+    def _on_delta(self, number: int, delta: TokenDelta) -> None:
+        self._on_loop(self._messages.put_nowait, {"id": number, "delta": delta})
+
+    def _on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the server is ending
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _finish(self, number: int, done: Future[Completion]) -> None:
+        if self._futures.pop(number, None) is None or done.cancelled():
+            return  # aborted by the client, or the server is closing
+        error = done.exception()
+        outcome = {"completion": completion_message(done.result())} if error is None else {"error": str(error)}
+        self._messages.put_nowait({"id": number, **outcome})
+
+    def abort(self, numbers: list[int]) -> None:
+        for number in numbers:
+            future = self._futures.pop(number, None)
+            if future is not None:
+                future.cancel()
+
+    async def lines(self) -> AsyncIterator[str]:
+        """Yield a first line, a line for each message, and an empty one after each HEARTBEAT_SECONDS without."""
+        yield json.dumps({"client": self.client}) + "\n"
+        while True:
+            try:
+                message = await asyncio.wait_for(self._messages.get(), HEARTBEAT_SECONDS)
+            except TimeoutError:
+                yield "\n"
+                continue
+            if message is None:
+                return
+            yield json.dumps(message) + "\n"
+
+    def close(self) -> None:
+        """End the stream and abort all requests."""
+        self.abort(list(self._futures))
+        self._messages.put_nowait(None)
+
+
+class Sessions:
+    """Open sessions by client."""
+
+    def __init__(self, inbox: Inbox, note: Callable[[str], None]) -> None:
+        """note: logs one line."""
+        self._inbox = inbox
+        self._note = note
+        self._open: dict[str, Session] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self, client: str) -> Session:
+        """Return a new session, in place of one whose connection the client has lost."""
+        self._loop = asyncio.get_running_loop()
+        if (former := self._open.pop(client, None)) is not None:
+            former.close()
+        else:
+            self._note(f"trainer {client[:8]} has connected")
+        self._open[client] = session = Session(client, self._inbox)
+        return session
+
+    def get(self, client: str) -> Session | None:
+        return self._open.get(client)
+
+    def close(self, session: Session) -> None:
+        session.close()
+        if self._open.get(session.client) is session:
+            del self._open[session.client]
+            self._note(f"trainer {session.client[:8]} has disconnected; another may connect")
+
+    def close_all(self) -> None:
+        """End all streams. For other threads, before the server closes: open responses would delay it."""
+
+        def close() -> None:
+            for session in list(self._open.values()):
+                self.close(session)
+
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(close)
+
+
+class SessionStream(StreamingResponse):
+    """The response that carries a session's messages. The session ends with it."""
+
+    def __init__(self, session: Session, sessions: Sessions) -> None:
+        super().__init__(session.lines(), media_type="application/x-ndjson")
+        self._session = session
+        self._sessions = sessions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._sessions.close(self._session)
+
+
+def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessions: Sessions, limits: Limits) -> None:
+    _add_request_routes(app, control, sessions, limits)
+
+    @app.post("/engine/version")
+    async def version(request: Request) -> JSONResponse:
+        body = await read_json(request, VersionBody.from_json)
+        return JSONResponse(await result_or_400(control.set_version(body.policy_version)))
+
+    @app.post("/engine/top_logprobs")
+    async def top_logprobs(request: Request) -> JSONResponse:
+        body = await read_json(request, TopLogprobsBody.from_json)
+        limits.check_prompt(body.token_ids)
+        call = inbox.call(lambda engine: engine.top_logprobs(body.token_ids, body.k))
+        return JSONResponse(await result_or_400(call))
+
+
+def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions, limits: Limits) -> None:
+    @app.get("/engine/stream")
+    async def stream(client: ClientName) -> SessionStream:
+        return SessionStream(sessions.open(client), sessions)
+
+    @app.post("/engine/requests")
+    async def requests(request: Request) -> JSONResponse:
+        body = await read_json(request, RequestsBody.from_json)
+        session = sessions.get(body.client)
+        if session is None:
+            raise HTTPException(CONFLICT, "no stream of this client is open; GET /engine/stream first")
+        if body.policy_version != control.policy_version:
+            raise HTTPException(
+                CONFLICT, f"the weights have version {control.policy_version}, not {body.policy_version}"
+            )
+        for one in body.requests:
+            limits.check_prompt(one.token_ids)
+        session.submit(body.requests)
+        return JSONResponse(None)
+
+    @app.post("/engine/abort")
+    async def abort(request: Request) -> JSONResponse:
+        body = await read_json(request, AbortBody.from_json)
+        if (session := sessions.get(body.client)) is not None:
+            session.abort(body.ids)
+        return JSONResponse(None)

@@ -1,0 +1,212 @@
+"""Engine servers that the launcher starts beside the ranks, and ends with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from colocated_grpo.launch.arguments import Launch, LaunchError
+from colocated_grpo.runtime.parents_death import signal_at_parents_death
+from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
+
+if TYPE_CHECKING:
+    from colocated_grpo.settings.schema import Config
+
+LOG_VARIABLE = "LOGDIR"
+"""Folder of vllm_bridge_config.json, for servers and ranks."""
+END_SECONDS, KILL_SECONDS = 20.0, 5.0
+POLL_SECONDS = 0.05
+LOG_LINES = 5
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's max_lora_rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """Servers to start: one command and one set of devices each."""
+
+    commands: list[list[str]]
+    devices: list[str | None]
+    """CUDA_VISIBLE_DEVICES of each; None inherits it."""
+    urls: list[str]
+    trainer_devices: str | None
+    """CUDA_VISIBLE_DEVICES of the ranks; None inherits it."""
+    logs: list[Path]
+
+
+def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str]) -> ServerPlan | None:
+    """Return the servers that the launch starts; None if engines are in the ranks, or the config names servers.
+
+    Raises LaunchError where flags and config do not fit.
+    """
+    engine = config.engine
+    if engine.placement == "colocated" or engine.urls:
+        if launch.engine_gpus:
+            reason = "engine.urls names running servers" if engine.urls else "engine.placement is colocated"
+            raise LaunchError(f"--engine-gpus={launch.engine_gpus}: must be absent, as {reason}")
+        return None
+    if launch.nodes > 1:
+        raise LaunchError(
+            "engine.urls: empty; with several nodes start servers with colocated-grpo serve and name them"
+        )
+    devices, trainer_devices = _divide_gpus(launch, config, environment)
+    folder = launch.log_dir or Path(config.output_dir)
+    names = ["server.log"] if len(devices) == 1 else [f"server_{index}.log" for index in range(len(devices))]
+    ports = free_ports(len(devices))
+    return ServerPlan(
+        commands=[_serve_command(config, port) for port in ports],
+        devices=devices,
+        urls=[f"http://127.0.0.1:{port}" for port in ports],
+        trainer_devices=trainer_devices,
+        logs=[folder / name for name in names],
+    )
+
+
+def _divide_gpus(launch: Launch, config: Config, environment: Mapping[str, str]) -> tuple[list[str | None], str | None]:
+    """Return the visible devices of each server and of the ranks."""
+    size = config.engine.tensor_parallel_size
+    if launch.engine_gpus == 0 and launch.gpus and config.engine.bridge == "broadcast":
+        raise LaunchError(
+            f"--engine-gpus=0: must be at least {size} with engine.bridge: broadcast, as NCCL does not connect two "
+            "processes on one GPU; on one GPU use engine.placement: colocated, or engine.bridge: shared"
+        )
+    if launch.engine_gpus == 0:
+        return [None], None  # on the CPU, or on the ranks' own GPUs
+    if config.engine.bridge == "shared":
+        raise LaunchError(f"--engine-gpus={launch.engine_gpus}: must be absent with engine.bridge: shared, one copy")
+    if launch.engine_gpus % size:
+        raise LaunchError(
+            f"--engine-gpus={launch.engine_gpus}: must be a multiple of engine.tensor_parallel_size={size}, the GPUs "
+            "of one server"
+        )
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    ids = [str(index) for index in range(launch.gpus)] if visible is None else visible.split(",")[: launch.gpus]
+    ours, theirs = ids[: launch.ranks], ids[launch.ranks :]
+    return [",".join(theirs[first : first + size]) for first in range(0, len(theirs), size)], ",".join(ours)
+
+
+def _serve_command(config: Config, port: int) -> list[str]:
+    engine, model = config.engine, config.model
+    dtype = config.policy.compute_dtype if engine.dtype == "auto" else engine.dtype
+    command = [sys.executable, "-m", "colocated_grpo.servers", model.name, "--port", str(port), "--dtype", dtype]
+    command += ["--max-model-len", str(engine.max_model_len or config.max_sequence_tokens)]
+    command += ["--tensor-parallel-size", str(engine.tensor_parallel_size), "--api-key-variable", KEY_VARIABLE]
+    given = {
+        "--revision": model.revision,
+        "--max-num-seqs": engine.max_num_seqs,
+        "--gpu-memory-utilization": engine.gpu_memory_utilization,
+        "--kv-cache-memory-bytes": engine.kv_cache_memory_bytes,
+        "--engine-args": json.dumps(engine.args) if engine.args else None,
+    }
+    command += [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
+    command += ["--trust-remote-code"] * model.trust_remote_code + ["--enforce-eager"] * engine.enforce_eager
+    if engine.bridge == "adapter" and config.policy.lora is not None:
+        command += ["--enable-lora", "--max-lora-rank", str(_allowed_rank(config.policy.lora.rank))]
+    return command + ["--share-weights"] * (engine.bridge == "shared")
+
+
+def _allowed_rank(rank: int) -> int:
+    """Return the smallest of vLLM's ranks that an adapter of this rank fits into."""
+    fitting = [allowed for allowed in LORA_RANKS if allowed >= rank]
+    if not fitting:
+        raise LaunchError(
+            f"policy.lora.rank={rank}: engine servers load adapters up to rank {LORA_RANKS[-1]}; use engine.bridge: "
+            "broadcast, which sends merged weights"
+        )
+    return fitting[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine on which nothing listens now."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class EngineServers:
+    """Context in which the servers of a plan run. The end of one stops the run, which then saves a checkpoint."""
+
+    def __init__(self, plan: ServerPlan, environment: Mapping[str, str]) -> None:
+        """environment: of the servers, but for their devices."""
+        self._plan = plan
+        self._environment = {
+            **environment,
+            KEY_VARIABLE: secrets.token_urlsafe(32),
+            LOG_VARIABLE: str(plan.logs[0].parent.absolute()),
+        }
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._closing = False
+        self.failure: str | None = None
+        """Lines about the first server that ended by itself."""
+
+    def rank_environment(self) -> dict[str, str]:
+        """Return the variables with which ranks find the servers."""
+        devices = self._plan.trainer_devices
+        found = {name: self._environment[name] for name in (KEY_VARIABLE, LOG_VARIABLE)}
+        found |= {URLS_VARIABLE: " ".join(self._plan.urls)}
+        return found if devices is None else {**found, "CUDA_VISIBLE_DEVICES": devices}
+
+    def __enter__(self) -> EngineServers:
+        for command, devices, log in zip(self._plan.commands, self._plan.devices, self._plan.logs, strict=True):
+            chosen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+            with log.open("ab") as file:
+                process = subprocess.Popen(
+                    command,
+                    env={**self._environment, **chosen},
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,  # so that Ctrl-C in a terminal reaches only the launcher
+                    preexec_fn=signal_at_parents_death(signal.SIGTERM),
+                )
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(process, log), name="engine server", daemon=True).start()
+        return self
+
+    def _watch(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        code = process.wait()
+        if self._closing or self.failure is not None:
+            return
+        end = log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
+        self.failure = "\n".join([f"error: an engine server ended with exit code {code}; the end of {log}:", *end])
+        while not self._closing:
+            if callable(signal.getsignal(signal.SIGTERM)):  # `run_command` has begun, and has not returned
+                os.kill(os.getpid(), signal.SIGTERM)  # as if the user stopped the run: its ranks save a checkpoint
+                return
+            time.sleep(POLL_SECONDS)
+
+    def __exit__(self, *_exception: object) -> None:
+        self._closing = True
+        trees = [process for server in self._processes for process in _tree(server.pid)]
+        for server in self._processes:
+            server.terminate()
+        _, alive = psutil.wait_procs(trees, timeout=END_SECONDS)
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=KILL_SECONDS)
+        for server in self._processes:
+            server.wait()
+
+
+def _tree(pid: int) -> Sequence[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

@@ -1,0 +1,209 @@
+"""Command line of the engine server, and its translation into a run's config. Imports no slow library."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from colocated_grpo.launch.cli import LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
+from colocated_grpo.launch.rank_variables import LAST_PORT
+from colocated_grpo.servers.engine_servers import LORA_RANKS
+
+if TYPE_CHECKING:
+    from colocated_grpo.settings.schema import Config
+
+DEFAULT_PORT = 9001
+DEFAULT_LENGTH = 4096
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+PROMPT_TOKENS = 1
+"""A run's config splits the longest sequence into prompt and completion. A server needs no split, so the prompt's part
+is the smallest."""
+MIN_LENGTH = 2
+SHARE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
+"""Environment variable that stands for --share-weights at 1, as in Atropos' example server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    model: str
+    revision: str | None
+    trust_remote_code: bool
+    host: str
+    port: int
+    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    gpu_memory_utilization: float | None
+    kv_cache_memory_bytes: int | None
+    max_model_len: int
+    max_num_seqs: int
+    tensor_parallel_size: int
+    enforce_eager: bool
+    engine_args: dict[str, Any]
+    share_weights: bool
+    enable_lora: bool
+    max_lora_rank: int
+    api_key_variable: str | None
+    allow_host: list[str]
+    log_level: str
+
+
+def parse(arguments: Sequence[str] | None) -> ServeOptions:
+    """Exits with code 2 and one line where an argument is invalid."""
+    parser = _parser()
+    options = ServeOptions(**vars(parser.parse_args(arguments)))
+    if os.environ.get(SHARE_VARIABLE) == "1":
+        options = replace(options, share_weights=True)
+    if options.share_weights and options.tensor_parallel_size > 1:
+        parser.error(f"--share-weights: needs --tensor-parallel-size 1, not {options.tensor_parallel_size}")
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="python -m colocated_grpo.servers",
+        allow_abbrev=False,
+        description="Serve a model over HTTP: /generate, the OpenAI API, and routes that pause the engine.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a causal language model")
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the checkpoint")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"port (default: {DEFAULT_PORT})")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="type of the weights (default: auto, which is bfloat16 on a GPU and float32 on the CPU)",
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=_fraction,
+        metavar="FRACTION",
+        help="part of the GPU's memory for weights and KV cache (default: as much as the sequences can use)",
+    )
+    parser.add_argument(
+        "--kv-cache-memory-bytes", type=_positive, metavar="N", help="exact size of the KV cache (default: see above)"
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=_length,
+        default=DEFAULT_LENGTH,
+        metavar="N",
+        help=f"longest prompt plus completion in tokens (default: {DEFAULT_LENGTH}, or the model's own limit)",
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=_positive, default=256, metavar="N", help="sequences decoded together (default: 256)"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="GPUs that share the weights (default: 1)",
+    )
+    parser.add_argument("--enforce-eager", action="store_true", help="decode without CUDA graphs")
+    parser.add_argument(
+        "--engine-args",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help='further vLLM engine arguments, such as {"quantization": "fp8"}',
+    )
+    parser.add_argument(
+        "--share-weights",
+        action="store_true",
+        help="let a trainer of this machine compute with the engine's weights (vllm_bridge_config.json)",
+    )
+    parser.add_argument("--enable-lora", action="store_true", help="accept adapters at /lora/load")
+    parser.add_argument(
+        "--max-lora-rank",
+        type=int,
+        choices=LORA_RANKS,
+        default=32,
+        help="largest rank of an adapter (default: 32)",
+    )
+    parser.add_argument(
+        "--api-key-variable", metavar="NAME", help="environment variable with the key that requests must send"
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name of this machine that clients use; repeat for several (not needed with a key)",
+    )
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="INFO", help=f"or {LOG_LEVEL_VARIABLE}")
+    return parser
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and int(text) <= LAST_PORT:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a port, 0-{LAST_PORT}; 0 is any free one")
+
+
+def _fraction(text: str) -> float:
+    try:
+        if 0 < float(text) <= 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1")
+
+
+def _positive(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a positive whole number")
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if isinstance(value, dict):
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a JSON object")
+
+
+def _length(text: str) -> int:
+    if _positive(text) < MIN_LENGTH:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be at least {MIN_LENGTH}, a token of prompt and one sampled")
+    return int(text)
+
+
+def settings(options: ServeOptions) -> Config:
+    """Return a run's config for the engine of these options. Its environment is never used.
+
+    Raises ConfigError where the model does not exist.
+    """
+    from colocated_grpo.settings.config_json import longest_sequence, read_config_json
+    from colocated_grpo.settings.schema import Config, ModelConfig
+    from colocated_grpo.settings.text_parts import text_part
+
+    model = ModelConfig(name=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    own_limit = longest_sequence(text_part(read_config_json(model)))
+    length = min(options.max_model_len, own_limit or options.max_model_len)
+    adapters = {"enable_lora": True, "max_lora_rank": options.max_lora_rank} if options.enable_lora else {}
+    content: dict[str, Any] = {
+        "model": model.model_dump(),
+        # An atropos entry makes the engine accept any number of requests, with stop strings.
+        "environments": [{"type": "atropos"}],
+        "rollout": {"max_prompt_tokens": PROMPT_TOKENS, "max_completion_tokens": length - PROMPT_TOKENS},
+        "engine": {
+            "dtype": options.dtype,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
+            "max_num_seqs": options.max_num_seqs,
+            "enforce_eager": options.enforce_eager,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "sleep": not options.share_weights,  # memory of vLLM's sleep mode cannot be shared
+            "args": {"load_format": "auto", **adapters, **options.engine_args},
+        },
+        "sync_frequency": 2,  # above 1, weights outlive a sleep
+    }
+    return Config.model_validate(content)

@@ -1,0 +1,38 @@
+"""Entry point of an engine process: `python -m colocated_grpo.servers.rank MODEL`. Started by `serve.command`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from colocated_grpo.launch.cli import library_environment, prepare_streams, set_up_logging
+from colocated_grpo.runtime.imports import frozen_imports
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
+from colocated_grpo.servers.options import parse, settings
+from colocated_grpo.servers.restarts import resumed
+
+
+def main() -> int:
+    """Serve until SIGTERM, SIGINT or a restart. Returns the exit code."""
+    prepare_streams()
+    options = resumed(parse(None))
+    for name, value in library_environment(options.log_level).items():
+        os.environ.setdefault(name, value)
+    set_up_logging(options.log_level)
+    from colocated_grpo.errors import RunError
+    from colocated_grpo.settings.errors import ConfigError
+
+    try:
+        config = settings(options)
+        with frozen_imports():
+            from colocated_grpo.servers.server import serve
+
+        return serve(config, options)
+    except (ConfigError, RunError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,143 @@
+"""The server's side of `broadcast`: receives the trainer's buckets and writes them into the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from colocated_grpo.errors import in_one_line
+from colocated_grpo.policy.conversion import read_conversion
+from colocated_grpo.rollout.engine import LocalEngine
+from colocated_grpo.runtime.addresses import CONNECT_SECONDS
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.stores import connect_store
+from colocated_grpo.servers.joined_group import JoinedGroup
+from colocated_grpo.types import JsonObject
+from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices
+from colocated_grpo.weights.fingerprints import rows_of
+from colocated_grpo.weights.plan import Plan
+from colocated_grpo.weights.planned_copy import write_planned
+from colocated_grpo.weights.transport import Fingerprints, Summed, ViewFingerprints
+from colocated_grpo.weights.verified_plan import verified_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A trainer's group, as it describes it to each server."""
+
+    address: str
+    """Address of the group's store."""
+    port: int
+    first_rank: int
+    """Rank of this server's first rank in the group; 0 is the trainer."""
+    group_size: int
+    timeout: float
+    trainer_ranks: int
+    prefix: str
+    """The base model's in checkpoint names, such as "model"."""
+    shapes: Mapping[str, list[int]]
+    """Shapes of the trainer's parameters, by checkpoint name."""
+
+
+class WeightReceiver:
+    """Weights of one trainer for the engine of this rank. Every method is collective over the engine's ranks."""
+
+    def __init__(self, engine: LocalEngine, folder: Path, world: World) -> None:
+        """folder: the model that the engine has loaded. world: the engine's ranks."""
+        self._engine = engine
+        self._folder = folder
+        self._conversion = read_conversion(folder)
+        self._device = world.device
+        self._world = world
+        self._dtype = next(engine.model.parameters()).dtype
+        self._group: JoinedGroup | None = None
+        self._buckets: list[Bucket] = []
+        self._plan: Plan | None = None
+        self._views: ViewFingerprints | None = None
+        """Fingerprints of the plan's views; None without a plan."""
+        self._planned_shapes: Mapping[str, torch.Size] | None = None
+        """Shapes for which a plan was tried: after an update the engine no longer has the folder's weights."""
+
+    def join(self, offer: Offer) -> None:
+        """Join a trainer's group; a former one is left. Raises ValueError where that fails."""
+        shapes = {name: torch.Size(shape) for name, shape in offer.shapes.items()}
+        if shapes != self._planned_shapes:
+            plan = verified_plan(self._engine, shapes, offer.prefix, self._folder)
+            self._plan = plan if all(self._world.gather_objects(plan is not None)) else None
+            self._planned_shapes = shapes
+            self._views = None
+        self._buckets = make_buckets(shapes, offer.trainer_ranks, self._dtype)
+        self._leave()
+        try:
+            # The store serves before the offer is made: one that cannot be reached is gone. The engine waits meanwhile.
+            store = connect_store(offer.address, offer.port, CONNECT_SECONDS)
+            store.set_timeout(timedelta(seconds=offer.timeout))
+            rank = offer.first_rank + self._engine.tensor_parallel_rank
+            self._group = JoinedGroup(store, rank, offer.group_size, self._device, offer.timeout)
+        except RuntimeError as error:
+            raise ValueError(f"cannot join the trainer at {offer.address}:{offer.port}: {in_one_line(error)}") from None
+
+    @torch.no_grad()
+    def update(self) -> JsonObject:
+        """Receive and write all weights. Returns fingerprints, by which the trainer verifies what has arrived.
+
+        Of the engine's views where there is a plan, else of the tensors given to the engine's loader. Raises ValueError
+        without a trainer, or when its connection is lost.
+        """
+        if self._group is None:
+            raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
+        plan, loaded = self._plan, list[Tensor]()
+        try:
+            if plan is None:
+                self._engine.load_weights(self._stored(loaded))
+            else:
+                received = ((shard_slices(bucket, plan), values) for bucket, values in self._received())
+                write_planned(received, plan, self._device)
+        except RuntimeError as error:
+            self._leave()
+            raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None
+        if plan is None:
+            own = torch.cat(loaded)
+            copies = torch.full_like(own, self._world.size)
+        else:
+            views = self._views_of(plan)
+            own, copies = views.compute(), views.copies
+        return Summed(self._world.sum_(own), copies).to_json()
+
+    def _views_of(self, plan: Plan) -> ViewFingerprints:
+        if self._views is None:
+            assert self._planned_shapes is not None  # those of the plan
+            shapes = self._planned_shapes.values()
+            self._views = ViewFingerprints(plan.targets.values(), shapes, self._world, plan.is_current)
+        return self._views
+
+    def _stored(self, fingerprints: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the engine's loader needs, and append the fingerprints of each bucket."""
+        for bucket in self._received():
+            values = dict(full_tensors(*bucket))
+            parts = [rows_of(value, 0) for value in values.values()]
+            fingerprints.append(Fingerprints(parts, None, self._device).compute())
+            for name, value in values.items():
+                yield from self._conversion.stored(name, value)
+
+    def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
+        assert self._group is not None
+        for bucket in self._buckets:
+            values = torch.empty(bucket.num_shards, bucket.size, dtype=self._dtype, device=self._device)
+            self._group.broadcast(values).wait()
+            yield bucket, values
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    @property
+    def path(self) -> str:
+        """'views' (planned copies) or 'load_weights' (the engine's loader)."""
+        return "views" if self._plan is not None else "load_weights"

@@ -1,0 +1,253 @@
+"""`RolloutEngine` over HTTP.
+
+Requests are posted in batches, and their completions arrive on one streamed response: any number of requests needs two
+connections. A request is under way until its completion has been read. After a lost connection those under way are
+posted again, with their seeds, and the server has aborted the earlier ones: none is lost, and none is returned twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty
+from typing import Any
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.rollout.engine import Finished, Part, Request, TokenDelta
+from colocated_grpo.servers.engine_server import EngineServer, Messages
+from colocated_grpo.servers.wire import CONFLICT, read_completion, request_message
+from colocated_grpo.types import JsonObject
+from colocated_grpo.web.client import RequestRejected, Unavailable
+
+STEP_SECONDS = 0.005
+"""Longest wait of a step, like a decode step's."""
+TOKENS_PER_POST = 1 << 19
+"""Prompt tokens of one post: far below the server's limit on bodies, and nearly always all new requests. The engine
+admits the requests of one post in the same step, so the batches of a deterministic run do not depend on timing."""
+REQUESTS_PER_POST = 4096
+STOP_SECONDS = 30.0
+"""Time for the run to stop after the engine is lost."""
+
+Restore = Callable[[EngineServer], bool]
+"""Gives a restarted server the current weights; False if that needs a weight sync of all ranks. Raises Unavailable."""
+
+
+@dataclass
+class _Running:
+    """A request without a completion."""
+
+    request: Request
+    streamed: int = 0
+    """Tokens delivered as deltas."""
+    received: int = 0
+    """Tokens received as deltas since the request was last posted, after a lost connection the same ones again."""
+
+    def new_tokens(self, delta: TokenDelta) -> TokenDelta:
+        """Return the part of a received delta that was not delivered before."""
+        new = slice(max(0, self.streamed - self.received), None)
+        self.received += len(delta.token_ids)
+        self.streamed = max(self.streamed, self.received)
+        return TokenDelta(delta.token_ids[new], delta.sampling_logprobs[new])
+
+
+class WeightsLost(Exception):
+    """The server was restarted, and only a weight sync of all ranks can write the weights."""
+
+    def __init__(self) -> None:
+        super().__init__("it was restarted and has lost the policy's weights")
+
+
+class RemoteEngine:
+    """The engine of one server. Not thread-safe: one thread drives it."""
+
+    admission_cost = 0  # the server's own driver admits in batches
+
+    def __init__(self, server: EngineServer, restore: Restore, on_lost: Callable[[str], None]) -> None:
+        """Wait for the server. on_lost: called once with one line when the run cannot go on with it."""
+        info = server.wait_until_ready()
+        self._server = server
+        self._restore = restore
+        self._on_lost = on_lost
+        self.max_num_seqs: int = info["max_num_seqs"]
+        self._max_tokens: int = info["max_model_len"]
+        self._instance: str = info["instance"]
+        self._client = secrets.token_hex(16)
+        self._numbers = itertools.count()
+        self._running: dict[int, _Running] = {}
+        """By number at the server."""
+        self._unsent: list[int] = []
+        self._deltas: list[tuple[Hashable, TokenDelta]] = []
+        self._messages: Messages | None = None
+        """The open stream; None before the first request and after a lost connection."""
+        self._unavailable_since: float | None = None
+        self._lost: tuple[str, float] | None = None
+        self._policy_version = 0
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if len(request.token_ids) >= self._max_tokens:
+                raise ValueError(f"a prompt of {len(request.token_ids)} tokens: at most {self._max_tokens - 1}")
+            number = next(self._numbers)
+            self._running[number] = _Running(request)
+            self._unsent.append(number)
+
+    def step(self) -> Finished:
+        """Return completions that have arrived. Waits up to STEP_SECONDS for the first."""
+        self._deltas.clear()
+        if self._lost is not None:
+            return self._wait_for_stop(self._lost)
+        if self._messages is None and not self._connect():
+            time.sleep(STEP_SECONDS)
+            return []
+        if self._unsent and not self._send():
+            return []
+        return self._receive()
+
+    def _connect(self) -> bool:
+        """Open the stream and queue all running requests again. Returns False if the server does not answer."""
+        try:
+            self._restore_if_restarted()
+        except (Unavailable, RequestRejected) as error:
+            self._record_unavailable(str(error))
+            return False
+        except WeightsLost as error:
+            self._give_up(str(error))
+            return False
+        self._messages = self._server.stream(f"/engine/stream?client={self._client}")
+        self._unsent = list(self._running)
+        for running in self._running.values():
+            running.received = 0
+        return True
+
+    def _restore_if_restarted(self) -> None:
+        """Raises Unavailable, RequestRejected or WeightsLost."""
+        instance = self._server.info()["instance"]
+        if instance == self._instance:
+            return
+        if not self._restore(self._server):
+            raise WeightsLost
+        self._server.post("/engine/version", {"policy_version": self._policy_version})
+        self._instance = instance
+
+    def _record_unavailable(self, reason: str) -> None:
+        self._messages = None
+        self._unavailable_since = self._unavailable_since or time.monotonic()
+        if time.monotonic() - self._unavailable_since > self._server.timeout:
+            self._give_up(f"no requests accepted for engine.server_timeout={self._server.timeout:g} s ({reason})")
+
+    def _give_up(self, reason: str) -> None:
+        line = f"engine.urls={self._server.url}: {reason}"
+        self._lost = line, time.monotonic()
+        self._on_lost(line)
+
+    @staticmethod
+    def _wait_for_stop(lost: tuple[str, float]) -> Finished:
+        """Return nothing, so that the caller sees the stop request. Raises RunError if it does not look for one."""
+        line, since = lost
+        if time.monotonic() - since > STOP_SECONDS:
+            raise RunError(line)
+        time.sleep(STEP_SECONDS)
+        return []
+
+    def _send(self) -> bool:
+        """Post the unsent requests. Returns False if the connection is lost."""
+        try:
+            while self._unsent:
+                batch = self._next_post()
+                messages = [{"id": number, **request_message(self._running[number].request)} for number in batch]
+                body = {"client": self._client, "policy_version": self._policy_version, "requests": messages}
+                self._server.post("/engine/requests", body)
+                del self._unsent[: len(batch)]
+                self._unavailable_since = None
+        except Unavailable as error:
+            self._record_unavailable(str(error))
+        except RequestRejected as error:
+            if error.status != CONFLICT:
+                raise RunError(f"engine.urls={self._server.url}: rejects a request: {error}") from None
+            self._record_unavailable(str(error))  # restarted between two steps, or its stream has ended
+        return self._messages is not None
+
+    def _next_post(self) -> list[int]:
+        """Return the first unsent requests: as many as fit into one body."""
+        lengths = (len(self._running[number].request.token_ids) for number in self._unsent[:REQUESTS_PER_POST])
+        count = sum(total <= TOKENS_PER_POST for total in itertools.accumulate(lengths))
+        return self._unsent[: max(1, count)]
+
+    def _receive(self) -> Finished:
+        finished: Finished = []
+        assert self._messages is not None
+        try:
+            message = self._messages.get(timeout=STEP_SECONDS)
+            while message is not None:
+                self._handle(message, finished)
+                message = self._messages.get_nowait()
+        except Empty:
+            return finished
+        self._messages = None
+        return finished
+
+    def _handle(self, message: JsonObject, finished: Finished) -> None:
+        running = self._running.get(message["id"])
+        if running is None:
+            return  # aborted here while the message was on its way
+        if "delta" in message:
+            new = running.new_tokens(TokenDelta(*message["delta"]))
+            if new.token_ids:
+                self._deltas.append((running.request.key, new))
+            return
+        if "error" in message:
+            raise RunError(f"engine.urls={self._server.url}: rejects a request: {message['error']}")
+        del self._running[message["id"]]
+        finished.append((running.request.key, read_completion(message["completion"])))
+
+    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
+        return list(self._deltas)
+
+    def abort(self, keys: Collection[Hashable] | None = None) -> None:
+        numbers = [number for number, one in self._running.items() if keys is None or one.request.key in keys]
+        sent = sorted(set(numbers) - set(self._unsent))
+        self._unsent = [number for number in self._unsent if number not in set(numbers)]
+        for number in numbers:
+            del self._running[number]
+        if sent and self._messages is not None:
+            try:
+                self._server.post("/engine/abort", {"client": self._client, "ids": sent})
+            except (Unavailable, RequestRejected):
+                self._messages = None  # a server that loses the connection aborts them all
+
+    def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        try:
+            entries = self._server.post("/engine/top_logprobs", {"token_ids": list(token_ids), "k": k})
+        except RequestRejected as error:
+            raise ValueError(str(error)) from None
+        except Unavailable as error:
+            raise ValueError(f"the engine server does not answer ({error})") from None
+        return [{int(token): value for token, value in entry.items()} for entry in entries]
+
+    def weights_changed(self, policy_version: int) -> None:
+        self._policy_version = policy_version
+        self._post_patiently("/engine/version", {"policy_version": policy_version})
+
+    def _post_patiently(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Post, again if the server is being restarted. Raises RunError."""
+
+        def post() -> Any:
+            self._restore_if_restarted()
+            return self._server.post(path, body)
+
+        try:
+            return self._server.until_answered(post)
+        except WeightsLost as error:
+            raise RunError(f"engine.urls={self._server.url}: {error}") from None
+
+    def wake(self, part: Part) -> None:
+        """Do nothing: the server has memory of its own."""
+
+    def sleep(self) -> None:
+        """Do nothing: the server has memory of its own."""
+
+    def close(self) -> None:
+        self.abort()

@@ -1,0 +1,263 @@
+"""Request bodies as pydantic models, and the sampling parameters that all of them reduce to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from colocated_grpo.servers.openai_keys import check_keys
+from colocated_grpo.types import JsonObject
+from colocated_grpo.web.json_bodies import InvalidBody
+
+MAX_COMPLETIONS = 256
+"""Completions of one request, over all its prompts."""
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 256
+MAX_NAME_CHARACTERS = 100
+MAX_LOGPROBS = 20
+"""vLLM's default for max_logprobs."""
+
+
+def _as_list(value: Any) -> Any:
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+def first_problem(problems: Sequence[Mapping[str, Any]]) -> str:
+    """Return pydantic's error in one line.
+
+    For a union pydantic reports every variant. The one that fails deepest is probably the one that was meant.
+    """
+    problem = max(problems, key=lambda problem: len(problem["loc"]))
+    where = ".".join(str(part) for part in problem["loc"] if part != "body")
+    message = problem["msg"].removeprefix("Value error, ")
+    line = f"{where}: {message}" if where else message
+    return " ".join(line.split())  # a key of the body may contain newlines
+
+
+def _check_stop(strings: list[str]) -> list[str]:
+    if len(strings) > MAX_STOPS or any(not 1 <= len(string) <= MAX_STOP_CHARACTERS for string in strings):
+        raise ValueError(f"at most {MAX_STOPS} stop strings of 1 to {MAX_STOP_CHARACTERS} characters")
+    return strings
+
+
+def _check_no_bias(biases: JsonObject) -> JsonObject:
+    if any(bias != 0 for bias in biases.values()):
+        raise ValueError("only 0 is supported: the trainer cannot reproduce a bias")
+    return biases
+
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+# fail_fast: an error for each element of a list of a million takes seconds and gigabytes.
+TokenIds = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Stop = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list), AfterValidator(_check_stop)]
+"""A string, a list of strings, or null."""
+Several = Field(min_length=1, max_length=MAX_COMPLETIONS, fail_fast=True)
+StopTokenIds = Annotated[list[Token], Field(max_length=MAX_COMPLETIONS, fail_fast=True)]
+ZeroOnly = Annotated[float, Field(ge=0, le=0)]
+"""Accepted for compatibility, but only at 0, where the parameter has no effect."""
+
+
+class Body(BaseModel):
+    """A request body."""
+
+    @classmethod
+    def from_json(cls, body: bytes) -> Self:
+        """Parse and validate. Raises InvalidBody."""
+        content = msgspec.json.decode(body)
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_context=False, include_input=False)
+            raise InvalidBody(first_problem(problems)) from None
+
+
+class StrictBody(Body):
+    """A request body without unknown keys. pydantic's own check reports all of them, at a cost for each."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_keys(cls, values: Any) -> Any:
+        names = values if isinstance(values, dict) else ()
+        if unknown := [name for name in names if name not in cls.model_fields]:
+            raise ValueError(f"{unknown[0][:MAX_NAME_CHARACTERS]}: this key is not supported")
+        return values
+
+
+class SamplingParameters(StrictBody):
+    """Sampling parameters under vLLM's names. Unknown keys are rejected: ignoring one would change the samples."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    n: int = Field(1, ge=1, le=MAX_COMPLETIONS)
+    max_tokens: int | None = Field(16, ge=1)
+    """None: the rest of the context length."""
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    presence_penalty: ZeroOnly = 0.0
+    frequency_penalty: ZeroOnly = 0.0
+    stop: Stop = []
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    """Accepted for compatibility and ignored: responses always contain the text."""
+    seed: int | None = None
+    logprobs: int | None = Field(0, ge=0, le=MAX_LOGPROBS)
+    """None omits log-probabilities. Any number returns those of the sampled tokens."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """Return the k most likely tokens at each position of the prompt."""
+
+
+class TextPrompt(StrictBody):
+    prompt: str
+
+
+class TokenPrompt(StrictBody):
+    prompt_token_ids: TokenIds
+
+
+class GenerateBody(SamplingParameters):
+    """POST /generate"""
+
+    prompt: str | TextPrompt | TokenPrompt | TokenIds
+    stream: bool = False
+
+
+class TokensBody(Body):
+    """POST /inference/v1/generate"""
+
+    model_config = ConfigDict(extra="ignore")
+
+    token_ids: TokenIds
+    sampling_params: SamplingParameters = SamplingParameters()
+    request_id: str | None = Field(None, max_length=256)
+    model: str | None = None
+    stream: bool | None = False
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool = False
+    """End the stream with a chunk of token counts."""
+
+
+class OpenAIBody(Body):
+    """Fields of both /v1/completions and /v1/chat/completions. `openai_keys` decides about other keys."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, le=MAX_COMPLETIONS)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(1.0, ge=0, le=100)
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(0, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(0.0, ge=0, le=1)
+    repetition_penalty: float | None = Field(1.0, ge=0.01, le=100)
+    presence_penalty: ZeroOnly | None = 0.0
+    frequency_penalty: ZeroOnly | None = 0.0
+    logit_bias: Annotated[JsonObject, AfterValidator(_check_no_bias)] | None = None
+    stop: Stop = []
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_keys(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            check_keys(values, frozenset(cls.model_fields))
+        return values
+
+    @property
+    def includes_usage(self) -> bool:
+        """True when a stream ends with token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def sampling_parameters(self) -> SamplingParameters:
+        """The body's sampling parameters. Null means the default; for max_tokens, the rest of the context length."""
+        names = set(SamplingParameters.model_fields) & set(OpenAIBody.model_fields)
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return SamplingParameters.model_validate({"max_tokens": None, **given})
+
+
+class CompletionBody(OpenAIBody):
+    """POST /v1/completions"""
+
+    max_tokens: int | None = Field(16, ge=1)
+    prompt: str | TokenIds | Annotated[list[str], Several] | Annotated[list[TokenIds], Several]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: Annotated[bool, Field(strict=True)] = False
+    suffix: None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Number of most likely tokens to return for each position."""
+        return self.logprobs or 0
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        several = [entry for entry in self.prompt if not isinstance(entry, int)]
+        return several or [[entry for entry in self.prompt if isinstance(entry, int)]]
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> Self:
+        if self.echo:
+            raise ValueError("echo is not supported")
+        if len(self.prompts) * (self.n or 1) > MAX_COMPLETIONS:
+            raise ValueError(f"at most {MAX_COMPLETIONS} completions a request")
+        return self
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | Annotated[list[JsonObject], Field(fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _join_text(self) -> Self:
+        """Join the text parts. Other parts are rejected: no processor for images or audio is loaded."""
+        if isinstance(self.content, list):
+            if any(not isinstance(part.get("text"), str) for part in self.content):
+                raise ValueError("only text content is supported")
+            self.content = "".join(part["text"] for part in self.content)
+        return self
+
+
+class ChatBody(OpenAIBody):
+    """POST /v1/chat/completions"""
+
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Annotated[list[JsonObject], Field(fail_fast=True)] | None = None
+    """Passed to the chat template. Tool calls are returned as text, except to agents."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: JsonObject | None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Number of most likely tokens to return for each position."""
+        return self.top_logprobs or 0 if self.logprobs else 0
+
+    @property
+    def sampling_parameters(self) -> SamplingParameters:
+        limit = self.max_completion_tokens or self.max_tokens
+        return super().sampling_parameters.model_copy(update={"max_tokens": limit})

@@ -1,0 +1,274 @@
+"""Sampling for HTTP: prompts and sampling parameters become requests to the engines of all ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
+from colocated_grpo.rollout.inbox import OnDelta
+from colocated_grpo.runtime.distributed import derive_seed
+from colocated_grpo.servers.detokenizer import Detokenizer, before_stop
+from colocated_grpo.servers.limits import InvalidRequest, Limits
+from colocated_grpo.servers.load_balancer import LoadBalancer, result_of
+from colocated_grpo.servers.origins import Origin, Origins
+from colocated_grpo.servers.request_bodies import SamplingParameters
+from colocated_grpo.servers.text_codec import TextCodec, Tokenizer
+from colocated_grpo.settings.schema import MIN_TEMPERATURE
+from colocated_grpo.types import Completion, JsonObject
+
+TopLogprobs = list[dict[int, float]]
+"""For each position the most likely tokens with their log-probabilities, the actual token first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedCompletion:
+    """One completion with its text, cut off before a stop string."""
+
+    completion: Completion
+    text: str
+    top_logprobs: TopLogprobs | None = None
+    """None unless requested."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionDelta:
+    """The next increment of one streamed completion."""
+
+    index: int
+    """Position of the completion within the HTTP request."""
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    final: ServedCompletion | None = None
+    """The whole completion, in its last delta."""
+
+
+class Sampler:
+    """Completions from the engines of all ranks, for one event loop."""
+
+    def __init__(
+        self,
+        engines: LoadBalancer,
+        top_logprobs: Callable[[list[int], int], Future[TopLogprobs]],
+        tokenizer: Tokenizer,
+        origins: Origins,
+        limits: Limits,
+        note: Callable[[str], None],
+        template_variables: JsonObject | None = None,
+    ) -> None:
+        """top_logprobs: thread-safe `RolloutEngine.top_logprobs` of the first engine. note: logs one line.
+        template_variables: variables of the chat template that hold where a request does not set them."""
+        self._engines = engines
+        self._top_logprobs = top_logprobs
+        self.codec = TextCodec(tokenizer, limits, template_variables or {})
+        self._origins = origins
+        self._limits = limits
+        self._note = note
+        self._noted = False
+        self._request_numbers = itertools.count()
+
+    async def sample(
+        self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
+    ) -> list[ServedCompletion]:
+        """Return `parameters.n` completions of each prompt, prompt by prompt. Raises InvalidRequest or ServerClosing.
+
+        All prompts are checked before any is sampled. When one completion fails, the others are aborted.
+        """
+        requests = self._all_requests(prompts, parameters, stream=False)
+        tasks = [asyncio.ensure_future(self._sample_one(request, parameters, num_top_logprobs)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            _cancel(tasks)
+
+    async def stream(
+        self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
+    ) -> AsyncGenerator[CompletionDelta]:
+        """Yield the completions of all prompts in deltas, as they are sampled. Errors are those of `sample`.
+
+        Top log-probabilities are computed after a completion has finished, which then is a single delta.
+        """
+        requests = self._all_requests(prompts, parameters, stream=not num_top_logprobs)
+        deltas: asyncio.Queue[CompletionDelta | None] = asyncio.Queue()
+        tasks = [
+            asyncio.ensure_future(self._stream_one(index, request, parameters, num_top_logprobs, deltas))
+            for index, request in enumerate(requests)
+        ]
+        all_done = asyncio.gather(*tasks)
+
+        def end(done: asyncio.Future[list[None]]) -> None:
+            done.exception()  # marks it as retrieved: asyncio logs it otherwise when the client has disconnected
+            deltas.put_nowait(None)
+
+        all_done.add_done_callback(end)
+        try:
+            while (delta := await deltas.get()) is not None:
+                yield delta
+            await all_done
+        finally:
+            _cancel(tasks)
+
+    def _all_requests(
+        self, prompts: Sequence[list[int]], parameters: SamplingParameters, *, stream: bool
+    ) -> list[Request]:
+        return [request for prompt in prompts for request in self._requests(prompt, parameters, stream=stream)]
+
+    def _requests(self, prompt: list[int], parameters: SamplingParameters, *, stream: bool) -> list[Request]:
+        self._limits.check_prompt(prompt)
+        number, sampling = next(self._request_numbers), self._sampling(prompt, parameters)
+        return [
+            Request(
+                key=("http", number, index),
+                token_ids=prompt,
+                seed=self._seed(parameters, number, index),
+                sampling=sampling,
+                stream=stream,
+            )
+            for index in range(parameters.n)
+        ]
+
+    async def _sample_one(
+        self,
+        request: Request,
+        parameters: SamplingParameters,
+        num_top_logprobs: int,
+        on_delta: OnDelta | None = None,
+    ) -> ServedCompletion:
+        scored: list[Future[TopLogprobs]] = []
+
+        def score(completion: Completion) -> None:
+            sequence = [*request.token_ids, *completion.token_ids][: self._limits.max_tokens - 1]
+            scored.append(self._top_logprobs(sequence, num_top_logprobs))
+
+        try:
+            completion = await self._engines.send(request, on_delta, score if num_top_logprobs else None)
+            entries = [entry for future in scored for entry in await result_of(future)]
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+        # Greedy log-probabilities are at temperature 1. vLLM raises lower positive temperatures to MIN_TEMPERATURE.
+        temperature = max(parameters.temperature, MIN_TEMPERATURE) if parameters.temperature else 1.0
+        origin = Origin(temperature, completion.policy_version, completion.finish_reason)
+        self._origins.remember(request.token_ids, completion.token_ids, origin)
+        text = self.codec.decode(completion.token_ids, skip_special_tokens=parameters.skip_special_tokens)
+        entries = entries[len(request.token_ids) - 1 :]
+        return ServedCompletion(
+            completion=completion,
+            text=text if parameters.include_stop_str_in_output else before_stop(text, parameters.stop),
+            top_logprobs=_at_temperature(completion, temperature, entries) if num_top_logprobs else None,
+        )
+
+    async def _stream_one(
+        self,
+        index: int,
+        request: Request,
+        parameters: SamplingParameters,
+        num_top_logprobs: int,
+        deltas: asyncio.Queue[CompletionDelta | None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        stop = [] if parameters.include_stop_str_in_output else parameters.stop
+        detokenizer = Detokenizer(partial(self.codec.decode, skip_special_tokens=parameters.skip_special_tokens), stop)
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        num_emitted = 0
+
+        def emit(tokens: TokenDelta) -> None:
+            nonlocal num_emitted
+            token_ids.extend(tokens.token_ids)
+            logprobs.extend(tokens.sampling_logprobs)
+            if text := detokenizer.add(tokens.token_ids):
+                new = slice(num_emitted, None)
+                deltas.put_nowait(
+                    CompletionDelta(index=index, text=text, token_ids=token_ids[new], logprobs=logprobs[new])
+                )
+                num_emitted = len(token_ids)
+
+        def on_delta(tokens: TokenDelta) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(emit, tokens)
+
+        final = await self._sample_one(request, parameters, num_top_logprobs, on_delta if request.stream else None)
+        deltas.put_nowait(
+            CompletionDelta(
+                index=index,
+                text=final.text[detokenizer.emitted :],
+                token_ids=final.completion.token_ids[num_emitted:],
+                logprobs=final.completion.sampling_logprobs[num_emitted:],
+                final=final,
+            )
+        )
+
+    async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
+        """Return the log-probabilities, at temperature 1, of each prompt token and of the k most likely tokens there.
+
+        The first position has no context, so its entry is None.
+        """
+        self._limits.check_prompt(prompt)
+        if len(prompt) < 2:
+            return [None]
+        try:
+            return [None, *await result_of(self._top_logprobs(prompt, k))]
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+
+    def _sampling(self, prompt: list[int], parameters: SamplingParameters) -> Sampling:
+        self._note_renormalization(parameters)
+        room = self._limits.max_tokens - len(prompt)
+        stop_token_ids = set(parameters.stop_token_ids or [])
+        self._limits.check_vocabulary(sorted(stop_token_ids), "stop_token_ids: ")
+        if not parameters.ignore_eos:
+            stop_token_ids |= set(self._limits.stop_token_ids)
+        return Sampling(
+            temperature=parameters.temperature,
+            max_tokens=min(parameters.max_tokens or room, room),
+            top_p=parameters.top_p,
+            top_k=max(parameters.top_k, 0),
+            min_p=parameters.min_p,
+            repetition_penalty=parameters.repetition_penalty,
+            stop=tuple(parameters.stop),
+            stop_token_ids=tuple(sorted(stop_token_ids)),
+        )
+
+    def _note_renormalization(self, parameters: SamplingParameters) -> None:
+        """Log once that a client samples from a truncated or penalized distribution."""
+        neutral = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,)}
+        values = {name: getattr(parameters, name) for name in neutral}
+        changed = [f"{name}={value:g}" for name, value in values.items() if value not in neutral[name]]
+        if changed and not self._noted:
+            self._noted = True
+            self._note(
+                f"serving: a client samples with {', '.join(changed)}: its log-probabilities are renormalized over the "
+                "tokens kept; training on them increases the sampler-trainer KL"
+            )
+
+    def _seed(self, parameters: SamplingParameters, number: int, index: int) -> int:
+        if parameters.seed is None:
+            return derive_seed(self._limits.seed, "http", number, index)
+        return derive_seed("http", parameters.seed, index)
+
+
+def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel every task. Cancelling the future of `asyncio.gather` has no effect once a task has failed."""
+    for task in tasks:
+        task.cancel()
+
+
+def _at_temperature(completion: Completion, temperature: float, entries: TopLogprobs) -> TopLogprobs:
+    """Return the top log-probabilities of each completion token at its sampling temperature.
+
+    entries: log-probabilities at temperature 1, from one forward pass over the finished sequence. Their differences to
+    the sampled token's entry are divided by the temperature and added to its sampling log-probability.
+    The pass omits the last token of a sequence of maximum length; that position has the sampled token only.
+    """
+    top_logprobs: TopLogprobs = []
+    for position, (token, value) in enumerate(zip(completion.token_ids, completion.sampling_logprobs, strict=True)):
+        entry = entries[position] if position < len(entries) else {token: 0.0}
+        differences = {other: (logprob - entry[token]) / temperature for other, logprob in entry.items()}
+        top_logprobs.append({token: value} | {other: value + difference for other, difference in differences.items()})
+    return top_logprobs

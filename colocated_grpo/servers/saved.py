@@ -1,0 +1,120 @@
+"""Weight sync through files: running servers load the adapter, or servers are started again with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from colocated_grpo.errors import RunError
+from colocated_grpo.policy.export import Export
+from colocated_grpo.runtime.checksums import exported_digest
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.servers.engine_server import EngineServer
+from colocated_grpo.web.client import Unavailable
+
+ADAPTER_NAME = "policy"
+
+
+class AdapterSync:
+    """Saves the adapter, and every server loads it beside its base weights. The server's process stays."""
+
+    def __init__(self, export: Export, folder: Path, servers: Sequence[EngineServer], world: World) -> None:
+        """folder: that the servers can read; it is overwritten by each sync."""
+        self._export = export
+        self._target = folder / "adapter"
+        self._servers = servers
+        self._world = world
+
+    def sync(self) -> None:
+        """Collective. Raises RunError on every rank."""
+        self._export.write(self._target)
+        self._world.from_main(self._load_everywhere)
+
+    def _load_everywhere(self) -> None:
+        for server in self._servers:
+            server.until_answered(partial(self.restore, server))
+
+    def restore(self, server: EngineServer) -> bool:
+        """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError for another adapter."""
+        loaded = server.post("/lora/load", self._body())
+        _require_same(server, loaded["exported"], self._target)
+        return True
+
+    def _body(self) -> dict[str, str]:
+        return {"adapter_path": str(self._target.absolute()), "adapter_name": ADAPTER_NAME}
+
+
+class RestartSync:
+    """Saves the model, and every server is started again with it."""
+
+    def __init__(
+        self,
+        export: Export,
+        folder: Path,
+        servers: Sequence[EngineServer],
+        world: World,
+        *,
+        base: str,
+        version: Callable[[], int],
+    ) -> None:
+        """folder: that the servers can read. base: the model at version 0, with which servers may have been started."""
+        self._export = export
+        # Two, in turn: a server that crashes while the next model is written starts again with the last one.
+        self._targets = [folder / "model_a", folder / "model_b"]
+        self._servers = servers
+        self._world = world
+        self._base = base
+        self._version = version
+        self._current = base
+        """Model of the last sync."""
+
+    def sync(self) -> None:
+        """Collective. Raises RunError on every rank."""
+        if self._version() == 0 and self._world.from_main(self._have_base):
+            return
+        self._targets.reverse()
+        self._export.write(self._targets[0])
+        self._current = str(self._targets[0].absolute())
+        self._world.from_main(self._restart_all)
+
+    def _have_base(self) -> bool:
+        infos = [server.wait_until_ready() for server in self._servers]
+        return all(info["model"] == self._base and not info["has_received_weights"] for info in infos)
+
+    def _restart_all(self) -> None:
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            list(pool.map(self._restart, self._servers))
+
+    def _restart(self, server: EngineServer) -> None:
+        model = self._current
+        former = server.wait_until_ready()["instance"]
+        accepted: set[str] = set()
+        """Instances that have accepted the request to restart. One that crashes first is followed by another."""
+
+        def restarted() -> None:
+            info = server.info()
+            instance = info["instance"]
+            if instance != former and info["model"] == model:
+                _require_same(server, info["exported"], Path(model))
+                return
+            if instance not in accepted:
+                server.post("/bridge/restart", {"model": model})
+                accepted.add(instance)
+            raise Unavailable(f"it has not restarted with {model} yet")
+
+        server.until_answered(restarted)
+
+    def restore(self, server: EngineServer) -> bool:
+        """Return True if the server, which was started again, has the model of the last sync. Raises Unavailable."""
+        return server.info()["model"] == self._current
+
+
+def _require_same(server: EngineServer, loaded: str | None, folder: Path) -> None:
+    """Raise RunError unless the server has loaded `folder` as it is here. loaded: its `exported_digest`."""
+    if loaded != exported_digest(folder):
+        raise RunError(
+            f"weight sync: the engine at {server.url} has loaded other files than {folder} holds here: it does not see "
+            "the folder as the trainer has written it"
+        )

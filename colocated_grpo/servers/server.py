@@ -1,0 +1,223 @@
+"""One engine behind the HTTP application, driven by the main thread of this process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+from fastapi import FastAPI
+
+from colocated_grpo.assembly.data import ModelFiles, limits_of, read_model_files
+from colocated_grpo.errors import RunError
+from colocated_grpo.policy.loading import engine_dtype
+from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.vllm.engine import VLLMEngine
+from colocated_grpo.runtime.checksums import exported_digest
+from colocated_grpo.runtime.distributed import World, init_world
+from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.servers.adapter_routes import add_adapter_routes
+from colocated_grpo.servers.app import create_app
+from colocated_grpo.servers.bridge_routes import add_bridge_routes
+from colocated_grpo.servers.control_routes import add_control_routes
+from colocated_grpo.servers.engine_control import EngineControl
+from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
+from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
+from colocated_grpo.servers.limits import Limits
+from colocated_grpo.servers.load_balancer import LoadBalancer
+from colocated_grpo.servers.mirrored import EveryRank, MirroredEngine, engine_commands
+from colocated_grpo.servers.options import ServeOptions
+from colocated_grpo.servers.origins import Origins
+from colocated_grpo.servers.ranks import join_ranks
+from colocated_grpo.servers.receiver import WeightReceiver
+from colocated_grpo.servers.restarts import RESTART, Restart
+from colocated_grpo.servers.sampler import Sampler
+from colocated_grpo.settings.config_json import read_config_json, shape_of
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.types import JsonObject
+from colocated_grpo.web.browsers import Hosts
+from colocated_grpo.web.server import ServerThread
+from colocated_grpo.weights.verified_plan import checkpoint_shapes, verified_plan
+
+MAX_BODY_BYTES = 8 << 20
+MAX_REQUESTS = 4096
+REMEMBERED_COMPLETIONS = 1
+"""Only a trainer reads recorded completions, so this is the minimum."""
+BASE_PREFIX = "model"
+"""Prefix of the base model in checkpoint names."""
+WEIGHT_COMMANDS = frozenset({"load_adapter", "unload_adapter", "join", "update"})
+IDLE_LIMIT = timedelta(days=3650)
+"""The other ranks of an engine wait for rank 0's next call without limit."""
+
+
+def serve(config: Config, options: ServeOptions) -> int:
+    """Load the model, listen, and answer requests until SIGTERM, SIGINT or a restart. Returns the exit code.
+
+    Raises ConfigError or RunError with one line. The port is opened once the engine is ready, so a client that waits
+    for /health waits for the engine.
+    """
+    world = init_world(join_ranks(options.tensor_parallel_size))
+    model = read_model_files(config, world)
+    exported = exported_digest(model.folder)  # before the weights are read: a folder replaced meanwhile differs
+    engine = VLLMEngine(config, model.folder, engine_dtype(config, world.device), world)
+    facts = describe(config, options, engine, world) | {"exported": exported}
+    if options.share_weights:
+        _share_weights(engine, model, facts)
+    receiver = WeightReceiver(engine, model.folder, world)
+    commands = {
+        **engine_commands(engine),
+        "load_adapter": engine.adapters.load,
+        "unload_adapter": engine.adapters.unload,
+        "join": receiver.join,
+        "update": receiver.update,
+    }
+    ranks = EveryRank(commands, _idle_group(world), WEIGHT_COMMANDS)
+    if world.is_main:
+        stop = StopRequest(world.store)
+        stop.listen()
+        return _lead(config, options, model, engine, ranks, stop, facts)
+    ranks.follow()
+    return 0
+
+
+def _share_weights(engine: VLLMEngine, model: ModelFiles, facts: JsonObject) -> None:
+    """Export the engine's parameters for a trainer of this machine. Raises RunError for a model without a plan."""
+    if facts["device"] == "cpu":
+        move_to_shared_memory(engine.model)
+    tied = bool(model.hf_config.get_text_config().tie_word_embeddings)
+    plan = verified_plan(engine, checkpoint_shapes(model.folder, tied=tied), BASE_PREFIX, model.folder)
+    if plan is None:
+        raise RunError(
+            f"--share-weights: the engine stores the weights of {facts['model']} in another layout than the "
+            "checkpoint; start without it, and train with engine.bridge: broadcast"
+        )
+    for rows in plan.padding:
+        rows.zero_()
+    views = {name: target.view for name, target in plan.targets.items()}
+    file = export(views, facts, export_folder())
+    print(f"weights are shared through {file.absolute()}", flush=True)
+
+
+def _idle_group(world: World) -> dist.ProcessGroup | None:
+    """Return a group of all ranks; None for one rank. Collective."""
+    if world.size == 1:
+        return None
+    group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
+    assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+    return group
+
+
+def _lead(
+    config: Config,
+    options: ServeOptions,
+    model: ModelFiles,
+    engine: VLLMEngine,
+    ranks: EveryRank,
+    stop: StopRequest,
+    facts: JsonObject,
+) -> int:
+    """Serve on rank 0. engine: this rank's."""
+    note = partial(print, "note:", flush=True)
+    whole, inbox, restart = MirroredEngine(engine, ranks), Inbox(), Restart()
+    control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox, note)
+
+    limits = limits_of(config, model, max_tokens_setting="--max-model-len")
+
+    def add_routes(app: FastAPI) -> None:
+        add_control_routes(app, control, facts, parameters_of(engine))
+        add_engine_routes(app, control, inbox, sessions, limits)
+        add_adapter_routes(app, control, EngineAdapters(engine, ranks))
+        add_bridge_routes(app, control, partial(ranks.call, "join"), partial(ranks.call, "update"), restart, note)
+
+    try:
+        server = listen(options, model, limits, inbox, add_routes)
+        restart.ready(options.model, server.ports[0])
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        print(f"serving {options.model} at http://{host}:{server.ports[0]}", flush=True)
+        try:
+            control.run(lambda: stop.requested() or restart.requested)
+        finally:
+            sessions.close_all()
+            server.close()
+    finally:
+        whole.close()
+    return RESTART if restart.requested else 0
+
+
+class EngineAdapters:
+    """Adapters on all ranks of an engine."""
+
+    def __init__(self, engine: VLLMEngine, ranks: EveryRank) -> None:
+        """engine: rank 0's."""
+        self._engine = engine
+        self._ranks = ranks
+
+    def load(self, name: str, path: str) -> JsonObject:
+        return self._ranks.call("load_adapter", name, path)
+
+    def unload(self, name: str | None = None) -> JsonObject:
+        return self._ranks.call("unload_adapter", name)
+
+    def status(self) -> JsonObject:
+        return self._engine.adapters.status()
+
+
+def describe(config: Config, options: ServeOptions, engine: VLLMEngine, world: World) -> JsonObject:
+    """Facts for /bridge/info."""
+    parameters = list(engine.model.parameters())
+    return {
+        "model": config.model.name,
+        "shape": shape_of(read_config_json(config.model)),
+        "instance": secrets.token_hex(8),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "is_quantized": engine.is_quantized,
+        "device": world.device.type,
+        "tensor_parallel_size": world.size,
+        "max_model_len": config.max_sequence_tokens,
+        "max_num_seqs": options.max_num_seqs,
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "pid": os.getpid(),
+    }
+
+
+def parameters_of(engine: VLLMEngine) -> JsonObject:
+    """Shape and type of each parameter on this rank, by vLLM's names."""
+    return {
+        name: {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
+        for name, parameter in engine.model.named_parameters()
+    }
+
+
+def listen(
+    options: ServeOptions,
+    model: ModelFiles,
+    limits: Limits,
+    inbox: Inbox,
+    add_routes: Callable[[FastAPI], None],
+) -> ServerThread:
+    sampler = Sampler(
+        LoadBalancer([inbox.put]),
+        lambda token_ids, k: inbox.call(lambda engine: engine.top_logprobs(token_ids, k)),
+        model.tokenizer,
+        Origins(REMEMBERED_COMPLETIONS),
+        limits,
+        partial(print, "note:", flush=True),
+    )
+    app = create_app(
+        sampler,
+        options.model,
+        limits.max_tokens,
+        hosts=Hosts(options.host, options.allow_host),
+        api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
+        max_body_bytes=MAX_BODY_BYTES,
+        max_requests=MAX_REQUESTS,
+        add_routes=add_routes,
+        large_paths=LARGE_PATHS,
+    )
+    try:
+        return ServerThread(app, options.host, [options.port])
+    except OSError as error:  # taken while the engine was built
+        raise RunError(f"--port={options.port}: cannot listen on {error.strerror}") from None

@@ -1,0 +1,123 @@
+"""Settings of an adapter that a run continues from, read from its adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.lora import DEFAULT_INIT, LoRAConfig
+from colocated_grpo.settings.schema import Config
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_KEYS = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "use_rslora": "rslora",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+    "layers_to_transform": "layers",
+}
+"""PEFT's names -> those of LoRAConfig."""
+_UNSUPPORTED = (
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+    "velora_config",
+)
+_CHANGES_BASE = {"corda", "loftq", "lora_ga", "olora", "pissa"}
+"""Values of init_lora_weights whose adapters belong to a changed base, which the adapter's folder does not have."""
+"""PEFT's settings that change the adapter's computation or its tensors. Accepted where they are empty or false."""
+
+
+def with_adapter_settings(config: Config) -> Config:
+    """Return the config with policy.lora filled in from the adapter that policy.lora.init names, if it names one.
+
+    Raises ConfigError where the adapter is of an unsupported kind, was trained on a base of another name, or where a
+    setting that the user gave differs.
+    """
+    lora = config.policy.lora
+    if lora is None or lora.init == DEFAULT_INIT:
+        return config
+    saved = _read(lora.init)
+    _check_kind(lora.init, saved)
+    _check_base(lora.init, saved, config.model.name)
+    nullable = {"exclude_modules", "layers"}
+    found = {new: saved.get(old) for old, new in _KEYS.items() if new in nullable or saved.get(old) is not None}
+    given = lora.set_by_user()
+    try:
+        # A model is validated from its fields: "20-31" and the list of these numbers are then equal.
+        resolved = LoRAConfig.model_validate({**given, **found})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"policy.lora.init={lora.init!r}: {first['loc'][0]} in {CONFIG_FILE}: {first['msg']}"
+        ) from None
+    for name in _KEYS.values():
+        if name in given and _plain(given[name]) != _plain(getattr(resolved, name)):
+            raise ConfigError(
+                f"policy.lora.{name}={given[name]}: the adapter policy.lora.init={lora.init!r} has "
+                f"{getattr(resolved, name)}; leave the setting out"
+            )
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"lora": resolved})})
+
+
+def adapter_shape(config: Config) -> dict[str, Any]:
+    """Return the settings that fix an adapter's shape and scale. A run is resumed with equal ones."""
+    lora = config.policy.lora
+    if lora is None:
+        return {"policy.lora": "null"}
+    return {
+        "policy.lora": "an adapter",
+        "policy.lora.rank": lora.rank,
+        "policy.lora.alpha": lora.alpha,
+        "policy.lora.rslora": lora.rslora,
+    }
+
+
+def _read(folder: str) -> dict[str, Any]:
+    try:
+        return json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.lora.init={folder!r}: cannot read {CONFIG_FILE} ({error})") from None
+
+
+def _check_kind(folder: str, saved: Mapping[str, Any]) -> None:
+    wrong = {key: saved[key] for key in _UNSUPPORTED if saved.get(key)}
+    if saved.get("peft_type") != "LORA":
+        wrong["peft_type"] = saved.get("peft_type")
+    if str(saved.get("init_lora_weights")).partition("_niter")[0] in _CHANGES_BASE:
+        wrong["init_lora_weights"] = saved["init_lora_weights"]
+    if saved.get("bias", "none") != "none":
+        wrong["bias"] = saved["bias"]
+    for key, value in wrong.items():
+        raise ConfigError(f"policy.lora.init={folder!r}: {key}={value!r} in {CONFIG_FILE} is not supported")
+
+
+def _check_base(folder: str, saved: Mapping[str, Any], model: str) -> None:
+    """Compare the last parts of both names: a model may have been downloaded into a folder of its name."""
+    base = saved.get("base_model_name_or_path")
+    if base and Path(base).name.lower() != Path(model).name.lower():
+        raise ConfigError(
+            f"policy.lora.init={folder!r}: the adapter was trained on {base}, not on model.name={model!r}; if both are "
+            f"the same model, correct base_model_name_or_path in {CONFIG_FILE}"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return lists in one order, so that they compare as sets."""
+    return sorted(value) if isinstance(value, list) else value

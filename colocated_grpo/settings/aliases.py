@@ -1,0 +1,250 @@
+"""Translates the setting names of other trainers.
+
+The tables for ToSSim's co-located trainer (YAML) and Atropos' example trainer are here, TRL's is in `trl_names`, those
+of adapters are in `lora_names`. A name is accepted only if its meaning is exactly the same. Error lines for other names
+say what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from colocated_grpo.settings.alias_kinds import (
+    Alias,
+    Lookup,
+    NewSettings,
+    not_needed,
+    not_supported,
+    one_of,
+    renamed,
+    unless_null,
+)
+from colocated_grpo.settings.engine import EngineConfig
+from colocated_grpo.settings.errors import (
+    ConfigError,
+    KeyPath,
+    SettingLocation,
+    SettingsTree,
+    dotted,
+    location_suffix,
+    parse_path,
+    show,
+)
+from colocated_grpo.settings.lora_names import LORA, add_rank
+from colocated_grpo.settings.schema import RolloutConfig
+from colocated_grpo.settings.tree import assign, lookup, remove
+from colocated_grpo.settings.trl_names import TRL
+
+
+def _engine_argument(key: str, value: Any, _get: Lookup) -> NewSettings:
+    if key == "enable_sleep_mode":
+        return {"engine.sleep": value}
+    is_field = key in EngineConfig.model_fields and key != "args"
+    return {f"engine.{key}" if is_field else f"engine.args.{key}": value}
+
+
+@unless_null
+def _completions(_key: str, value: Any, get: Lookup) -> NewSettings:
+    group_size = get("rollout.group_size") or RolloutConfig().group_size
+    if not isinstance(value, int) or not isinstance(group_size, int) or value % group_size:
+        raise ValueError(f"counts completions, so it must be a multiple of rollout.group_size={show(group_size)}")
+    return {"rollout.prompts_per_step": value // group_size}
+
+
+def _clip(_key: str, value: Any, _get: Lookup) -> NewSettings:
+    return {"loss.clip_low": value, "loss.clip_high": value}
+
+
+def _atropos_url(_key: str, value: Any, _get: Lookup) -> NewSettings:
+    return {"environments.0.type": "atropos", "environments.0.url": value}
+
+
+_SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
+_GAME = "a setting of the game: see args of environments with type: turns"
+_ONE_PROCESS = "trainer and engine are one process"
+
+_TOSSIM: dict[str, Alias] = {
+    "model_name": renamed("model.name"),
+    "vllm_config.*": Alias(_engine_argument, "engine"),
+    "fsdp_config.sharding_strategy": one_of("policy.replicate", {"full_shard": None, "hybrid_shard": "nodes"}),
+    "fsdp_config.cpu_offload": renamed("policy.cpu_offload"),
+    "fsdp_config.mixed_precision": one_of(
+        "policy.compute_dtype", {True: None, False: "float32"}, "true is the default: bfloat16 on CUDA"
+    ),
+    "fsdp_config.activation_checkpointing": renamed("policy.gradient_checkpointing"),
+    "fsdp_config.use_orig_params": not_needed("FSDP2 always keeps the original parameters"),
+    "fsdp_config.sync_state": not_needed("every rank loads the same checkpoint"),
+    "fsdp_config.checkpoint_dir": renamed("output_dir"),
+    "max_iterations": renamed("training_steps"),
+    "max_ticks": renamed("training_steps"),
+    "sync_every": renamed("sync_frequency"),
+    "min_learning_rate": renamed("policy.min_lr"),
+    "gradient_clip_norm": renamed("policy.grad_clip"),
+    "warmup_ticks": renamed("policy.warmup_steps"),
+    "max_tokens": renamed("rollout.max_completion_tokens"),
+    "max_tokens_per_gen": renamed("rollout.max_completion_tokens"),
+    "k_per_prompt": renamed("rollout.group_size"),
+    "log_interval": not_needed("every step is logged"),
+    "log_ticks": not_needed("every step is logged"),
+    "csv_path": not_needed("metrics are written to metrics.jsonl in the run folder"),
+    "sample_log_interval": not_needed("tracking.rollouts_per_step rollouts of every step go to rollouts.jsonl"),
+    "sample_log_path": not_needed("sampled rollouts go to rollouts.jsonl in the run folder"),
+    "max_think_tokens": not_supported("rollout.max_completion_tokens limits the whole completion"),
+    "early_stop_parse_rate": not_supported("see stop_at_parse_rate of environments with type: turns"),
+    "early_stop_consecutive_ticks": not_supported("see stop_after of environments with type: turns"),
+    "quant_mode": not_supported("policy.compute_dtype sets the training type, engine.args.quantization the engine's"),
+    "output_hub_repo": renamed("hub.repo"),
+    "verbosity_penalty": not_supported(_GAME),
+    "num_games": not_supported(_GAME),
+    "num_concurrent_games": not_supported(_GAME),
+    "active_seats_per_game": not_supported(_GAME),
+    # Names that TRL has as well
+    "learning_rate": renamed("policy.lr"),
+    "beta": renamed("loss.kl.coef"),
+    "temperature": renamed("rollout.temperature"),
+    "top_p": renamed("rollout.top_p"),
+    "top_k": renamed("rollout.top_k"),
+    "min_p": renamed("rollout.min_p"),
+    "repetition_penalty": renamed("rollout.repetition_penalty"),
+    "loss_type": renamed("loss.type"),
+    "scale_rewards": one_of("advantage.scale", _SCALE),
+}
+
+# The flags of Atropos' trainer (`--clip-eps`) are these names with hyphens. See docs/guides/atropos.md.
+_ATROPOS: dict[str, Alias] = {
+    "lr": renamed("policy.lr"),
+    "optimizer": one_of(
+        "policy.optimizer.type", {"adamw": "adamw", "adamw_8bit": "adamw_8bit", "adafactor": "adafactor"}
+    ),
+    "clip_eps": Alias(_clip, "loss.clip_low"),
+    "kl_coef": one_of("nearest: loss.kl.coef with loss.kl.target: rollout", {0.0: None}),
+    "seq_len": not_supported("set rollout.max_prompt_tokens and rollout.max_completion_tokens"),
+    "save_path": renamed("output_dir"),
+    "checkpoint_interval": renamed("checkpoint.every"),
+    "use_wandb": one_of("tracking.wandb", {True: "online", False: "off"}),
+    "wandb_project": renamed("tracking.wandb_project"),
+    "wandb_group": renamed("tracking.wandb_group"),
+    "atropos_url": Alias(_atropos_url, "environments.0.url"),
+    "vllm_port": renamed("environments.0.server.port"),
+    "max_model_len": renamed("engine.max_model_len"),
+    "gpu_memory_utilization": renamed("engine.gpu_memory_utilization"),
+    "vllm_restart_interval": not_needed("the engine gets new weights at every sync; see sync_frequency"),
+    "vllm_config_path": not_needed(_ONE_PROCESS),
+    "num_inference_nodes": not_needed(_ONE_PROCESS),
+    "device": not_supported("start with --gpus N, 0 for the CPU"),
+}
+
+_BATCH_SIZES = {
+    name: Alias(_completions, "rollout.prompts_per_step", "counts completions, over all ranks")
+    for name in ("generation_batch_size", "batch_size")
+}
+
+# Applied in this order. Batch sizes count completions, so the group size must be translated before them.
+ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_ATROPOS, **_BATCH_SIZES}
+
+_RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
+_VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
+_SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
+
+
+def new_names() -> dict[str, str]:
+    """Return the name to suggest for each old dotted name: its new name, or itself if no single setting replaces it."""
+    return {old: alias.new_name if alias.names_a_setting else old for old, alias in ALIASES.items()}
+
+
+def translate_aliases(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
+    """Replace old names in `tree` and `locations` by new ones, in place, and return notes for the user.
+
+    A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError
+    for unsupported values, and for two names of one setting in the same place.
+    """
+    add_rank(tree)
+    for name in (*_RENAMED_SECTIONS, *_SECTIONS):
+        if not tree.get(name, True):  # null, "" or []: an empty section in other trainers' files
+            del tree[name]
+    for old, new in _RENAMED_SECTIONS.items():
+        _rename_section(tree, locations, old, new)
+    problems = _invalid_sections(tree, locations)
+    if problems:
+        raise ConfigError(*problems)
+    plain: list[str] = []
+    notes: list[str] = []
+    for pattern, alias in ALIASES.items():
+        for path in _uses(pattern, tree):
+            try:
+                values = _translate_one(tree, locations, path, alias)
+            except ValueError as rule:
+                value, location = show(lookup(tree, path)), location_suffix(path, locations)
+                problems.append(f"{dotted(path)}={value}: {rule}{location}")
+                continue
+            if len(values) == 1 and not alias.remark:
+                plain += [f"{dotted(path)} -> {next(iter(values))}"]
+            else:
+                notes += [_note(path, values, alias)]
+    for name in _SECTIONS:
+        leftover = tree.pop(name, {}) if not problems else {}
+        valid = ", ".join(old.split(".")[1] for old in ALIASES if old.startswith(f"{name}."))
+        problems += [
+            f"{name}.{key}: unknown key; valid: {valid}{location_suffix((name, key), locations)}" for key in leftover
+        ]
+    if problems:
+        raise ConfigError(*problems)
+    return ([f"translated names: {', '.join(plain)}"] if plain else []) + notes
+
+
+def _invalid_sections(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
+    not_mappings = [
+        f"{name}={show(tree[name])}: must be a mapping of settings"
+        for name in _SECTIONS
+        if name in tree and not isinstance(tree[name], dict)
+    ]
+    verl = [
+        f"{name}: a section of verl; docs/guides/from_verl.md lists the settings to use"
+        + location_suffix((name,), locations)
+        for name in _VERL_SECTIONS
+        if name in tree
+    ]
+    return not_mappings + verl
+
+
+def _note(path: KeyPath, values: Mapping[str, Any], alias: Alias) -> str:
+    settings = ", ".join(f"{name}={show(value)}" for name, value in values.items())
+    remark = f" ({alias.remark})" if alias.remark else ""
+    return f"{dotted(path)}: {f'translated to {settings}' if values else 'nothing to set'}{remark}"
+
+
+def _uses(pattern: str, tree: SettingsTree) -> list[KeyPath]:
+    *section, name = pattern.split(".")
+    parent = tree.get(section[0], {}) if section else tree
+    names = list(parent) if name == "*" else [name] if name in parent else []
+    return [(*section, found) for found in names]
+
+
+def _translate_one(
+    tree: SettingsTree, locations: dict[KeyPath, SettingLocation], path: KeyPath, alias: Alias
+) -> NewSettings:
+    location = locations.get(path, SettingLocation(where="config file"))  # a key merged by a YAML anchor has no line
+    values = alias.translate(str(path[-1]), lookup(tree, path), lambda name: lookup(tree, parse_path(name)))
+    for name, value in values.items():
+        new_path = parse_path(name)
+        existing = locations.get(new_path)
+        if existing and existing.on_command_line == location.on_command_line:
+            raise ValueError(f"the same setting as {name} ({existing}); remove one of them")
+        if existing and existing.on_command_line:
+            continue
+        assign(tree, new_path, value)
+        locations[new_path] = replace(location, old_name=dotted(path))
+    remove(tree, path)
+    return values
+
+
+def _rename_section(tree: SettingsTree, locations: dict[KeyPath, SettingLocation], old: str, new: str) -> None:
+    if old not in tree:
+        return
+    if new in tree:
+        raise ConfigError(f"{old}: the same section as {new}; remove one of them{location_suffix((old,), locations)}")
+    tree[new] = tree.pop(old)
+    for path in [path for path in locations if path[0] == old]:
+        locations[new, *path[1:]] = locations.pop(path)

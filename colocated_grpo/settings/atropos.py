@@ -1,0 +1,67 @@
+"""Settings of environments that run in other processes, behind Atropos' API server: docs/guides/atropos.md."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from colocated_grpo.settings.base import Positive, Section
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class ServerConfig(Section):
+    """HTTP server on rank 0 through which environments sample from the engines of all ranks."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 accepts requests from other machines: set api_key_variable with it, or every
+    machine that reaches the port can use the engines."""
+    port: Port = 9001
+    """Port of the server: environments are started with --openai.base_url http://HOST:PORT/v1."""
+    more_ports: list[Port] = []
+    """Further ports of the same server. Use [9004, 9005, 9006, 9007] for environments that ignore --openai.base_url."""
+    api_key_variable: str | None = None
+    """Environment variable with the key that requests must send. The key itself is never logged or saved. null: no key
+    is required."""
+    allowed_hosts: list[str] = []
+    """Further names of this machine that clients use, such as a service name of a container network. Requests under
+    other names are rejected with 403, because a web page can make its name resolve to this machine. Not needed with an
+    API key."""
+    max_body_bytes: Positive = 8 << 20
+    """Maximum size of a request body in bytes; larger ones are rejected with 413. The default holds a million tokens of
+    prompts."""
+    max_requests: Positive = 4096
+    """Maximum number of running and waiting requests; more are rejected with 503."""
+
+
+class AtroposSourceConfig(Section):
+    """Groups that Atropos environments sample, score and post to an API server."""
+
+    type: Literal["atropos"]
+    name: str = "atropos"
+    """Name of this source in logs and rollouts.jsonl."""
+    url: str = "http://localhost:8000"
+    """Address of the API server (run-api, or python -m colocated_grpo.atropos.api)."""
+    api_key_variable: str | None = None
+    """Environment variable with the API server's key, if it requires one. run-api has none."""
+    reset: bool = False
+    """Reset an API server that still serves a run with another batch size or sequence length; its queue is lost. false:
+    stop with an error."""
+    missing_logprobs: Literal["refuse", "recompute"] = "refuse"
+    """Handling of groups without inference_logprobs. refuse: drop and count them. recompute: use the
+    log-probabilities that the trainer computes before the first update; mismatch and staleness stay uncorrected."""
+    unusable_timeout: float | None = Field(900.0, gt=0)
+    """Seconds for which groups may arrive of which none can be trained. Then the run saves a checkpoint and stops with
+    the reasons. One environment that posts valid groups keeps it going. The default is longer than an environment may
+    take for a rollout (600 s). null: wait without limit."""
+    keep_last_batch: bool = False
+    """Write the latest batch, as received, to atropos_batch.json in the run folder."""
+    connect_timeout: float = Field(30.0, gt=0)
+    """Seconds to wait for the API server when the run starts. If the server is lost later, the run waits without
+    limit."""
+    server: ServerConfig = ServerConfig()
+    """The server from which environments sample."""
+    weight: float = Field(1.0, gt=0)
+    """Relative share of a step's prompts that the Atropos batch supplies, beside other entries. The result must be a
+    whole number of prompts."""

@@ -1,0 +1,192 @@
+"""The command line of Atropos' example trainer: one row for each flag and environment variable.
+
+Names and defaults are those of its guides and of its version 0.4.0. docs/guides/from_atropos.md explains the meanings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from colocated_grpo.settings import atropos_meanings as means
+from colocated_grpo.settings.atropos_modes import (
+    BRIDGE_CONFIG,
+    BRIDGE_VARIABLE,
+    BROADCAST,
+    MODE,
+    MODES,
+    SHARED_VARIABLE,
+    SINGLE_COPY,
+    UNIFIED,
+    Command,
+)
+
+Kind = Literal["text", "int", "float", "switch", "words"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    names: tuple[str, ...]
+    kind: Kind
+    """switch: without a value. words: one or more values."""
+    default: Any = None
+    choices: tuple[str, ...] | None = None
+    meaning: means.Translate
+    help: str
+
+
+def _flag(names: str, kind: Kind, default: Any, meaning: means.Translate, help: str, *choices: str) -> Flag:
+    return Flag(
+        names=tuple(names.split()), kind=kind, default=default, choices=choices or None, meaning=meaning, help=help
+    )
+
+
+_BLOCKS = "transformer blocks: 20-31 or 0-3,28-31"
+
+FLAGS: tuple[Flag, ...] = (
+    # Model and training
+    _flag("--model-name --model", "text", None, means.sets("model.name"), "folder or Hugging Face name; required"),
+    _flag("--lr", "float", 1e-5, means.learning_rate, "learning rate"),
+    _flag("--training-steps", "int", 10, means.sets("training_steps"), "steps of the run"),
+    _flag("--warmup-steps", "int", 0, means.warmup, "steps of linear warmup"),
+    _flag("--batch-size", "int", 2, means.sequences, "sequences; a step has this times the next flag"),
+    _flag("--gradient-accumulation-steps", "int", 32, means.nothing(), "factor of --batch-size"),
+    _flag("--seq-len", "int", 2048, means.sequence_length, "longest sequence in tokens"),
+    _flag("--optimizer", "text", "adamw_8bit", means.optimizer, "optimizer", "adamw", "adamw_8bit", "adafactor"),
+    _flag(
+        "--adafactor-scale-parameter",
+        "switch",
+        None,
+        means.refused("Adafactor uses --lr as it is"),
+        "not supported",
+    ),
+    _flag(
+        "--adafactor-relative-step",
+        "switch",
+        None,
+        means.refused("Adafactor uses --lr as it is"),
+        "not supported",
+    ),
+    _flag("--device", "text", None, means.device, "cuda or cpu"),
+    _flag("--save-path", "text", "trained_model_checkpoints", means.save_path, "folder of the run"),
+    _flag(
+        "--checkpoint-interval",
+        "int",
+        3,
+        means.sets("checkpoint.export_every"),
+        "steps between exports (step_N/); 0: only final_model/",
+    ),
+    _flag("--clip-eps", "float", 0.2, means.sets("loss.clip_low", "loss.clip_high"), "clip range of the ratio"),
+    _flag("--kl-coef", "float", 0.0, means.sets("loss.kl.coef"), "weight of the KL to the rollout policy"),
+    _flag("--train-layer-indices", "text", None, means.trained_layers, _BLOCKS),
+    # Weights
+    _flag(MODE, "text", "none", means.bridge, "way of the weights to the server", *MODES),
+    _flag(BROADCAST, "switch", None, means.copies, "with shared_vllm: broadcast weights to the server's own copy"),
+    _flag(SINGLE_COPY, "switch", None, means.copies, "with shared_vllm: one copy of the weights (the default)"),
+    _flag(BRIDGE_CONFIG, "text", None, means.bridge_config, "the server's vllm_bridge_config.json"),
+    _flag("--vllm-restart-interval", "int", 3, means.restart_interval, "steps between syncs of the weights"),
+    _flag("--lora-r", "int", 16, means.adapter("policy.lora.rank"), "rank of the adapter"),
+    _flag("--lora-alpha", "float", 32, means.adapter("policy.lora.alpha"), "its scale, times the rank"),
+    _flag("--lora-dropout", "float", 0.05, means.dropout, "read as 0"),
+    _flag(
+        "--lora-target-modules",
+        "words",
+        ["q_proj", "v_proj"],
+        means.adapter("policy.lora.target_modules"),
+        "names of the adapted layers",
+    ),
+    _flag("--lora-layer-indices", "text", None, means.adapter("policy.lora.layers"), _BLOCKS),
+    # Server
+    _flag("--vllm-port --port", "int", 9001, means.port, "port from which environments sample"),
+    _flag("--vllm-gpu", "int", None, means.server_gpu, "above 0: the server has GPUs of its own, the last ones"),
+    _flag(
+        "--gpu-memory-utilization --vllm-gpu-memory-utilization",
+        "float",
+        0.45,
+        means.server("engine.gpu_memory_utilization"),
+        "part of the GPU's memory for the server",
+    ),
+    _flag("--max-model-len", "int", 4096, means.model_length, "longest sequence of the server in tokens"),
+    _flag(
+        "--dtype",
+        "text",
+        "bfloat16",
+        means.dtype,
+        "type of the weights; on the CPU the default is auto, which is float32 there",
+        "bfloat16",
+        "float16",
+        "auto",
+    ),
+    _flag("--tensor-parallel-size", "int", 1, means.server("engine.tensor_parallel_size"), "GPUs of one server"),
+    _flag("--enforce-eager", "switch", False, means.server("engine.enforce_eager"), "decode without CUDA graphs"),
+    _flag(
+        "--enable-lora",
+        "switch",
+        None,
+        means.nothing("not needed: the modes lora_only and lora_restart train an adapter"),
+        "not needed",
+    ),
+    # Atropos and tracking
+    _flag("--atropos-url", "text", "http://localhost:8000", means.sets("environments.0.url"), "address of run-api"),
+    _flag("--use-wandb", "switch", None, means.wandb, "log to Weights & Biases"),
+    _flag("--wandb-project", "text", None, means.sets("tracking.wandb_project"), "its project"),
+    _flag("--wandb-group", "text", None, means.sets("tracking.wandb_group"), "its group"),
+    # Processes and logs
+    _flag("--trainer-rank", "int", 0, means.rank, "only 0: the launcher numbers the ranks"),
+    _flag("--world-size", "int", None, means.world_size, "ranks: GPUs, or processes of a CPU run (default: 1)"),
+    _flag(
+        "--init-method",
+        "text",
+        "env://",
+        means.nothing("not needed: the launcher lets the ranks find each other; see --nodes and --master-addr"),
+        "not needed",
+    ),
+    _flag("--num-inference-nodes", "int", 0, means.inference_nodes, "above 0: add --engine.urls"),
+    _flag("--debug-loading", "switch", None, means.debug, "the same as --log-level DEBUG"),
+    _flag(
+        "--benchmark",
+        "switch",
+        None,
+        means.nothing("not needed: every step's times and memory are in metrics.jsonl (seconds/*, memory/*)"),
+        "not needed",
+    ),
+)
+
+
+def _shared_variable(command: Command) -> str:
+    if command.mode is UNIFIED:
+        return f"1 without {MODE} means shared_vllm with a server that the launcher starts"
+    return f"not needed: {MODE} decides" if MODE in command.given else "no effect"
+
+
+def _bridge_path(command: Command) -> str:
+    return f"read: the path of the bridge file, unless {BRIDGE_CONFIG} names it" if _is_shared(command) else _NOT_SHARED
+
+
+def _log_folder(command: Command) -> str:
+    return "read: the bridge file is looked for there first" if _is_shared(command) else _NOT_SHARED
+
+
+def _is_shared(command: Command) -> bool:
+    return command.mode.bridge == "shared"
+
+
+_NOT_SHARED = "not needed: only a shared copy of the weights has a bridge file"
+_RENDEZVOUS = "not needed: the ranks of one machine find each other; see --nodes and --master-addr"
+VARIABLES: dict[str, Callable[[Command], str]] = {
+    SHARED_VARIABLE: _shared_variable,
+    "NUM_INFERENCE_NODES": lambda _command: "read like --num-inference-nodes",
+    "MASTER_ADDR": lambda _command: _RENDEZVOUS,
+    "MASTER_PORT": lambda _command: _RENDEZVOUS,
+    "LOGDIR": _log_folder,
+    BRIDGE_VARIABLE: _bridge_path,
+    "VLLM_USE_V1": lambda _command: "not needed: engines are vLLM's V1",
+    "VLLM_WORKER_MULTIPROC_METHOD": lambda _command: "not needed: an engine has no worker processes",
+}
+"""Each environment variable and its note. CUDA_VISIBLE_DEVICES has its usual meaning."""
+
+
+def variable_notes(command: Command) -> list[str]:
+    """Return a note for each environment variable of Atropos' trainer that is set."""
+    return [f"{name}: {note(command)}" for name, note in VARIABLES.items() if name in command.environment]

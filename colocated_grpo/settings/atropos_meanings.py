@@ -1,0 +1,274 @@
+"""Meanings of the flags of Atropos' example trainer: a function (value, command line) -> settings and notes for each.
+
+The functions raise ValueError with the violated rule.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from colocated_grpo.settings.atropos_modes import BRIDGE_VARIABLE, BROADCAST, MODE, SINGLE_COPY, Command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meaning:
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Values by dotted name."""
+    launcher: dict[str, Any] = field(default_factory=dict)
+    """Values of the launcher's own flags, which the user's take precedence over."""
+    note: str = ""
+    """Printed if the flag was given."""
+    remark: str = ""
+    """Printed also for the flag's default."""
+    warning: str = ""
+    """The same, as a warning."""
+
+
+Translate = Callable[[Any, Command], Meaning]
+GROUP_SIZES = (8, 4, 2)
+NO_SERVER_FLAG = "the server at {url} was started with its own"
+
+
+# Kinds
+
+
+def sets(*keys: str) -> Translate:
+    """The value is that of these settings."""
+    return lambda value, _command: Meaning(settings={} if value is None else dict.fromkeys(keys, value))
+
+
+def server(key: str) -> Translate:
+    """The value is that of an engine setting, for a server that the launcher starts."""
+
+    def translate(value: Any, command: Command) -> Meaning:
+        running = command.server_url
+        return Meaning(settings={key: value}, note=NO_SERVER_FLAG.format(url=running) if running else "")
+
+    return translate
+
+
+def adapter(key: str) -> Translate:
+    """The value is that of a setting of the adapter, in modes that train one."""
+
+    def translate(value: Any, command: Command) -> Meaning:
+        return sets(key)(value, command) if command.mode.adapter else _trains_all_weights(command)
+
+    return translate
+
+
+def _trains_all_weights(command: Command) -> Meaning:
+    return Meaning(note=f"no effect with {MODE} {command.mode_name}, which trains all weights")
+
+
+def nothing(note: str = "") -> Translate:
+    """The flag sets nothing."""
+    return lambda _value, _command: Meaning(note=note)
+
+
+def refused(instead: str) -> Translate:
+    def translate(value: Any, _command: Command) -> Meaning:
+        if value is not None:
+            raise ValueError(f"not supported; {instead}")
+        return Meaning()
+
+    return translate
+
+
+# Training
+
+
+def learning_rate(value: float, command: Command) -> Meaning:
+    """A warmup that is longer than the run ends below `value`; policy.lr is the rate at its end."""
+    warmup, steps = command.value("--warmup-steps"), command.value("--training-steps")
+    return Meaning(settings={"policy.lr": value * steps / warmup if warmup > steps else value})
+
+
+def warmup(value: int, command: Command) -> Meaning:
+    steps = command.value("--training-steps")
+    if value <= steps:
+        return Meaning(settings={"policy.warmup_steps": value})
+    reached = command.value("--lr") * steps / value
+    return Meaning(
+        settings={"policy.warmup_steps": steps},
+        note=f"longer than --training-steps {steps}, so the learning rate rises to {reached:g} only; policy.lr and "
+        "policy.warmup_steps describe this part of the ramp",
+    )
+
+
+def sequences(value: int, command: Command) -> Meaning:
+    """Split --batch-size x --gradient-accumulation-steps into prompts and completions."""
+    total = value * command.value("--gradient-accumulation-steps")
+    if value < 1 or total < 2:
+        raise ValueError("times --gradient-accumulation-steps must be at least 2 sequences, which are compared")
+    divisors = (size for size in range(2, total + 1) if total % size == 0)
+    size = next((size for size in GROUP_SIZES if total % size == 0), None) or next(divisors)
+    return Meaning(settings={"rollout.prompts_per_step": total // size, "rollout.group_size": size})
+
+
+def sequence_length(value: int, _command: Command) -> Meaning:
+    """Only the sum limits the sequences of an Atropos environment."""
+    if value < 2:
+        raise ValueError("must be at least 2, a token of prompt and one sampled")
+    return Meaning(
+        settings={"rollout.max_prompt_tokens": value // 2, "rollout.max_completion_tokens": value - value // 2}
+    )
+
+
+def model_length(value: int, command: Command) -> Meaning:
+    if "--max-model-len" not in command.given:
+        value = max(value, command.value("--seq-len"))
+    return server("engine.max_model_len")(value, command)
+
+
+def optimizer(value: str, _command: Command) -> Meaning:
+    """The weight decay is the one that Atropos' trainer leaves at the default of each library."""
+    decay = 0.0 if value == "adafactor" else 0.01
+    missing = value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None
+    return Meaning(
+        settings={"policy.optimizer.type": "adamw" if missing else value, "policy.optimizer.weight_decay": decay},
+        warning="bitsandbytes is not installed; using adamw with four times the state" if missing else "",
+    )
+
+
+def trained_layers(value: str | None, command: Command) -> Meaning:
+    if value is not None and command.mode.adapter:
+        return Meaning(note=f"no effect with {MODE} {command.mode_name}; --lora-layer-indices chooses its blocks")
+    return sets("policy.train_layers")(value, command)
+
+
+def save_path(value: str, _command: Command) -> Meaning:
+    path = Path(value)
+    path = path if path.name not in ("", "..") else path.resolve()
+    if not path.name:
+        raise ValueError("must name a folder")
+    return Meaning(settings={"output_dir": str(path.parent), "run_name": path.name})
+
+
+def dtype(value: str, command: Command) -> Meaning:
+    """Without the flag a CPU run computes in float32."""
+    if "--dtype" not in command.given and command.gpus == 0:
+        value = "auto"
+    if value == "float16":
+        return Meaning(settings={"engine.dtype": value}, note="of the server; the policy computes in bfloat16")
+    return Meaning(settings={"engine.dtype": value, "policy.compute_dtype": value})
+
+
+# Weights and servers
+
+
+def bridge(_value: str, command: Command) -> Meaning:
+    if BROADCAST in command.given and SINGLE_COPY in command.given:
+        raise ValueError(f"{BROADCAST} keeps two copies of the weights, {SINGLE_COPY} one; remove one of them")
+    settings: dict[str, Any] = {"engine.bridge": command.mode.bridge}
+    if command.server_url:
+        settings["engine.urls"] = [command.server_url]
+    return Meaning(settings=settings)
+
+
+def copies(_value: bool | None, command: Command) -> Meaning:
+    """`bridge` reads these flags."""
+    if command.mode_name == "shared_vllm":
+        return Meaning()
+    return Meaning(note=f"no effect with {MODE} {command.mode_name}; {MODE} shared_vllm needs it")
+
+
+def restart_interval(value: int, command: Command) -> Meaning:
+    if command.mode.at_interval:
+        return Meaning(settings={"sync_frequency": value})
+    return Meaning(settings={"sync_frequency": 1}, note=f"no effect: {command.mode_name} has weights after each step")
+
+
+def port(value: int, command: Command) -> Meaning:
+    """Environments sample at this port: from the server if it runs already, else from the run."""
+    if command.server_url is None:
+        return Meaning(settings={"environments.0.server.port": value})
+    return Meaning(
+        settings={"environments.0.server.port": value + 1},
+        remark=f"environments sample from the server at port {value}; the run itself listens at port {value + 1}",
+    )
+
+
+def bridge_config(value: str | None, command: Command) -> Meaning:
+    path = value or command.environment.get(BRIDGE_VARIABLE)
+    if command.mode.bridge == "shared":
+        return sets("engine.bridge_config")(path, command)
+    return Meaning(note="no effect: only a shared copy of the weights has such a file")
+
+
+def dropout(value: float, command: Command) -> Meaning:
+    if not 0 <= value < 1:
+        raise ValueError("must be at least 0 and less than 1")
+    if not command.mode.adapter:
+        return _trains_all_weights(command)
+    return Meaning(remark="read as 0: the engine samples without dropout" if value else "")
+
+
+# Processes
+
+
+def server_gpu(value: int | None, command: Command) -> Meaning:
+    """The trainer's first GPU is 0, so a server on any other has GPUs of its own."""
+    if command.gpus == 0 or command.server_url is not None or command.mode.bridge == "shared":
+        return Meaning(note="not read: the server has its GPU already, or shares the trainer's")
+    return Meaning(launcher={"engine_gpus": _server_gpus(command)} if value else {})
+
+
+def _server_gpus(command: Command) -> int:
+    """Return how many GPUs the launcher gives to a server alone."""
+    shares = command.gpus == 0 or command.server_url is not None or command.mode.bridge == "shared"
+    return 0 if shares or not command.value("--vllm-gpu") else command.value("--tensor-parallel-size")
+
+
+def device(value: str | None, _command: Command) -> Meaning:
+    if value is None:
+        return Meaning()
+    if value == "cpu":
+        return Meaning(launcher={"gpus": 0})
+    if value in ("cuda", "cuda:0"):
+        return Meaning(note="nothing to set: a run uses the visible GPUs")
+    raise ValueError("must be cuda or cpu; choose GPUs with CUDA_VISIBLE_DEVICES")
+
+
+def world_size(value: int | None, command: Command) -> Meaning:
+    """Atropos' trainer is one process, on one GPU unless CUDA_VISIBLE_DEVICES lists several."""
+    if value is not None and value < 1:
+        raise ValueError("must be at least 1")
+    if value is not None and value > 1:
+        return Meaning(launcher={"gpus": value + _server_gpus(command)} if command.gpus else {"nproc": value})
+    if command.gpus_chosen or command.gpus < 2 or "CUDA_VISIBLE_DEVICES" in command.environment:
+        return Meaning()
+    gpus = 1 + _server_gpus(command)
+    return Meaning(launcher={"gpus": gpus}, remark="one GPU, as in Atropos' trainer; for more add --gpus N")
+
+
+def rank(value: int, _command: Command) -> Meaning:
+    if value:
+        raise ValueError(
+            "one command starts all ranks of a machine: start it once, without --trainer-rank; on further machines add "
+            "--nodes, --node-rank and --master-addr"
+        )
+    return Meaning(note="not needed: the launcher numbers the ranks")
+
+
+def inference_nodes(value: int, command: Command) -> Meaning:
+    """Without the flag the environment variable counts."""
+    if "--num-inference-nodes" not in command.given:
+        text = command.environment.get("NUM_INFERENCE_NODES") or str(value)
+        if not text.lstrip("-").isdecimal():
+            raise ValueError(f"NUM_INFERENCE_NODES={text!r} must be a whole number")
+        value = int(text)
+    if value > 0 and command.override("engine.urls") is None:
+        raise ValueError("servers on other machines are named by address: add --engine.urls '[http://HOST:9001]'")
+    return Meaning(note="" if value > 0 else "not needed: the server is on this machine")
+
+
+def wandb(value: bool | None, _command: Command) -> Meaning:
+    return Meaning(settings={"tracking.wandb": "online"} if value else {})
+
+
+def debug(value: bool | None, _command: Command) -> Meaning:
+    return Meaning(launcher={"log_level": "DEBUG"} if value else {})

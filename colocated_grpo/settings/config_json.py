@@ -1,0 +1,154 @@
+"""Reads a model's config.json, and what it says about the shape of the weights and the longest sequence."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import ModelConfig
+from colocated_grpo.settings.text_parts import text_part
+
+HUB_TIMEOUT_SECONDS = 5.0
+_SHAPE_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+"""Keys under which model families state the longest sequence."""
+
+
+def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config.json that determine the weights' shapes. Entries with defaults may be missing."""
+    text = text_part(model)
+    return {key: text[key] for key in _SHAPE_KEYS if text.get(key) is not None}
+
+
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return the first key whose values differ. Keys in only one shape are skipped: the other may use the default."""
+    return next((key for key in one if key in other and one[key] != other[key]), None)
+
+
+def read_config_json(model: ModelConfig, section: str = "model") -> dict[str, Any]:
+    """Return the model's config.json, from its folder, the local cache or the Hub. Error lines name `section`."""
+    path = _local_config(model, section) or _hub_config(model, section)
+    try:
+        return config_json_in(path.parent)
+    except ValueError as error:
+        raise ConfigError(f"{section}.name={model.name!r}: {path.name} is not valid JSON ({error})") from None
+
+
+def config_json_in(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a model's folder, which an earlier check has read. Raises OSError or ValueError."""
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def _local_config(model: ModelConfig, section: str) -> Path | None:
+    """Return the config.json of a local folder; None if the name can only be a repository on the Hub."""
+    folder = Path(model.name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{section}.name={model.name!r}: no config.json in this folder; expected a saved transformers model"
+            )
+        if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
+            raise ConfigError(f"{section}.name={model.name!r}: no weights in this folder (*.safetensors or *.bin)")
+        return folder / "config.json"
+    if folder.is_absolute() or model.name.startswith((".", "~")) or model.name.count("/") > 1:
+        raise ConfigError(f"{section}.name={model.name!r}: no such folder")
+    return None
+
+
+def _hub_config(model: ModelConfig, section: str) -> Path:
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name = f"{section}.name={model.name!r}: no such folder"
+    try:
+        cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        if constants.HF_HUB_OFFLINE:
+            raise ConfigError(f"{name}, not in the local cache, and HF_HUB_OFFLINE is set")
+        _reach(constants.ENDPOINT)
+        return Path(
+            hf_hub_download(model.name, "config.json", revision=model.revision, etag_timeout=HUB_TIMEOUT_SECONDS)
+        )
+    except HFValidationError:
+        raise ConfigError(f"{name}, and not a valid Hugging Face name") from None
+    except GatedRepoError:
+        raise ConfigError(
+            f"{section}.name={model.name!r}: gated on the Hub; accept its terms there and set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ConfigError(f"{name}, and not on the Hub (or private: set HF_TOKEN)") from None
+    except RevisionNotFoundError:
+        raise ConfigError(
+            f"{section}.revision={model.revision!r}: {model.name} has no such branch, tag or commit"
+        ) from None
+    except RemoteEntryNotFoundError:
+        raise ConfigError(
+            f"{section}.name={model.name!r}: no config.json on the Hub; expected a transformers model"
+        ) from None
+    except (HTTPError, OSError) as error:
+        raise ConfigError(
+            f"{name}, not in the local cache, and the Hub cannot be reached ({_first_sentence(error)})"
+        ) from None
+
+
+def _reach(endpoint: str) -> None:
+    """Raise OSError at once if the Hub's host accepts no connection; huggingface_hub would retry first."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    if getproxies():
+        return  # the proxy resolves the name and connects, not this process
+    address = urlsplit(endpoint)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    socket.create_connection((address.hostname or "", port), timeout=HUB_TIMEOUT_SECONDS).close()
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Return the first sentence of an exception's text."""
+    return str(error).split("\n")[0].split(". ")[0]
+
+
+def longest_sequence(model: Mapping[str, Any]) -> int | None:
+    """Return the longest sequence that a config.json allows, after rope scaling; None if it states none."""
+    positions = next((model[key] for key in _POSITION_KEYS if isinstance(model.get(key), int)), None)
+    rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    final = kind in (None, "default", "longrope", "su", "llama3") or model.get("model_type") == "gemma3_text"
+    if positions is None or final:
+        return positions  # these do not extend, or state the extended length already
+    return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
+
+
+def original_positions(model: Mapping[str, Any]) -> int | None:
+    """Return the positions up to which longrope, a choice between two tables, does not depend on other sequences.
+
+    Beyond, transformers chooses for each batch, by its longest sequence; vLLM once, by engine.max_model_len. None for
+    other kinds.
+    """
+    rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return None
+    key = "original_max_position_embeddings"
+    return rope.get(key) or model.get(key)

@@ -1,0 +1,123 @@
+"""Settings of evaluation: held-out prompts of the training environments, and sets of their own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from colocated_grpo.settings.base import NonNegative, Positive, Section
+from colocated_grpo.settings.sources import (
+    AgentSourceConfig,
+    DatasetSourceConfig,
+    EpisodeSourceConfig,
+    RewardConfig,
+    TaskSourceConfig,
+    reward_by_name,
+)
+
+HELD_OUT = "held_out/reward"
+PREFIX = "eval"
+MEAN = "mean"
+
+ANSWERS = {"exact_match": "final_answer", "gsm8k": "last_number", "math_verify": "boxed"}
+"""Built-in reward -> function for the answer that it judges."""
+
+SetSource = Annotated[
+    TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | AgentSourceConfig, Field(discriminator="type")
+]
+
+
+class EvaluationSetConfig(Section):
+    """Prompts that are evaluated at regular steps and are no part of the training environments."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """Part of the metrics' names: eval/<name>/mean."""
+    source: SetSource
+    """Where the prompts come from: a dataset or an agent, of which all rows of `split` are used in order; or a task or
+    an episode, whose held-out items are used. A plain name is short for {type: dataset, name: ...}."""
+    rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] | None = None
+    """Reward functions of a dataset, short for `rewards` inside `source`."""
+    prompts: Positive | None = None
+    """Number of prompts, the first ones of the source; the same ones each time. Default: all rows of a dataset or an
+    agent, 64 of a task or an episode."""
+    samples: Positive = 1
+    """Completions per prompt. pass@k is estimated for k = 1, 2, 4, ... up to this number."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that reach this total probability; 1 keeps all."""
+    every: NonNegative | None = None
+    """Steps between evaluations of this set. The start and the end are also evaluated. 0: never, the set is only for
+    tools.evaluate. Default: evaluation.every."""
+    pass_reward: float = 1.0
+    """Smallest reward of a completion that counts as passed in pass@k and maj@k."""
+    answer: str | None = None
+    """Function from a completion's text to the answer that maj@k compares: final_answer, last_number, boxed, or your
+    own 'package.module:function' or 'path/to/file.py:function', which returns None for no answer. Default: the one that
+    belongs to the reward exact_match, gsm8k or math_verify; with other rewards there is no maj@k."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _long_form(cls, values: Any) -> Any:
+        """Write a plain source in full, and move `rewards` into it."""
+        if not isinstance(values, dict):
+            return values
+        source, rewards = values.get("source"), values.get("rewards")
+        if isinstance(source, str):
+            source = {"type": "dataset", "name": source}
+        if not isinstance(source, dict):
+            return values
+        source = {"type": "dataset" if rewards or "rewards" in source else "task", **source}
+        if rewards is not None and "rewards" in source:
+            raise ValueError("rewards are given twice, in the set and in its source; remove one of them")
+        if rewards is not None and source["type"] != "dataset":
+            raise ValueError(f"rewards belong to a dataset; a source of type {source['type']} scores by itself")
+        if source["type"] == "dataset" and rewards is None and "rewards" not in source:
+            raise ValueError("a dataset needs rewards, such as rewards: [math_verify]")
+        if rewards is not None:
+            source["rewards"] = rewards
+        return {**values, "source": source, "rewards": None}
+
+    @property
+    def answer_name(self) -> str | None:
+        """Name of the function whose results maj@k compares; None if there is no maj@k."""
+        if self.answer is not None or not isinstance(self.source, DatasetSourceConfig):
+            return self.answer
+        return next((ANSWERS[reward.name] for reward in self.source.rewards if reward.name in ANSWERS), None)
+
+    @property
+    def pass_ks(self) -> list[int]:
+        """The k of pass@k: powers of two up to the number of samples, and that number."""
+        powers = {1 << exponent for exponent in range(self.samples.bit_length())}
+        return sorted(powers | {self.samples})
+
+    @property
+    def rates(self) -> list[str]:
+        """Names of the metrics of which more is better, in the order in which they are shown."""
+        majority = [f"maj@{self.samples}"] if self.samples > 1 and self.answer_name is not None else []
+        return [MEAN, *(f"pass@{k}" for k in self.pass_ks), *majority]
+
+
+class EvaluationConfig(Section):
+    every: NonNegative = 10
+    """Steps between evaluations on held-out prompts. The start and the end are also evaluated. 0: never."""
+    prompts: Positive = 64
+    """Held-out prompts per evaluation, from all environments by weight; the same ones each time."""
+    samples_per_prompt: Positive = 1
+    """Completions per held-out prompt."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Sampling temperature on held-out prompts; 0 is greedy. rollout.top_p, top_k, min_p and repetition_penalty are not
+    applied."""
+    sets: list[EvaluationSetConfig] = []
+    """Further prompts to evaluate, with metrics of their own: docs/guides/evaluation.md."""
+    keep_best: str | None = None
+    """Metric by which the best evaluated step is kept: held_out/reward, or eval/<name>/mean, pass@k or maj@k of a set.
+    The checkpoint of that step is not deleted, and its weights are exported as best_model/ (an adapter as
+    best_adapter/). null: none."""
+    patience: Positive | None = None
+    """End the run after this many evaluations in a row without a new best value of keep_best. null: never."""
+
+    def interval(self, entry: EvaluationSetConfig) -> int:
+        """Return the steps between evaluations of a set; 0: never."""
+        return self.every if entry.every is None else entry.every

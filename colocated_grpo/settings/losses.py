@@ -1,0 +1,149 @@
+"""Settings of advantages and of the loss. Each loss has a model of its own, selected by `type`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from colocated_grpo.settings.base import Section
+
+
+class AdvantageConfig(Section):
+    """Advantage of a completion: its reward minus a baseline of its group, scaled."""
+
+    scale: Literal["group", "batch", "none"] = "group"
+    """Divisor of reward - baseline. group: the standard deviation of the group's rewards (GRPO). batch: that of all
+    rewards of the step. none: 1 (Dr. GRPO). With delayed game returns use batch or none: group would amplify a single
+    return in a group of otherwise equal rewards."""
+    leave_one_out: bool = False
+    """Baseline of each completion: the mean reward of the other completions of its group (RLOO). false: the mean of the
+    whole group."""
+    eps: float = Field(1e-4, gt=0)
+    """Added to the standard deviation, so that nearly equal rewards do not give huge advantages."""
+
+
+class CorrectionConfig(Section):
+    """Importance weights that correct for the difference between engine and trainer.
+
+    ratio = trainer probability / engine probability, before the batch's first update. It differs from 1 because of
+    rounding, and because of staleness if a rollout was sampled with older weights. The weight multiplies the policy
+    loss, not the KL penalty.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    """token: one ratio per token. sequence: one ratio per completion, the product over its tokens."""
+    mode: Literal["truncate", "mask", "off"] = "truncate"
+    """truncate (TIS): weight = min(ratio, cap). mask (MIS): weight = ratio inside [floor, cap], else 0. off: weight =
+    1, but the mismatch is still logged (mismatch/*)."""
+    cap: float = Field(2.0, gt=1)
+    """Upper bound of the ratio."""
+    floor: float = Field(0.0, ge=0, lt=1)
+    """Lower bound of the ratio. Used by mode: mask only."""
+
+
+class KLConfig(Section):
+    """KL penalty: coef times the k3 estimate of KL(policy || target), added to the loss of each token."""
+
+    coef: float = Field(0.0, ge=0)
+    """Weight of the penalty. 0: no penalty and no reference model, and groups of equal rewards can be skipped
+    (batch.drop_constant_groups)."""
+    target: Literal["reference", "rollout"] = "reference"
+    """reference: a frozen copy of the initial model, evaluated on every batch. rollout: the policy that sampled the
+    completions; needs no second model."""
+
+
+class PolicyLoss(Section):
+    """Settings of every policy-gradient loss."""
+
+    correction: CorrectionConfig = CorrectionConfig()
+    """Correction of engine-trainer mismatch and of staleness."""
+    kl: KLConfig = KLConfig()
+    """KL penalty."""
+    old_logprobs: Literal["trainer", "sampling"] = "trainer"
+    """Denominator of the policy ratio. trainer: log-probabilities recomputed before the first update of the batch, at
+    no cost with a single update. sampling: the engine's; the ratio then includes the mismatch, and `correction` is not
+    applied."""
+
+
+class ClippedLoss(PolicyLoss):
+    """PPO's clipped surrogate: the minimum of ratio * advantage and clamp(ratio) * advantage."""
+
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """The ratio is clamped to >= 1 - clip_low. A token below it with a negative advantage has no gradient."""
+    clip_high: float = Field(0.2, gt=0)
+    """The ratio is clamped to <= 1 + clip_high. A token above it with a positive advantage has no gradient."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Upper bound of the ratio for tokens with a negative advantage (dual-clip PPO). Must exceed 1 + clip_high. null:
+    no bound, as in PPO."""
+
+    @model_validator(mode="after")
+    def _dual_clip_exceeds_the_clip_range(self) -> Self:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"dual_clip={self.dual_clip:g}: must be greater than 1 + clip_high={1 + self.clip_high:g}")
+        return self
+
+
+class GRPOConfig(ClippedLoss):
+    """Mean over each completion's tokens, then over completions (DeepSeekMath, arXiv 2402.03300).
+
+    Tokens of short completions weigh more than those of long ones.
+    """
+
+    type: Literal["grpo"] = "grpo"
+
+
+class DrGRPOConfig(ClippedLoss):
+    """Sum over tokens / (completions * rollout.max_completion_tokens) (Dr. GRPO, arXiv 2503.20783).
+
+    The constant denominator removes GRPO's length bias. Use it with advantage.scale: none.
+    """
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+
+
+class DAPOConfig(ClippedLoss):
+    """Mean over all tokens of the batch, with an asymmetric clip range (DAPO, arXiv 2503.14476).
+
+    Each minibatch divides by batch tokens / minibatches, so every token of the batch has the same weight.
+    """
+
+    type: Literal["dapo"] = "dapo"
+    clip_high: float = Field(0.28, gt=0)
+    """The ratio is clamped to <= 1 + clip_high. Above clip_low by default, so that unlikely tokens can become likelier
+    and entropy does not collapse."""
+
+
+class BNPOConfig(ClippedLoss):
+    """Mean over all tokens of the minibatch. Same as dapo if batch.minibatches is 1."""
+
+    type: Literal["bnpo"] = "bnpo"
+
+
+class CISPOConfig(PolicyLoss):
+    """Log-probabilities weighted by the truncated, detached ratio; token mean over the batch (arXiv 2506.13585).
+
+    No token loses its gradient to clipping.
+    """
+
+    type: Literal["cispo"] = "cispo"
+    clip_high: float = Field(5.0, gt=0)
+    """Upper bound of the weight."""
+
+
+class GSPOConfig(ClippedLoss):
+    """One ratio per completion, the geometric mean over its tokens; mean over completions (arXiv 2507.18071).
+
+    These ratios stay much closer to 1 than token ratios, hence the small clip range.
+    """
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    """The completion's ratio is clamped to >= 1 - clip_low."""
+    clip_high: float = Field(4e-4, gt=0)
+    """The completion's ratio is clamped to <= 1 + clip_high."""
+
+
+LossConfig = Annotated[
+    GRPOConfig | DrGRPOConfig | DAPOConfig | BNPOConfig | CISPOConfig | GSPOConfig, Field(discriminator="type")
+]

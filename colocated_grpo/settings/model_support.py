@@ -1,0 +1,290 @@
+"""Decides from a model's config.json alone whether it trains. Imports no torch, so that the launcher can ask first.
+
+A rule refuses what packed training would compute wrongly, or what would fail only after weights are downloaded. Rules
+look at features; a model type is named where config.json does not show the feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.families import family_of
+from colocated_grpo.settings.text_parts import OTHER_PARTS, attention_heads, has_text_part, left_out, text_part
+
+STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
+"""transformers' names of layers that carry a recurrent state from token to token, with or without attention."""
+DELTA_RULE_TYPES = frozenset(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"))
+"""Models of such layers that `policy.linear_attention` trains."""
+
+
+def _types(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+STATEFUL_TYPES = _types(
+    "bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2 lfm2_moe mamba "
+    "mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm "
+    "zamba zamba2 zaya"
+)
+OWN_ATTENTION_TYPES = _types(
+    "bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj mpt openai-gpt reformer xglm xlm xlnet"
+)
+"""Models that do not call transformers' attention interface, where packed attention is registered."""
+UNPASSED_TYPES = _types("moshi nemotron stablelm")
+"""Models that call the interface without the boundaries of packed sequences."""
+OUTPUT_BIAS_TYPES = _types("ctrl modernbert-decoder phi")
+ENCODER_TYPES = _types(
+    "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra "
+    "ernie git marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm roc_bert "
+    "roformer trocr whisper xlm-roberta xlm-roberta-xl xmod"
+)
+SINK_TYPES = _types("gpt_oss granite_swa")
+"""Models with attention sinks: config.json does not show them."""
+EXPERT_TYPES = _types("dbrx dots1")
+TRAINED_EXPERT_TYPES = _types(
+    "deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next"
+)
+"""Mixtures of experts whose checkpoints `policy.conversion` reads and writes."""
+LATENT_TYPES = _types("deepseek_v3")
+"""Models with latent attention that the tests train."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+COMPOSITE = ("text_config", *OTHER_PARTS)
+COMPOSITE_TYPES = _types("blt fuyu got_ocr2 gemma4_assistant gemma4_unified_assistant")
+RENAMED_TYPES = _types("gpt_neox hrm_text")
+
+CPU_ENGINE_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_ENGINE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""Sizes of latent attention that the kernel for CPUs is compiled for, which are those of released models."""
+CPU_ENGINE_STATE_SIZES = (64, 128)
+"""Sizes of the heads of linear attention with which the tests ran it."""
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A feature that does not train."""
+
+    feature: str
+    """Name of the feature, with the reason where the name does not show it."""
+    examples: str
+    found: Callable[[Settings, Settings], object]
+    """(config.json, its part for text) -> whether the model has the feature."""
+
+
+RULES = (
+    Rule(
+        feature="parts beside the language model, such as a vision tower, and no row in the table of text parts",
+        examples="Qwen2.5-VL, LLaVA, PaliGemma, Gemma 3n",
+        found=lambda whole, text: not has_text_part(whole) and _has_parts(whole),
+    ),
+    Rule(
+        feature="a mixture of experts of another kind than in the tested families",
+        examples="DeepSeek-V2, Granite MoE, Llama 4",
+        found=lambda whole, text: _experts(text) > 1 and text.get("model_type") not in TRAINED_EXPERT_TYPES,
+    ),
+    Rule(
+        # The state would leak from one packed sequence into the next, and would be missing after a common prefix.
+        feature="layers that carry a state from token to token, other than the gated delta rule of Qwen",
+        examples="LFM2, Mamba, Jamba, MiniMax",
+        found=lambda whole, text: _carries_state(text) and text.get("model_type") not in DELTA_RULE_TYPES,
+    ),
+    Rule(
+        feature="attention within chunks",
+        examples="Llama 4",
+        found=lambda whole, text: "chunked_attention" in _layer_types(text) or text.get("attention_chunk_size"),
+    ),
+    Rule(
+        feature="latent attention other than in DeepSeek-V3",
+        examples="DeepSeek-V2, DeepSeek-V3.2, MiniCPM3",
+        found=lambda whole, text: text.get("kv_lora_rank") and text.get("model_type") not in LATENT_TYPES,
+    ),
+    Rule(
+        feature="attention to later tokens",
+        examples="embedding models",
+        found=lambda whole, text: text.get("use_bidirectional_attention") in (True, "all"),
+    ),
+    Rule(
+        feature="attention outside transformers' interface: packed sequences would see each other",
+        examples="BLOOM, Falcon, GPT-J, MPT, Nemotron, StableLM",
+        found=lambda whole, text: text.get("model_type") in OWN_ATTENTION_TYPES | UNPASSED_TYPES,
+    ),
+    Rule(
+        feature="an output layer with a bias",
+        examples="Phi-1, Phi-2",
+        found=lambda whole, text: text.get("model_type") in OUTPUT_BIAS_TYPES,
+    ),
+    Rule(
+        feature="logits that are both scaled and soft-capped",
+        examples="none is known",
+        found=lambda whole, text: text.get("final_logit_softcapping") and _scales_logits(text),
+    ),
+    Rule(
+        feature="checkpoints whose tensors have other names than in transformers' module",
+        examples="GPT-NeoX (Pythia)",
+        found=lambda whole, text: text.get("model_type") in RENAMED_TYPES,
+    ),
+    Rule(
+        feature="an encoder",
+        examples="BERT, BART",
+        found=lambda whole, text: whole.get("is_encoder_decoder") or text.get("model_type") in ENCODER_TYPES,
+    ),
+    Rule(
+        feature="quantized weights; train the checkpoint that they were made from",
+        examples="fp8, AWQ and GPTQ checkpoints; gpt-oss in MXFP4",
+        found=lambda whole, text: whole.get("quantization_config") or text.get("quantization_config"),
+    ),
+)
+"""Each with a row in docs/models.md."""
+
+
+def refusals(config_json: Settings) -> list[str]:
+    """Return the features for which the model does not train; empty if it trains."""
+    text = text_part(config_json)
+    return [rule.feature for rule in RULES if rule.found(config_json, text)]
+
+
+def check_trains(config_json: Settings, setting: str) -> None:
+    """Raise ConfigError with one line if the model does not train. setting: key and value that name the model."""
+    if features := refusals(config_json):
+        raise ConfigError(
+            f"{setting}: model type {config_json.get('model_type')!r} does not train because it has "
+            f"{'; and '.join(features)} (docs/models.md lists what trains)"
+        )
+
+
+def check_has_experts(config_json: Settings, setting: str) -> None:
+    """Raise ConfigError with one line if the model is not a mixture of experts."""
+    if _experts(text_part(config_json)) < 2:
+        raise ConfigError(f"{setting}: needs a mixture of experts, not model type {config_json.get('model_type')!r}")
+
+
+def verdict(config_json: Settings) -> str:
+    """Return a line for a model that trains."""
+    kind = text_part(config_json).get("model_type", "unknown type")
+    family = family_of(kind)
+    name = f"{kind}, not among the tested families" if family is None else family.name
+    return f"trains ({name}{left_out(config_json)})"
+
+
+def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, adapters: bool = False) -> None:
+    """Raise ConfigError with one line if vLLM's engine for CPUs cannot compute the model.
+
+    bfloat16: True if policy and engine compute in this type. adapters: True if the engine loads them beside the model.
+    """
+    if adapters and _experts(text_part(config_json)) > 1:
+        raise ConfigError(
+            f"{setting}: vLLM's engine for CPUs loads no adapter beside a mixture of experts; use the merged model "
+            "(checkpoint.export_merged: true), or a GPU"
+        )
+    if has_linear_attention(config_json):
+        _check_cpu_states(text_part(config_json), setting, bfloat16)
+    if has_latent_attention(config_json):
+        _check_cpu_sizes(text_part(config_json), setting, {key: (size,) for key, size in CPU_ENGINE_LATENT.items()})
+        return
+    unsupported = sorted(head_sizes(config_json) - set(CPU_ENGINE_HEAD_SIZES))
+    if unsupported:
+        raise ConfigError(
+            f"{setting}: heads of {unsupported[0]}, but vLLM's engine for CPUs supports "
+            f"{', '.join(map(str, CPU_ENGINE_HEAD_SIZES))}; train on a GPU, or choose another model"
+        )
+
+
+def _check_cpu_states(text: Settings, setting: str, bfloat16: bool) -> None:
+    if not bfloat16:
+        raise ConfigError(
+            f"{setting}: vLLM's engine for CPUs has linear attention in bfloat16 only; set "
+            "policy.compute_dtype: bfloat16"
+        )
+    _check_cpu_sizes(
+        text, setting, dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), CPU_ENGINE_STATE_SIZES)
+    )
+
+
+def _check_cpu_sizes(text: Settings, setting: str, supported: Mapping[str, tuple[int, ...]]) -> None:
+    for key, sizes in supported.items():
+        if text.get(key) not in sizes:
+            raise ConfigError(
+                f"{setting}: {key}={text.get(key)}, but vLLM's engine for CPUs supports "
+                f"{', '.join(map(str, sizes))}; train on a GPU, or choose another model"
+            )
+
+
+def has_linear_attention(config_json: Settings) -> bool:
+    """Return True if some layers carry a recurrent state instead of keys and values."""
+    text = text_part(config_json)
+    # The released Qwen3-Next states an interval instead of the layers' types.
+    return "linear_attention" in _layer_types(text) or text.get("model_type") in DELTA_RULE_TYPES
+
+
+def has_latent_attention(config_json: Settings) -> bool:
+    """Return True if keys and values of all heads are computed from one vector, which the engine caches."""
+    return bool(text_part(config_json).get("kv_lora_rank"))
+
+
+def head_sizes(config_json: Settings) -> set[int]:
+    """Return the sizes of the attention heads of all layers; empty if config.json does not state them.
+
+    In latent attention, heads of queries and keys have one size and those of values another.
+    """
+    text = text_part(config_json)
+    if has_latent_attention(config_json):
+        return {text["qk_nope_head_dim"] + text["qk_rope_head_dim"], text["v_head_dim"]}
+    heads, width = attention_heads(text), text.get("hidden_size") or text.get("n_embd")
+    size = text.get("head_dim") or (heads and width and width // heads)
+    if not size:
+        return set()
+    per_layer = text.get("per_layer_config") or {}
+    others = {layer["head_dim"] for layer in per_layer.values() if layer.get("head_dim")}
+    if text.get("model_type") in _GLOBAL_HEAD_TYPES and not per_layer:
+        others = {text.get("global_head_dim") or _GLOBAL_HEAD_DIM}
+    return {size} | others
+
+
+_GLOBAL_HEAD_TYPES, _GLOBAL_HEAD_DIM = {"gemma4_text", "gemma4_unified_text"}, 512
+"""Size of the heads of layers without a window where config.json leaves it out: transformers' default."""
+
+
+def has_sinks(text: Settings) -> bool:
+    """Return True if each head has a score without a value beside those of the keys."""
+    return text.get("model_type") in SINK_TYPES
+
+
+def caps_attention(text: Settings) -> bool:
+    """Return True if attention scores are bounded by a soft cap."""
+    return bool(text.get("attn_logit_softcapping"))
+
+
+def _has_parts(whole: Settings) -> bool:
+    return any(whole.get(key) for key in COMPOSITE) or whole.get("model_type") in COMPOSITE_TYPES
+
+
+def _carries_state(text: Settings) -> bool:
+    return bool(STATEFUL_LAYERS & _layer_types(text)) or text.get("model_type") in STATEFUL_TYPES
+
+
+def _layer_types(text: Settings) -> set[str]:
+    return set(text.get("layer_types") or text.get("layers_block_type") or ())
+
+
+def _experts(text: Settings) -> int:
+    if text.get("enable_moe_block") is False:
+        return 0
+    named = "moe" in str(text.get("model_type")) or text.get("model_type") in EXPERT_TYPES
+    return max([2 if named else 0, *_counts(text)])
+
+
+def _counts(text: Settings) -> Iterator[int]:
+    for key in EXPERT_COUNTS:
+        count = text.get(key)
+        if isinstance(count, list):  # one for each layer
+            yield from count
+        elif isinstance(count, int):
+            yield count
+
+
+def _scales_logits(text: Settings) -> bool:
+    return any(text.get(key) not in (None, 1) for key in ("logits_scaling", "logit_scale"))

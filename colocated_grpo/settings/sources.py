@@ -1,0 +1,195 @@
+"""Settings of environments: task, episode, dataset and agent here, turns and atropos in files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from colocated_grpo.settings.atropos import AtroposSourceConfig
+from colocated_grpo.settings.base import FileName, NamedObject, NonNegative, Positive
+from colocated_grpo.settings.errors import KeyPath
+from colocated_grpo.settings.rows import ConditionConfig, CurriculumConfig
+from colocated_grpo.settings.templates import TemplateVariables, Tool
+from colocated_grpo.settings.turns import TurnsSourceConfig
+
+TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
+"""Names of rows that a program gives to Trainer: of the entry, and of its held-out rows. eval_datasets[NAME]: of the
+evaluation set NAME."""
+
+
+class TaskSourceConfig(NamedObject):
+    """A task generates prompts and scores single completions."""
+
+    type: Literal["task"] = "task"
+    name: str
+    """A built-in task (arithmetic, countdown, reversal, sorting, tool_call), 'reasoning_gym:<dataset>', a task of an
+    installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the task's class."""
+    system_prompt: str | None = None
+    """System message put before each prompt that has none, as the model reads it; `score` gets the item unchanged."""
+    tools: list[Tool] = []
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
+    precedence."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
+    `chat_template_kwargs` of an item take precedence."""
+    weight: float = Field(1.0, gt=0)
+    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
+
+
+class EpisodeSourceConfig(NamedObject):
+    """An episode holds a conversation of several turns with the policy and scores it: docs/guides/episodes.md."""
+
+    type: Literal["episode"]
+    name: str
+    """A built-in episode, 'textarena:<game>' or an environment of another library (docs/guides/adapters.md), an episode
+    of an installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the episode's class."""
+    system_prompt: str | None = None
+    """System message put before each prompt that has none, as the model reads it; `run` gets the item unchanged."""
+    tools: list[Tool] = []
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
+    precedence."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
+    `chat_template_kwargs` of an item take precedence."""
+    weight: float = Field(1.0, gt=0)
+    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
+
+
+class RewardConfig(NamedObject):
+    """One reward function of a dataset. Functions have TRL's signature: docs/guides/from_trl.md."""
+
+    name: str
+    """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
+    'path/to/file.py:function'."""
+    args: dict[str, Any] | None = None
+    """If set, even to {}, `name` is a class or factory that is called with these keyword arguments and returns the
+    reward function."""
+    run_in: Literal["auto", "process", "thread"] = "auto"
+    """process: worker processes, rollout.reward_workers per rank, which do not see the GPUs. A call that exceeds
+    rollout.reward_timeout is killed, whatever it does. thread: threads of the rank, for rewards that use its GPU or
+    share state; one that holds Python's interpreter lock for longer than the timeout ends the run. auto: process for a
+    plain function in your own files that uses no `global` statement and whose files import no deep learning library,
+    else thread."""
+    relative: bool = False
+    """true: the function compares the completions of a prompt with each other, and is never called with some of them
+    only. false: after an exception it is called for each completion alone, to find out which ones made it raise."""
+    weight: float = Field(1.0, ge=-1e6, le=1e6)
+    """Factor of this reward in the sum of a completion's rewards. 0 only logs it, as reward/<name>: whatever it returns
+    or raises, the sum is that of the others."""
+
+
+def reward_by_name(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class RowsSourceConfig(NamedObject):
+    """Rows of a dataset as prompts."""
+
+    type: str
+    name: FileName
+    """A .jsonl, .json, .csv or .parquet file, a folder written by save_to_disk(), or a Hugging Face dataset name.
+    Values of a .csv stay text."""
+    subset: str | None = None
+    """Configuration name of a Hugging Face dataset. Not for local files."""
+    split: str = "train"
+    """Training split of a Hugging Face dataset. Not for local files."""
+    eval_split: str | None = None
+    """Split of held-out prompts; for a local file, the path of another file. Default: `held_out` rows at the end of the
+    training data, which are then not trained on."""
+    held_out: NonNegative | None = None
+    """Rows held out for evaluation where eval_split is not given. Default: a tenth of the rows, at most 64."""
+    prompt_column: str = "prompt"
+    """Column of the prompt: text, or a list of chat messages. Where the tokenizer has a chat template, text becomes one
+    user message."""
+    columns: dict[str, str] = {}
+    """Columns to rename before rewards get them. Example: {answer: solution}."""
+    system_prompt: str | None = None
+    """System message put before each prompt that has none. A text prompt then becomes a chat message, also in the
+    prompts that rewards receive."""
+    shuffle: bool = True
+    """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data."""
+    where: dict[str, ConditionConfig] = {}
+    """Conditions on columns, as they are named in the data; rows that do not meet all of them are left out. A value, a
+    list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
+    filter: str | None = None
+    """Function 'package.module:function' or 'path/to/file.py:function' that gets a row as a dictionary and returns
+    true if it is kept. It is called for the rows that meet `where`."""
+    curriculum: CurriculumConfig | None = None
+    """Order of the rows by difficulty: docs/guides/prompts.md. null: `shuffle` alone decides."""
+    weight: float = Field(1.0, gt=0)
+    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
+
+    _held_out: Any = PrivateAttr(default=None)
+
+    @property
+    def given_held_out(self) -> Any:
+        """Held-out rows that the program has given to Trainer; None: they are `eval_split` or the last rows."""
+        return self._held_out
+
+
+class DatasetSourceConfig(RowsSourceConfig):
+    """Rows of a dataset as prompts, scored by reward functions."""
+
+    type: Literal["dataset"]
+    rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] = Field(min_length=1)
+    """Reward functions, summed by weight. A plain name is short for {name: ...}."""
+    tools: list[Tool] = []
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. A column `tools` takes
+    precedence."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}. A
+    column `chat_template_kwargs` takes precedence."""
+
+
+class AgentSourceConfig(RowsSourceConfig):
+    """Rows of a dataset as tasks of a program that samples through OpenAI's chat API: docs/guides/agents.md."""
+
+    type: Literal["agent"]
+    program: FileName
+    """A Python file, which the run's own interpreter runs, any other executable, or an async function as
+    'path/to/file.py:function' or 'package.module:function'."""
+    arguments: list[str] = []
+    """Arguments of the program's command line."""
+    max_requests: Positive = 64
+    """Completions that one agent may ask for. Further requests are rejected with 400."""
+    max_running: Positive = 32
+    """Agents that run at a time on one rank. The others wait, which does not count against rollout.tool_timeout."""
+
+
+EnvironmentConfig = Annotated[
+    TaskSourceConfig
+    | DatasetSourceConfig
+    | EpisodeSourceConfig
+    | AgentSourceConfig
+    | TurnsSourceConfig
+    | AtroposSourceConfig,
+    Field(discriminator="type"),
+]
+
+
+def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield place and name of each function that describes tools or filters rows."""
+    if isinstance(source, TaskSourceConfig | EpisodeSourceConfig | DatasetSourceConfig):
+        for number, tool in enumerate(source.tools):
+            if isinstance(tool, str):
+                yield ("tools", number), tool
+    if isinstance(source, RowsSourceConfig) and source.filter is not None:
+        yield ("filter",), source.filter
+
+
+def give_objects(entries: Sequence[EnvironmentConfig], objects: Mapping[str, Any]) -> None:
+    """Attach a program's objects to the settings that name them. Other names are loaded as usual."""
+    for entry in entries:
+        if isinstance(entry, NamedObject):
+            entry._object = objects.get(entry.name)
+        if isinstance(entry, RowsSourceConfig):
+            entry._held_out = objects.get(entry.eval_split or "")
+        if isinstance(entry, DatasetSourceConfig):
+            for reward in entry.rewards:
+                reward._object = objects.get(reward.name)

@@ -1,0 +1,57 @@
+"""Settings of games that are trained turn by turn: docs/guides/games.md."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from colocated_grpo.settings.base import FileName, NonNegative, Positive, Section
+
+INITIAL = "initial"
+FROZEN = "frozen"
+"""Entry in the `players` of a game that assigns a seat to the opponent."""
+
+
+class OpponentConfig(Section):
+    """A frozen model that plays against the policy, in the same engine. A run has at most one."""
+
+    name: FileName = INITIAL
+    """initial: the run's own model before the first step. Otherwise the folder or Hugging Face name of a model of the
+    same shape, for example the final_model/ of another run."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub. Default: the main branch."""
+    refresh_every: NonNegative = 0
+    """Steps between copies of the current policy into the opponent; 0 never changes it. Checkpoints then include the
+    opponent's weights."""
+
+
+class TurnsSourceConfig(Section):
+    """A game trained turn by turn. Each turn is a prompt; its completions are one group, scored on one position."""
+
+    type: Literal["turns"]
+    name: str
+    """'town', 'textarena:<game>', 'tossim', a turn environment of an installed package, or your own
+    'package.module:object' or 'path/to/file.py:object'."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""
+    commit: Literal["first", "random", "best"] = "first"
+    """Completion of each turn that is played. first and random follow the policy. best: the highest reward, ties to the
+    first; the games are then better than the policy's own play, which biases returns from their end."""
+    max_wait: Positive = 64
+    """Maximum steps that a turn waits for its game to end, if its reward includes the game's result. After that it
+    is trained with its immediate reward (metric turns_overdue). Longer waits make rollouts staler."""
+    stop_at_parse_rate: float | None = Field(None, gt=0, le=1)
+    """End the run when the share of well-formed completions has been at least this for stop_after steps in a row. null:
+    train for all training_steps."""
+    stop_after: Positive = 1000
+    """Number of consecutive steps for stop_at_parse_rate."""
+    structured: bool = False
+    """Constrain sampling to legal completions with a grammar. false: the policy learns the format from rewards. Needs
+    loss.old_logprobs: trainer; such requests decode more slowly."""
+    opponent: OpponentConfig | None = None
+    """Frozen model for the seats that the game assigns to it (town: players: [policy, frozen]). Its turns are sampled
+    once and not trained. Its weights are kept in host memory and swapped into the engine. All entries that set an
+    opponent must set the same one."""
+    weight: float = Field(1.0, gt=0)
+    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""

@@ -1,0 +1,95 @@
+"""A server that cannot serve a run is refused in one line before the trainer reads weights."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from colocated_grpo.assembly.servers import connect
+from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.settings.config_json import config_json_in, shape_of
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
+from tests.support.small_policy import config_of
+from tests.support.training_runs import tiny_model
+
+MODEL = tiny_model()
+SHAPE = shape_of(config_json_in(MODEL))
+INFO = {
+    "instance": "1",
+    "model": str(MODEL),
+    "shape": SHAPE,
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "has_received_weights": False,
+}
+
+
+@contextmanager
+def serving(**changes: Any) -> Iterator[str]:
+    """Answer as an engine server with these facts. Yields its address."""
+    answers = {"/bridge/info": {**INFO, **changes}, "/lora/status": {"enabled": False, "adapter_name": None}}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            raw = json.dumps(answers[self.path]).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print no request lines."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def settings_of(url: str, compute_dtype: str = "auto", **engine: Any) -> Config:
+    policy: dict[str, Any] = {"compute_dtype": compute_dtype}
+    if engine.get("bridge") == "adapter":
+        policy["lora"] = {}
+    return config_of(MODEL, policy=policy, engine={"placement": "server", "urls": [url], **engine})
+
+
+@pytest.mark.parametrize(
+    ("facts", "settings", "line"),
+    [
+        ({"shape": {**SHAPE, "hidden_size": 7}}, {}, "whose hidden_size is 7, but "),
+        ({"max_model_len": 16}, {}, "reads 16 tokens; start it with --max-model-len "),
+        ({}, {"bridge": "adapter"}, "started without --enable-lora, which engine.bridge=adapter needs"),
+        (
+            {"dtype": "bfloat16"},
+            {"bridge": "shared"},
+            "its weights are bfloat16, and float32 by engine.dtype and policy.compute_dtype; start it with "
+            "--dtype float32",
+        ),
+        ({}, {"bridge": "shared", "compute_dtype": "bfloat16"}, "its weights are float32, and bfloat16 by "),
+        ({}, {"dtype": "float16"}, "its weights are float32, and float16 by "),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused_in_one_line(world, facts, settings, line):
+    with serving(**facts) as url, pytest.raises(ConfigError) as caught:
+        connect(settings_of(url, **settings), world, StopRequest(world.store))
+
+    text = str(caught.value)
+    assert text.startswith(f"engine.urls={url}: ") and "\n" not in text
+    assert line in text
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"bridge": "shared"}, {"compute_dtype": "bfloat16"}])
+def test_weights_of_another_type_are_accepted_where_they_are_cast(world, settings):
+    with serving() as url:
+        servers = connect(settings_of(url, **settings), world, StopRequest(world.store))
+    assert [server.url for server in servers] == [url]

@@ -1,0 +1,320 @@
+"""Names of adapter settings of TRL, PEFT and Atropos' trainer: what they set, and what is rejected."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import yaml
+
+from colocated_grpo.settings.aliases import ALIASES
+from colocated_grpo.settings.loading import parse_overrides
+from tests.support.config_text import config_error, load, notes
+
+TRAINERS = {"rank": 16, "alpha": 32.0, "target_modules": ["q_proj", "v_proj"]}
+"""Defaults of TRL's and of Atropos' trainer. The modules are PEFT's default for Llama, Qwen, Mistral and Gemma."""
+PEFTS = {"rank": 8, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
+
+
+def adapter(text: str = "", flags: str = "") -> dict[str, Any] | None:
+    """Return the settings of the adapter that were given or translated; None without an adapter."""
+    lora = load(text, *shlex.split(flags)).policy.lora
+    return None if lora is None else lora.set_by_user()
+
+
+# Defaults of the other trainers
+
+
+def test_the_translated_defaults_are_those_of_trl():
+    trl = pytest.importorskip("trl")
+    theirs = {field.name: field.default for field in fields(trl.ModelConfig)}
+    assert (theirs["lora_r"], theirs["lora_alpha"], theirs["lora_dropout"]) == (16, 32, 0.05)
+    assert (theirs["use_peft"], theirs["lora_target_modules"]) == (False, None)
+
+
+def test_the_translated_defaults_are_those_of_atropos():
+    config = pytest.importorskip("example_trainer.config", reason="atroposlib is not installed")
+    theirs = {name: field.default for name, field in config.TrainingConfig.model_fields.items()}
+    assert (theirs["lora_r"], theirs["lora_alpha"], theirs["lora_dropout"]) == (16, 32, 0.05)
+    assert (theirs["lora_target_modules"], theirs["lora_layer_indices"]) == (None, None)
+
+
+def test_the_translated_defaults_are_those_of_peft():
+    from peft import LoraConfig
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MODULES
+
+    theirs = LoraConfig()
+    assert (theirs.r, theirs.lora_alpha, theirs.lora_dropout, theirs.target_modules) == (8, 8, 0.0, None)
+    for family in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text"):
+        assert MODULES[family] == PEFTS["target_modules"]
+
+
+# TRL and Atropos: the same names
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("use_peft: true", TRAINERS),
+        ("lora_r: 8", {**TRAINERS, "rank": 8}),
+        ("lora_alpha: 64", {**TRAINERS, "alpha": 64.0}),
+        ("use_peft: true\nlora_r: 8\nlora_alpha: 4", {**TRAINERS, "rank": 8, "alpha": 4.0}),
+        ("use_rslora: true", {**TRAINERS, "rslora": True}),
+        ("use_peft: true\nuse_rslora: false", TRAINERS),
+        ("use_peft: true\nlora_target_modules: null", TRAINERS),
+        ("lora_target_modules: all-linear", {**TRAINERS, "target_modules": "all-linear"}),
+        ("lora_target_modules: [all-linear]", {**TRAINERS, "target_modules": "all-linear"}),
+        ("lora_target_modules: [q_proj, o_proj]", {**TRAINERS, "target_modules": ["q_proj", "o_proj"]}),
+        ("lora_target_modules: q_proj", {**TRAINERS, "target_modules": ["q_proj"]}),
+        ("lora_target_modules: ['.*[qv]_proj']", {**TRAINERS, "target_modules": ".*[qv]_proj"}),
+        ("lora_layer_indices: 20-22", {**TRAINERS, "layers": [20, 21, 22]}),
+        ("lora_dropout: 0", {**TRAINERS, "dropout": 0.0}),
+        ("lora_task_type: CAUSAL_LM\nuse_peft: true", TRAINERS),
+        ("weight_bridge_mode: lora_only", TRAINERS),
+        ("weight_bridge_mode: lora_restart\nlora_r: 8", {**TRAINERS, "rank": 8}),
+        ("use_peft: true\npolicy: {lora: {rank: 4}}", {**TRAINERS, "rank": 4}),
+    ],
+)
+def test_a_name_of_trl_or_atropos_sets_an_adapter_with_their_defaults(text, settings):
+    assert adapter(text) == settings
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "use_peft: false",
+        "use_peft: false\nlora_r: 16\nlora_alpha: 32\nlora_dropout: 0.05\nuse_rslora: false\nuse_dora: false",
+        "weight_bridge_mode: shared_vllm\nlora_r: 16",
+        "weight_bridge_mode: none\nlora_target_modules: [q_proj]",
+        "lora_r: null\nlora_target_modules: null\nlora_modules_to_save: null",
+        "use_rslora: false",
+        "use_peft: null",
+        "peft_config: null",
+    ],
+)
+def test_an_adapter_that_the_other_trainer_would_not_train_is_not_trained(text):
+    assert load(text).policy == load().policy
+
+
+def test_the_defaults_of_the_other_trainer_are_shown():
+    assert notes("lora_r: 8") == [
+        "lora_r: translated to policy.lora.rank=8, policy.lora.alpha=32, "
+        "policy.lora.target_modules=['q_proj', 'v_proj']"
+    ]
+
+
+def test_a_setting_on_the_command_line_replaces_one_default_and_no_other():
+    assert adapter("use_peft: true", "--policy.lora.rank 64") == {**TRAINERS, "rank": 64}
+    assert adapter("lora_r: 4\nlora_alpha: 8", "--lora-r 64") == {**TRAINERS, "rank": 64, "alpha": 8.0}
+
+
+def test_an_adapter_to_continue_from_determines_what_is_not_given():
+    assert adapter("use_peft: true\npolicy: {lora: {init: there}}") == {"init": "there"}
+    assert adapter("lora_alpha: 8\npolicy: {lora: {init: there}}") == {"init": "there", "alpha": 8.0}
+
+
+@pytest.mark.parametrize("dropout", ["0.05", "5e-2"])
+def test_the_default_dropout_of_the_trainers_becomes_0_with_a_note(dropout):
+    text = f"lora_r: 8\nlora_dropout: {dropout}"
+    assert adapter(text)["dropout"] == 0
+    assert any("0.05, the default of TRL and Atropos, becomes 0: the engine samples" in note for note in notes(text))
+
+
+# The command line
+
+
+def test_the_adapter_flags_of_atropos_are_accepted():
+    flags = "--lora-r 16 --lora-alpha 32 --lora-dropout 0.05 --lora-target-modules q_proj v_proj"
+    expected = {**TRAINERS, "dropout": 0.0}
+    assert adapter("", f"{flags} --lora-layer-indices 20-23") == {**expected, "layers": [20, 21, 22, 23]}
+    command = f"--weight-bridge-mode lora_only {flags} --use-wandb --wandb-project gsm8k-grpo-lora"
+    config = load("", *shlex.split(command))
+    assert (config.policy.lora.set_by_user(), config.tracking.wandb) == (expected, "online")
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"), [("2-4", [2, 3, 4]), ("0-1,6-7", [0, 1, 6, 7]), ("5", [5]), ("3,1", [1, 3])]
+)
+def test_layer_indices_of_atropos_name_blocks(text, blocks):
+    assert load("", "--train-layer-indices", text).policy.train_layers == blocks
+    assert load("", "--lora-layer-indices", text).policy.lora.layers == blocks
+
+
+@pytest.mark.parametrize(
+    ("flags", "modules"),
+    [
+        ("--lora-target-modules q_proj", ["q_proj"]),
+        ("--lora-target-modules q_proj k_proj v_proj --lora-r 4", ["q_proj", "k_proj", "v_proj"]),
+        ("--lora_target_modules all-linear --use_peft", "all-linear"),
+        ("--lora_target_modules '.*[qv]_proj' --use_peft true", ".*[qv]_proj"),
+        ("--policy.lora.target_modules q_proj v_proj", ["q_proj", "v_proj"]),
+        ("--policy.lora.target_modules '[q_proj, v_proj]'", ["q_proj", "v_proj"]),
+    ],
+)
+def test_target_modules_may_be_several_words_of_the_command_line(flags, modules):
+    assert adapter("", flags)["target_modules"] == modules
+
+
+def test_lists_of_trls_command_line_may_be_several_words():
+    words = ["--reward_funcs", "m.f", "a: b, [c]", "--reward_weights", "1", "0.5"]
+    source = "model: a\nenvironments: [{type: dataset, name: d}]"
+    [entry] = load(source, *words, alone=True).environments
+    assert [(reward.name, reward.weight) for reward in entry.rewards] == [("m:f", 1.0), ("a: b, [c]", 0.5)]
+    tracking = load("", "--report_to", "wandb", "tensorboard").tracking
+    assert (tracking.wandb, tracking.tensorboard) == ("online", True)
+
+
+def test_a_switch_without_a_value_is_true():
+    assert adapter("", "--use_peft --use_rslora") == {**TRAINERS, "rslora": True}
+    assert parse_overrides(["--use-wandb", "--seed", "1"]) == [(("use_wandb",), "true"), (("seed",), "1")]
+    assert adapter("", "--use_peft false") is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--lora-r 8 16", "'16': expected --section.key VALUE"),
+        ("--lora-layer-indices 0-3 28-31", "'28-31': expected --section.key VALUE"),
+        (
+            "--lora-target-modules --lora-r 8",
+            "--lora-target-modules: needs a value, for example --lora-target-modules VALUE or "
+            "--lora-target-modules=VALUE",
+        ),
+        (
+            "--train-layer-indices 31-20",
+            "policy.train_layers='31-20': '31-20' is no range of blocks; write 20-31 or 0-3,28-31 "
+            "(command line, as train_layer_indices)",
+        ),
+    ],
+)
+def test_invalid_flags_are_one_line_errors(flags, line):
+    assert config_error("", *shlex.split(flags)) == line
+
+
+# PEFT
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("{}", PEFTS),
+        ("{target_modules: null}", PEFTS),
+        ("{lora_alpha: 32}", {**PEFTS, "alpha": 32.0}),
+        ("{r: 16, lora_alpha: 32, lora_dropout: 0.0}", {**PEFTS, "rank": 16, "alpha": 32.0, "dropout": 0.0}),
+        ("{target_modules: all-linear}", {**PEFTS, "target_modules": "all-linear"}),
+        ("{exclude_modules: [o_proj]}", {**PEFTS, "exclude_modules": ["o_proj"]}),
+        ("{layers_to_transform: [3, 2], layers_pattern: layers}", {**PEFTS, "layers": [2, 3]}),
+        ("{use_rslora: true, bias: none, task_type: CAUSAL_LM}", {**PEFTS, "rslora": True}),
+    ],
+)
+def test_a_peft_config_sets_an_adapter_with_pefts_defaults(text, settings):
+    assert adapter(f"peft_config: {text}") == settings
+
+
+def test_every_setting_of_pefts_lora_config_is_translated_or_rejected_with_advice():
+    from peft import LoraConfig
+
+    assert {f"peft_config.{field.name}" for field in fields(LoraConfig)} - set(ALIASES) == set()
+
+
+def test_a_lora_config_written_by_peft_loads():
+    from peft import LoraConfig
+
+    written = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM").to_dict()
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in written.items()}
+    plain |= {key: str(getattr(plain[key], "value", plain[key])) for key in ("peft_type", "task_type")}
+    settings = adapter(yaml.safe_dump({"peft_config": plain}))
+    assert (settings["rank"], settings["alpha"], settings["target_modules"]) == (4, 6, ["q_proj", "up_proj"])
+
+
+# Rejected
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "lora_dropout: 0.1",
+            "lora_dropout=0.1: must be 0: the engine samples without dropout, so training with it would not be "
+            "on-policy (line 3 of x.yaml)",
+        ),
+        (
+            "peft_config: {lora_dropout: 0.05}",
+            "policy.lora.dropout=0.05: must be 0: the engine samples without dropout, so training with it would not "
+            "be on-policy (line 3 of x.yaml, as peft_config.lora_dropout)",
+        ),
+        (
+            "load_in_4bit: true",
+            "load_in_4bit=true: must be false (base weights are 16-bit; policy.lora.base_on_host frees their GPU "
+            "memory) (line 3 of x.yaml)",
+        ),
+        (
+            "load_in_8bit: true",
+            "load_in_8bit=true: must be false (base weights are 16-bit; policy.lora.base_on_host frees their GPU "
+            "memory) (line 3 of x.yaml)",
+        ),
+        ("use_dora: true", "use_dora=true: must be false (adapters are plain LoRA, or rslora) (line 3 of x.yaml)"),
+        (
+            "lora_modules_to_save: [lm_head]",
+            "lora_modules_to_save=['lm_head']: not supported; an adapter is all that is trained; policy.train_layers "
+            "trains whole blocks instead (line 3 of x.yaml)",
+        ),
+        (
+            "lora_target_parameters: [mlp.experts.down_proj]",
+            "lora_target_parameters=['mlp.experts.down_proj']: not supported; only linear layers have adapters: "
+            "policy.lora.target_modules (line 3 of x.yaml)",
+        ),
+        (
+            "lora_task_type: SEQ_CLS",
+            "lora_task_type='SEQ_CLS': must be 'causal_lm' (causal language models are trained) (line 3 of x.yaml)",
+        ),
+        (
+            "lora_r: 0",
+            "policy.lora.rank=0: must be greater than 0 (line 3 of x.yaml, as lora_r)",
+        ),
+        (
+            "lora_r: 8\npolicy: {lora: {rank: 8}}",
+            "lora_r=8: the same setting as policy.lora.rank (line 4 of x.yaml); remove one of them (line 3 of x.yaml)",
+        ),
+        (
+            "use_peft: false\npolicy: {lora: {}}",
+            "use_peft=false: policy.lora is given; remove one of them, or set policy.lora: null (line 3 of x.yaml)",
+        ),
+        ("use_peft: 1", "use_peft=1: must be true or false (line 3 of x.yaml)"),
+        (
+            "weight_bridge_mode: lora",
+            "weight_bridge_mode='lora': must be one of none, shared_vllm, lora_only, lora_restart (line 3 of x.yaml)",
+        ),
+        ("lora_rank: 8", "lora_rank=8: not supported; write policy: {lora: {rank: 8}}, or lora_r (line 3 of x.yaml)"),
+        ("lora: {r: 8}", "lora: unknown key; did you mean policy.lora? (line 3 of x.yaml)"),
+        ("peft_config: 8", "peft_config=8: must be a mapping of settings"),
+        (
+            "peft_config: {rank_pattern: {q_proj: 4}}",
+            "peft_config.rank_pattern={'q_proj': 4}: not supported; all layers have the same policy.lora.rank and "
+            "policy.lora.alpha (line 3 of x.yaml)",
+        ),
+        (
+            "peft_config: {bias: all}",
+            "peft_config.bias='all': must be 'none' (biases are not trained) (line 3 of x.yaml)",
+        ),
+        (
+            "peft_config: {init_lora_weights: pissa}",
+            "peft_config.init_lora_weights='pissa': must be true (A is drawn uniformly, B is zero; policy.lora.init "
+            "continues from an adapter) (line 3 of x.yaml)",
+        ),
+        (
+            "policy: {lora: {r: 8, lora_alpha: 16}}",
+            "policy.lora.r: unknown key; did you mean policy.lora.rank? (line 3 of x.yaml)\n"
+            "policy.lora.lora_alpha: unknown key; did you mean policy.lora.alpha? (line 3 of x.yaml)",
+        ),
+    ],
+)
+def test_what_has_no_equivalent_is_rejected_with_the_way_out(text, line):
+    assert config_error(text) == line
+
+
+def test_an_unknown_setting_of_a_peft_config_is_rejected_with_the_valid_ones():
+    line = config_error("peft_config: {rank: 8}")
+    assert line.startswith("peft_config.rank: unknown key; valid: r, lora_alpha, lora_dropout, target_modules, ")
