@@ -17,7 +17,7 @@ from colocated_grpo.metrics import AllReduce, Metrics, reduce
 from colocated_grpo.settings.schema import FreshnessConfig
 from colocated_grpo.types import Group
 
-Judge = Callable[[Metrics, int], None]
+Judge = Callable[[Metrics, float], None]
 """Collective: `SampleCheck.judge`, or the same without effect."""
 MEAN, WORST = "mismatch/plain", "mismatch/worst"
 # About twice the largest mean of healthy batches, more in float32: docs/results/mismatch_healthy.json.
@@ -28,8 +28,8 @@ WORST_PER_MEAN = 5.0
 """Limit of mismatch/worst over that of the mean."""
 DRIFT_PER_RATE = 5000.0
 """Times the learning rate, this is added to both limits for each optimizer step since the tokens were sampled: a policy
-moves while it trains, under adaptive optimizers in proportion to the rate. Seen for the mean: 1,200 times the rate
-(SmolLM2 at 1e-5) and 170 times (a tiny random model at 1e-3)."""
+moves while it trains, under adaptive optimizers in proportion to the rate. Seen for the mean of SmolLM2 at 1e-5: 1,200
+times the rate."""
 
 
 def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool) -> float:
@@ -44,25 +44,23 @@ class SampleCheck:
         self,
         limit: float,
         temperature: float,
-        learning_rate: float,
         all_reduce: tuple[AllReduce, AllReduce],
     ) -> None:
         """limit: of the mean. all_reduce: of sums and of maxima.
 
         temperature: of training samples. Differences of log-probabilities grow with its inverse.
-        learning_rate: the schedule's highest.
         """
-        self._drift = DRIFT_PER_RATE * learning_rate
         self._limit = limit / min(1.0, temperature)
         self._all_reduce = all_reduce
 
-    def judge(self, metrics: Metrics, staleness: int) -> None:
+    def judge(self, metrics: Metrics, moved: float) -> None:
         """Raise RunError on every rank if the samples differ too much from the policy. Collective.
 
-        metrics: of a forward pass. staleness: optimizer steps between the sampler's weights and the policy's, at most.
+        metrics: of a forward pass. moved: optimizer steps between the sampler's weights and the policy's, at most, times
+        their learning rate.
         """
         found = reduce(metrics.only((MEAN, WORST)), *self._all_reduce)
-        drift = self._drift * staleness
+        drift = DRIFT_PER_RATE * moved
         for name, limit in ((MEAN, self._limit + drift), (WORST, WORST_PER_MEAN * self._limit + drift)):
             value = found.get(name, 0.0)
             if not math.isfinite(value):
@@ -89,10 +87,9 @@ def make_judge(
     config: FreshnessConfig,
     limit: float,
     temperature: float,
-    learning_rate: float,
     all_reduce: tuple[AllReduce, AllReduce],
 ) -> Judge:
     """Return `SampleCheck.judge` with the configured limit or else with `limit`; with `every: 0` a judge of nothing."""
     if config.every == 0:
-        return lambda metrics, staleness: None
-    return SampleCheck(config.max_mean_diff or limit, temperature, learning_rate, all_reduce).judge
+        return lambda metrics, moved: None
+    return SampleCheck(config.max_mean_diff or limit, temperature, all_reduce).judge

@@ -233,7 +233,7 @@ def update(run: Run, batch: Batch, staleness: int) -> Metrics:
         for minibatch in batch.minibatches:
             own = Metrics(run.world.device)
             run.policy.forward_backward(minibatch, own)
-            run.judge_samples(own, staleness)
+            run.judge_samples(own, staleness * max(run.config.policy.lr, run.policy.fixed_lr or 0.0))
             run.policy.optimizer_step(own)
             metrics.add(dict(own.ordered()))
             staleness += int(moves)

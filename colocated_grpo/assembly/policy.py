@@ -146,8 +146,7 @@ def build_opponent(
 def build_judge(config: Config, compute: torch.dtype, engines: Engines, world: World) -> Judge:
     """compute: type of the policy's activations."""
     limit = default_limit([compute, engines.dtype], quantized=engines.is_quantized)
-    reduces = world.sum_, world.max_
-    return make_judge(config.freshness, limit, config.rollout.temperature, config.policy.lr, reduces)
+    return make_judge(config.freshness, limit, config.rollout.temperature, (world.sum_, world.max_))
 
 
 def build_exports(config: Config, policy: Policy, model: ModelFiles, world: World) -> list[Export]:
