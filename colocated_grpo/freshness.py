@@ -56,8 +56,7 @@ class SampleCheck:
     def judge(self, metrics: Metrics, moved: float) -> None:
         """Raise RunError on every rank if the samples differ too much from the policy. Collective.
 
-        metrics: of a forward pass. moved: optimizer steps between the sampler's weights and the policy's, at most, times
-        their learning rate.
+        metrics: of a forward pass. moved: learning rate times the optimizer steps since the oldest token was sampled.
         """
         found = reduce(metrics.only((MEAN, WORST)), *self._all_reduce)
         drift = DRIFT_PER_RATE * moved
