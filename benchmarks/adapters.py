@@ -26,8 +26,8 @@ STD = 0.02
 def peft_arguments(lora: LoRAConfig) -> JsonObject:
     """Return the arguments of PEFT's LoraConfig for these settings, except `layers`.
 
-    PEFT accepts numbers of blocks only beside a list of module names. Raises ConfigError for an adapter from a folder,
-    whose rank and layers these settings do not say.
+    PEFT accepts indices of blocks only together with a list of module names. Raises ConfigError for an adapter from a
+    folder, because its rank and layers are not in these settings.
     """
     if lora.init != DEFAULT_INIT:
         raise ConfigError(f"policy.lora.init={lora.init!r}: benchmarks start from a new adapter; leave it out")
@@ -46,8 +46,8 @@ def peft_arguments(lora: LoRAConfig) -> JsonObject:
 def arguments_for(model_folder: Path, lora: LoRAConfig) -> JsonObject:
     """Return arguments of PEFT's LoraConfig that adapt the same layers of this model as our trainer.
 
-    Raises ConfigError as `peft_arguments` does, and if PEFT adapts other layers: for some mixtures of experts it takes
-    the names of shared layers for those of experts.
+    Raises ConfigError as `peft_arguments` does, and if PEFT adapts other layers: in some mixtures of experts it
+    mistakes names of shared layers for names of experts.
     """
     _, arguments = _adapted(model_folder, lora)
     return arguments

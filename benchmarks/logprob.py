@@ -94,7 +94,7 @@ def fused_loss(problem: Problem, chunk_tokens: int) -> Tensor:
 
 
 def recomputed(problem: Problem, chunk_tokens: int) -> Tensor:
-    """Return log-probabilities to a loss outside the operator: the backward pass recomputes the logits."""
+    """Compute the loss outside the operator, so that the backward pass recomputes the logits."""
     logprobs_N, _ = linear_logprobs(
         problem.hidden_NH,
         problem.weight_VH,

@@ -208,7 +208,7 @@ def peer_environment(spec: PeerSpec) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: spec.gpus]),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_OFFLINE": "1",
-        # TRL's own choice prefers one port, for which two runs on a machine would compete.
+        # TRL by itself prefers a fixed port, which two runs on one machine cannot share.
         "MASTER_PORT": str(free_ports(1)[0]),
         "PYTHONPATH": os.pathsep.join(paths),
     }

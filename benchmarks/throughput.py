@@ -41,7 +41,7 @@ class ModelSize:
     weight_bytes: int
     """Bytes of the engine's copy of the weights."""
     expert_bytes: int = 0
-    """Those of routed experts."""
+    """Bytes of the routed experts in `weight_bytes`."""
     expert_share: float = 1.0
     """Fraction of a block's experts that a token chooses."""
     kv_bytes_per_token: int
@@ -107,7 +107,7 @@ def parameters_by_block(folder: Path) -> tuple[Counter[int | None], Counter[int 
 def frozen_flops(by_block: Counter[int | None], layers: Sequence[int] | None) -> int:
     """Return the FLOP per token of the forward pass, and of the inputs' gradients down to the first of `layers`.
 
-    None: down to the first block.
+    layers: None for all, down to the first block.
     """
     first = min(layers) if layers else 0
     without_gradient = sum(count for block, count in by_block.items() if block is not None and block < first)

@@ -184,7 +184,7 @@ def train(policy: Policy, batch: Batch) -> None:
 
 
 def speed(batch: Batch, flops_per_token: int, seconds: float, roofline: Roofline, ranks: int) -> dict[str, float]:
-    """Return seconds, throughput and MFU. FLOP count computed tokens, and no recomputation."""
+    """Return seconds, throughput and MFU. FLOP are those of computed tokens, without recomputation."""
     flops = flops_per_token * batch.computed_tokens / ranks
     return {
         "seconds": seconds,

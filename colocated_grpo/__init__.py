@@ -1,4 +1,4 @@
-"""GRPO and its relatives with an in-process vLLM engine beside every FSDP2 shard."""
+"""GRPO and related algorithms with an in-process vLLM engine beside every FSDP2 shard."""
 
 import importlib.util
 import os

@@ -44,7 +44,7 @@ def is_constant(rewards: Rewards) -> bool:
 def _centred(rewards: Rewards, leave_one_out: bool) -> list[float]:
     """Return rewards minus baselines. Leave-one-out: reward - mean of the others = (reward - mean) * n / (n - 1)."""
     if is_constant(rewards):
-        return [0.0] * len(rewards)  # a mean with rounding error would give advantages that division by eps enlarges
+        return [0.0] * len(rewards)  # division by eps would amplify a rounding error of the mean
     scored = _scored(rewards)
     mean = math.fsum(scored) / len(scored)
     factor = len(scored) / (len(scored) - 1) if leave_one_out else 1.0

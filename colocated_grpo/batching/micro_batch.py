@@ -53,7 +53,7 @@ class TrainSequence:
     """One per scored token, from the environment; None: not given."""
     group: int = 0
     prefix_length: int = 0
-    """Leading tokens, none of them scored, that are equal in all sequences of this group in the micro-batch."""
+    """Number of leading tokens, all unscored, that are equal in all sequences of this group in the micro-batch."""
 
     @property
     def length(self) -> int:
@@ -110,7 +110,7 @@ class PackedTokens:
     routes: PackedRoutes | None = None
     """None: the policy chooses all experts."""
     padding: bool = False
-    """True: the tokens stand for no sequence."""
+    """True for a padding micro-batch: the tokens belong to no sequence."""
     context: ContextGroup | None = None
     """If set, T is this rank's rows; cu_seqlens and prefix_keys still index the rows of all its ranks."""
 

@@ -248,7 +248,7 @@ def left_out(groups: Sequence[Group], outlines: Iterable[Outline]) -> LeftOut:
     for outline in outlines:
         logprobs = groups[outline.group].rollouts[outline.sibling].sampling_logprobs
         tokens += outline.loss_tokens
-        # The built-in sum, because there may be millions of tokens. Those that are not sampled have 0.0.
+        # The built-in sum, because there may be millions of tokens. Tokens that were not sampled have 0.0.
         if outline.trained and logprobs is not None and math.isfinite(total := sum(logprobs)):
             known += outline.loss_tokens
             surprisal -= total

@@ -38,11 +38,11 @@ class LossInputs:
     old_logprobs_N: Tensor | None = None
     """From the trainer, before this batch's first update. None: on-policy; the detached current ones are used."""
     ref_logprobs_N: Tensor | None = None
-    """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. Packing fills in only the
-    environment's values, NaN elsewhere; None if there are none."""
+    """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. Packing fills in the
+    environment's values, and NaN elsewhere. None if the environment gives none."""
     plain_N: Tensor | None = None
-    """bool. Tokens sampled plainly (see `Rollout.plain`): sampling and old log-probabilities differ by rounding, and by
-    the updates since the tokens were sampled. None: not measured."""
+    """bool. True for plainly sampled tokens (see `Rollout.plain`). Their sampling and old log-probabilities differ only
+    by rounding and by the optimizer steps since they were sampled. None: not measured."""
     sum_over_group: Callable[[Tensor], Tensor] = _unchanged
     """All-reduces per-completion sums [S], forward and backward, over the ranks that hold the completions' tokens.
     Default: this rank holds all of them."""

@@ -54,8 +54,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run's queries to its keys; the last query sees all of them.
 
-    query: [T, H, D], key and value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. min_run: mean of queries per run from
-    which FlashAttention 4 is used. Returns [T, H, D] and the logsumexps [H, T] in float32, which have no gradient.
+    query: [T, H, D], key and value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. min_run: smallest mean number of
+    queries per run for FlashAttention 4. Returns [T, H, D] and the logsumexps [H, T] in float32, without gradient.
     """
     if _are_short(query, cu_q, min_run):
         out, logsumexp = fa2.forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, -1)

@@ -24,7 +24,7 @@ from colocated_grpo.settings.lora import DEFAULT_INIT, LoRAConfig
 def read_factors(config: LoRAConfig, model: PackedLM) -> dict[str, Tensor]:
     """Return the tensors of the adapter that `config.init` names, by PEFT's names; empty for a new adapter.
 
-    model: with adapters inserted. Raises ConfigError where names or shapes differ from the model's.
+    model: with adapters inserted. Raises ConfigError if names or shapes differ from the model's.
     """
     if config.init == DEFAULT_INIT:
         return {}

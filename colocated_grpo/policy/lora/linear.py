@@ -79,7 +79,7 @@ class _MergedLinear(torch.autograd.Function):
         return functional.linear(x, weight_OI, bias_O)
 
     @staticmethod
-    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_OI, a_RI, b_OR = ctx.saved_tensors
         grad_x = grad @ weight_OI if ctx.needs_input_grad[0] else None
