@@ -1,4 +1,4 @@
-"""Adapters in the benchmarks: the same one for our trainer, TRL and vLLM, derived from our own settings."""
+"""Adapters in the benchmarks: one definition for our trainer, TRL and vLLM, derived from our settings."""
 
 from __future__ import annotations
 

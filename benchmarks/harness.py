@@ -1,6 +1,6 @@
 """Entry points of the benchmarks: start the same command again in every rank, or run in this process alone.
 
-Even a single rank is a process of its own, because libraries read their environment variables when they are imported.
+Even a single rank runs in a new process, because libraries read their environment variables when they are imported.
 """
 
 from __future__ import annotations

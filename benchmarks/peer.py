@@ -59,7 +59,7 @@ class PeerSpec:
     steps: int
     """Optimizer steps, warm-up included, probe step excluded."""
     until: float | None
-    """Unix time after which no further step begins. One measured step is always made."""
+    """Unix time after which no further step begins. At least one measured step is run."""
     seed: int
     gpus: int
     setup: PeerSetup

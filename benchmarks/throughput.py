@@ -1,10 +1,10 @@
 """Throughput, MFU and lower bounds of a step, from its seconds and tokens.
 
 Tokens are the prompt and completion tokens of real rollouts. Trained tokens count a prompt as often as it is computed,
-so a prompt whose forward pass is reused by its completions counts once. FLOP per trained token are 2 for each parameter
-in the forward pass, 2 for its input's gradient and 2 for its own, where they are computed: 6 per parameter in full
-training, 4 with adapters. Experts count by the share that a token chooses. Recomputed activations and attention are not
-counted, so prefix reuse, checkpointing and longer sequences do not raise MFU.
+so a prompt whose forward pass is reused by its completions counts once. FLOP per trained token and
+parameter are 2 in the forward pass, 2 for the input's gradient and 2 for the parameter's own, where these are computed:
+6 in full training, 4 with adapters. Experts count in proportion to the share that a token chooses. Recomputed
+activations and attention are not counted, so prefix reuse, checkpointing and longer sequences do not raise MFU.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def expert_share(config: PretrainedConfig) -> float:
 
 
 def parameters_by_block(folder: Path) -> tuple[Counter[int | None], Counter[int | None]]:
-    """Return the numbers of parameters of each transformer block in the checkpoint; of all others under None.
+    """Return the numbers of parameters of each transformer block in the checkpoint. Key None: all others.
 
-    The first counts all but routed experts, the second these alone.
+    The first counter excludes routed experts, the second has only these.
     """
     dense: Counter[int | None] = Counter()
     experts: Counter[int | None] = Counter()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ON_STEP_END, ON_EVALUATE, ON_CHECKPOINT, ON_END = EVENTS = ("on_step_end", "on_evaluate", "on_checkpoint", "on_end")
 ERRORS = "callback_errors"
-"""Metric of a step in which callbacks raised."""
+"""Metric: number of exceptions that callbacks raised in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)

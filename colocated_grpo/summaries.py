@@ -56,7 +56,7 @@ def _by_environment(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def _signal(groups: Sequence[Group]) -> dict[str, float]:
-    """Spread of the rewards, groups without any, and completions without a usable reward."""
+    """Spread of the rewards, fraction of groups without spread, and counts of failed and unscorable completions."""
     rollouts = _rollouts(groups)
     return {
         "reward_std": _std(_rewards(rollouts)),

@@ -31,7 +31,7 @@ class LossInputs:
     num_sequences: int
     """S."""
     loss_mask_N: Tensor
-    """bool. Where False, every other tensor may hold anything, NaN included."""
+    """bool. Where False, every other tensor may hold any value, NaN included."""
     advantages_N: Tensor
     sampling_logprobs_N: Tensor
     """From the engine, at the sampling temperature. NaN where the sampler gave none: fill these before the loss."""
@@ -48,7 +48,7 @@ class LossInputs:
     Default: this rank holds all of them."""
 
     def at(self, tokens: slice | Tensor) -> LossInputs:
-        """Return the inputs of these of the N tokens. Completions keep their index."""
+        """Return the inputs of a subset of the N tokens. Completions keep their index."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_N")}
         return replace(self, **{name: None if value is None else value[tokens] for name, value in values.items()})
 

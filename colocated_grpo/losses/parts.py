@@ -1,7 +1,7 @@
 """Building blocks of the objectives: ratios, surrogates, corrections, KL penalties, token weights.
 
-Shapes: N scored tokens of one micro-batch, S completions in it. Every function except `apply_mask`
-expects log-probabilities and inputs that `apply_mask` has cleaned.
+Shapes: N scored tokens of one micro-batch, S completions in it. Every function except `apply_mask` expects
+log-probabilities and inputs that `apply_mask` has cleaned.
 """
 
 from __future__ import annotations
@@ -90,9 +90,8 @@ def make_cispo(config: CISPOConfig) -> Surrogate:
 def make_correction(config: PolicyLoss) -> Callable[[LossInputs], Tensor]:
     """Return a function that computes constant weights of the policy loss (TIS, MIS).
 
-    A weight is the ratio trainer / sampler at the start of the batch.
-    The weights are 1 if the ratio of the loss is taken against the sampler, which already corrects the mismatch.
-    The KL penalty is not weighted.
+    A weight is the ratio trainer / sampler at the start of the batch. All weights are 1 if the ratio of the loss is
+    taken against the sampler, which already corrects the mismatch. The KL penalty is not weighted.
     """
     settings = config.correction
     if settings.mode == "off" or config.old_logprobs == "sampling":

@@ -30,8 +30,8 @@ over more tokens, and their memory grows linearly."""
 MAX_TOKENS_ON_CPU = 16_384
 """Largest automatic size on CPU, where memory is not measured."""
 MIN_TOKENS_WITHOUT_CHECKPOINTS = 8_192
-"""Smallest size to try without checkpointing. If it does not fit, blocks are checkpointed: each micro-batch has a fixed
-cost."""
+"""Smallest size to try without checkpointing. If it does not fit, checkpointing blocks is cheaper than smaller
+micro-batches, each of which has a fixed cost."""
 USABLE_FRACTION = 0.92
 """Fraction of the free memory to plan with: the caching allocator loses some of it to fragmentation."""
 TRIAL_TOKENS = 256, 2048
@@ -117,7 +117,7 @@ def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> Con
 
 def fit_to_memory(policy: Policy, config: Config, world: World) -> int:
     """Return a size that fits; also choose the checkpointed blocks if the config says 'auto'. Collective."""
-    policy.init_optimizer_state()  # with an engine in this process: done before the engine was sized
+    policy.init_optimizer_state()  # no-op beside an engine in this process: done before it was sized
     try:
         if config.policy.gradient_checkpointing == "auto":
             return fit_tokens_and_blocks(policy, config, world)
@@ -145,7 +145,7 @@ def candidate_sizes(config: Config) -> list[int]:
 def fit_tokens(policy: Policy, config: Config, world: World) -> int:
     """Return the best size that fits with the current checkpointing, or the smallest if none does. Collective.
 
-    The estimate is conservative, so the smallest size may still fit. If a step does not fit, the run ends in one line.
+    The estimate is conservative: the smallest size may still fit. A step that does not fit ends the run with one line.
     """
     sizes = candidate_sizes(config)
     return next(iter(_sizes_that_fit(sizes, _measure_all_ranks(policy, config, world), policy)), sizes[-1])

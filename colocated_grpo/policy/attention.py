@@ -109,7 +109,7 @@ def packed_attention(
 
 
 def with_own_keys(tokens: PackedTokens) -> PackedTokens:
-    """Give tokens without common prefixes the layout of tokens with them: each run sees its own keys only.
+    """Return tokens with `prefix_keys`. Where none were set, each run sees only its own keys.
 
     All micro-batches then run one compiled graph. Results are bit-identical, at the cost of copying keys and values.
     """

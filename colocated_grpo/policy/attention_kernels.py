@@ -56,7 +56,7 @@ def attend_varlen(
     if query.shape[-1] > MAX_VARLEN_HEAD:
         return attend_padded(query, key, value, runs, scaling, window)
     size = value.shape[-1]
-    if size < query.shape[-1]:  # the kernel has heads of one size only
+    if size < query.shape[-1]:  # the kernel needs equal head sizes
         value = F.pad(value, (0, query.shape[-1] - size))
     boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
     return _varlen(query, key, value, *boundaries, scale=scaling, window_size=(_left(window), 0))[..., :size]
@@ -108,7 +108,7 @@ attend_only_fa4 = partial(attend_fa4, min_run=0)
 def has_fa4(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if FlashAttention 4 runs here for these heads and agrees with torch's kernel.
 
-    The first call compiles FlashAttention 4, in seconds, and compares both kernels on random inputs.
+    The first call takes seconds: it compiles FlashAttention 4 and compares both kernels on random inputs.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != fa4.HOPPER:
         return False

@@ -41,7 +41,7 @@ def rows_to_heads(query: Tensor, key: Tensor, value: Tensor, group: str) -> tupl
 
 
 def heads_to_rows(heads: Tensor, group: str) -> Tensor:
-    """Return all heads of this rank's rows, [R, H, V]. heads: all rows of its own, [T, H / P, V]. Collective."""
+    """Return all heads of this rank's rows, [R, H, V]. heads: all rows of its heads, [T, H / P, V]. Collective."""
     _, ranks = _place_in(group)
     received = all_to_all(heads.unflatten(0, (ranks, -1)), group)
     return received.transpose(0, 1).flatten(1, 2)

@@ -1,6 +1,6 @@
 """Checkpoints whose tensors differ from the module's parameters: other names, and experts stored one by one.
 
-transformers has the table, `conversion_mapping`. Its loader reads whole checkpoints; `CheckpointReader` reads rows.
+The table is transformers' `conversion_mapping`. Its loader reads whole checkpoints; `CheckpointReader` reads rows.
 
 Shapes: E experts, R rows and C columns of one expert's matrix.
 """
@@ -32,7 +32,7 @@ class Piece:
     """The part of a module's parameter that one stored tensor fills."""
 
     name: str
-    """Parameter that it fills."""
+    """Name of the parameter."""
     expert: int | None = None
     """None: the whole parameter."""
     part: int = 0

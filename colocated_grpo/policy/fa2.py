@@ -62,5 +62,5 @@ def backward(
 
 
 def _settings(scale: float | None, left: int) -> dict[str, Any]:
-    """Arguments that both kernels have in common."""
+    """Return the arguments common to both kernels."""
     return {"scale": scale, "window_size_left": left, "window_size_right": 0}

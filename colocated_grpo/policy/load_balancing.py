@@ -4,9 +4,9 @@ E * sum_e f_e P_e for each layer, averaged over layers: f_e is the fraction of t
 mean probability of e (Switch Transformers, Fedus et al. 2021, equations 4 to 6). Both are taken over all sequences of a
 minibatch, on all ranks. A token of a common prefix counts once for each of its sequences, however it is packed.
 
-The loss is a product of two means, so it is not a sum over micro-batches. Its gradient is one, because f_e has no
-gradient: each micro-batch adds the gradient of sum_e f_e P_e over its own tokens. An extra forward pass, before the
-backward passes, counts f_e.
+The loss, a product of two means, is not a sum over micro-batches, but its gradient is. f_e has no gradient, so each
+micro-batch adds the gradient of sum_e f_e P_e over its own tokens. An extra forward pass, before the backward passes,
+counts f_e.
 
 The scale is that of transformers' `load_balancing_loss_func`, so that coefficients carry over. That function takes the
 means over one micro-batch of one rank, and pools the tokens of all layers, so that imbalances of different layers can
@@ -37,7 +37,7 @@ Probabilities = Callable[[Tensor], Tensor]
 class LoadBalancing:
     """Adds the gradient of the loss in every backward pass through the routers.
 
-    A minibatch begins with `reset`, a forward pass without gradient of each of its micro-batches, and `set_loss`.
+    For each minibatch: call `reset`, run each micro-batch forward without gradient, then call `set_loss`.
     """
 
     def __init__(self, model: nn.Module, model_type: str, coefficient: float, device: torch.device) -> None:

@@ -119,7 +119,7 @@ def _without_fsdp(config: Config, world: World) -> bool:
 def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> PackedLM:
     """Build the model with its buffers, and with parameters without storage.
 
-    Raises ConfigError if the checkpoint lacks tensors, or has other shapes: before device memory is allocated.
+    Raises ConfigError, before device memory is allocated, if the checkpoint lacks tensors or has other shapes.
     """
     dtype = compute_dtype(config, world.device)
     model = build_empty(

@@ -1,4 +1,4 @@
-"""64-bit fingerprints of weights, by which a sync is verified bit for bit.
+"""64-bit fingerprints of weights, which verify a sync bit for bit.
 
 The fingerprint of a checkpoint tensor is the sum, modulo 2^64, of bits(x_i) * factor(i): the bits of element i in the
 engine's type as a signed number, times an odd pseudo-random factor of its flat index. The fingerprints of parts add up

@@ -127,7 +127,7 @@ def _part_of(target: Target, shape: torch.Size) -> Part:
 
 
 def _copies(own: Sequence[int], shapes: Sequence[torch.Size], world: World) -> Tensor:
-    """Return how often each tensor is held by all ranks together. own: its elements on this rank."""
+    """Return the number of copies of each tensor over all ranks. own: its elements on this rank."""
     elements = torch.tensor([shape.numel() for shape in shapes], dtype=torch.int64, device=world.device)
     held = world.sum_(torch.tensor(own, dtype=torch.int64, device=world.device))
     return held.div(elements, rounding_mode="floor")
