@@ -1,6 +1,6 @@
 """The command `colocated-grpo atropos`: command lines of Atropos' example trainer, translated into a run's settings.
 
-The flags and their meanings are rows of `config.atropos_flags`. What they do not set is in atropos_command.yaml.
+The flags are rows of `settings.names.atropos_flags`. Settings that none of them sets are in atropos_command.yaml.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.settings.atropos_flags import FLAGS, Flag, variable_notes
-from colocated_grpo.settings.atropos_meanings import Meaning
-from colocated_grpo.settings.atropos_modes import Command
 from colocated_grpo.settings.errors import ConfigError, sections
+from colocated_grpo.settings.names.atropos_flags import FLAGS, Flag, variable_notes
+from colocated_grpo.settings.names.atropos_meanings import Meaning
+from colocated_grpo.settings.names.atropos_modes import Command
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.yaml_text import parse_value
+from colocated_grpo.settings.tree import parse_value
 
 BASE = Path(__file__).with_suffix(".yaml")
 MODEL = "--model-name"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from colocated_grpo.settings.base import FileName, Positive, Section
+from colocated_grpo.settings.base import FileName, Number, Positive, Section
 
 
 class EngineConfig(Section):
@@ -24,7 +24,7 @@ class EngineConfig(Section):
     bridge_config: FileName | None = None
     """With `bridge: shared`: path of the server's vllm_bridge_config.json. Default: in $LOGDIR, else in the working
     directory."""
-    server_timeout: float = Field(600.0, gt=0)
+    server_timeout: Number = Field(600.0, gt=0)
     """Seconds to wait for a server that starts, restarts or does not answer. Then the run saves and ends."""
     tensor_parallel_size: Positive = 1
     """Number of consecutive ranks that form one engine, or GPUs of one engine server. Must divide the model's attention
@@ -37,7 +37,7 @@ class EngineConfig(Section):
     rollout.max_completion_tokens."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the engine's weights. auto: policy.compute_dtype."""
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    gpu_memory_utilization: Number | None = Field(None, gt=0, le=1)
     """Fraction of the GPU's memory for the engine, as in vLLM. Default: the KV cache is sized from the memory that the
     trainer leaves free, and not larger than its sequences can use."""
     kv_cache_memory_bytes: Positive | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from colocated_grpo.settings.base import NonNegative, Positive, Section
+from colocated_grpo.settings.base import CodeName, NonNegative, Number, Positive, Section
 from colocated_grpo.settings.sources import (
     AgentSourceConfig,
     DatasetSourceConfig,
@@ -43,16 +43,16 @@ class EvaluationSetConfig(Section):
     agent, 64 of a task or an episode."""
     samples: Positive = 1
     """Completions per prompt. pass@k is estimated for k = 1, 2, 4, ... up to this number."""
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: Number = Field(1.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Number = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens that reach this total probability; 1 keeps all."""
     every: NonNegative | None = None
     """Steps between evaluations of this set. The start and the end are also evaluated. 0: never, the set is only for
     tools.evaluate. Default: evaluation.every."""
-    pass_reward: float = 1.0
+    pass_reward: Number = 1.0
     """Smallest reward of a completion that counts as passed in pass@k and maj@k."""
-    answer: str | None = None
+    answer: CodeName | None = None
     """Function from a completion's text to the answer that maj@k compares: final_answer, last_number, boxed, or your
     own 'package.module:function' or 'path/to/file.py:function', which returns None for no answer. Default: the one that
     belongs to the reward exact_match, gsm8k or math_verify; with other rewards there is no maj@k."""
@@ -106,7 +106,7 @@ class EvaluationConfig(Section):
     """Held-out prompts per evaluation, from all environments by weight; the same ones each time."""
     samples_per_prompt: Positive = 1
     """Completions per held-out prompt."""
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: Number = Field(1.0, ge=0, le=2)
     """Sampling temperature on held-out prompts; 0 is greedy. rollout.top_p, top_k, min_p and repetition_penalty are not
     applied."""
     sets: list[EvaluationSetConfig] = []

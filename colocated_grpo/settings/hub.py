@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from colocated_grpo.settings.base import NonNegative, Section
+from colocated_grpo.settings.base import NonNegative, Number, Section
 
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config
@@ -24,7 +24,7 @@ class HubConfig(Section):
     """Create the repository as a private one. An existing repository stays as it is."""
     every: NonNegative = 0
     """Steps between pushes. 0: only the final model or adapter."""
-    timeout: float = Field(3600.0, gt=0)
+    timeout: Number = Field(3600.0, gt=0)
     """Seconds after which a push is ended and counts as failed. The end of the run waits for the last push."""
 
 

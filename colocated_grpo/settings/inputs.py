@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE, with_adapter_settings
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.base import NamedObject
-from colocated_grpo.settings.code_names import check_code_name, check_program
 from colocated_grpo.settings.config_json import (
     first_difference,
     longest_sequence,
@@ -27,6 +27,7 @@ from colocated_grpo.settings.lora import DEFAULT_INIT
 from colocated_grpo.settings.model_support import check_has_experts, check_trains
 from colocated_grpo.settings.schema import Config, ModelConfig
 from colocated_grpo.settings.sources import (
+    DATA_SUFFIXES,
     EVAL_DATASETS,
     TRAIN_DATASET,
     AgentSourceConfig,
@@ -37,9 +38,6 @@ from colocated_grpo.settings.sources import (
 )
 from colocated_grpo.settings.text_parts import attention_heads, text_part
 from colocated_grpo.settings.turns import TurnsSourceConfig
-
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""Suffixes of dataset files. The readers are in `environments.dataset`, which config may not import."""
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
@@ -179,7 +177,27 @@ def _sources(config: Config) -> Iterator[tuple[str, EnvironmentConfig]]:
 def _check_answers(config: Config) -> Iterator[str]:
     for index, entry in enumerate(config.evaluation.sets):
         if entry.answer is not None:
-            yield from check_code_name(f"evaluation.sets.{index}.answer", entry.answer)
+            yield from _check_code(f"evaluation.sets.{index}.answer", entry.answer)
+
+
+def _check_code(key: str, name: str) -> Iterator[str]:
+    """Yield a line where a name of user code refers to no file. A rank finds the object when it imports the file."""
+    location = name.rpartition(":")[0]
+    if location == "__main__":
+        yield f"{key}={name!r}: an object of the program that began the run; continue it with that program"
+    elif location.endswith(".py") and not Path(location).expanduser().is_file():
+        yield f"{key}={name!r}: no such file"
+
+
+def _check_program(key: str, name: str) -> Iterator[str]:
+    """Yield a line where `name` is no Python file, executable or name of a function."""
+    if ":" in name:
+        yield from _check_code(key, name)
+    elif name.endswith(".py"):
+        if not Path(name).is_file():
+            yield f"{key}={name!r}: no such file"
+    elif shutil.which(name) is None and not (Path(name).is_file() and os.access(name, os.X_OK)):
+        yield f"{key}={name!r}: neither an executable file nor a command in PATH"
 
 
 def _check_source(key: str, source: EnvironmentConfig) -> Iterator[str]:
@@ -188,13 +206,13 @@ def _check_source(key: str, source: EnvironmentConfig) -> Iterator[str]:
         yield from _check_key(f"{key}.server.api_key_variable", source.server.api_key_variable)
         return
     for path, name in prompt_functions(source):
-        yield from check_code_name(f"{key}.{dotted(path)}", name)
+        yield from _check_code(f"{key}.{dotted(path)}", name)
     if not isinstance(source, RowsSourceConfig):
         if not isinstance(source, NamedObject) or source.given is None:
-            yield from check_code_name(f"{key}.name", source.name)
+            yield from _check_code(f"{key}.name", source.name)
         return
     if isinstance(source, AgentSourceConfig):
-        yield from check_program(f"{key}.program", source.program)
+        yield from _check_program(f"{key}.program", source.program)
     if isinstance(source, DatasetSourceConfig):
         for number, reward in enumerate(source.rewards):
             if reward.given is None:
@@ -216,4 +234,4 @@ def _check_reward(key: str, name: str) -> Iterator[str]:
     if dot and ":" not in name:  # a dotted Python name: built-in rewards have no dot
         rule = "names no function; write file.py:function" if function == "py" else f"write {module}:{function}"
         yield f"{key}={name!r}: {rule}"
-    yield from check_code_name(key, name)
+    yield from _check_code(key, name)

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from colocated_grpo.settings.base import FileName, Positive, Section
+from colocated_grpo.settings.base import DEFAULT_INIT, InputFile, Number, Positive, Section
 from colocated_grpo.settings.layers import Layers
 
 ALL_LINEAR = "all-linear"
-DEFAULT_INIT = "default"
 LEARNING_RATE = 1e-5
 """Default of policy.lr with adapters: ten times that of full training, the ratio that "LoRA Without Regret" (Schulman
 et al., 2025) found for reinforcement learning, nearly independent of the rank."""
@@ -41,7 +40,7 @@ Modules = Annotated[list[str] | str, AfterValidator(_valid_pattern)]
 class LoRAConfig(Section):
     rank: Positive = 32
     """Columns of B and rows of A (PEFT's r). Reinforcement learning needs little capacity: 8 to 32 suffice."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: Number = Field(32.0, gt=0)
     """The product B @ A is multiplied by alpha / rank, so the best learning rate hardly depends on the rank."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (PEFT's use_rslora)."""
@@ -54,7 +53,7 @@ class LoRAConfig(Section):
     """Transformer blocks with adapters: 20-31, 0-3,28-31 or a list of numbers. Default: all."""
     dropout: Annotated[float, AfterValidator(no_dropout)] = 0.0
     """Accepted as 0 only."""
-    init: FileName = DEFAULT_INIT
+    init: InputFile = DEFAULT_INIT
     """default: A is drawn uniformly, B is zero, as in PEFT. Otherwise the folder of a PEFT adapter to continue from,
     which also sets rank, alpha, rslora, target_modules, exclude_modules and layers."""
     base_on_host: bool = False

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from colocated_grpo.settings.base import Fraction, NonNegative, Positive, Section
+from colocated_grpo.settings.base import Fraction, NonNegative, Number, Positive, Section
 from colocated_grpo.settings.layers import Layers
 from colocated_grpo.settings.lora import LEARNING_RATE, LoRAConfig
 
@@ -29,24 +29,24 @@ class OptimizerConfig(Section):
     """Decay rate of AdamW's first moment."""
     beta2: Fraction = 0.999
     """Decay rate of AdamW's second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: Number = Field(1e-8, gt=0)
     """Added to the denominator of AdamW's update."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: Number = Field(0.0, ge=0)
     """Decoupled weight decay of all parameters: each step multiplies them by 1 - lr * weight_decay."""
 
 
 class PolicyConfig(Section):
-    lr: float = Field(1e-6, gt=0)
+    lr: Number = Field(1e-6, gt=0)
     """Peak learning rate. The default suits pretrained models; models of a few million parameters need 1e-4 and
     more. With `lora` the default is 1e-5: adapters need about ten times the learning rate of full training."""
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: Number = Field(0.0, ge=0)
     """Final learning rate of a cosine or linear schedule. At most lr."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Course of the learning rate after warmup, over the run's optimizer steps. A step in which all groups are pending
     (games with delayed returns) makes no optimizer step, so such a run ends before the schedule reaches min_lr."""
     warmup_steps: NonNegative = 0
     """Optimizer steps of linear warmup: step i (from 0) of n uses lr * (i + 1) / n."""
-    grad_clip: float = Field(1.0, gt=0)
+    grad_clip: Number = Field(1.0, gt=0)
     """Maximum global gradient norm. Larger gradients are scaled down to it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and its constants."""
@@ -77,7 +77,7 @@ class PolicyConfig(Section):
     routing_replay: bool = False
     """For mixtures of experts: train each token with the experts that the engine chose while sampling it, instead of
     the policy's own choice, which differs where rounding does (docs/models.md)."""
-    load_balancing: float = Field(0.0, ge=0)
+    load_balancing: Number = Field(0.0, ge=0)
     """For mixtures of experts: coefficient of the load-balancing loss, which falls as each router uses its experts more
     equally (docs/models.md), for example 0.001. 0: off. Costs a forward pass per optimizer step. Must be 0 with `lora`,
     which does not train routers."""

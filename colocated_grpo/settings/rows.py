@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from colocated_grpo.settings.base import Fraction, Positive, Section
+from colocated_grpo.settings.base import Fraction, Integer, Number, Positive, Section
 
 Scalar = bool | int | float | str
 
@@ -16,9 +16,9 @@ class ConditionConfig(Section):
 
     any: list[Scalar] | None = Field(None, min_length=1)
     """Values that meet the condition."""
-    min: float | None = None
+    min: Number | None = None
     """Smallest number that meets the condition."""
-    max: float | None = None
+    max: Number | None = None
     """Largest number that meets the condition."""
 
     @model_validator(mode="before")
@@ -51,7 +51,7 @@ class ColumnCurriculumConfig(Section):
     order: Literal["ascending", "descending"] | Annotated[list[Scalar], Field(min_length=2)] = "ascending"
     """ascending: small numbers are easy. descending: large numbers are easy, such as solve rates of another model. Or
     all values of the column, the easiest first. Example: [easy, medium, hard]"""
-    stages: int = Field(5, ge=2)
+    stages: Integer = Field(5, ge=2)
     """Number of stages. Stage k of n draws from the easiest k/n of the rows. Rows of equal difficulty join together."""
     steps: Positive | None = None
     """Training steps before the last stage, which draws from all rows. The other stages share them equally. Either this
@@ -63,7 +63,7 @@ class ColumnCurriculumConfig(Section):
     window: Positive = 64
     """Prompts over which the pass rate is taken. The pass rate of a prompt is the fraction of its completions whose
     reward is at least `pass_reward`."""
-    pass_reward: float = 1.0
+    pass_reward: Number = 1.0
     """Smallest reward of a completion that counts as passed."""
 
     @model_validator(mode="after")
@@ -86,7 +86,7 @@ class PassRateCurriculumConfig(Section):
     """Largest pass rate of a prompt that does not rest."""
     rest: Positive = 2
     """Number of turns for which a prompt outside these bounds is passed over. Then it is sampled again."""
-    pass_reward: float = 1.0
+    pass_reward: Number = 1.0
     """Smallest reward of a completion that counts as passed."""
 
     _checked = model_validator(mode="after")(_in_order)

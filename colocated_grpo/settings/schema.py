@@ -11,7 +11,17 @@ from typing import Literal
 from pydantic import Field
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.base import FileName, Fraction, NonNegative, Positive, Section
+from colocated_grpo.settings.base import (
+    FileName,
+    Fraction,
+    InputFile,
+    Integer,
+    NonNegative,
+    Number,
+    Positive,
+    Section,
+    TemplateVariables,
+)
 from colocated_grpo.settings.engine import EngineConfig
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.settings.hub import HubConfig
@@ -19,7 +29,6 @@ from colocated_grpo.settings.losses import AdvantageConfig, DAPOConfig, LossConf
 from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.settings.selection import ResampleConfig, SkipSolvedConfig
 from colocated_grpo.settings.sources import AgentSourceConfig, EnvironmentConfig
-from colocated_grpo.settings.templates import TemplateVariables
 from colocated_grpo.settings.turns import INITIAL, OpponentConfig, TurnsSourceConfig
 
 MIN_TEMPERATURE = 0.01
@@ -27,13 +36,13 @@ MIN_TEMPERATURE = 0.01
 
 
 class ModelConfig(Section):
-    name: FileName
+    name: InputFile
     """Local folder or Hugging Face name of a causal language model."""
     revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint. Only for repositories you trust."""
-    chat_template: FileName | None = None
+    chat_template: InputFile | None = None
     """Chat template: Jinja text, or the path of a file with it. Default: the tokenizer's own."""
     chat_template_kwargs: TemplateVariables = {}
     """Variables of the chat template, such as {enable_thinking: false}, in prompts of every environment and evaluation
@@ -43,24 +52,24 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     prompts_per_step: Positive = 32
     """Prompts of one step, over all ranks. A step trains prompts_per_step * group_size completions."""
-    group_size: int = Field(8, ge=2)
+    group_size: Integer = Field(8, ge=2)
     """Completions sampled for each prompt. At least 2, as their rewards are compared with each other."""
     max_prompt_tokens: Positive = 1024
     """Maximum prompt length in tokens. Longer prompts are dropped, never truncated (metric prompts_dropped)."""
     max_completion_tokens: Positive = 1024
     """Maximum completion length in tokens; sampling stops there with finish_reason 'length'. In an episode: all tokens
     after the prompt, observations included."""
-    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=2)
+    temperature: Number = Field(1.0, ge=MIN_TEMPERATURE, le=2)
     """Sampling temperature. The trainer divides its logits by the same value, so both use the same distribution."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Number = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens that reach this total probability; 1 keeps all. Below 1 the engine's
     log-probabilities are renormalised over the kept tokens and no longer match the trainer's."""
-    top_k: int = Field(0, ge=0)
+    top_k: Integer = Field(0, ge=0)
     """Sample from the k likeliest tokens; 0 keeps all. Changes log-probabilities like top_p."""
     min_p: Fraction = 0.0
     """Drop tokens less likely than this fraction of the likeliest one; 0 keeps all. Changes log-probabilities like
     top_p."""
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: Number = Field(1.0, gt=0)
     """vLLM's repetition penalty; 1 is none. Changes log-probabilities like top_p."""
     stop: list[str] = []
     """Strings that end a completion. The tokens of the string are part of the completion and are trained."""
@@ -79,12 +88,12 @@ class RolloutConfig(Section):
     reward_workers: Positive = 8
     """Threads and worker processes per rank that compute rewards while the engine decodes. 1: rewards of one prompt at
     a time."""
-    reward_timeout: float = Field(60.0, gt=0)
+    reward_timeout: Number = Field(60.0, gt=0)
     """Time limit in seconds for the rewards of one prompt. It starts with the call, but not before the rank has sampled
     its last completion of the step. On timeout the completions count as failed, and hanging threads and processes are
     replaced. User code that keeps all threads of its rank from running for this long ends the run: the limit is this
     or, with episodes or agents, tool_timeout if that is longer; at least 5 s."""
-    tool_timeout: float = Field(60.0, gt=0)
+    tool_timeout: Number = Field(60.0, gt=0)
     """Time limit in seconds between two turns of an episode (tools, reward). On timeout the episode has failed."""
     max_reward_errors: Fraction = 0.2
     """Largest fraction of a step's completions whose reward may fail. Above it the run stops and shows the first
@@ -150,7 +159,7 @@ class TrackingConfig(Section):
     completions_every: NonNegative = 0
     """Steps between tables of completions, with prompts and rewards, that are sent to W&B, trackio, SwanLab, MLflow,
     ClearML and Comet. 0: none. rollouts.jsonl has completions of every step (rollouts_per_step)."""
-    completions_rows: int = Field(16, ge=1, le=1000)
+    completions_rows: Integer = Field(16, ge=1, le=1000)
     """Completions in such a table, evenly spaced from the worst to the best reward."""
     profile_step: NonNegative | None = None
     """Step (from 0) whose training phase is profiled on rank 0, into profile/ in the run folder. null: none."""
@@ -164,7 +173,7 @@ class FreshnessConfig(Section):
     every: NonNegative = 1
     """Compare the engine's weights with the policy's, bit for bit, after every n-th sync. 0: check neither weights nor
     samples."""
-    max_mean_diff: float | None = Field(None, gt=0)
+    max_mean_diff: Number | None = Field(None, gt=0)
     """Largest accepted mean of |engine - policy| log-probability over sampled tokens (mismatch/plain); above it the run
     stops before the optimizer step. The mean over a single completion (mismatch/worst) may be five times as large.
     Default: 0.3 where the engine's weights or KV cache are quantized, else 0.1 where engine or policy is 16-bit, 0.01
@@ -188,7 +197,7 @@ class Config(Section):
     engine use the same tensors, so there is no sync and no FSDP overhead; needs a single rank. The tensors stay on the
     device while the policy trains: 2 bytes more per parameter in bfloat16. A checkpoint of one mode resumes in the
     other."""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: Integer = Field(0, ge=0, lt=2**32)
     """Determines all random numbers of the run."""
     deterministic: bool = False
     """Assign prompts to engines in a fixed order and use deterministic kernels, so that a resumed run repeats the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from colocated_grpo.settings.base import Positive, Section
+from colocated_grpo.settings.base import Number, Positive, Section
 
 
 class ResampleConfig(Section):
@@ -16,5 +16,5 @@ class ResampleConfig(Section):
 class SkipSolvedConfig(Section):
     after: Positive = 2
     """Visits in a row in which all completions of a prompt were solved, after which it is skipped."""
-    reward: float = Field(1.0, gt=0)
+    reward: Number = Field(1.0, gt=0)
     """A group is solved if its rewards are equal and at least this."""

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.base import FileName, NamedObject, NonNegative, Positive
+from colocated_grpo.settings.base import (
+    CodeName,
+    InputFile,
+    NamedObject,
+    NonNegative,
+    Number,
+    Positive,
+    TemplateVariables,
+    Tool,
+    find_file,
+)
 from colocated_grpo.settings.errors import KeyPath
 from colocated_grpo.settings.rows import ConditionConfig, CurriculumConfig
-from colocated_grpo.settings.templates import TemplateVariables, Tool
 from colocated_grpo.settings.turns import TurnsSourceConfig
 
 TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
@@ -19,11 +29,20 @@ TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
 evaluation set NAME."""
 
 
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Suffixes of dataset files. The readers are in `environments.dataset`, which is above settings."""
+SplitOrFile = Annotated[
+    str, AfterValidator(lambda name, info: find_file(name, info) if name.lower().endswith(DATA_SUFFIXES) else name)
+]
+Program = Annotated[str, AfterValidator(lambda name, info: name if shutil.which(name) else find_file(name, info))]
+"""A command in PATH, or a file or function."""
+
+
 class TaskSourceConfig(NamedObject):
     """A task generates prompts and scores single completions."""
 
     type: Literal["task"] = "task"
-    name: str
+    name: CodeName
     """A built-in task (arithmetic, countdown, reversal, sorting, tool_call), 'reasoning_gym:<dataset>', a task of an
     installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
     args: dict[str, Any] = {}
@@ -36,7 +55,7 @@ class TaskSourceConfig(NamedObject):
     chat_template_kwargs: TemplateVariables = {}
     """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
     `chat_template_kwargs` of an item take precedence."""
-    weight: float = Field(1.0, gt=0)
+    weight: Number = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
 
@@ -44,7 +63,7 @@ class EpisodeSourceConfig(NamedObject):
     """An episode holds a conversation of several turns with the policy and scores it: docs/guides/episodes.md."""
 
     type: Literal["episode"]
-    name: str
+    name: CodeName
     """A built-in episode, 'textarena:<game>' or an environment of another library (docs/guides/adapters.md), an episode
     of an installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
     args: dict[str, Any] = {}
@@ -57,14 +76,14 @@ class EpisodeSourceConfig(NamedObject):
     chat_template_kwargs: TemplateVariables = {}
     """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
     `chat_template_kwargs` of an item take precedence."""
-    weight: float = Field(1.0, gt=0)
+    weight: Number = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
 
 class RewardConfig(NamedObject):
     """One reward function of a dataset. Functions have TRL's signature: docs/guides/from_trl.md."""
 
-    name: str
+    name: CodeName
     """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
     'path/to/file.py:function'."""
     args: dict[str, Any] | None = None
@@ -79,7 +98,7 @@ class RewardConfig(NamedObject):
     relative: bool = False
     """true: the function compares the completions of a prompt with each other, and is never called with some of them
     only. false: after an exception it is called for each completion alone, to find out which ones made it raise."""
-    weight: float = Field(1.0, ge=-1e6, le=1e6)
+    weight: Number = Field(1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the sum of a completion's rewards. 0 only logs it, as reward/<name>: whatever it returns
     or raises, the sum is that of the others."""
 
@@ -88,18 +107,28 @@ def reward_by_name(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def reward_name(name: Any) -> Any:
+    """Return the name of a reward, given as in TRL's script, in the form of a config; other values unchanged."""
+    if name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"):
+        return f"trl.rewards:{name}"
+    if not isinstance(name, str) or ":" in name:
+        return name
+    module, _, function = name.rpartition(".")
+    return f"{module}:{function}" if module else name
+
+
 class RowsSourceConfig(NamedObject):
     """Rows of a dataset as prompts."""
 
     type: str
-    name: FileName
+    name: InputFile
     """A .jsonl, .json, .csv or .parquet file, a folder written by save_to_disk(), or a Hugging Face dataset name.
     Values of a .csv stay text."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset. Not for local files."""
     split: str = "train"
     """Training split of a Hugging Face dataset. Not for local files."""
-    eval_split: str | None = None
+    eval_split: SplitOrFile | None = None
     """Split of held-out prompts; for a local file, the path of another file. Default: `held_out` rows at the end of the
     training data, which are then not trained on."""
     held_out: NonNegative | None = None
@@ -117,12 +146,12 @@ class RowsSourceConfig(NamedObject):
     where: dict[str, ConditionConfig] = {}
     """Conditions on columns, as they are named in the data; rows that do not meet all of them are left out. A value, a
     list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
-    filter: str | None = None
+    filter: CodeName | None = None
     """Function 'package.module:function' or 'path/to/file.py:function' that gets a row as a dictionary and returns
     true if it is kept. It is called for the rows that meet `where`."""
     curriculum: CurriculumConfig | None = None
     """Order of the rows by difficulty: docs/guides/prompts.md. null: `shuffle` alone decides."""
-    weight: float = Field(1.0, gt=0)
+    weight: Number = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
     _held_out: Any = PrivateAttr(default=None)
@@ -151,7 +180,7 @@ class AgentSourceConfig(RowsSourceConfig):
     """Rows of a dataset as tasks of a program that samples through OpenAI's chat API: docs/guides/agents.md."""
 
     type: Literal["agent"]
-    program: FileName
+    program: Program
     """A Python file, which the run's own interpreter runs, any other executable, or an async function as
     'path/to/file.py:function' or 'package.module:function'."""
     arguments: list[str] = []

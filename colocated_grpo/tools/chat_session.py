@@ -16,7 +16,7 @@ from colocated_grpo.settings.config_json import longest_sequence, read_config_js
 from colocated_grpo.settings.loading import build_config, parse_overrides
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.text_parts import text_part
-from colocated_grpo.settings.yaml_text import parse_value
+from colocated_grpo.settings.tree import parse_value
 from colocated_grpo.tools.subject import Subject, read_settings, with_subject
 from colocated_grpo.tools.subject_engine import subject_engine
 

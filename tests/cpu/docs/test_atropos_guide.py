@@ -8,8 +8,8 @@ import shlex
 import pytest
 
 from colocated_grpo.launch.launcher import main
-from colocated_grpo.settings.atropos_flags import FLAGS, VARIABLES
 from colocated_grpo.settings.errors import dotted, setting_names
+from colocated_grpo.settings.names.atropos_flags import FLAGS, VARIABLES
 from colocated_grpo.settings.schema import Config
 from tests.support.paths import ROOT
 from tests.support.training_runs import tiny_model

@@ -13,9 +13,9 @@ import pytest
 
 from colocated_grpo.launch import launcher
 from colocated_grpo.launch.atropos_command import read_command
-from colocated_grpo.settings.atropos_flags import FLAGS, VARIABLES
 from colocated_grpo.settings.errors import ConfigError, parse_path
 from colocated_grpo.settings.loading import read_config
+from colocated_grpo.settings.names.atropos_flags import FLAGS, VARIABLES
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import lookup
 from tests.support.atropos_commands import EXAMPLES, SERVER, Example

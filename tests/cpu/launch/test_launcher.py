@@ -128,6 +128,10 @@ ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
         (["--environments.0.args", "{min_digit: 3}"], "environments 'sorting': unknown argument 'min_digit'; did you"),
         (["--environments", ROWS % "math_verify"], "environments 'rows.jsonl': no rows in 'train'"),
         (["--environments", ROWS % "broken.py:right"], "environments 'rows.jsonl': rewards: cannot import 'broken.py'"),
+        (
+            ["--environments", ROWS % "mine.py:rihgt"],
+            "environments 'rows.jsonl': rewards: unknown object of 'mine.py' 'rihgt'; did you mean 'right'?",
+        ),
         (["--evaluation.sets", SET % "source: rows.jsonl, rewards: [gsm8k]"], "environments 'eval/own': no rows in"),
         (
             ["--evaluation.sets", SET % "source: {name: sorting}, answer: 'broken.py:right'"],
@@ -138,6 +142,7 @@ ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
 )
 def test_a_dry_run_refuses_what_the_run_would_refuse(config, eight_gpus, tmp_path, capsys, flags, line):
     (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "mine.py").write_text("def right(completions): return []\n")
     (tmp_path / "broken.py").write_text("def right(completions): return []\n\nraise ValueError('when imported')\n")
     assert main(["--config", config, "--dry-run", *flags]) == 2
     output, errors = capsys.readouterr()

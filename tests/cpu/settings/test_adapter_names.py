@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from colocated_grpo.settings.aliases import ALIASES
 from colocated_grpo.settings.loading import parse_overrides
+from colocated_grpo.settings.names.translation import ALIASES
 from tests.support.config_text import config_error, load, notes
 
 TRAINERS = {"rank": 16, "alpha": 32.0, "target_modules": ["q_proj", "v_proj"]}

@@ -11,10 +11,10 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from colocated_grpo.settings.aliases import ALIASES
 from colocated_grpo.settings.errors import setting_names
 from colocated_grpo.settings.layers import layers_text, parse_layers
 from colocated_grpo.settings.loading import load_config, parse_overrides, read_config
+from colocated_grpo.settings.names.translation import ALIASES
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
 from tests.support.config_text import load, notes
@@ -400,6 +400,7 @@ def test_an_old_name_without_effect_is_reported_with_the_reason():
 def test_no_old_name_hides_a_setting():
     settings = {".".join(map(str, path)) for path, _ in setting_names(Config)}
     assert not settings & set(ALIASES)
+    assert not {name.partition(".")[0] for name in ALIASES} & set(Config.model_fields)
 
 
 def test_every_old_name_leads_to_a_setting_that_exists():
@@ -419,4 +420,18 @@ def test_reading_settings_imports_no_heavy_library():
         "print(sorted({'torch', 'vllm', 'transformers', 'huggingface_hub', 'numpy'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_config_with_our_own_names_reads_no_table_of_another_trainers_names(tmp_path):
+    (tmp_path / "own.yaml").write_text("model: {name: some/model}\nenvironments: [{name: sorting}]\n")
+    code = (
+        "import sys\n"
+        "from colocated_grpo.settings.loading import load_config\n"
+        "load_config(sys.argv[1], ['--policy.lr', '2e-6', '--policy.lora.target_modules', 'a', 'b'])\n"
+        "print([name for name in sys.modules if name.startswith('colocated_grpo.settings.names')])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "own.yaml"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -1,7 +1,7 @@
 """Translates the setting names of other trainers.
 
-The tables for ToSSim's co-located trainer (YAML) and Atropos' example trainer are here, TRL's is in `trl_names`, those
-of adapters are in `lora_names`. A name is accepted only if its meaning is exactly the same. Error lines for other names
+The tables for ToSSim's co-located trainer (YAML) and Atropos' example trainer are here, TRL's is in `trl`, those
+of adapters are in `peft`. A name is accepted only if its meaning is exactly the same. Error lines for other names
 say what to write instead.
 """
 
@@ -11,16 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from colocated_grpo.settings.alias_kinds import (
-    Alias,
-    Lookup,
-    NewSettings,
-    not_needed,
-    not_supported,
-    one_of,
-    renamed,
-    unless_null,
-)
 from colocated_grpo.settings.engine import EngineConfig
 from colocated_grpo.settings.errors import (
     ConfigError,
@@ -32,10 +22,20 @@ from colocated_grpo.settings.errors import (
     parse_path,
     show,
 )
-from colocated_grpo.settings.lora_names import LORA, add_rank
+from colocated_grpo.settings.names.kinds import (
+    Alias,
+    Lookup,
+    NewSettings,
+    not_needed,
+    not_supported,
+    one_of,
+    renamed,
+    unless_null,
+)
+from colocated_grpo.settings.names.peft import LORA, add_rank
+from colocated_grpo.settings.names.trl import TRL
 from colocated_grpo.settings.schema import RolloutConfig
 from colocated_grpo.settings.tree import assign, lookup, remove
-from colocated_grpo.settings.trl_names import TRL
 
 
 def _engine_argument(key: str, value: Any, _get: Lookup) -> NewSettings:
@@ -144,6 +144,10 @@ _BATCH_SIZES = {
 # Applied in this order. Batch sizes count completions, so the group size must be translated before them.
 ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_ATROPOS, **_BATCH_SIZES}
 
+FLAGS_WITH_LISTS = {"lora_target_modules", "report_to", "reward_funcs", "reward_weights"}
+"""Names that accept several values on the command line: `--report_to wandb none`."""
+SWITCHES = {"use_peft", "use_rslora", "use_wandb"}
+"""Names that mean true without a value there."""
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
 _VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
@@ -154,7 +158,7 @@ def new_names() -> dict[str, str]:
     return {old: alias.new_name if alias.names_a_setting else old for old, alias in ALIASES.items()}
 
 
-def translate_aliases(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
+def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
     """Replace old names in `tree` and `locations` by new ones, in place, and return notes for the user.
 
     A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError

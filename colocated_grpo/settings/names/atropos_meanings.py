@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.settings.atropos_modes import BRIDGE_VARIABLE, BROADCAST, MODE, SINGLE_COPY, Command
+from colocated_grpo.settings.names.atropos_modes import BRIDGE_VARIABLE, BROADCAST, MODE, SINGLE_COPY, Command
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from colocated_grpo.settings import atropos_meanings as means
-from colocated_grpo.settings.atropos_modes import (
+from colocated_grpo.settings.names import atropos_meanings as means
+from colocated_grpo.settings.names.atropos_modes import (
     BRIDGE_CONFIG,
     BRIDGE_VARIABLE,
     BROADCAST,

@@ -10,18 +10,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from colocated_grpo.settings.alias_kinds import (
+from colocated_grpo.settings.errors import SettingsTree
+from colocated_grpo.settings.lora import ALL_LINEAR, DEFAULT_INIT, no_dropout
+from colocated_grpo.settings.names.kinds import (
     Alias,
     Lookup,
     NewSettings,
+    each,
     not_needed,
     not_supported,
     one_of,
     renamed,
     unless_null,
 )
-from colocated_grpo.settings.errors import SettingsTree
-from colocated_grpo.settings.lora import ALL_LINEAR, DEFAULT_INIT, no_dropout
 
 RANK, ALPHA, TARGETS = "policy.lora.rank", "policy.lora.alpha", "policy.lora.target_modules"
 _PEFT_TARGETS = ["q_proj", "v_proj"]
@@ -139,7 +140,6 @@ _ALL_TRAINED = "an adapter is all that is trained; policy.train_layers trains wh
 _LINEAR_ONLY = "only linear layers have adapters: policy.lora.target_modules"
 _PLAIN_LORA = "adapters are plain LoRA, or rslora"
 _SIXTEEN_BITS = "base weights are 16-bit; policy.lora.base_on_host frees their GPU memory"
-_QUANTIZED = "part of load_in_4bit"
 _INIT = "A is drawn uniformly, B is zero; policy.lora.init continues from an adapter"
 
 TRL_LORA: dict[str, Alias] = {
@@ -162,10 +162,8 @@ TRL_LORA: dict[str, Alias] = {
     ),
     "lora_rank": not_supported("write policy: {lora: {rank: 8}}, or lora_r"),
     "lora_config": not_supported("write policy: {lora: {rank: 8}}, or peft_config"),
-    **{f"load_in_{bits}bit": one_of(_SIXTEEN_BITS, {False: None}) for bits in (4, 8)},
-    "bnb_4bit_quant_type": not_needed(_QUANTIZED),
-    "bnb_4bit_quant_storage": not_needed(_QUANTIZED),
-    "use_bnb_nested_quant": not_needed(_QUANTIZED),
+    **each("load_in_4bit load_in_8bit", one_of(_SIXTEEN_BITS, {False: None})),
+    **each("bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant", not_needed("part of load_in_4bit")),
 }
 
 PEFT: dict[str, Alias] = {
@@ -184,40 +182,23 @@ PEFT: dict[str, Alias] = {
         "peft_type": one_of(_PLAIN_LORA, {"lora": None}),
         "task_type": one_of("causal language models are trained", {"causal_lm": None}),
         "inference_mode": one_of("a run trains", {False: None}),
-        **{name: _only_empty(_ALL_TRAINED) for name in ("modules_to_save", "trainable_token_indices", "lora_bias")},
+        **each("modules_to_save trainable_token_indices lora_bias", _only_empty(_ALL_TRAINED)),
         "target_parameters": _only_empty(_LINEAR_ONLY),
-        **{
-            name: _only_empty("all layers have the same policy.lora.rank and policy.lora.alpha")
-            for name in ("rank_pattern", "alpha_pattern")
-        },
-        **{
-            name: _only_empty(_PLAIN_LORA)
-            for name in (
-                "alora_invocation_tokens",
-                "arrow_config",
-                "corda_config",
-                "ensure_weight_tying",
-                "eva_config",
-                "kasa_config",
-                "layer_replication",
-                "loftq_config",
-                "lora_ga_config",
-                "megatron_config",
-                "monteclora_config",
-                "use_bdlora",
-                "use_dora",
-                "use_qalora",
-                "velora_config",
-            )
-        },
-        **{
-            name: not_needed("model.name and model.revision determine the model")
-            for name in ("auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "revision")
-        },
-        **{
-            name: not_needed("no effect on plain LoRA")
-            for name in ("megatron_core", "peft_version", "qalora_group_size", "runtime_config")
-        },
+        **each(
+            "rank_pattern alpha_pattern",
+            _only_empty("all layers have the same policy.lora.rank and policy.lora.alpha"),
+        ),
+        **each(
+            "alora_invocation_tokens arrow_config corda_config ensure_weight_tying eva_config kasa_config "
+            "layer_replication loftq_config lora_ga_config megatron_config monteclora_config use_bdlora use_dora "
+            "use_qalora velora_config",
+            _only_empty(_PLAIN_LORA),
+        ),
+        **each(
+            "auto_mapping base_model_name_or_path fan_in_fan_out revision",
+            not_needed("model.name and model.revision determine the model"),
+        ),
+        **each("megatron_core peft_version qalora_group_size runtime_config", not_needed("no effect on plain LoRA")),
     }.items()
 }
 
