@@ -193,20 +193,18 @@ def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config
     """Return the settings adapted to their model, and lines to print. Raises ConfigError where the run cannot start."""
     from colocated_grpo.runtime.run_folder import check_resumed
     from colocated_grpo.runtime.vllm_version import check_installed
-    from colocated_grpo.settings.addresses import exposures
     from colocated_grpo.settings.inputs import check_inputs
-    from colocated_grpo.settings.node_rules import check_nodes
     from colocated_grpo.settings.rules import check_world
+    from colocated_grpo.settings.source_rules import exposures
 
     check_installed()
     ranks = int(os.environ["WORLD_SIZE"])
-    check_world(loaded.config, ranks)
-    check_nodes(loaded.config, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    check_world(loaded.config, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     config, notes = check_inputs(loaded.config)
     check_resumed(config, resume, name)
     return config, [
         *(f"note: {note}" for note in loaded.notes + notes),
-        *(f"warning: {line}" for line in exposures(config)),
+        *(f"warning: {line}" for line in exposures(config.environments)),
     ]
 
 

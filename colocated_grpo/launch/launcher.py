@@ -132,13 +132,11 @@ def read_settings(launch: Launch) -> tuple[Config, list[str]]:
     """Return the settings and notes about them. Raises LaunchError where they are invalid for this number of ranks."""
     from colocated_grpo.settings.errors import ConfigError
     from colocated_grpo.settings.loading import read_config
-    from colocated_grpo.settings.node_rules import check_nodes
     from colocated_grpo.settings.rules import check_world
 
     try:
         loaded = read_config(launch.config, launch.overrides)
-        check_world(loaded.config, launch.ranks * launch.nodes)
-        check_nodes(loaded.config, launch.ranks * launch.nodes, launch.ranks)
+        check_world(loaded.config, launch.ranks * launch.nodes, launch.ranks)
     except ConfigError as error:
         raise LaunchError(str(error)) from None
     return loaded.config, loaded.notes

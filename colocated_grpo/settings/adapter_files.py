@@ -9,9 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.lora import DEFAULT_INIT, LoRAConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _KEYS = {

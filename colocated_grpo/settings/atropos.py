@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,6 +10,24 @@ from pydantic import Field
 from colocated_grpo.settings.base import Integer, Number, Positive, Section
 
 Port = Annotated[Integer, Field(ge=1, le=65535)]
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_wildcard(bound: str) -> bool:
+    """True if a server bound to this address listens on all addresses of the machine."""
+    return bound == "" or (is_address(bound) and ipaddress.ip_address(bound).is_unspecified)
+
+
+def is_loopback(bound: str) -> bool:
+    """True if only processes of this machine reach a server bound to this address."""
+    return bound == "localhost" or (is_address(bound) and ipaddress.ip_address(bound).is_loopback)
 
 
 class ServerConfig(Section):

@@ -11,21 +11,20 @@ from typing import Any
 
 from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE, with_adapter_settings
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.base import NamedObject
+from colocated_grpo.settings.base import DEFAULT_INIT, NamedObject
 from colocated_grpo.settings.config_json import (
+    attention_heads,
     first_difference,
     longest_sequence,
     original_positions,
     read_config_json,
     shape_of,
+    text_part,
 )
-from colocated_grpo.settings.context_rules import check_context
 from colocated_grpo.settings.errors import ConfigError, dotted
-from colocated_grpo.settings.hub import check_hub
-from colocated_grpo.settings.layers import layers_text, out_of_range
-from colocated_grpo.settings.lora import DEFAULT_INIT
-from colocated_grpo.settings.model_support import check_has_experts, check_trains
-from colocated_grpo.settings.schema import Config, ModelConfig
+from colocated_grpo.settings.generation import ModelConfig
+from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
+from colocated_grpo.settings.schema import Config, HubConfig
 from colocated_grpo.settings.sources import (
     DATA_SUFFIXES,
     EVAL_DATASETS,
@@ -36,7 +35,7 @@ from colocated_grpo.settings.sources import (
     RowsSourceConfig,
     prompt_functions,
 )
-from colocated_grpo.settings.text_parts import attention_heads, text_part
+from colocated_grpo.settings.training import layers_text, out_of_range
 from colocated_grpo.settings.turns import TurnsSourceConfig
 
 
@@ -235,3 +234,22 @@ def _check_reward(key: str, name: str) -> Iterator[str]:
         rule = "names no function; write file.py:function" if function == "py" else f"write {module}:{function}"
         yield f"{key}={name!r}: {rule}"
     yield from _check_code(key, name)
+
+
+def check_hub(settings: HubConfig | None) -> Iterator[str]:
+    """Yield a line where no push could reach the Hub. Asks nothing of the Hub itself."""
+    if settings is None:
+        return
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    key = f"hub.repo={settings.repo!r}"
+    try:
+        validate_repo_id(settings.repo)
+    except HFValidationError as error:
+        yield f"{key}: {str(error).split(':')[0]}"
+    if constants.HF_HUB_OFFLINE:
+        yield f"{key}: HF_HUB_OFFLINE is set; unset it, or remove hub"
+    elif os.environ.get("RANK", "0") == "0" and not get_token():  # only rank 0 pushes
+        yield f"{key}: no token; set HF_TOKEN to one that may write, or run `hf auth login`"

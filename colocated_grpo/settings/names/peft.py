@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import SettingsTree
-from colocated_grpo.settings.lora import ALL_LINEAR, DEFAULT_INIT, no_dropout
 from colocated_grpo.settings.names.kinds import (
     Alias,
     Lookup,
@@ -23,6 +23,7 @@ from colocated_grpo.settings.names.kinds import (
     renamed,
     unless_null,
 )
+from colocated_grpo.settings.training import ALL_LINEAR, no_dropout
 
 RANK, ALPHA, TARGETS = "policy.lora.rank", "policy.lora.alpha", "policy.lora.target_modules"
 _PEFT_TARGETS = ["q_proj", "v_proj"]

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from colocated_grpo.settings.engine import EngineConfig
 from colocated_grpo.settings.errors import (
     ConfigError,
     KeyPath,
@@ -22,6 +21,7 @@ from colocated_grpo.settings.errors import (
     parse_path,
     show,
 )
+from colocated_grpo.settings.generation import EngineConfig, RolloutConfig
 from colocated_grpo.settings.names.kinds import (
     Alias,
     Lookup,
@@ -34,7 +34,6 @@ from colocated_grpo.settings.names.kinds import (
 )
 from colocated_grpo.settings.names.peft import LORA, add_rank
 from colocated_grpo.settings.names.trl import TRL
-from colocated_grpo.settings.schema import RolloutConfig
 from colocated_grpo.settings.tree import assign, lookup, remove
 
 

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from colocated_grpo.settings.errors import setting_names
-from colocated_grpo.settings.layers import layers_text, parse_layers
 from colocated_grpo.settings.loading import load_config, parse_overrides, read_config
 from colocated_grpo.settings.names.translation import ALIASES
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import layers_text, parse_layers
 from tests.support.config_text import load, notes
 from tests.support.paths import ROOT
 
