@@ -83,7 +83,7 @@ def read_model_files(config: Config, world: World) -> ModelFiles:
         hf_config=hf_config,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, folder),
-        shape=shape_of(config_json_in(folder)) | adapter_shape(config),
+        shape=shape_of(config_json_in(folder)) | adapter_shape(config.policy.lora),
     )
 
 

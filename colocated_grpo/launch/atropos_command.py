@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from colocated_grpo.settings.errors import ConfigError, sections
-from colocated_grpo.settings.names.atropos_flags import FLAGS, Flag, variable_notes
-from colocated_grpo.settings.names.atropos_meanings import Meaning
-from colocated_grpo.settings.names.atropos_modes import Command
+from colocated_grpo.settings.names.atropos_flags import FLAGS, Flag
+from colocated_grpo.settings.names.atropos_meanings import Command, Meaning
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import parse_value
 
@@ -86,7 +85,7 @@ def read_command(
         if getattr(options, name) == parser.get_default(name):  # the user's own flag takes precedence
             setattr(options, name, value)
     overrides = [word for key, value in settings.items() for word in (f"--{key}", _text(value))]
-    return options, [*overrides, *rest], notes + [f"note: {line}" for line in variable_notes(command)]
+    return options, [*overrides, *rest], notes
 
 
 def _meanings(command: Command) -> list[tuple[Flag, Meaning]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE, with_adapter_settings
+from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.base import DEFAULT_INIT, NamedObject
+from colocated_grpo.settings.base import NamedObject
 from colocated_grpo.settings.config_json import (
     attention_heads,
     first_difference,
@@ -22,6 +22,7 @@ from colocated_grpo.settings.config_json import (
     text_part,
 )
 from colocated_grpo.settings.errors import ConfigError, dotted
+from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
 from colocated_grpo.settings.schema import Config, HubConfig
@@ -35,7 +36,7 @@ from colocated_grpo.settings.sources import (
     RowsSourceConfig,
     prompt_functions,
 )
-from colocated_grpo.settings.training import layers_text, out_of_range
+from colocated_grpo.settings.training import OptimizerConfig, PolicyConfig, layers_text, out_of_range
 from colocated_grpo.settings.turns import TurnsSourceConfig
 
 
@@ -45,13 +46,14 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
 
     Reads the model's config.json, from the Hub if the model is neither a local folder nor cached.
     """
-    missing = [line for key, source in _sources(config) for line in _check_source(key, source)]
-    missing += _check_answers(config)
-    missing += _check_chat_template(config.model.chat_template)
-    missing += _check_adapter(config)
-    missing += _check_key("engine.api_key_variable", config.engine.api_key_variable)
-    missing += _check_packages(config)
-    missing += check_hub(config.hub)
+    missing = [
+        *_check_sources(config.environments, config.evaluation.sets),
+        *_check_chat_template(config.model.chat_template),
+        *missing_adapter_files(config.policy.lora),
+        *_check_key("engine.api_key_variable", config.engine.api_key_variable),
+        *_check_packages(config.policy.optimizer, config.tracking.trackers),
+        *check_hub(config.hub),
+    ]
     if missing:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)
@@ -62,12 +64,13 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     if config.policy.load_balancing:
         check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
     check_context(model, config.policy.context_parallel)
-    if outside := list(_check_layers(config, model)):
+    if outside := list(_check_layers(config.policy, model, config.model.name)):
         raise ConfigError(*outside)
     for index, source in enumerate(config.environments):
         if isinstance(source, TurnsSourceConfig) and source.opponent is not None:
             opponent = config.model_of(source.opponent)
-            _check_opponent(f"environments.{index}.opponent", opponent, config, model)
+            if opponent != config.model:
+                _check_opponent(f"environments.{index}.opponent", opponent, model, config.model.name)
     return _fit_engine(config, model)
 
 
@@ -81,45 +84,25 @@ def _check_chat_template(template: str | None) -> Iterator[str]:
         yield f"model.chat_template={template!r}: no such file, and not Jinja text (no tag in it)"
 
 
-def _check_adapter(config: Config) -> Iterator[str]:
-    """Yield a line if policy.lora.init names no adapter in PEFT's format. Its contents are checked when it is read."""
-    if config.policy.lora is None or config.policy.lora.init == DEFAULT_INIT:
-        return
-    key, folder = f"policy.lora.init={config.policy.lora.init!r}", Path(config.policy.lora.init)
-    if not folder.is_dir():
-        yield f"{key}: no such folder; write default or the folder of a PEFT adapter (download one of the Hub first)"
-        return
-    if not (folder / CONFIG_FILE).is_file():
-        yield f"{key}: no {CONFIG_FILE} in this folder; expected an adapter saved by PEFT"
-    elif not (folder / WEIGHTS_FILE).is_file():
-        if (folder / "adapter_model.bin").is_file():
-            yield f"{key}: reading adapter_model.bin can run code; load it in PEFT and save it as {WEIGHTS_FILE}"
-        else:
-            yield f"{key}: no {WEIGHTS_FILE} in this folder; expected an adapter saved by PEFT"
-
-
-def _check_layers(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
+def _check_layers(policy: PolicyConfig, model: Mapping[str, Any], name: str) -> Iterator[str]:
     """Yield a line for each setting that names a block that the model does not have."""
     text = text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
-    lora = config.policy.lora
     settings = (
-        ("policy.train_layers", config.policy.train_layers),
-        ("policy.lora.layers", None if lora is None else lora.layers),
+        ("policy.train_layers", policy.train_layers),
+        ("policy.lora.layers", None if policy.lora is None else policy.lora.layers),
     )
     for key, indices in settings:
         if indices and blocks and (rule := out_of_range(indices, blocks)):
-            yield f"{key}={layers_text(indices)}: {rule} in {config.model.name}"
+            yield f"{key}={layers_text(indices)}: {rule} in {name}"
 
 
-def _check_opponent(section: str, opponent: ModelConfig, config: Config, policy: Mapping[str, Any]) -> None:
+def _check_opponent(section: str, opponent: ModelConfig, policy: Mapping[str, Any], name: str) -> None:
     """Raise ConfigError where the opponent's shape differs from the policy's. Both use the same engine."""
-    if opponent == config.model:
-        return
     ours, theirs = shape_of(policy), shape_of(read_config_json(opponent, section))
     if (key := first_difference(ours, theirs)) is not None:
         raise ConfigError(
-            f"{section}.name={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {config.model.name}; "
+            f"{section}.name={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {name}; "
             "the opponent must have the shape of the policy"
         )
 
@@ -157,24 +140,20 @@ def _check_key(setting: str, variable: str | None) -> Iterator[str]:
         yield f"{setting}={variable!r}: this environment variable is not set; export it"
 
 
-def _check_packages(config: Config) -> Iterator[str]:
-    if config.policy.optimizer.type == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+def _check_packages(optimizer: OptimizerConfig, trackers: Sequence[str]) -> Iterator[str]:
+    if optimizer.type == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
-    for name in config.tracking.trackers:
+    for name in trackers:
         if importlib.util.find_spec(name) is None:
             yield f"tracking.trackers={name!r}: this package is not installed; pip install {name.replace('_', '-')}"
 
 
-def _sources(config: Config) -> Iterator[tuple[str, EnvironmentConfig]]:
-    """Yield every source of prompts with its key."""
-    for index, source in enumerate(config.environments):
-        yield f"environments.{index}", source
-    for index, entry in enumerate(config.evaluation.sets):
-        yield f"evaluation.sets.{index}.source", entry.source
-
-
-def _check_answers(config: Config) -> Iterator[str]:
-    for index, entry in enumerate(config.evaluation.sets):
+def _check_sources(sources: Sequence[EnvironmentConfig], sets: Sequence[EvaluationSetConfig]) -> Iterator[str]:
+    for index, source in enumerate(sources):
+        yield from _check_source(f"environments.{index}", source)
+    for index, entry in enumerate(sets):
+        yield from _check_source(f"evaluation.sets.{index}.source", entry.source)
+    for index, entry in enumerate(sets):
         if entry.answer is not None:
             yield from _check_code(f"evaluation.sets.{index}.answer", entry.answer)
 

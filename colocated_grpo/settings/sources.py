@@ -40,46 +40,42 @@ Program = Annotated[str, AfterValidator(lambda name, info: name if shutil.which(
 """A command in PATH, or a file or function."""
 
 
-class TaskSourceConfig(NamedObject):
+class ItemSourceConfig(NamedObject):
+    """Code that makes its own prompts and scores their completions."""
+
+    type: str
+    name: CodeName
+    args: dict[str, Any] = {}
+    """Keyword arguments of the task's or episode's class."""
+    system_prompt: str | None = None
+    """System message put before each prompt that has none, as the model reads it; `score` or `run` gets the item
+    unchanged."""
+    tools: list[Tool] = []
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
+    precedence."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
+    `chat_template_kwargs` of an item take precedence."""
+    weight: Number = Field(1.0, gt=0)
+    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
+
+
+class TaskSourceConfig(ItemSourceConfig):
     """A task generates prompts and scores single completions."""
 
     type: Literal["task"] = "task"
     name: CodeName
     """A built-in task (arithmetic, countdown, reversal, sorting, tool_call), 'reasoning_gym:<dataset>', a task of an
     installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the task's class."""
-    system_prompt: str | None = None
-    """System message put before each prompt that has none, as the model reads it; `score` gets the item unchanged."""
-    tools: list[Tool] = []
-    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
-    precedence."""
-    chat_template_kwargs: TemplateVariables = {}
-    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
-    `chat_template_kwargs` of an item take precedence."""
-    weight: Number = Field(1.0, gt=0)
-    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
 
-class EpisodeSourceConfig(NamedObject):
+class EpisodeSourceConfig(ItemSourceConfig):
     """An episode holds a conversation of several turns with the policy and scores it: docs/guides/episodes.md."""
 
     type: Literal["episode"]
     name: CodeName
     """A built-in episode, 'textarena:<game>' or an environment of another library (docs/guides/adapters.md), an episode
     of an installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the episode's class."""
-    system_prompt: str | None = None
-    """System message put before each prompt that has none, as the model reads it; `run` gets the item unchanged."""
-    tools: list[Tool] = []
-    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
-    precedence."""
-    chat_template_kwargs: TemplateVariables = {}
-    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
-    `chat_template_kwargs` of an item take precedence."""
-    weight: Number = Field(1.0, gt=0)
-    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
 
 Scalar = bool | int | float | str
@@ -293,7 +289,7 @@ EnvironmentConfig = Annotated[
 
 def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]:
     """Yield place and name of each function that describes tools or filters rows."""
-    if isinstance(source, TaskSourceConfig | EpisodeSourceConfig | DatasetSourceConfig):
+    if isinstance(source, ItemSourceConfig | DatasetSourceConfig):
         for number, tool in enumerate(source.tools):
             if isinstance(tool, str):
                 yield ("tools", number), tool

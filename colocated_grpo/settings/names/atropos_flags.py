@@ -1,26 +1,15 @@
-"""The command line of Atropos' example trainer: one row for each flag and environment variable.
+"""The command line of Atropos' example trainer: one row for each flag.
 
 Names and defaults are those of its guides and of its version 0.4.0. docs/guides/from_atropos.md explains the meanings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from colocated_grpo.settings.names import atropos_meanings as means
-from colocated_grpo.settings.names.atropos_modes import (
-    BRIDGE_CONFIG,
-    BRIDGE_VARIABLE,
-    BROADCAST,
-    MODE,
-    MODES,
-    SHARED_VARIABLE,
-    SINGLE_COPY,
-    UNIFIED,
-    Command,
-)
+from colocated_grpo.settings.names.atropos_meanings import BRIDGE_CONFIG, BROADCAST, MODE, MODES, SINGLE_COPY
 
 Kind = Literal["text", "int", "float", "switch", "words"]
 
@@ -42,6 +31,7 @@ def _flag(names: str, kind: Kind, default: Any, meaning: means.Translate, help: 
     )
 
 
+_ADAFACTOR = "Adafactor uses --lr as it is"
 _BLOCKS = "transformer blocks: 20-31 or 0-3,28-31"
 
 FLAGS: tuple[Flag, ...] = (
@@ -54,20 +44,8 @@ FLAGS: tuple[Flag, ...] = (
     _flag("--gradient-accumulation-steps", "int", 32, means.nothing(), "factor of --batch-size"),
     _flag("--seq-len", "int", 2048, means.sequence_length, "longest sequence in tokens"),
     _flag("--optimizer", "text", "adamw_8bit", means.optimizer, "optimizer", "adamw", "adamw_8bit", "adafactor"),
-    _flag(
-        "--adafactor-scale-parameter",
-        "switch",
-        None,
-        means.refused("Adafactor uses --lr as it is"),
-        "not supported",
-    ),
-    _flag(
-        "--adafactor-relative-step",
-        "switch",
-        None,
-        means.refused("Adafactor uses --lr as it is"),
-        "not supported",
-    ),
+    _flag("--adafactor-scale-parameter", "switch", None, means.refused(_ADAFACTOR), "not supported"),
+    _flag("--adafactor-relative-step", "switch", None, means.refused(_ADAFACTOR), "not supported"),
     _flag("--device", "text", None, means.device, "cuda or cpu"),
     _flag("--save-path", "text", "trained_model_checkpoints", means.save_path, "folder of the run"),
     _flag(
@@ -152,41 +130,3 @@ FLAGS: tuple[Flag, ...] = (
         "not needed",
     ),
 )
-
-
-def _shared_variable(command: Command) -> str:
-    if command.mode is UNIFIED:
-        return f"1 without {MODE} means shared_vllm with a server that the launcher starts"
-    return f"not needed: {MODE} decides" if MODE in command.given else "no effect"
-
-
-def _bridge_path(command: Command) -> str:
-    return f"read: the path of the bridge file, unless {BRIDGE_CONFIG} names it" if _is_shared(command) else _NOT_SHARED
-
-
-def _log_folder(command: Command) -> str:
-    return "read: the bridge file is looked for there first" if _is_shared(command) else _NOT_SHARED
-
-
-def _is_shared(command: Command) -> bool:
-    return command.mode.bridge == "shared"
-
-
-_NOT_SHARED = "not needed: only a shared copy of the weights has a bridge file"
-_RENDEZVOUS = "not needed: the ranks of one machine find each other; see --nodes and --master-addr"
-VARIABLES: dict[str, Callable[[Command], str]] = {
-    SHARED_VARIABLE: _shared_variable,
-    "NUM_INFERENCE_NODES": lambda _command: "read like --num-inference-nodes",
-    "MASTER_ADDR": lambda _command: _RENDEZVOUS,
-    "MASTER_PORT": lambda _command: _RENDEZVOUS,
-    "LOGDIR": _log_folder,
-    BRIDGE_VARIABLE: _bridge_path,
-    "VLLM_USE_V1": lambda _command: "not needed: engines are vLLM's V1",
-    "VLLM_WORKER_MULTIPROC_METHOD": lambda _command: "not needed: an engine has no worker processes",
-}
-"""Each environment variable and its note. CUDA_VISIBLE_DEVICES has its usual meaning."""
-
-
-def variable_notes(command: Command) -> list[str]:
-    """Return a note for each environment variable of Atropos' trainer that is set."""
-    return [f"{name}: {note(command)}" for name, note in VARIABLES.items() if name in command.environment]

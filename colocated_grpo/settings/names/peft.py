@@ -1,7 +1,6 @@
-"""Names of adapter settings: TRL's ModelConfig, PEFT's LoraConfig (section `peft_config`), flags of Atropos' trainer.
+"""Names of adapter settings: TRL's ModelConfig, and PEFT's LoraConfig (section `peft_config`).
 
-TRL's and Atropos' trainers have the same names and defaults. TRL reads them with `use_peft: true` only, Atropos in its
-modes lora_only and lora_restart only. Here each of them sets an adapter unless one of the two says that there is none.
+TRL reads its names with `use_peft: true` only. Here each of them sets an adapter unless `use_peft: false` is given.
 """
 
 from __future__ import annotations
@@ -27,18 +26,16 @@ from colocated_grpo.settings.training import ALL_LINEAR, no_dropout
 
 RANK, ALPHA, TARGETS = "policy.lora.rank", "policy.lora.alpha", "policy.lora.target_modules"
 _PEFT_TARGETS = ["q_proj", "v_proj"]
-"""Modules that PEFT adapts by default in Llama, Mistral, Qwen and Gemma models. Atropos' trainer names the same."""
-_TRAINER_DEFAULTS = {"lora_r": (RANK, 16), "lora_alpha": (ALPHA, 32), "lora_target_modules": (TARGETS, _PEFT_TARGETS)}
-"""For each old name: the new name, and the default of TRL 1.16 and of Atropos' trainer."""
+"""Modules that PEFT adapts by default in Llama, Mistral, Qwen and Gemma models."""
+_TRL_DEFAULTS = {"lora_r": (RANK, 16), "lora_alpha": (ALPHA, 32), "lora_target_modules": (TARGETS, _PEFT_TARGETS)}
+"""For each old name: the new name, and the default of TRL 1.16."""
 _PEFT_DEFAULTS = {
     "peft_config.r": (RANK, 8),
     "peft_config.lora_alpha": (ALPHA, 8),
     "peft_config.target_modules": (TARGETS, _PEFT_TARGETS),
 }
-_TRAINER_DROPOUT = 0.05
-"""Default of TRL 1.16 and of Atropos' trainer."""
-_FULL_MODES, _LORA_MODES = ("none", "shared_vllm"), ("lora_only", "lora_restart")
-"""Values of Atropos' weight_bridge_mode that train all weights, and that train an adapter."""
+_TRL_DROPOUT = 0.05
+"""Default of TRL 1.16."""
 _REGULAR_EXPRESSION = re.compile(r"[*+?()\[\]{}|^$\\]")
 
 
@@ -64,9 +61,8 @@ def _with_defaults(settings: NewSettings, get: Lookup, defaults: Mapping[str, tu
 
 
 def _settings(settings: NewSettings, get: Lookup) -> NewSettings:
-    """Return `settings` with the other trainers' defaults; nothing if these trainers would train all weights."""
-    off = get("use_peft") is False or get("weight_bridge_mode") in _FULL_MODES
-    return {} if off else _with_defaults(settings, get, _TRAINER_DEFAULTS)
+    """Return `settings` with TRL's defaults; nothing if TRL would train all weights."""
+    return {} if get("use_peft") is False else _with_defaults(settings, get, _TRL_DEFAULTS)
 
 
 def _adapter(new_name: str) -> Alias:
@@ -88,7 +84,7 @@ def _modules(value: Any) -> Any:
 
 @unless_null
 def _dropout(_key: str, value: Any, get: Lookup) -> NewSettings:
-    if value != _TRAINER_DROPOUT:
+    if value != _TRL_DROPOUT:
         no_dropout(value)
     return _settings({"policy.lora.dropout": 0.0}, get)
 
@@ -105,16 +101,7 @@ def _use_peft(_key: str, value: Any, get: Lookup) -> NewSettings:
         raise ValueError("must be true or false")
     if not value and get("policy.lora") is not None:
         raise ValueError("policy.lora is given; remove one of them, or set policy.lora: null")
-    return _with_defaults({}, get, _TRAINER_DEFAULTS) if value else {}
-
-
-@unless_null
-def _weight_bridge_mode(_key: str, value: Any, get: Lookup) -> NewSettings:
-    if value in _FULL_MODES:
-        return {}
-    if value not in _LORA_MODES:
-        raise ValueError(f"must be one of {', '.join(_FULL_MODES + _LORA_MODES)}")
-    return _with_defaults({}, get, _TRAINER_DEFAULTS)
+    return _with_defaults({}, get, _TRL_DEFAULTS) if value else {}
 
 
 def _peft_rank(_key: str, value: Any, get: Lookup) -> NewSettings:
@@ -150,9 +137,8 @@ TRL_LORA: dict[str, Alias] = {
     "lora_dropout": Alias(
         _dropout,
         "policy.lora.dropout",
-        f"{_TRAINER_DROPOUT:g}, the default of TRL and Atropos, becomes 0: the engine samples without dropout",
+        f"{_TRL_DROPOUT:g}, the default of TRL, becomes 0: the engine samples without dropout",
     ),
-    "lora_layer_indices": _adapter("policy.lora.layers"),
     "lora_modules_to_save": _only_empty(_ALL_TRAINED),
     "lora_target_parameters": _only_empty(_LINEAR_ONLY),
     "lora_task_type": one_of("causal language models are trained", {"causal_lm": None}),
@@ -203,13 +189,5 @@ PEFT: dict[str, Alias] = {
     }.items()
 }
 
-ATROPOS_LORA: dict[str, Alias] = {
-    "weight_bridge_mode": Alias(
-        _weight_bridge_mode,
-        remark="trainer and engine are one process; lora_only and lora_restart train an adapter",
-    ),
-    "train_layer_indices": renamed("policy.train_layers"),
-}
-
-LORA = {**PEFT, **TRL_LORA, **ATROPOS_LORA}
-"""The switches use_peft and weight_bridge_mode come last, because they are looked up by the other names."""
+LORA = {**PEFT, **TRL_LORA}
+"""The switch use_peft comes last, because it is looked up by the other names."""

@@ -1,8 +1,8 @@
 """Translates the setting names of other trainers.
 
-The tables for ToSSim's co-located trainer (YAML) and Atropos' example trainer are here, TRL's is in `trl`, those
-of adapters are in `peft`. A name is accepted only if its meaning is exactly the same. Error lines for other names
-say what to write instead.
+The table for ToSSim's co-located trainer is here, TRL's is in `trl`, those of adapters are in `peft`; command lines of
+Atropos' example trainer have their own in `atropos_flags`. A name is accepted only if its meaning is exactly the same.
+Error lines for other names say what to write instead.
 """
 
 from __future__ import annotations
@@ -50,14 +50,6 @@ def _completions(_key: str, value: Any, get: Lookup) -> NewSettings:
     if not isinstance(value, int) or not isinstance(group_size, int) or value % group_size:
         raise ValueError(f"counts completions, so it must be a multiple of rollout.group_size={show(group_size)}")
     return {"rollout.prompts_per_step": value // group_size}
-
-
-def _clip(_key: str, value: Any, _get: Lookup) -> NewSettings:
-    return {"loss.clip_low": value, "loss.clip_high": value}
-
-
-def _atropos_url(_key: str, value: Any, _get: Lookup) -> NewSettings:
-    return {"environments.0.type": "atropos", "environments.0.url": value}
 
 
 _SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
@@ -109,30 +101,9 @@ _TOSSIM: dict[str, Alias] = {
     "repetition_penalty": renamed("rollout.repetition_penalty"),
     "loss_type": renamed("loss.type"),
     "scale_rewards": one_of("advantage.scale", _SCALE),
-}
-
-# The flags of Atropos' trainer (`--clip-eps`) are these names with hyphens. See docs/guides/atropos.md.
-_ATROPOS: dict[str, Alias] = {
-    "lr": renamed("policy.lr"),
-    "optimizer": one_of(
-        "policy.optimizer.type", {"adamw": "adamw", "adamw_8bit": "adamw_8bit", "adafactor": "adafactor"}
-    ),
-    "clip_eps": Alias(_clip, "loss.clip_low"),
-    "kl_coef": one_of("nearest: loss.kl.coef with loss.kl.target: rollout", {0.0: None}),
-    "seq_len": not_supported("set rollout.max_prompt_tokens and rollout.max_completion_tokens"),
-    "save_path": renamed("output_dir"),
-    "checkpoint_interval": renamed("checkpoint.every"),
     "use_wandb": one_of("tracking.wandb", {True: "online", False: "off"}),
     "wandb_project": renamed("tracking.wandb_project"),
     "wandb_group": renamed("tracking.wandb_group"),
-    "atropos_url": Alias(_atropos_url, "environments.0.url"),
-    "vllm_port": renamed("environments.0.server.port"),
-    "max_model_len": renamed("engine.max_model_len"),
-    "gpu_memory_utilization": renamed("engine.gpu_memory_utilization"),
-    "vllm_restart_interval": not_needed("the engine gets new weights at every sync; see sync_frequency"),
-    "vllm_config_path": not_needed(_ONE_PROCESS),
-    "num_inference_nodes": not_needed(_ONE_PROCESS),
-    "device": not_supported("start with --gpus N, 0 for the CPU"),
 }
 
 _BATCH_SIZES = {
@@ -141,7 +112,7 @@ _BATCH_SIZES = {
 }
 
 # Applied in this order. Batch sizes count completions, so the group size must be translated before them.
-ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_ATROPOS, **_BATCH_SIZES}
+ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_BATCH_SIZES}
 
 FLAGS_WITH_LISTS = {"lora_target_modules", "report_to", "reward_funcs", "reward_weights"}
 """Names that accept several values on the command line: `--report_to wandb none`."""

@@ -268,10 +268,7 @@ def setting(config: Config, name: str):
         ("save_strategy: no", "checkpoint.every", 0),
         ("torch_compile: false", "policy.compile", False),
         ("model_revision: main", "model.revision", "main"),
-        ("lr: 1e-5", "policy.lr", 1e-5),
-        ("clip_eps: 0.1", "loss.clip_high", 0.1),
         ("use_wandb: true", "tracking.wandb", "online"),
-        ("checkpoint_interval: 7", "checkpoint.every", 7),
     ],
 )
 def test_an_old_name_sets_its_equivalent(tmp_path, line, name, value):
@@ -320,14 +317,6 @@ def test_reward_funcs_accept_a_name_with_arguments():
 )
 def test_a_model_given_as_text_is_its_name(text, words, model):
     assert load(text, *words, alone=True).model.model_dump(exclude_unset=True) == model
-
-
-def test_the_flags_of_atropos_own_trainer_are_accepted():
-    words = ["--model-name", "b", "--atropos-url", "http://h:8002", "--vllm-port", "9001", "--clip-eps", "0.2"]
-    words += ["--weight-bridge-mode", "shared_vllm", "--training-steps", "30", "--warmup-steps", "5"]
-    config = load("", *words)
-    assert (config.model.name, config.training_steps, config.policy.warmup_steps) == ("b", 30, 5)
-    assert (config.atropos.url, config.atropos.server.port, config.loss.clip_high) == ("http://h:8002", 9001, 0.2)
 
 
 def test_keys_of_free_form_sections_keep_their_hyphens():
