@@ -26,7 +26,7 @@ from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RECORDED_SUFFIX, RUN_ERROR, USAGE_ERROR, mark, report
 
 if TYPE_CHECKING:
-    from colocated_grpo.settings.loading import LoadedConfig
+    from colocated_grpo.settings.config_file import LoadedConfig
     from colocated_grpo.settings.schema import Config
     from colocated_grpo.tracking import RunOutput
 
@@ -161,8 +161,8 @@ def set_up_logging(log_level: str, *, prefix: str = "") -> None:
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from colocated_grpo.settings.config_file import read_config
     from colocated_grpo.settings.errors import ConfigError
-    from colocated_grpo.settings.loading import read_config
     from colocated_grpo.tracking import make_output
     from colocated_grpo.tracking.ending import leave_start
 

@@ -130,8 +130,8 @@ def _read_arguments(
 
 def read_settings(launch: Launch) -> tuple[Config, list[str]]:
     """Return the settings and notes about them. Raises LaunchError where they are invalid for this number of ranks."""
+    from colocated_grpo.settings.config_file import read_config
     from colocated_grpo.settings.errors import ConfigError
-    from colocated_grpo.settings.loading import read_config
     from colocated_grpo.settings.rules import check_world
 
     try:

@@ -37,7 +37,7 @@ INITIAL, DEFAULT_INIT = "initial", "default"
 
 @dataclass(frozen=True)
 class ConfigFolder:
-    """Context of the validation of a config file, in whose folder its relative file names are looked up too."""
+    """Validation context of a config file: its relative file names are also looked up in its folder."""
 
     folder: Path
     typed: frozenset[str]

@@ -215,7 +215,7 @@ def attention_heads(text: Mapping[str, Any]) -> int | None:
 
 
 def left_out(config_json: Mapping[str, Any]) -> str:
-    """Return what does not train, such as '; its vision and audio parts are left out'; empty if all does."""
+    """Return the parts that do not train, such as '; its vision and audio parts are left out'; empty if all do."""
     names = [name for key, name in OTHER_PARTS.items() if config_json.get(key)]
     if not names or not has_text_part(config_json):
         return ""

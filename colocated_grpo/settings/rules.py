@@ -30,14 +30,16 @@ def check(config: Config) -> None:
         *_optimizer(policy, config.batch, rollout.prompts_per_step, config.optimizer_steps),
         *_checkpoints(config.checkpoint, policy, sync if config.deterministic else 1),
         *_shared_weights(config.shares_weights, policy, engine, sync),
-        *source_rules.one_atropos_entry(sources),
-        *source_rules.atropos(config.atropos, rollout, config.ranks_per_engine, config.deterministic),
-        *source_rules.atropos_share(config.atropos, config.atropos_share, rollout.prompts_per_step, len(sources)),
-        *source_rules.single_rank_engines(
-            {f"environments.{i}": source for i, source in enumerate(sources)}, config.ranks_per_engine
+        *source_rules.problems(
+            sources,
+            rollout,
+            atropos_share=config.atropos_share,
+            ranks_per_engine=config.ranks_per_engine,
+            served=served,
+            deterministic=config.deterministic,
         ),
+        *source_rules.curricula(sources, config.training_steps),
         *_structured(config.structured, config.loss.old_logprobs),
-        *source_rules.opponents(sources, has_atropos, served),
         *_opponent_of_shared_weights(config.weights, policy, config.opponent_model, config.model),
         *policy.problems(),
         *engine.problems(),
@@ -47,8 +49,6 @@ def check(config: Config) -> None:
             config.ranks_per_engine,
         ),
         *_pushes(None if config.hub is None or config.hub.every else config.hub.repo, config.checkpoint),
-        *source_rules.dynamic_sampling(sources, rollout),
-        *source_rules.curricula(sources, config.training_steps),
         *_servers(engine, config.weights, rollout.max_staleness, has_adapter=policy.lora is not None),
         *_routes(policy.routing_replay, served, has_atropos),
         *(_stale_batches(config.deterministic, has_atropos, sync) if rollout.max_staleness else ()),
@@ -57,20 +57,13 @@ def check(config: Config) -> None:
 
 def check_world(config: Config, ranks: int, ranks_per_node: int | None = None) -> None:
     """Raise ConfigError where the settings do not fit this number of ranks. ranks_per_node: None if unknown."""
-    policy, rollout, setting = config.policy, config.rollout, config.shares_weights
+    policy, engine = config.policy, config.engine
     _raise_on(
-        *_engines_fit(config.ranks_per_engine, rollout, ranks, config.deterministic),
+        *_engines_fit(config.ranks_per_engine, config.rollout, ranks, config.deterministic),
         *context_divides_world(policy.context_parallel, ranks),
+        *(_single_rank(config.shares_weights, engine.placement, config.deterministic, ranks) if ranks > 1 else ()),
+        *(() if ranks_per_node is None else _replicas_fit(policy.replicate, ranks, ranks_per_node)),
     )
-    if setting is not None and ranks > 1:
-        _raise_on(f"{setting}=shared: needs a single rank, not {ranks}; an engine cannot compute with sharded weights")
-    if config.engine.placement == "server" and config.deterministic and ranks > 1:
-        _raise_on(
-            f"deterministic=true: needs a single rank with engine.placement: server, not {ranks}: requests of "
-            "several ranks reach a server in an order that varies, and with it the rounding"
-        )
-    if policy.replicate is not None and ranks_per_node is not None:
-        _raise_on(*_replicas_fit(f"policy.replicate={policy.replicate}", ranks, ranks_per_node))
 
 
 def remarks(config: Config) -> list[str]:
@@ -103,7 +96,7 @@ def _run_folder(output_dir: str, run_name: str) -> Lines:
 
 
 def _lengths(longest: int, batch: BatchConfig, ranks: int, engine_length: int | None) -> Lines:
-    """The longest sequence must fit into a micro-batch, which `ranks` ranks split, and into the engine."""
+    """longest: sequence, which must fit into a micro-batch, split over `ranks` ranks, and into the engine."""
     size = batch.max_tokens_per_micro_batch
     if size != "auto" and size * ranks < longest:
         whole = f"{_SEQUENCE}={longest}, the longest sequence"
@@ -130,7 +123,7 @@ def _optimizer(policy: PolicyConfig, batch: BatchConfig, prompts: int, steps: in
 
 
 def _checkpoints(checkpoint: CheckpointConfig, policy: PolicyConfig, sync: int) -> Lines:
-    """sync: steps between syncs that a resumed run has to repeat."""
+    """sync: sync_frequency of a deterministic run, which repeats its syncs after a resume; 1 for other runs."""
     if checkpoint.every % sync:
         yield (
             f"checkpoint.every={checkpoint.every}: must be a multiple of sync_frequency={sync} with deterministic: "
@@ -144,7 +137,7 @@ def _checkpoints(checkpoint: CheckpointConfig, policy: PolicyConfig, sync: int) 
 
 
 def _pushes(repo: str | None, checkpoint: CheckpointConfig) -> Lines:
-    """repo: to which only the final export is pushed."""
+    """repo: the Hub repository if it gets the final export alone; else None."""
     if repo is not None and not checkpoint.final:
         yield (
             f"hub.repo={repo}: nothing would be pushed; set hub.every above 0, or checkpoint.final: true, "
@@ -153,7 +146,7 @@ def _pushes(repo: str | None, checkpoint: CheckpointConfig) -> Lines:
 
 
 def _shared_weights(setting: str | None, policy: PolicyConfig, engine: EngineConfig, sync: int) -> Lines:
-    """setting: because of which policy and engine compute with the same tensors."""
+    """setting: the one by which policy and engine use the same tensors; None if they do not."""
     if setting is None:
         return
     if sync > 1:
@@ -256,7 +249,21 @@ def context_divides_world(size: int, ranks: int) -> Lines:
         yield f"policy.context_parallel={size}: must divide the number of ranks, {ranks}"
 
 
-def _replicas_fit(setting: str, ranks: int, ranks_per_node: int) -> Lines:
+def _single_rank(shared: str | None, placement: str, deterministic: bool, ranks: int) -> Lines:
+    """Yield a line for each setting that needs a single rank. shared: as `setting` of `_shared_weights`."""
+    if shared is not None:
+        yield f"{shared}=shared: needs a single rank, not {ranks}; an engine cannot compute with sharded weights"
+    if placement == "server" and deterministic:
+        yield (
+            f"deterministic=true: needs a single rank with engine.placement: server, not {ranks}: requests of "
+            "several ranks reach a server in an order that varies, and with it the rounding"
+        )
+
+
+def _replicas_fit(replicate: str | None, ranks: int, ranks_per_node: int) -> Lines:
+    setting = f"policy.replicate={replicate}"
+    if replicate is None:
+        return
     if ranks <= ranks_per_node:
         yield f"{setting}: needs several nodes, and this run has one; leave it out"
     elif ranks % ranks_per_node:
@@ -286,7 +293,7 @@ def _cache_remarks(engine: EngineConfig) -> Lines:
 
 
 def _repetition_remarks(sources: Sequence[EnvironmentConfig], sync: int) -> Lines:
-    """Limits of deterministic: true."""
+    """Yield the limits of `deterministic: true`."""
     if sync > 1:
         yield (
             f"deterministic: true with sync_frequency={sync}: a run stopped by a signal between two "

@@ -32,19 +32,36 @@ def exposures(sources: Sources) -> Lines:
             )
 
 
-def one_atropos_entry(sources: Sources) -> Lines:
-    count = sum(isinstance(source, AtroposSourceConfig) for source in sources)
-    if count > 1:
-        yield f"environments: {count} entries of type atropos; keep one and connect all environments to its API server"
-
-
-def atropos(source: AtroposSourceConfig | None, rollout: RolloutConfig, per_engine: int, deterministic: bool) -> Lines:
-    """The engines of the ranks are independent of each other."""
-    if source is None:
-        return
-    if per_engine > 1:
+def problems(
+    sources: Sources,
+    rollout: RolloutConfig,
+    *,
+    atropos_share: float,
+    ranks_per_engine: int,
+    served: bool,
+    deterministic: bool,
+) -> Lines:
+    """Yield a line for each contradiction among environments, and between them and how completions are sampled."""
+    found = [source for source in sources if isinstance(source, AtroposSourceConfig)]
+    if len(found) > 1:
         yield (
-            f"engine.tensor_parallel_size={per_engine}: must be 1 with an atropos "
+            f"environments: {len(found)} entries of type atropos; keep one and connect all environments to its API "
+            "server"
+        )
+    if found:
+        yield from _atropos(found[0], rollout, ranks_per_engine, deterministic)
+    if found and len(sources) > 1:
+        yield from _atropos_share(found[0].weight, atropos_share, rollout.prompts_per_step)
+    entries = {f"environments.{index}": source for index, source in enumerate(sources)}
+    yield from single_rank_engines(entries, ranks_per_engine)
+    yield from _opponents(sources, bool(found), served)
+    yield from _dynamic_sampling(sources, rollout)
+
+
+def _atropos(source: AtroposSourceConfig, rollout: RolloutConfig, ranks_per_engine: int, deterministic: bool) -> Lines:
+    if ranks_per_engine > 1:
+        yield (
+            f"engine.tensor_parallel_size={ranks_per_engine}: must be 1 with an atropos "
             "environment, whose requests arrive at each engine at different times"
         )
     if rollout.generation == "replicated":
@@ -56,10 +73,10 @@ def atropos(source: AtroposSourceConfig | None, rollout: RolloutConfig, per_engi
         yield f"environments: atropos: server: port and more_ports repeat a port: {', '.join(map(str, ports))}"
 
 
-def atropos_share(source: AtroposSourceConfig | None, share: float, prompts: int, entries: int) -> Lines:
-    if source is not None and entries > 1 and (abs(share - round(share)) > 1e-6 or not 1 <= round(share) < prompts):
+def _atropos_share(weight: float, share: float, prompts: int) -> Lines:
+    if abs(share - round(share)) > 1e-6 or not 1 <= round(share) < prompts:
         yield (
-            f"environments: weight={source.weight:g} of the atropos entry gives it {share:.4g} of "
+            f"environments: weight={weight:g} of the atropos entry gives it {share:.4g} of "
             f"rollout.prompts_per_step={prompts}; it and the other entries need a whole number of prompts, at least 1"
         )
 
@@ -73,7 +90,7 @@ def single_rank_engines(sources: dict[str, EnvironmentConfig], per_engine: int) 
             )
 
 
-def opponents(sources: Sources, has_atropos: bool, served: bool) -> Lines:
+def _opponents(sources: Sources, has_atropos: bool, served: bool) -> Lines:
     games = {index: source for index, source in enumerate(sources) if isinstance(source, TurnsSourceConfig)}
     first = next((game.opponent for game in games.values() if game.opponent is not None), None)
     for index, game in games.items():
@@ -96,8 +113,8 @@ def opponents(sources: Sources, has_atropos: bool, served: bool) -> Lines:
         )
 
 
-def dynamic_sampling(sources: Sources, rollout: RolloutConfig) -> Lines:
-    """Only prompts that the run draws itself are replaced or skipped."""
+def _dynamic_sampling(sources: Sources, rollout: RolloutConfig) -> Lines:
+    """Yield a line for each source that draws its own prompts, so that the run cannot replace or skip them."""
     for index, source in enumerate(sources):
         if not isinstance(source, AtroposSourceConfig | TurnsSourceConfig):
             continue

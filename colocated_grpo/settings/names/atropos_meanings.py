@@ -92,7 +92,7 @@ class Meaning:
     settings: dict[str, Any] = field(default_factory=dict)
     """Values by dotted name."""
     launcher: dict[str, Any] = field(default_factory=dict)
-    """Values of the launcher's own flags, which the user's take precedence over."""
+    """Values of the launcher's own flags. Those that the user gives take precedence."""
     note: str = ""
     """Printed if the flag was given."""
     remark: str = ""
@@ -110,12 +110,12 @@ NO_SERVER_FLAG = "the server at {url} was started with its own"
 
 
 def sets(*keys: str) -> Translate:
-    """The value is that of these settings."""
+    """Return a meaning that gives the value to these settings."""
     return lambda value, _command: Meaning(settings={} if value is None else dict.fromkeys(keys, value))
 
 
 def server(key: str) -> Translate:
-    """The value is that of an engine setting, for a server that the launcher starts."""
+    """Return a meaning that gives the value to an engine setting, for a server that the launcher starts."""
 
     def translate(value: Any, command: Command) -> Meaning:
         running = command.server_url
@@ -125,7 +125,7 @@ def server(key: str) -> Translate:
 
 
 def adapter(key: str) -> Translate:
-    """The value is that of a setting of the adapter, in modes that train one."""
+    """Return a meaning that gives the value to a setting of the adapter, in modes that train one."""
 
     def translate(value: Any, command: Command) -> Meaning:
         return sets(key)(value, command) if command.mode.adapter else _trains_all_weights(command)
@@ -138,7 +138,7 @@ def _trains_all_weights(command: Command) -> Meaning:
 
 
 def nothing(note: str = "") -> Translate:
-    """The flag sets nothing."""
+    """Return a meaning that sets nothing."""
     return lambda _value, _command: Meaning(note=note)
 
 
@@ -198,7 +198,7 @@ def model_length(value: int, command: Command) -> Meaning:
 
 
 def optimizer(value: str, _command: Command) -> Meaning:
-    """The weight decay is the one that Atropos' trainer leaves at the default of each library."""
+    """The weight decay is the default of each library, which Atropos' trainer does not change."""
     decay = 0.0 if value == "adafactor" else 0.01
     missing = value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None
     return Meaning(
@@ -328,7 +328,7 @@ def rank(value: int, _command: Command) -> Meaning:
 
 
 def inference_nodes(value: int, command: Command) -> Meaning:
-    """Without the flag the environment variable counts."""
+    """Without the flag, the number is read from the environment variable."""
     if "--num-inference-nodes" not in command.given:
         text = command.environment.get("NUM_INFERENCE_NODES") or str(value)
         if not text.lstrip("-").isdecimal():

@@ -26,6 +26,7 @@ from colocated_grpo.settings.names.kinds import (
     Alias,
     Lookup,
     NewSettings,
+    each,
     not_needed,
     not_supported,
     one_of,
@@ -53,8 +54,6 @@ def _completions(_key: str, value: Any, get: Lookup) -> NewSettings:
 
 
 _SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
-_GAME = "a setting of the game: see args of environments with type: turns"
-_ONE_PROCESS = "trainer and engine are one process"
 
 _TOSSIM: dict[str, Alias] = {
     "model_name": renamed("model.name"),
@@ -68,17 +67,14 @@ _TOSSIM: dict[str, Alias] = {
     "fsdp_config.use_orig_params": not_needed("FSDP2 always keeps the original parameters"),
     "fsdp_config.sync_state": not_needed("every rank loads the same checkpoint"),
     "fsdp_config.checkpoint_dir": renamed("output_dir"),
-    "max_iterations": renamed("training_steps"),
-    "max_ticks": renamed("training_steps"),
+    **each("max_iterations max_ticks", renamed("training_steps")),
     "sync_every": renamed("sync_frequency"),
     "min_learning_rate": renamed("policy.min_lr"),
     "gradient_clip_norm": renamed("policy.grad_clip"),
     "warmup_ticks": renamed("policy.warmup_steps"),
-    "max_tokens": renamed("rollout.max_completion_tokens"),
-    "max_tokens_per_gen": renamed("rollout.max_completion_tokens"),
+    **each("max_tokens max_tokens_per_gen", renamed("rollout.max_completion_tokens")),
     "k_per_prompt": renamed("rollout.group_size"),
-    "log_interval": not_needed("every step is logged"),
-    "log_ticks": not_needed("every step is logged"),
+    **each("log_interval log_ticks", not_needed("every step is logged")),
     "csv_path": not_needed("metrics are written to metrics.jsonl in the run folder"),
     "sample_log_interval": not_needed("tracking.rollouts_per_step rollouts of every step go to rollouts.jsonl"),
     "sample_log_path": not_needed("sampled rollouts go to rollouts.jsonl in the run folder"),
@@ -87,10 +83,10 @@ _TOSSIM: dict[str, Alias] = {
     "early_stop_consecutive_ticks": not_supported("see stop_after of environments with type: turns"),
     "quant_mode": not_supported("policy.compute_dtype sets the training type, engine.args.quantization the engine's"),
     "output_hub_repo": renamed("hub.repo"),
-    "verbosity_penalty": not_supported(_GAME),
-    "num_games": not_supported(_GAME),
-    "num_concurrent_games": not_supported(_GAME),
-    "active_seats_per_game": not_supported(_GAME),
+    **each(
+        "verbosity_penalty num_games num_concurrent_games active_seats_per_game",
+        not_supported("a setting of the game: see args of environments with type: turns"),
+    ),
     # Names that TRL has as well
     "learning_rate": renamed("policy.lr"),
     "beta": renamed("loss.kl.coef"),
@@ -106,18 +102,18 @@ _TOSSIM: dict[str, Alias] = {
     "wandb_group": renamed("tracking.wandb_group"),
 }
 
-_BATCH_SIZES = {
-    name: Alias(_completions, "rollout.prompts_per_step", "counts completions, over all ranks")
-    for name in ("generation_batch_size", "batch_size")
-}
+_BATCH_SIZES = each(
+    "generation_batch_size batch_size",
+    Alias(_completions, "rollout.prompts_per_step", "counts completions, over all ranks"),
+)
 
 # Applied in this order. Batch sizes count completions, so the group size must be translated before them.
 ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_BATCH_SIZES}
 
 FLAGS_WITH_LISTS = {"lora_target_modules", "report_to", "reward_funcs", "reward_weights"}
-"""Names that accept several values on the command line: `--report_to wandb none`."""
+"""Names with several values on the command line: `--report_to wandb none`."""
 SWITCHES = {"use_peft", "use_rslora", "use_wandb"}
-"""Names that mean true without a value there."""
+"""Names that need no value on the command line: `--use_peft` is true."""
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
 _VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})

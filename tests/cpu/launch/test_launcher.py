@@ -17,7 +17,7 @@ from colocated_grpo.launch.arguments import Launch, visible_gpus
 from colocated_grpo.launch.cli import _run
 from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
-from colocated_grpo.settings.loading import load_config
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.tracking import RunOutput
 from tests.support.paths import ROOT
 from tests.support.training_runs import tiny_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from colocated_grpo.settings.loading import parse_overrides
+from colocated_grpo.settings.config_file import parse_overrides
 from colocated_grpo.settings.names.translation import ALIASES
 from tests.support.config_text import config_error, load, notes
 

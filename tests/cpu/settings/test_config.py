@@ -11,8 +11,8 @@ from dataclasses import fields
 import pytest
 import yaml
 
+from colocated_grpo.settings.config_file import load_config, parse_overrides, read_config
 from colocated_grpo.settings.errors import setting_names
-from colocated_grpo.settings.loading import load_config, parse_overrides, read_config
 from colocated_grpo.settings.names.translation import ALIASES
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
@@ -405,7 +405,7 @@ def test_every_old_name_leads_to_a_setting_that_exists():
 
 def test_reading_settings_imports_no_heavy_library():
     code = (
-        "import sys, colocated_grpo.settings.loading, colocated_grpo.settings.inputs\n"
+        "import sys, colocated_grpo.settings.config_file, colocated_grpo.settings.inputs\n"
         "print(sorted({'torch', 'vllm', 'transformers', 'huggingface_hub', 'numpy'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -416,7 +416,7 @@ def test_a_config_with_our_own_names_reads_no_table_of_another_trainers_names(tm
     (tmp_path / "own.yaml").write_text("model: {name: some/model}\nenvironments: [{name: sorting}]\n")
     code = (
         "import sys\n"
-        "from colocated_grpo.settings.loading import load_config\n"
+        "from colocated_grpo.settings.config_file import load_config\n"
         "load_config(sys.argv[1], ['--policy.lr', '2e-6', '--policy.lora.target_modules', 'a', 'b'])\n"
         "print([name for name in sys.modules if name.startswith('colocated_grpo.settings.names')])"
     )
