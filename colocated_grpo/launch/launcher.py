@@ -119,8 +119,8 @@ def _read_arguments(
     """Return the launcher's flags, overrides of settings, and lines about Atropos' flags."""
     if list(arguments[:1]) != ["atropos"]:
         return *parser.parse_known_args(arguments), []
-    from colocated_grpo.launch.atropos_command import read_command
     from colocated_grpo.settings.errors import ConfigError
+    from colocated_grpo.settings.names.atropos_command import read_command
 
     try:
         return read_command(arguments[1:], run_parser(), os.environ, visible_gpus)

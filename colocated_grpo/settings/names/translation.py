@@ -1,8 +1,8 @@
 """Translates the setting names of other trainers.
 
-The table for ToSSim's co-located trainer is here, TRL's is in `trl`, those of adapters are in `peft`; command lines of
-Atropos' example trainer have their own in `atropos_flags`. A name is accepted only if its meaning is exactly the same.
-Error lines for other names say what to write instead.
+The table for ToSSim's co-located trainer is here, TRL's is in `trl`, those of adapters are in `peft`, and flags of
+Atropos' example trainer are in `atropos_command`. A name is accepted only if its meaning is exactly the same. Error
+lines for other names say what to write instead.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from colocated_grpo.launch.launcher import main
 from colocated_grpo.settings.errors import dotted, setting_names
-from colocated_grpo.settings.names.atropos_flags import FLAGS
+from colocated_grpo.settings.names.atropos_command import FLAGS
 from colocated_grpo.settings.schema import Config
 from tests.support.paths import ROOT
 from tests.support.training_runs import tiny_model

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from colocated_grpo.launch import launcher
-from colocated_grpo.launch.atropos_command import read_command
 from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.errors import ConfigError, parse_path
-from colocated_grpo.settings.names.atropos_flags import FLAGS
+from colocated_grpo.settings.names.atropos_command import FLAGS, read_command
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import lookup
 from tests.support.atropos_commands import EXAMPLES, SERVER, Example
