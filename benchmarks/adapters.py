@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from colocated_grpo.settings.adapter_files import WEIGHTS_FILE
+from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.lora import ALL_LINEAR, DEFAULT_INIT, LoRAConfig
 from colocated_grpo.settings.model_support import EXPERT_COUNTS
+from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
 from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from colocated_grpo.launch.rank_variables import rank_environment
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.settings import Config
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.loading import load_config
 from colocated_grpo.tools.shapes import SHAPES
 from colocated_grpo.types import JsonObject
 

@@ -147,7 +147,7 @@ def build_trl(
     from benchmarks.peer_layers import name_present_layers
     from benchmarks.peer_trl import shortened
     from colocated_grpo.assembly.data import stop_token_ids
-    from colocated_grpo.settings.lora import LoRAConfig
+    from colocated_grpo.settings.training import LoRAConfig
 
     task = task_of(work.task)
     environment = task.build()

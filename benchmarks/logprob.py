@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.harness import main_here
 from benchmarks.roofline import Roofline, median_seconds
 from colocated_grpo.policy.logprobs import linear_logprobs, linear_loss
-from colocated_grpo.settings.policy import PolicyConfig
+from colocated_grpo.settings.training import PolicyConfig
 from colocated_grpo.types import JsonObject
 
 GIB = 1 << 30

@@ -14,8 +14,8 @@ from benchmarks.peer import WARMUP, PeerSetup, PeerSpec, SetupName, default_micr
 from benchmarks.peer_tuning import engine_fraction, total_device_bytes
 from benchmarks.throughput import ModelSize
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import PolicyConfig
 from colocated_grpo.types import JsonObject
 
 SEED: int = Config.model_fields["seed"].default

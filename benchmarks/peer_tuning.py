@@ -20,7 +20,7 @@ from benchmarks.peer import PeerOutOfMemory, PeerRun, PeerSpec, run_peer
 from benchmarks.throughput import ModelSize
 from benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.lora import ALL_LINEAR
+from colocated_grpo.settings.training import ALL_LINEAR
 
 GIB = 1 << 30
 ENGINE_WORKING_BYTES = {"cuda": 4 * GIB, "cpu": 1 * GIB}

@@ -51,9 +51,9 @@ from benchmarks.throughput import (
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK, add_stop_tokens
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.loading import load_config
-from colocated_grpo.settings.policy import PolicyConfig
+from colocated_grpo.settings.training import PolicyConfig
 from colocated_grpo.tools.shapes import SHAPES
 from colocated_grpo.tracking.files import CONFIG_FILE, METRICS_FILE, TRAIN, read_rollouts, read_rows
 from colocated_grpo.types import JsonObject

@@ -23,7 +23,7 @@ from benchmarks.adapters import adapter_parameters, block_of
 from benchmarks.roofline import Roofline
 from colocated_grpo.rollout.vllm.kv_budget import kv_bytes_per_token
 from colocated_grpo.settings.model_support import EXPERT_COUNTS
-from colocated_grpo.settings.policy import PolicyConfig
+from colocated_grpo.settings.training import PolicyConfig
 from colocated_grpo.types import JsonObject
 
 StepRow = JsonObject

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from colocated_grpo.advantages import is_constant
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.schema import RolloutConfig
+from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.types import Group, Rollout
 
 

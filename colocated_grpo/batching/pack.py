@@ -20,7 +20,7 @@ from colocated_grpo.batching.plan import Outline, computed_tokens, plan
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Stat
-from colocated_grpo.settings.schema import BatchConfig
+from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup, Group
 
 

@@ -31,8 +31,8 @@ from colocated_grpo.policy.attention_kernels import (
 )
 from colocated_grpo.policy.context_parallel import heads_to_rows, own_heads, rows_to_heads
 from colocated_grpo.policy.softcap import Capped, attend_capped
+from colocated_grpo.settings.config_json import attention_heads
 from colocated_grpo.settings.model_support import caps_attention, has_sinks, head_sizes
-from colocated_grpo.settings.text_parts import attention_heads
 
 PACKED = "packed"
 PACKED_FA4 = "packed_fa4"

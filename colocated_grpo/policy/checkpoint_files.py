@@ -20,7 +20,7 @@ from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, exported_damage
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.text_part import UNWANTED_FILES, OwnName, own_names, weight_files
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.schema import ModelConfig
+from colocated_grpo.settings.generation import ModelConfig
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 """Patterns of all files except the weights."""

@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
-from colocated_grpo.settings.config_json import config_json_in
+from colocated_grpo.settings.config_json import config_json_in, text_part
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.text_parts import text_part
 
 _MERGES = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 """Supported operations and their dimensions: each expert's matrices are joined by rows, then experts are stacked."""

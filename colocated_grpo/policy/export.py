@@ -19,7 +19,7 @@ from colocated_grpo.errors import in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import write_checksums
 from colocated_grpo.runtime.distributed import World, whole
-from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.training import LoRAConfig
 
 FILE_BYTES = 4 << 30
 

@@ -27,8 +27,8 @@ from colocated_grpo.policy.model import (
 from colocated_grpo.policy.routing import RoutingReplay
 from colocated_grpo.policy.shards import load_shards, read_from, read_parameters, stored_names
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings.lora import LoRAConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig
 
 
 def dtype_of(setting: Literal["auto", "bfloat16", "float16", "float32"], *, auto: torch.dtype) -> torch.dtype:

@@ -37,8 +37,8 @@ from colocated_grpo.policy.routing import RoutingReplay
 from colocated_grpo.policy.softcap import capped_attention
 from colocated_grpo.runtime.text_part import read_text_config
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.model_support import check_trains
-from colocated_grpo.settings.schema import ModelConfig
 
 Head = Callable[..., tuple[Tensor, ...]]
 """`linear_logprobs`, or a function with the same arguments."""

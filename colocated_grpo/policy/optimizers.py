@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from colocated_grpo.policy.adafactor import Adafactor
 from colocated_grpo.runtime.distributed import local_part, shard_group
-from colocated_grpo.settings.policy import OptimizerConfig, PolicyConfig
+from colocated_grpo.settings.training import OptimizerConfig, PolicyConfig
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:

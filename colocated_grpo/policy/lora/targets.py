@@ -10,8 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from colocated_grpo.policy.lora.linear import ADAPTED
+from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.lora import ALL_LINEAR, DEFAULT_INIT, LoRAConfig
+from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
 
 
 def insert_adapters(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig) -> None:
