@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.checkpoint.layout import LayoutReader, metadata_of
 from colocated_grpo.checkpoint.saved import SavedCheckpoint, newest_whole
-from colocated_grpo.checkpoint.writer import ChecksummedWriter, write_durably
+from colocated_grpo.checkpoint.storage import ChecksummedWriter, LayoutReader, metadata_of, write_durably
 from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import damage, forget_cached, sealed
@@ -149,8 +148,7 @@ class Checkpoints:
         saved = self._world.from_main(lambda: newest_whole(self._folder, self._note))
         if saved is None:
             return 0, {}
-        if saved.verified:
-            self._verified = saved.folder
+        self._verified = saved.folder
         policy.init_optimizer_state()
         tensors = self._tensors(policy)
         with _unreadable(saved.folder):
@@ -234,7 +232,7 @@ def _replace_state(folder: Path, state: dict[str, Any]) -> bool:
     if record["state"] != state:
         new = folder / (STATE_FILE + UNFINISHED)
         text = json.dumps({key: value for key, value in record.items() if key != SEAL} | {"state": state})
-        write_durably(new, sealed(text) if FILES in record else text)
+        write_durably(new, sealed(text))
         new.replace(folder / STATE_FILE)
     return True
 

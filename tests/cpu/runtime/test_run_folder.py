@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.runtime.checksums import sealed
 from colocated_grpo.runtime.run_folder import (
     CHECKPOINTS,
     LOCK_FILE,
@@ -112,7 +113,7 @@ def model_of(folder: Path, **settings: object) -> Path:
 def run_of_a_model(folder: Path, **shape: object) -> str:
     """Make a past run whose checkpoint is of a model of this shape. Return its folder."""
     state = {"step": 3, "state": {MODEL_SHAPE: shape}}
-    (past_run(folder) / CHECKPOINTS / "step_000003" / STATE_FILE).write_text(json.dumps(state))
+    (past_run(folder) / CHECKPOINTS / "step_000003" / STATE_FILE).write_text(sealed(json.dumps(state)))
     return str(folder)
 
 
