@@ -181,7 +181,7 @@ def build_run(
         exports=build_exports(config, policy, model, world),
         hub=build_hub(config, folder, world, tracker.note, resources),
         tracker=tracker,
-        callbacks=Callbacks(callbacks, config, folder, world, tracker.note, policy.fixed_lr),
+        callbacks=Callbacks(callbacks, config.training_steps, folder, world, tracker.note, policy.fixed_lr),
         start=start,
         goal_reached=state.get(GOAL_REACHED, False),
     )

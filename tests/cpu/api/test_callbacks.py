@@ -7,15 +7,13 @@ import pytest
 from colocated_grpo.callbacks import Callbacks, check_callbacks
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tracking.notebook import NotebookDisplay, in_notebook
-from tests.support.config_text import load
 from tests.support.ranks import single_rank_world
 
 
 def callbacks_of(folder, *callbacks, learning_rate=None):
     """Return the callbacks of a run of 5 steps, and the list that its notes go to."""
     notes = []
-    config = load("training_steps: 5")
-    return Callbacks(callbacks, config, folder, single_rank_world(), notes.append, learning_rate), notes
+    return Callbacks(callbacks, 5, folder, single_rank_world(), notes.append, learning_rate), notes
 
 
 def test_a_callback_that_raises_costs_one_line_and_the_run_goes_on(tmp_path):
