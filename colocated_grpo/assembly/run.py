@@ -58,7 +58,9 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.engine_server import EngineServer
+from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.text_parts import has_text_part
 from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker
 from colocated_grpo.tracking.hub import Hub
 
@@ -250,7 +252,8 @@ def build_hub(
 ) -> Hub | None:
     if config.hub is None:
         return None
-    hub = Hub(config, config.hub, folder, note)
+    final = config.training_steps if config.checkpoint.final else None
+    hub = Hub(config.hub, folder, final, has_text_part(read_config_json(config.model)), note)
     if world.is_main:
         resources.callback(hub.close)
     return hub
