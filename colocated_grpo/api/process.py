@@ -21,7 +21,7 @@ from colocated_grpo.launch.cli import library_environment
 from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
 from colocated_grpo.runtime.run_folder import unlock_folders
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking.notebook import in_notebook
+from colocated_grpo.tracking.console import in_notebook
 from colocated_grpo.tracking.output import RunOutput
 
 if TYPE_CHECKING:

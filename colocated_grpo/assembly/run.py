@@ -123,7 +123,7 @@ def build_run(
     Steps that can fail for outside reasons come first, before device memory is allocated. output: shows each phase.
     resources: receives what to close, also after a failure. guarded: wraps rewards and episodes. callbacks: the user's.
     """
-    tracker = make_tracker(folder, output, is_main=world.is_main)
+    tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
         model = read_model_files(config, world)
         opponent_folder = fetch_opponent(config, world)

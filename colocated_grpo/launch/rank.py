@@ -70,7 +70,8 @@ def train_on(
             mark(FOLDER_SUFFIX, str(folder))
             resources, guarded = process.resources, process.guard.armed
             run = build_run(config, folder, world, process.stop, output, resources, guarded, callbacks)
-        run.tracker.start(run.config, describe(run), run.start, ChatCodec(run.model.tokenizer).transcript)
+        settings, transcript = run.config.model_dump(mode="json"), ChatCodec(run.model.tokenizer).transcript
+        run.tracker.start(settings, describe(run), run.start, transcript)
         if resume is not None:
             note_unusual_resume(run)
         settle_garbage_collector()

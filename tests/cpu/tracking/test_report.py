@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from colocated_grpo.tools import compare_runs, report, show_rollouts
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, phase_colors
+from colocated_grpo.tracking.page import MAX_POINTS, Series, downsample, line_chart, nice_ticks, stacked_chart
 from colocated_grpo.tracking.report import write_report
-from colocated_grpo.tracking.svg import MAX_POINTS, Series, downsample, line_chart, nice_ticks, stacked_chart
 from colocated_grpo.types import Group
 from tests.support.tracked_run import HOSTILE, TrackedRun, finished_run, groups_of, rollout_of, row_of
 
@@ -367,18 +367,3 @@ def test_a_missing_step_or_metric_is_a_difference(tmp_path: Path) -> None:
     assert {difference.metric: difference.first_step for difference in shorter}["reward"] == 4
     more = compare_runs.compare(rows, [{**row, "grad_norm": None} for row in rows], ignore=())
     assert {difference.metric: difference.first_step for difference in more}["grad_norm"] == 0
-
-
-def test_report_and_compare_runs_read_renamed_metrics_of_older_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = {name: tmp_path / name for name in ("shared", "prefix_reuse")}
-    for name, run in runs.items():
-        run.mkdir()
-        rows = [{"kind": "train", "step": step, name: 0.25 + step / 8} for step in range(3)]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert report.main([str(runs["shared"])]) == 0
-    assert "prefix reuse 0.500" in Page(runs["shared"] / "report.html").text
-    capsys.readouterr()
-    assert compare_runs.main([*map(str, runs.values()), "--assert-equal"]) == 0
-    assert "1 metrics equal, 0 differ" in capsys.readouterr().out
