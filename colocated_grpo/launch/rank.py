@@ -64,7 +64,8 @@ def train_on(
     world = process.world
     try:
         seed_everything(derive_seed(config.seed, "build"))
-        folder = world.from_main(lambda: lock_folder(choose_run_folder(config, resume, name)))
+        output_dir = Path(config.output_dir)
+        folder = world.from_main(lambda: lock_folder(choose_run_folder(output_dir, config.run_name, resume, name)))
         with removed_if_unused(folder):
             output.folder = folder
             mark(FOLDER_SUFFIX, str(folder))
