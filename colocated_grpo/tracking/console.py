@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -122,20 +122,6 @@ def step_text(row: Row) -> str:
     return "  ".join(figures)
 
 
-class Display(Protocol):
-    """Console output. `row` holds the metrics of a training step and those of the latest evaluation."""
-
-    console: Console
-
-    def phase_begins(self, name: str) -> None: ...
-    def phase_lasts(self, name: str) -> None: ...
-    def phase_ends(self, name: str, seconds: float) -> None: ...
-    def open(self, facts: dict[str, str], first_step: int) -> None: ...
-    def step(self, step: int, row: Row) -> None: ...
-    def note(self, line: str) -> None: ...
-    def close(self) -> None: ...
-
-
 class StandardOutput(Console):
     """A rich console bound to the current sys.stdout, so that user code may replace sys.stdout later."""
 
@@ -167,100 +153,86 @@ class Eta:
 
 
 class PlainDisplay:
-    """One line per step, for logs and pipes."""
+    """One line per step, for logs and pipes. `row` has the metrics of a step and those of the latest evaluation."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         self.console = console
         self._total = total_steps
         self._eta = Eta(total_steps)
+        self._rows: list[tuple[int, Row]] = []
+        """The last steps."""
 
     def phase_begins(self, name: str) -> None:
-        pass
+        """Do nothing: most phases take a moment."""
 
     def phase_lasts(self, name: str) -> None:
         self.note(f"{name} ...")
 
     def phase_ends(self, name: str, seconds: float) -> None:
         if seconds >= SHORTEST_PHASE:
-            self.note(_phase_text(name, seconds))
+            self.note(f"{name}: {seconds:.1f} s")
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
-        self.note(_title(first_step))
-        width = max(map(len, facts), default=0)
-        for name, value in facts.items():
-            self.note(f"  {name:<{width}}  {value}")
+        self._show_facts(f"colocated GRPO, resumed at step {first_step}" if first_step else "colocated GRPO", facts)
         self._eta.start()
 
     def step(self, step: int, row: Row) -> None:
         left = self._eta.tick(step)
-        self._line(f"step {step:>{len(str(self._total))}}/{self._total}", step_text(row), f"{left} left")
+        parts = f"step {step:>{len(str(self._total))}}/{self._total}", step_text(row), f"{left} left"
+        self.note("  ".join(part for part in parts if part))
 
     def note(self, line: str) -> None:
-        self._line(line)
-
-    def close(self) -> None:
-        pass
-
-    def _line(self, *parts: str) -> None:
         # Bypasses rich, which would wrap the line at its assumed width.
-        line = "  ".join(part for part in parts if part)
         print(printable(line, self.console.encoding), file=self.console.file, flush=True)
 
+    def close(self) -> None:
+        """Do nothing: nothing is redrawn."""
 
-class LiveDisplay:
+    def _show_facts(self, title: str, facts: dict[str, str]) -> None:
+        width = max(map(len, facts), default=0)
+        for line in (title, *(f"  {name:<{width}}  {value}" for name, value in facts.items())):
+            self.note(line)
+
+    def _keep(self, step: int, row: Row) -> None:
+        # A new list, because the refresh thread of a live display may be reading the old one.
+        self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
+
+
+class LiveDisplay(PlainDisplay):
     """Progress bar and the last steps as a table, redrawn in place."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
-        self.console = console
-        self._eta = Eta(total_steps)
-        self._rows: list[tuple[int, Row]] = []
+        super().__init__(console, total_steps)
         self._phase: Progress | None = None
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]} left"),
-            console=console,
-            expand=True,
-        )
+        left = TextColumn("{task.fields[left]} left")
+        columns = SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)
+        self._progress = Progress(*columns, TimeElapsedColumn(), left, console=console, expand=True)
         self._bar = self._progress.add_task("", total=total_steps, left="-")
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
 
     def phase_begins(self, name: str) -> None:
-        self._phase = Progress(
-            SpinnerColumn(), TextColumn(name), TimeElapsedColumn(), console=self.console, transient=True
-        )
+        columns = SpinnerColumn(), TextColumn(name), TimeElapsedColumn()
+        self._phase = Progress(*columns, console=self.console, transient=True)
         self._phase.add_task(name, total=None)
         atexit.register(self._phase.stop)
         self._phase.start()
 
     def phase_lasts(self, name: str) -> None:
-        pass  # the spinner shows it
+        """Do nothing: the spinner shows it."""
 
     def phase_ends(self, name: str, seconds: float) -> None:
         self._stop_spinner()
-        if seconds >= SHORTEST_PHASE:
-            self.note(_phase_text(name, seconds))
-
-    def _stop_spinner(self) -> None:
-        if self._phase is not None:
-            self._phase.stop()
-            atexit.unregister(self._phase.stop)
-            self._phase = None
+        super().phase_ends(name, seconds)
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
-        self.console.print(_banner(_title(first_step), facts))
+        super().open(facts, first_step)
         self._progress.update(self._bar, completed=first_step)
         # After an uncaught exception or sys.exit the terminal would otherwise be left without a cursor.
         atexit.register(self._live.stop)
         self._live.start()
-        self._eta.start()
 
     def step(self, step: int, row: Row) -> None:
-        # A new list, because the refresh thread may be reading the old one.
-        self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
+        self._keep(step, row)
         self._progress.update(self._bar, completed=step + 1, left=self._eta.tick(step))
 
     def note(self, line: str) -> None:
@@ -271,27 +243,24 @@ class LiveDisplay:
         self._live.stop()
         atexit.unregister(self._live.stop)
 
+    def _show_facts(self, title: str, facts: dict[str, str]) -> None:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="cyan", no_wrap=True)
+        grid.add_column()
+        for name, value in facts.items():
+            grid.add_row(Text(name), Text(printable(value)))
+        title_text = Text(title, style="bold")
+        self.console.print(Panel(grid, title=title_text, title_align="left", box=box.ROUNDED, expand=False))
+
+    def _stop_spinner(self) -> None:
+        if self._phase is not None:
+            self._phase.stop()
+            atexit.unregister(self._phase.stop)
+            self._phase = None
+
     def _render(self) -> Group:
-        return (
-            Group(step_table(self._rows, self.console.width), self._progress) if self._rows else Group(self._progress)
-        )
-
-
-def _phase_text(name: str, seconds: float) -> str:
-    return f"{name}: {seconds:.1f} s"
-
-
-def _title(first_step: int) -> str:
-    return f"colocated GRPO, resumed at step {first_step}" if first_step else "colocated GRPO"
-
-
-def _banner(title: str, facts: dict[str, str]) -> Panel:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="cyan", no_wrap=True)
-    grid.add_column()
-    for name, value in facts.items():
-        grid.add_row(Text(name), Text(printable(value)))
-    return Panel(grid, title=Text(title, style="bold"), title_align="left", box=box.ROUNDED, expand=False)
+        table = [step_table(self._rows, self.console.width)] if self._rows else []
+        return Group(*table, self._progress)
 
 
 def in_notebook() -> bool:
@@ -321,10 +290,9 @@ class NotebookDisplay(PlainDisplay):
     def __init__(self, console: Console, total_steps: int, show: Show) -> None:
         super().__init__(console, total_steps)
         self._show = show
-        self._rows: list[tuple[int, Row]] = []
 
     def step(self, step: int, row: Row) -> None:
-        self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
+        self._keep(step, row)
         progress = f"step {step + 1} of {self._total}, {self._eta.tick(step)} left"
         bar = f'<progress value="{step + 1}" max="{self._total}"></progress> {as_html(progress)}'
         self._show(f"<div>{bar}{self._table()}</div>")
@@ -339,7 +307,7 @@ class NotebookDisplay(PlainDisplay):
         return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def make_display(mode: str, console: Console, total_steps: int) -> Display:
+def make_display(mode: str, console: Console, total_steps: int) -> PlainDisplay:
     """Return the display for `mode` (tracking.console).
 
     "auto" is live on a terminal with cursor control, and one updated table in a notebook.

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from colocated_grpo.tracking.console import Display, PlainDisplay, Row, StandardOutput, make_display
+from colocated_grpo.tracking.console import PlainDisplay, Row, StandardOutput, make_display
 
 LOG_FILE = "run.log"
 LOGGER = "colocated_grpo"
@@ -60,7 +60,9 @@ class RunOutput:
     A display whose terminal, pipe or file has closed is dropped, so that it does not end the run.
     """
 
-    def __init__(self, displays: Sequence[Display] = (), log: LogFile | None = None, *, patience: float = PATIENCE):
+    def __init__(
+        self, displays: Sequence[PlainDisplay] = (), log: LogFile | None = None, *, patience: float = PATIENCE
+    ):
         self._displays = list(displays)
         self._log = log
         self._patience = patience
@@ -112,7 +114,7 @@ class RunOutput:
         if self._log is not None:
             self._log.leave_logger()
 
-    def _show(self, show: Callable[[Display], None]) -> None:
+    def _show(self, show: Callable[[PlainDisplay], None]) -> None:
         for display in list(self._displays):
             try:
                 show(display)

@@ -8,26 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.tracking.files import (
-    EVALUATION,
-    EVENTS_FILE,
-    EVENTS_TABLE,
-    GAME_ROW,
-    GAMES_FILE,
-    METRICS_FILE,
-    METRICS_ROW,
-    ROLLOUT_ROW,
-    ROLLOUTS_FILE,
-    STEP_ROW,
-    TRAIN,
-    Row,
-    json_line,
-    keep_before,
-    read_rows,
-)
+from colocated_grpo.tracking import files
+from colocated_grpo.tracking.files import Row
 from colocated_grpo.types import Group, JsonObject, Rollout
 
 HELD_OUT_ROLLOUTS = 16
@@ -55,35 +40,35 @@ class RunWriter:
         self.rollouts_per_step = rollouts_per_step
         self._run_dir = run_dir
         self._decode = decode
-        keep_before(run_dir / METRICS_FILE, first_step, METRICS_ROW, note)
-        keep_before(run_dir / ROLLOUTS_FILE, first_step, ROLLOUT_ROW, note)
-        self._metrics = _open_to_append(run_dir / METRICS_FILE)
-        self._rollouts = _open_to_append(run_dir / ROLLOUTS_FILE)
+        files.keep_before(run_dir / files.METRICS_FILE, first_step, files.METRICS_ROW, note)
+        files.keep_before(run_dir / files.ROLLOUTS_FILE, first_step, files.ROLLOUT_ROW, note)
+        self._metrics = (run_dir / files.METRICS_FILE).open("a", encoding="utf-8")
+        self._rollouts = (run_dir / files.ROLLOUTS_FILE).open("a", encoding="utf-8")
 
     def train(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a training step, and rollouts evenly spaced from the worst to the best reward."""
-        self._write(TRAIN, step, metrics, spread_by_reward(groups, self.rollouts_per_step))
+        self._write(files.TRAIN, step, metrics, spread_by_reward(groups, self.rollouts_per_step))
 
     def evaluation(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of an evaluation, and the first sample of HELD_OUT_ROLLOUTS fixed prompts."""
         chosen = _evenly_spaced(sorted(groups, key=lambda group: group.prompt.index), HELD_OUT_ROLLOUTS)
         samples = [(group, 0) for group in chosen] if self.rollouts_per_step else []
-        self._write(EVALUATION, step, metrics, samples)
+        self._write(files.EVALUATION, step, metrics, samples)
 
     def close(self) -> None:
         self._metrics.close()
         self._rollouts.close()
 
     def _write(self, kind: str, step: int, metrics: dict[str, float], samples: list[tuple[Group, int]]) -> None:
-        if not (self._run_dir / METRICS_FILE).exists():
+        if not (self._run_dir / files.METRICS_FILE).exists():
             # A write to a deleted file succeeds and is lost. Stop now instead of training for nothing.
-            raise RunError(f"{self._run_dir}: the run folder or its {METRICS_FILE} was deleted during the run")
+            raise RunError(f"{self._run_dir}: the run folder or its {files.METRICS_FILE} was deleted during the run")
         # Rollouts first: a kill between the two writes must not leave a metrics row without its rollouts.
-        lines = [json_line(_rollout_row(kind, step, group, sample, self._decode)) for group, sample in samples]
+        lines = [files.json_line(_rollout_row(kind, step, group, sample, self._decode)) for group, sample in samples]
         self._rollouts.write("".join(lines))
         self._rollouts.flush()
         row = {"kind": kind, "step": step} | {key: finite(value) for key, value in metrics.items()}
-        self._metrics.write(json_line(row))
+        self._metrics.write(files.json_line(row))
         self._metrics.flush()
 
 
@@ -96,14 +81,14 @@ class GameWriter:
     def __init__(self, run_dir: Path, first_step: int, note: Callable[[str], None]) -> None:
         self._folder = run_dir
         self._columns: list[str] = []
-        if (run_dir / GAMES_FILE).exists():
-            keep_before(run_dir / GAMES_FILE, first_step, GAME_ROW, note)
+        if (run_dir / files.GAMES_FILE).exists():
+            files.keep_before(run_dir / files.GAMES_FILE, first_step, files.GAME_ROW, note)
         # Checked separately: events are written before games, so a kill may leave events only.
-        if (run_dir / EVENTS_FILE).exists():
-            keep_before(run_dir / EVENTS_FILE, first_step, STEP_ROW, note)
+        if (run_dir / files.EVENTS_FILE).exists():
+            files.keep_before(run_dir / files.EVENTS_FILE, first_step, files.STEP_ROW, note)
             # Rebuilt from the .jsonl: a kill may have cut the table's last line.
-            (run_dir / EVENTS_TABLE).unlink(missing_ok=True)
-            self._append_to_table(read_rows(run_dir / EVENTS_FILE))
+            (run_dir / files.EVENTS_TABLE).unlink(missing_ok=True)
+            self._append_to_table(files.read_rows(run_dir / files.EVENTS_FILE))
 
     def write(self, step: int, games: Sequence[JsonObject]) -> None:
         """Append the games that ended in `step`. The files are closed again, so a killed run keeps every ended game."""
@@ -112,13 +97,15 @@ class GameWriter:
         events = [
             {"step": step, "source": game["source"], **event} for game in games for event in game.get("events", ())
         ]
-        self._append(EVENTS_FILE, events)
+        self._append(files.EVENTS_FILE, events)
         self._append_to_table(events)
-        self._append(GAMES_FILE, [{"step": step, **{k: v for k, v in game.items() if k != "events"}} for game in games])
+        self._append(
+            files.GAMES_FILE, [{"step": step, **{k: v for k, v in game.items() if k != "events"}} for game in games]
+        )
 
     def _append(self, name: str, rows: Sequence[Row]) -> None:
         with (self._folder / name).open("a", encoding="utf-8") as file:
-            file.writelines(map(json_line, rows))
+            file.writelines(map(files.json_line, rows))
 
     def _append_to_table(self, events: Iterable[Row]) -> None:
         """Append rows with the columns of the first event. Further keys are in the .jsonl only."""
@@ -127,15 +114,11 @@ class GameWriter:
         if first is None:
             return
         self._columns = self._columns or list(first)
-        with (self._folder / EVENTS_TABLE).open("a", newline="", encoding="utf-8", errors="replace") as file:
+        with (self._folder / files.EVENTS_TABLE).open("a", newline="", encoding="utf-8", errors="replace") as file:
             writer = csv.DictWriter(file, self._columns, restval="", extrasaction="ignore")
             if file.tell() == 0:
                 writer.writeheader()
             writer.writerows(chain([first], events))
-
-
-def _open_to_append(path: Path) -> TextIO:
-    return path.open("a", encoding="utf-8")
 
 
 def finite(value: float | None) -> float | None:

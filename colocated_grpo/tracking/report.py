@@ -15,7 +15,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, phase_colors, phase_names
-from colocated_grpo.tracking.files import TRAIN, Row, first_and_last, read_games
+from colocated_grpo.tracking.files import TRAIN, Row, first_and_last
 from colocated_grpo.tracking.page import STYLE, section
 from colocated_grpo.tracking.text import as_html, duration, number
 from colocated_grpo.tracking.transcripts import before_and_after, last_training_rollouts, latest_games
@@ -76,7 +76,7 @@ def write_report(run_dir: Path, *, running: bool = False) -> Path:
         *chart_sections(rows),
         before_and_after(rollouts),
         last_training_rollouts(rollouts),
-        latest_games(read_games(run_dir)),
+        latest_games(files.read_games(run_dir)),
         _config_table(config),
         _starts(files.read_environment(run_dir)),
     ]
@@ -124,9 +124,9 @@ def _collapsed(title: str, table_lines: str) -> str:
 def header(run_dir: Path, rows: list[Row], *, running: bool) -> str:
     """Return the HTML above the charts. running: a process is still training."""
     summary, config = files.read_summary(run_dir), files.read_config(run_dir)
-    train = [row for row in rows if row["kind"] == files.TRAIN]
+    train = [row for row in rows if row["kind"] == TRAIN]
     model = dict(files.flatten(config)).get("model.name", "")
-    state = "running" if running else summary.get("state") or summary.get("outcome") or NO_END
+    state = "running" if running else summary.get("state") or NO_END
     if running:
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         state += f", {len(train)} steps done; this page is of {now} and reloads itself"
@@ -171,13 +171,13 @@ def _box(title: str, text: str) -> str:
 
 def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, str, str]]:
     """Yield the tiles: name, value, note below."""
-    held_out = files.first_and_last(rows, "held_out/reward")
+    held_out = first_and_last(rows, "held_out/reward")
     if held_out is not None:
         first, last = held_out
         change = f"{number(first['held_out/reward'])} -> {number(last['held_out/reward'])}"
         yield "held-out reward", change, f"steps {first['step']} to {last['step']}"
-    train = [row for row in rows if row["kind"] == files.TRAIN]
-    if reward := files.first_and_last(train, "reward"):
+    train = [row for row in rows if row["kind"] == TRAIN]
+    if reward := first_and_last(train, "reward"):
         before, after = (number(row["reward"]) for row in reward)
         yield "training reward", f"{before} -> {after}", "first and last step"
     yield "steps", str(len(train)), f"of {training_steps}" if training_steps else ""

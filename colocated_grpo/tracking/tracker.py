@@ -13,16 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colocated_grpo.settings.secret_values import masked_arguments
-from colocated_grpo.tracking import files
+from colocated_grpo.tracking import files, notes
 from colocated_grpo.tracking.ending import STOPPED, summary_line, write_summary
-from colocated_grpo.tracking.notes import (
-    ScoringErrors,
-    StabilityWatch,
-    banner_facts,
-    changed_settings,
-    evaluation_line,
-    typical_completion,
-)
 from colocated_grpo.tracking.output import RunOutput
 from colocated_grpo.tracking.records import Decode, GameWriter, RunWriter
 from colocated_grpo.tracking.report import LiveReport, write_report
@@ -55,8 +47,8 @@ class Tracker:
         self._output = output
         self._sinks = Sinks(self.note)
         self._report = LiveReport(run_dir, self.note)
-        self._stability = StabilityWatch()
-        self._scoring_errors = ScoringErrors()
+        self._stability = notes.StabilityWatch()
+        self._scoring_errors = notes.ScoringErrors()
         self._writer: RunWriter | None = None
         self._games: GameWriter | None = None
         self._held_out: dict[str, float] = {}
@@ -76,8 +68,8 @@ class Tracker:
         self._writer = RunWriter(self._run_dir, first_step, self._tracking.rollouts_per_step, self.note, decode)
         self._games = GameWriter(self._run_dir, first_step, self.note)
         self._sinks.open(settings, self._tracking, self._run_dir, first_step)
-        self._output.open(banner_facts(settings, facts, self._run_dir), first_step)
-        if changes := changed_settings(before, settings):
+        self._output.open(notes.banner_facts(settings, facts, self._run_dir), first_step)
+        if changes := notes.changed_settings(before, settings):
             self.note(f"settings changed since the last start: {', '.join(changes)}")
 
     def _former_config(self) -> JsonObject:
@@ -94,7 +86,7 @@ class Tracker:
         self._sinks.log(step, row)
         self._sinks.completions(step, groups)
         self._output.step(step, {**self._held_out, **row})
-        if self._tracking.show_completion and (text := typical_completion(groups)):
+        if self._tracking.show_completion and (text := notes.typical_completion(groups)):
             self.note(f"step {step}, {text}")
         for line in self._scoring_errors.check(step, groups):
             self.note(line)
@@ -112,7 +104,7 @@ class Tracker:
         self._started().evaluation(step, row, groups)
         self._sinks.log(step, row)
         self._held_out = {**self._held_out, **row}
-        self.note(evaluation_line(step, row))
+        self.note(notes.evaluation_line(step, row))
 
     def note(self, line: str) -> None:
         """Print one line above the live display."""
