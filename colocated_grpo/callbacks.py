@@ -157,7 +157,7 @@ class Callbacks:
         checkpoint: Path | None = None,
         outcome: str | None = None,
     ) -> dict[str, float]:
-        """Call one method of all callbacks that have it, in order, with one state. Return what they have logged."""
+        """Call one method of all callbacks that have it, in order, with one state. Return the metrics that they log."""
         state = RunState(
             step=step,
             training_steps=self._steps,
@@ -175,7 +175,7 @@ class Callbacks:
         return state.logged
 
     def _call_one(self, callback: object, event: str, state: RunState) -> None:
-        """An exception of a callback costs a line and counts as a metric. The run goes on, as after a failed reward."""
+        """Call one method. An exception is noted and counted in ERRORS; the run goes on, as after a failed reward."""
         try:
             getattr(callback, event)(state)
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""From the arguments of Trainer to settings by path, in the form that a config file's are overridden with."""
+"""Translate the arguments of Trainer into settings by path, which override those of a config file."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _FOREIGN = {
     "rollout_func": "write an episode: docs/guides/episodes.md",
     "environment_factory": "write an episode: docs/guides/episodes.md",
 }
-"""Further arguments of TRL's GRPOTrainer -> what to do instead."""
+"""Unsupported argument of TRL's GRPOTrainer -> alternative."""
 _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 _DEVICE = ("use_cpu", "bf16")
-"""Fields of GRPOConfig whose defaults it rejects on some machines. They have no meaning here."""
+"""Fields without a meaning here, whose defaults GRPOConfig itself rejects on some machines."""
 _MINIBATCHES = "minibatches: generation_batch_size must be a whole number of optimizer steps"
 _SHARED = {"rewards", "prompt_column", "columns", "system_prompt", "tools", "chat_template_kwargs"}
 """Settings that the sets take from the training data."""
@@ -147,7 +147,7 @@ def _from_args(args: Any) -> dict[str, Any]:
 
 
 def changed_fields(settings: Any) -> dict[str, Any]:
-    """Return a mapping as it is; of a dataclass, such as GRPOConfig, the fields that differ from its defaults."""
+    """Return a mapping unchanged; for a dataclass, such as GRPOConfig, the fields that differ from its defaults."""
     if isinstance(settings, Mapping):
         return dict(settings)
     if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
@@ -184,7 +184,7 @@ def _flat(tree: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPa
 def evaluation_sets(
     datasets: Mapping[Any, Any], entry: Any, evaluation: EvaluationConfig, objects: ObjectsByName
 ) -> Settings:
-    """Return the settings by which each dataset is a set of its own, after the sets of `evaluation`.
+    """Return settings that add each dataset as an evaluation set, after the sets of `evaluation`.
 
     entry: the training data, whose rewards, columns and template settings the sets have. They are sampled as held-out
     prompts are. No training rows are held out unless a setting says so. Raises ConfigError.
@@ -248,7 +248,7 @@ def take_epochs(settings: Settings, default: float | None) -> Epochs | None:
 
 
 def in_steps(epochs: Epochs, environments: Sequence[Any], prompts: int) -> tuple[Settings, str]:
-    """Return the setting that makes a run as long, with `prompts` a step, and a line that says so.
+    """Return `training_steps` for these epochs, with `prompts` a step, and a line about it.
 
     Default epochs that cannot be counted set nothing. Raises ConfigError for others.
     """

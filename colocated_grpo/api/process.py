@@ -1,4 +1,4 @@
-"""A program's process as a rank for the time of one run."""
+"""Make a program's process a rank for the duration of one run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def rank_variables() -> Iterator[None]:
 
 @contextmanager
 def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Iterator[RankProcess]:
-    """Make this process a rank of the run, and give back all that it took: handlers, threads, process group, memory.
+    """Make this process a rank of the run. Afterwards handlers, threads, process group and memory are released.
 
     replace_group: leave the process group that another library has joined. Otherwise it is an error.
     """
@@ -157,7 +157,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide what libraries log and warn about on import, on which a user cannot act."""
+    """Hide log lines and warnings of library imports, on which a user cannot act."""
     for library in ("vllm", "bitsandbytes"):
         if logging.getLogger(library).level == logging.NOTSET:
             logging.getLogger(library).setLevel(logging.ERROR)

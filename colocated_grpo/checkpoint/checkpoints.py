@@ -2,7 +2,7 @@
 
 A run folder holds checkpoints/step_000012/: torch DCP files for weights and optimizer, and trainer.json. A checkpoint
 is written under another name and renamed when every rank has finished, so a folder with the final name is complete.
-Whether it is still whole is checked when it is resumed from, and before older ones are deleted.
+Its checksums are verified when it is resumed from, and before older ones are deleted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Checkpoints:
     ) -> None:
         """others: further tensors of the run, such as an opponent's shards, by names that the policy does not use.
 
-        note: is called on rank 0 with one line where a resume is not from the newest checkpoint.
+        note: called on rank 0 with one line if the newest checkpoint cannot be resumed from.
         """
         self._folder = run_dir / CHECKPOINTS
         self._config = config

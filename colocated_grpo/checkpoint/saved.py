@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which are whole, and what they contain."""
+"""Find and verify checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SavedCheckpoint:
 
 
 class DamagedCheckpoint(Exception):
-    """The message says what is damaged."""
+    """A checkpoint is not whole. The message names the damage."""
 
 
 def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint | None:

@@ -110,7 +110,7 @@ class ChecksummedWriter(dcp.FileSystemWriter):
         self.checksums: dict[str, str] = {}
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
-        """The result has this rank's checksums beside torch's own results; torch passes it on to `finish`."""
+        """Return torch's results together with this rank's checksums. torch passes them to `finish`."""
         written = super().write_data(plan, planner).wait()
         result: Future[Any] = Future()
         result.set_result((written, self._files.checksums))

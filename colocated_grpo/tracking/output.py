@@ -55,7 +55,7 @@ class LogFile:
 
 
 class RunOutput:
-    """Everything that rank 0 prints about a run. The same object on other ranks prints nothing.
+    """Output of rank 0. On other ranks it has no displays and prints nothing.
 
     A display whose terminal, pipe or file has closed is dropped, so that it does not end the run.
     """

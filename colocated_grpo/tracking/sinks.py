@@ -38,7 +38,7 @@ class Sink:
 
     log: Callable[[int, dict[str, float]], None]
     table: Callable[[int, Table], None] | None = None
-    """Takes a step and completions of it; None: the tracker has no tables."""
+    """Send completions of a step; None: the tracker has no tables."""
     finish: Callable[[], None]
 
 

@@ -46,7 +46,7 @@ class Passage:
     speaker: str
     text: str
     sampled: bool
-    """True: written by the policy in this rollout. False: what it read."""
+    """True: written by the policy in this rollout. False: read by it."""
 
 
 def prompt_messages(row: Row) -> list[Passage]:
@@ -55,7 +55,7 @@ def prompt_messages(row: Row) -> list[Passage]:
 
 
 def completion_messages(row: Row) -> list[Passage]:
-    """Return what the policy wrote, and between its turns what it observed."""
+    """Return the policy's turns and the observations between them."""
     turns = row.get("turns") or [{"sampled": True, "text": row["completion"]}]
     messages: list[Passage] = []
     for turn in turns:
