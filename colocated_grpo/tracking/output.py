@@ -23,14 +23,14 @@ PATIENCE = 5.0
 """Seconds after which a plain console shows the phase that is not finished."""
 
 
-class LogFile:
-    """Text that is kept in memory until `open` names its file."""
+class LogFile(io.StringIO):
+    """Text that is kept in memory until `open_at` names its file."""
 
     encoding = "utf-8"
-    closed = False
 
     def __init__(self) -> None:
-        self._target: TextIO = io.StringIO()
+        super().__init__()
+        self._file: TextIO | None = None
         self._handler = logging.StreamHandler(self)
         self._handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         logging.getLogger(LOGGER).addHandler(self._handler)
@@ -39,19 +39,14 @@ class LogFile:
         """Receive no more warnings."""
         logging.getLogger(LOGGER).removeHandler(self._handler)
 
-    def open(self, path: Path) -> None:
+    def open_at(self, path: Path) -> None:
         """Append the text so far and all later text to the file. A second call has no effect."""
-        if isinstance(self._target, io.StringIO):
-            before = self._target.getvalue()
-            self._target = path.open("a", encoding=self.encoding, errors="backslashreplace")
-            self.write(before)
-            self.flush()
+        if self._file is None:
+            self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            self._file.write(self.getvalue())
 
     def write(self, text: str) -> int:
-        return self._target.write(text)
-
-    def flush(self) -> None:
-        self._target.flush()
+        return super().write(text) if self._file is None else self._file.write(text)
 
 
 class RunOutput:
@@ -128,7 +123,7 @@ class RunOutput:
         """Write the text so far, and all later text, to run.log in `folder`."""
         if self._log is not None:
             with suppress(OSError):
-                self._log.open(folder / LOG_FILE)
+                self._log.open_at(folder / LOG_FILE)
 
 
 def make_output(mode: str, total_steps: int, *, is_main: bool, console: Console | None = None) -> RunOutput:
@@ -136,7 +131,6 @@ def make_output(mode: str, total_steps: int, *, is_main: bool, console: Console 
     if not is_main:
         return RunOutput()
     log = LogFile()
-    log_console = Console(file=log)  # pyrefly: ignore[bad-argument-type]  (it needs write, flush and encoding only)
-    logged = PlainDisplay(log_console, total_steps)
+    logged = PlainDisplay(Console(file=log), total_steps)
     logged.note(f"--- started at {datetime.now(UTC).isoformat(timespec='seconds')}")
     return RunOutput([make_display(mode, console or StandardOutput(), total_steps), logged], log)
