@@ -78,9 +78,12 @@ def read_arguments(
         alone = _loaded(config, by_path | nothing_kept, objects, length)
         by_path |= evaluation_sets(several, alone.config.environments[0], alone.config.evaluation, objects)
     loaded = _loaded(config, by_path, objects, length)
-    if epochs is None or (epochs.by_default and loaded.config.training_steps != UNCOUNTED):
+    if epochs is None:
         return loaded
-    steps, note = in_steps(epochs, loaded.config.environments, loaded.config.rollout.prompts_per_step)
+    number, by_default = epochs
+    if by_default and loaded.config.training_steps != UNCOUNTED:
+        return loaded
+    steps, note = in_steps(number, by_default, loaded.config.environments, loaded.config.rollout.prompts_per_step)
     loaded = _loaded(config, by_path | steps, objects, {})
     return dataclasses.replace(loaded, notes=[*loaded.notes, note])
 
@@ -220,47 +223,37 @@ def _rows_of(name: Any, rows: Any, objects: ObjectsByName) -> str:
     return take_rows(rows, key, key, objects)
 
 
-@dataclasses.dataclass(frozen=True)
-class Epochs:
-    """Passes over the training rows."""
+def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool] | None:
+    """Remove the epochs from a program's settings. Return them, and whether they are only the default of GRPOConfig.
 
-    number: float
-    by_default: bool
-    """TRL's default, which a script may also have written: a config file's training_steps take precedence."""
-
-    def __str__(self) -> str:
-        return f"num_train_epochs={self.number:g}"
-
-
-def take_epochs(settings: Settings, default: float | None) -> Epochs | None:
-    """Remove the epochs from a program's settings and return them; None where it gives steps, or neither.
-
-    default: of TRL's GRPOConfig, if the program has one. Raises ConfigError.
+    None where the program gives steps, or neither. default: of TRL's GRPOConfig, if the program has one. A script may
+    have written that number too. Raises ConfigError.
     """
     number = settings.pop(("num_train_epochs",), None)
     if settings.keys() & {_STEPS, ("max_steps",)}:
         return None
     if number is None:
-        return None if default is None else Epochs(default, by_default=True)
+        return None if default is None else (default, True)
     if not isinstance(number, int | float) or not 0 < number < math.inf:
         raise ConfigError(f"num_train_epochs={number!r}: must be a number above 0")
-    return Epochs(number, by_default=False)
+    return number, False
 
 
-def in_steps(epochs: Epochs, environments: Sequence[Any], prompts: int) -> tuple[Settings, str]:
+def in_steps(epochs: float, by_default: bool, environments: Sequence[Any], prompts: int) -> tuple[Settings, str]:
     """Return `training_steps` for these epochs, with `prompts` a step, and a line about it.
 
     Default epochs that cannot be counted set nothing. Raises ConfigError for others.
     """
     entry, *others = environments
+    shown = f"num_train_epochs={epochs:g}"
     if others or not isinstance(entry, DatasetSourceConfig) or entry.given is None:
-        if not epochs.by_default:
-            raise ConfigError(f"{epochs}: {_NEEDS_ROWS}; or set training_steps")
+        if not by_default:
+            raise ConfigError(f"{shown}: {_NEEDS_ROWS}; or set training_steps")
         steps = Config.model_fields["training_steps"].default
-        return {}, f"training_steps={steps}: the default; {epochs} {_NEEDS_ROWS}; set max_steps"
+        return {}, f"training_steps={steps}: the default; {shown} {_NEEDS_ROWS}; set max_steps"
     rows = _num_rows(entry)
-    steps = max(1, math.ceil(rows * epochs.number / prompts))
-    return {_STEPS: steps}, f"training_steps={steps}: {epochs} over {rows} rows, {prompts} prompts a step"
+    steps = max(1, math.ceil(rows * epochs / prompts))
+    return {_STEPS: steps}, f"training_steps={steps}: {shown} over {rows} rows, {prompts} prompts a step"
 
 
 def _num_rows(entry: DatasetSourceConfig) -> int:
