@@ -13,7 +13,7 @@ from colocated_grpo.environments.adapters import ADAPTERS
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.games import read_games
+from colocated_grpo.tracking.files import read_games
 from tests.support.openenv_server import Server
 from tests.support.paths import ROOT
 from tests.support.training_runs import TrainingRun, settings, tiny_model, train

@@ -1,28 +1,102 @@
-"""torch's checkpoint writer, with a checksum of every file and a layout that can be read without unpickling."""
+"""A checkpoint's tensor files: torch's writer with a checksum of every file, and their layout as JSON.
+
+Reading the layout runs no code, whoever wrote it. torch keeps the same facts in `.metadata`, a pickle, which is written
+for torch's own tools and never read.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import IOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.futures import Future
 from xxhash import xxh3_128
 
-from colocated_grpo.checkpoint.former import METADATA_FILE
-from colocated_grpo.checkpoint.layout import LAYOUT_FILE, layout_of
 from colocated_grpo.runtime.checksums import checksum
 
+METADATA_FILE = ".metadata"
+LAYOUT_FILE = "tensors.json"
 SMALL = 1 << 16
 """Bytes below which a checksum takes less time than passing the bytes to another thread."""
+
+Layout = dict[str, Any]
+"""Tensor name -> {dtype, size, chunks}; a chunk has offsets and sizes in the tensor, and file, start, length."""
+
+
+def layout_of(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> Layout:
+    """Return the layout of a checkpoint that torch has written. All its entries are tensors. places: of the chunks."""
+    layout = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        stored = [places[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
+        layout[name] = {
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "size": list(entry.size),
+            "chunks": [
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": place.relative_path,
+                    "start": place.offset,
+                    "length": place.length,
+                }
+                for chunk, place in zip(entry.chunks, stored, strict=True)
+            ],
+        }
+    return layout
+
+
+def metadata_of(layout: Layout, folder: Path) -> Metadata:
+    """Return torch's form of a layout. Raises ValueError, KeyError or TypeError where it is not one of this folder."""
+    entries, places = {}, {}
+    for name, entry in layout.items():
+        dtype = getattr(torch, entry["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{entry['dtype']!r} is not a dtype")
+        chunks = []
+        for stored in entry["chunks"]:
+            chunk = ChunkStorageMetadata(torch.Size(stored["offsets"]), torch.Size(stored["sizes"]))
+            chunks.append(chunk)
+            places[MetadataIndex(name, chunk.offsets)] = _place(stored, folder)
+        # Tensors only: torch unpickles entries of other kinds when it loads them.
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
+    return Metadata(entries, storage_data=places)
+
+
+def _place(stored: dict[str, Any], folder: Path) -> _StorageInfo:
+    file, start, length = stored["file"], stored["start"], stored["length"]
+    if Path(file).name != file:
+        raise ValueError(f"{file!r} is not a file of the checkpoint")
+    if not 0 <= start <= start + length <= (folder / file).stat().st_size:
+        raise ValueError(f"{file} is truncated")
+    return _StorageInfo(file, start, length)
+
+
+class LayoutReader(dcp.FileSystemReader):
+    """Reads tensors at known places. torch reads each with `torch.load(weights_only=True)`, which runs no code."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
+        return self._metadata
 
 
 class ChecksummedWriter(dcp.FileSystemWriter):
@@ -36,7 +110,7 @@ class ChecksummedWriter(dcp.FileSystemWriter):
         self.checksums: dict[str, str] = {}
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
-        """The result has this rank's checksums beside torch's own results; torch passes it on to `finish`."""
+        """Return torch's results together with this rank's checksums. torch passes them to `finish`."""
         written = super().write_data(plan, planner).wait()
         result: Future[Any] = Future()
         result.set_result((written, self._files.checksums))
