@@ -1,4 +1,4 @@
-"""Many games of town side by side, as a turn environment (see environments/turns/base.py)."""
+"""Many games of town side by side, as a turn environment (see environments/turns/base.py), and their settings."""
 
 from __future__ import annotations
 
@@ -7,29 +7,86 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from random import Random
 
-from colocated_grpo.environments.town.acting import apply_verdict
-from colocated_grpo.environments.town.endings import seat_result
-from colocated_grpo.environments.town.events import game_record
 from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
+from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.observations import observe
 from colocated_grpo.environments.town.phases import begin, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
-from colocated_grpo.environments.town.prompts import PROMPT_STYLES, Message
-from colocated_grpo.environments.town.rewards import TownReturn, immediate_reward, outcome_returns, reward_parts
-from colocated_grpo.environments.town.settings import POLICY, TownSettings
+from colocated_grpo.environments.town.rewards import (
+    CREDITS,
+    Credit,
+    TownReturn,
+    TownStats,
+    immediate_reward,
+    outcome_returns,
+    reward_parts,
+)
 from colocated_grpo.environments.town.state import (
     DRAW,
+    MAX_SEATS,
+    MIN_SEATS,
     Game,
     Phase,
+    Rules,
     TurnRecord,
+    cast_problem,
     frozen_state,
     new_game,
     restore_game,
     snapshot_game,
 )
-from colocated_grpo.environments.town.stats import TownStats
-from colocated_grpo.environments.town.verdicts import Status, Verdict, judge
+from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, game_record
+from colocated_grpo.environments.town.verdicts import Status, Verdict, apply_verdict, judge
+from colocated_grpo.environments.turns.base import FinishedGames
 from colocated_grpo.types import JsonObject
+
+POLICY = "policy"
+"""Label of the seats that the trained policy plays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TownSettings:
+    """The `args` of town. Example: TownSettings(games=8, seats=9, seed=1, players=("policy", "sensible"))"""
+
+    games: int = 4
+    """Games played side by side. A new game replaces each one that ends."""
+    seats: int | tuple[int, int] = 7
+    """Seats of a game, or (lowest, highest), drawn for each game."""
+    roles: tuple[str, ...] = ()
+    """The cast, dealt at random. Empty: a playable mix is drawn for each game."""
+    seed: int = 0
+    players: tuple[str, ...] = (POLICY,)
+    """Labels of the players, repeated over the seats. 'sensible' and 'random' are scripts; models play all others."""
+    credit: Credit = field(default_factory=lambda: CREDITS["phase"])
+    rules: Rules = field(default_factory=Rules)
+    memory: int = 60
+    """Latest events that a prompt contains; older ones can be looked up."""
+    prompts: str = "full"
+    """full: rules and situation in sentences. brief: names and tags, for models of a few million parameters.
+    docs/guides/games.md gives their lengths."""
+
+    def __post_init__(self) -> None:
+        low, high = self.seat_bounds
+        if self.games < 1 or self.memory < 1:
+            raise ValueError(f"town: games={self.games}, memory={self.memory}: both must be at least 1")
+        if not MIN_SEATS <= low <= high <= MAX_SEATS:
+            raise ValueError(f"town: seats={self.seats}: not within {MIN_SEATS} to {MAX_SEATS}")
+        if self.prompts not in PROMPT_STYLES:
+            raise ValueError(f"town: prompts={self.prompts!r}: unknown style; valid: {', '.join(PROMPT_STYLES)}")
+        if self.roles and (problem := cast_problem(self.roles)):
+            raise ValueError(f"town: {problem}")
+        if all(label in SCRIPTED for label in self.players):
+            raise ValueError(
+                f"town: players={list(self.players)}: all are scripted, so there is nothing to train; add {POLICY!r}"
+            )
+        fewest = len(self.roles) or low
+        if len(self.players) > fewest:
+            raise ValueError(f"town: players={list(self.players)}: more than the {fewest} seats of a game")
+
+    @property
+    def seat_bounds(self) -> tuple[int, int]:
+        """(lowest, highest) number of seats."""
+        return (self.seats, self.seats) if isinstance(self.seats, int) else self.seats
 
 
 class TurnError(ValueError):
@@ -81,15 +138,14 @@ class TownOutcome:
     parts: dict[str, float]
 
 
-class TownEnvironment:
+class TownEnvironment(FinishedGames[TownReturn]):
     """Concurrent games. The same settings and commits give the same turns, also across snapshot and restore."""
 
     def __init__(self, settings: TownSettings) -> None:
+        super().__init__()
         self.settings = settings
         self.stats = TownStats()
         self._started = 0
-        self._returns: list[TownReturn] = []
-        self._ended: list[JsonObject] = []
         self._games = [self._new_game() for _ in range(settings.games)]
 
     @property
@@ -136,16 +192,6 @@ class TownEnvironment:
     def advice(self, turn: TownTurn) -> str:
         """Return the sensible player's reply to an open turn."""
         return scripted_reply(self._game_of(turn), turn.seat, sensible_player)
-
-    def drain_returns(self) -> list[TownReturn]:
-        """Return the outcome returns of all games that ended since the last call."""
-        returns, self._returns = self._returns, []
-        return returns
-
-    def drain_games(self) -> list[JsonObject]:
-        """Return the records of the games that ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
 
     def drain_stats(self) -> dict[str, float]:
         """Return rates since the last call. Win rates cover the latest WIN_RATE_GAMES games instead."""

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 from colocated_grpo import types
 from colocated_grpo.environments.town import roles
-from colocated_grpo.environments.town.environment import TurnError
+from colocated_grpo.environments.town.environment import TownSettings, TurnError
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.rewards import CREDITS
-from colocated_grpo.environments.town.settings import TownSettings
 from colocated_grpo.environments.town.state import Phase, Rules
-from colocated_grpo.environments.turns import credit
+from colocated_grpo.environments.turns import base as turns
 from tests.support.town_tables import play, play_game, random_reply, small_town
 
 
@@ -257,9 +256,9 @@ def executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_town_without_its_config_needs_the_standard_library_only():
-    own = ("colocated_grpo.environments.town", credit.__name__, types.__name__)
-    town = [file for file in Path(roles.__file__).parent.glob("*.py") if file.name != "from_config.py"]
-    for file in [*town, Path(credit.__file__), Path(types.__file__)]:
+    own = ("colocated_grpo.environments.town", turns.__name__, types.__name__)
+    town = [file for file in Path(roles.__file__).parent.glob("*.py") if file.name != "opening.py"]
+    for file in [*town, Path(turns.__file__), Path(types.__file__)]:
         for node in executed(ast.parse(file.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 name = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name

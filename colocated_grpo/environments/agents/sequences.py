@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import ContextExhausted, continued_routes
+from colocated_grpo.environments.base import AgentLimits
+from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, continued_routes
 from colocated_grpo.types import Completion, Prompt, Rollout, Routes, Score
 
 SampleAgent = Callable[[list[int], int, Sequence[str]], Awaitable[Completion]]
@@ -20,18 +20,6 @@ SampleAgent = Callable[[list[int], int, Sequence[str]], Awaitable[Completion]]
 
 class TooManyRequests(Exception):
     """The agent has used up its requests."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentLimits:
-    """Limits on the agents of one environment."""
-
-    max_tokens: int
-    """Longest sequence, prompt and completion of a request together."""
-    max_requests: int
-    """Completions of one agent."""
-    max_running: int
-    """Agents that run at a time on one rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
