@@ -153,7 +153,7 @@ def build_data(
     resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
     source = open_source(environments, tracker.note) if world.is_main and environments.trained else None
-    evaluated = read_evaluated(config, environments, world, tracker.note)
+    evaluated = read_evaluated(config.evaluation, environments, world, tracker.note)
     return Data(environments=environments, source=source, evaluated=evaluated)
 
 

@@ -31,10 +31,10 @@ class Evaluated:
     """Functions that return the answers of each set for maj@k; None for a set without maj@k."""
 
 
-def read_evaluated(config: Config, environments: Environments, world: World, note: Note) -> Evaluated:
+def read_evaluated(evaluation: EvaluationConfig, environments: Environments, world: World, note: Note) -> Evaluated:
     """Collective. User code is imported on every rank; data are read on rank 0 only. Raises EnvironmentSetupError."""
-    answers = import_answers(config.evaluation)
-    held_out, sets = world.from_main(lambda: draw_evaluated(config.evaluation, environments, note))
+    answers = import_answers(evaluation)
+    held_out, sets = world.from_main(lambda: draw_evaluated(evaluation, environments, note))
     return Evaluated(held_out=held_out, sets=sets, answers=answers)
 
 

@@ -61,7 +61,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluat
     stop.listen()
     model = read_model_files(config, world)
     environments = build_environments(config, model.tokenizer)
-    evaluated = read_evaluated(config, environments, world, print)
+    evaluated = read_evaluated(config.evaluation, environments, world, print)
     data = Data(environments=environments, source=None, evaluated=evaluated)
     sets = evaluation_sets(config, evaluated, model.stop_token_ids)
     resources = ExitStack()

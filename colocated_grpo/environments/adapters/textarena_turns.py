@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -66,7 +66,7 @@ class TextArenaTurn:
         raise EnvironmentSetupError(f"{KEY}: structured=true: textarena has no grammar of legal replies; leave it out")
 
 
-class TextArenaTurns(FinishedGames[PlainReturn]):
+class TextArenaTurns(FinishedGames):
     """Concurrent games. The same settings, seed and commits give the same turns, also across snapshot and restore."""
 
     def __init__(self, seed: int, **args: Any) -> None:
@@ -134,8 +134,7 @@ class TextArenaTurns(FinishedGames[PlainReturn]):
         return {
             "started": self._started,
             "tables": [table.snapshot() for table in self._tables],
-            "returns": [asdict(each) for each in self._returns],
-            "ended": list(self._ended),
+            **self._finished_state(),
             "counts": dict(self._counts),
             "results": list(self._results),
         }
@@ -145,8 +144,7 @@ class TextArenaTurns(FinishedGames[PlainReturn]):
             raise ValueError(f"games={self.settings.games}, but the snapshot holds {len(snapshot['tables'])}")
         self._started = snapshot["started"]
         self._tables = [TextArenaTable.restore(self.settings, table) for table in snapshot["tables"]]
-        self._returns = [PlainReturn(**each) for each in snapshot["returns"]]
-        self._ended = deepcopy(snapshot["ended"])
+        self._restore_finished(snapshot)
         self._counts = Counter(snapshot["counts"])
         self._results = deepcopy(snapshot["results"])
 

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome, PlainReturn
+from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome
 from colocated_grpo.environments.user_code.isolation import isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
 from colocated_grpo.environments.user_code.own_logs import OwnLogs
@@ -112,7 +112,7 @@ def _number(reward: Any) -> Any:
     return reward[0] if isinstance(reward, tuple | list) else reward
 
 
-class ToSSim(FinishedGames[PlainReturn]):
+class ToSSim(FinishedGames):
     """Turn environment of tables with one batcher each. It starts with one table; add_game() adds more."""
 
     delayed = False

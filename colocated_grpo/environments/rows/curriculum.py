@@ -18,21 +18,24 @@ from colocated_grpo.types import Group, JsonObject
 
 REMEMBERED = 1 << 17
 """Prompts with a count, more than common datasets have rows. They are part of every checkpoint."""
-SOLVED = "solved"
+STAGES = "stages"
+"""Key of the state of `EasyToHard`, beside those of its base."""
 
 
-class UnsolvedItems:
-    """An `ItemStream` that leaves out items whose last `after` visits were solved.
+class SkippedItems:
+    """Base of an `ItemStream` that draws from another stream, and leaves out some of its items for a while.
 
-    Where all items are solved, the counts are forgotten and every item is visited again.
+    If a whole pass is left out, the next item is drawn all the same.
     """
 
-    def __init__(self, stream: ItemStream, name: str, config: SkipSolvedConfig) -> None:
+    key = ""
+    """Key of this stream's state, beside those of the stream that it draws from."""
+
+    def __init__(self, stream: ItemStream, name: str) -> None:
         self._stream = stream
         self._name = name
-        self._config = config
-        self._visits: dict[str, int] = {}
-        """Solved visits in a row, at least 1, by item; least recently visited item first."""
+        self._numbers: dict[str, int] = {}
+        """A number of at least 1 by item, least recently visited item first."""
         self._skipped = 0
         """Items left out since the last `record`."""
 
@@ -43,10 +46,10 @@ class UnsolvedItems:
     def take(self) -> Item:
         for _ in range(self.max_attempts):
             item = self._stream.take()
-            if self._visits.get(key_of(item), 0) < self._config.after:
+            if not self._skips(key_of(item)):
                 return item
             self._skipped += 1
-        self._visits.clear()
+        self._all_skipped()
         return self._stream.take()
 
     def reject(self, item: Item) -> None:
@@ -55,27 +58,91 @@ class UnsolvedItems:
     def record(self, groups: Sequence[Group]) -> BatchResult:
         for group in groups:
             key = key_of(group.prompt.item)
-            visits = self._visits.pop(key, 0)  # inserted again at the end: the dict is ordered by last visit
-            if self._is_solved(group):
-                self._visits[key] = visits + 1
-        while len(self._visits) > REMEMBERED:
-            del self._visits[next(iter(self._visits))]
+            number = self._number_after(group, self._numbers.pop(key, 0))
+            if number:
+                self._numbers[key] = number  # inserted at the end: the dict is ordered by last visit
+        while len(self._numbers) > REMEMBERED:
+            del self._numbers[next(iter(self._numbers))]
         result = self._stream.record(groups)
-        skipped, self._skipped = self._skipped, 0
-        return replace(result, metrics={**result.metrics, f"prompts_skipped/{self._name}": float(skipped)})
+        metrics, self._skipped = self._metrics(), 0
+        return replace(result, metrics=result.metrics | metrics)
 
-    def _is_solved(self, group: Group) -> bool:
-        rewards = {rollout.score.reward for rollout in group.rollouts}
-        [reward, *others] = rewards
-        return not others and reward is not None and reward >= self._config.reward
+    def _skips(self, key: str) -> bool:
+        """Return True if the item is left out now."""
+        raise NotImplementedError
+
+    def _all_skipped(self) -> None:
+        """Called if a whole pass is left out."""
+
+    def _number_after(self, group: Group, number: int) -> int:
+        """Return the number of an item after a visit; 0 to forget it."""
+        raise NotImplementedError
+
+    def _metrics(self) -> dict[str, float]:
+        raise NotImplementedError
 
     def state_dict(self) -> JsonObject:
-        return {**self._stream.state_dict(), SOLVED: {"visits": dict(self._visits), "skipped": self._skipped}}
+        return {**self._stream.state_dict(), self.key: {"numbers": dict(self._numbers), "skipped": self._skipped}}
 
     def load_state_dict(self, state: JsonObject) -> None:
         self._stream.load_state_dict(state)
-        solved = state.get(SOLVED, {"visits": {}, "skipped": 0})  # missing in checkpoints of runs without this setting
-        self._visits, self._skipped = dict(solved["visits"]), solved["skipped"]
+        own = state.get(self.key, {"numbers": {}, "skipped": 0})  # missing in checkpoints of runs without this setting
+        self._numbers, self._skipped = dict(own["numbers"]), own["skipped"]
+
+
+class UnsolvedItems(SkippedItems):
+    """Leaves out items whose last `after` visits were solved. The numbers are solved visits in a row.
+
+    Where all items are solved, the numbers are forgotten and every item is visited again.
+    """
+
+    key = "solved"
+
+    def __init__(self, stream: ItemStream, name: str, config: SkipSolvedConfig) -> None:
+        super().__init__(stream, name)
+        self._config = config
+
+    def _skips(self, key: str) -> bool:
+        return self._numbers.get(key, 0) >= self._config.after
+
+    def _all_skipped(self) -> None:
+        self._numbers.clear()
+
+    def _number_after(self, group: Group, number: int) -> int:
+        rewards = {rollout.score.reward for rollout in group.rollouts}
+        [reward, *others] = rewards
+        solved = not others and reward is not None and reward >= self._config.reward
+        return number + 1 if solved else 0
+
+    def _metrics(self) -> dict[str, float]:
+        return {f"prompts_skipped/{self._name}": float(self._skipped)}
+
+
+class RestingItems(SkippedItems):
+    """Lets items rest whose last visit was outside the bounds of the pass rate. The numbers are remaining turns."""
+
+    key = "resting"
+
+    def __init__(self, stream: ItemStream, name: str, config: PassRateCurriculumConfig) -> None:
+        super().__init__(stream, name)
+        self._config = config
+
+    def _skips(self, key: str) -> bool:
+        turns = self._numbers.pop(key, 0)
+        if turns > 1:
+            self._numbers[key] = turns - 1
+        return turns > 0
+
+    def _number_after(self, group: Group, number: int) -> int:
+        rate = pass_rate(group, self._config.pass_reward)
+        rests = rate is not None and not self._config.low <= rate <= self._config.high
+        return self._config.rest if rests else 0
+
+    def _metrics(self) -> dict[str, float]:
+        return {
+            f"curriculum/{self._name}/passed_over": float(self._skipped),
+            f"curriculum/{self._name}/resting": float(len(self._numbers)),
+        }
 
 
 def key_of(item: Item) -> str:
@@ -86,10 +153,6 @@ def key_of(item: Item) -> str:
 
     text = json.dumps(item, sort_keys=True, default=name_of_type)
     return blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-STAGES, RESTING = "stages", "resting"
-"""Keys of the state of these streams, beside those of the stream that they are made of."""
 
 
 class EasyToHard(RowStream):
@@ -189,68 +252,6 @@ def stage_sizes(difficulties: Sequence[float], stages: int) -> list[int]:
     size = len(difficulties)
     ends = [math.ceil(size * stage / stages) for stage in range(1, stages + 1)]
     return [bisect_right(difficulties, difficulties[end - 1]) for end in ends]
-
-
-class RestingItems:
-    """An `ItemStream` in which items rest for some turns if their last visit was outside the bounds of the pass rate.
-
-    If every item rests, the next one is drawn all the same.
-    """
-
-    def __init__(self, stream: ItemStream, name: str, config: PassRateCurriculumConfig) -> None:
-        self._stream = stream
-        self._name = name
-        self._config = config
-        self._turns: dict[str, int] = {}
-        """Remaining turns (at least 1) by item, least recently visited first."""
-        self._passed_over = 0
-        """Items passed over since the last `record`."""
-
-    @property
-    def max_attempts(self) -> int:
-        return self._stream.max_attempts
-
-    def take(self) -> Item:
-        for _ in range(self.max_attempts):
-            item = self._stream.take()
-            key = key_of(item)
-            turns = self._turns.pop(key, 0)
-            if not turns:
-                return item
-            if turns > 1:
-                self._turns[key] = turns - 1
-            self._passed_over += 1
-        return self._stream.take()
-
-    def reject(self, item: Item) -> None:
-        self._stream.reject(item)
-
-    def record(self, groups: Sequence[Group]) -> BatchResult:
-        for group in groups:
-            key = key_of(group.prompt.item)
-            self._turns.pop(key, None)
-            rate = pass_rate(group, self._config.pass_reward)
-            if rate is not None and not self._config.low <= rate <= self._config.high:
-                self._turns[key] = self._config.rest
-        while len(self._turns) > REMEMBERED:
-            del self._turns[next(iter(self._turns))]
-        result = self._stream.record(groups)
-        metrics = {
-            f"curriculum/{self._name}/passed_over": float(self._passed_over),
-            f"curriculum/{self._name}/resting": float(len(self._turns)),
-        }
-        self._passed_over = 0
-        return replace(result, metrics=result.metrics | metrics)
-
-    def state_dict(self) -> JsonObject:
-        resting = {"turns": dict(self._turns), "passed_over": self._passed_over}
-        return {**self._stream.state_dict(), RESTING: resting}
-
-    def load_state_dict(self, state: JsonObject) -> None:
-        self._stream.load_state_dict(state)
-        # Missing in checkpoints of runs without this curriculum.
-        resting = state.get(RESTING, {"turns": {}, "passed_over": 0})
-        self._turns, self._passed_over = dict(resting["turns"]), resting["passed_over"]
 
 
 def pass_rate(group: Group, pass_reward: float) -> float | None:

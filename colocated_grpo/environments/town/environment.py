@@ -15,7 +15,6 @@ from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, s
 from colocated_grpo.environments.town.rewards import (
     CREDITS,
     Credit,
-    TownReturn,
     TownStats,
     immediate_reward,
     outcome_returns,
@@ -28,7 +27,6 @@ from colocated_grpo.environments.town.state import (
     Game,
     Phase,
     Rules,
-    TurnRecord,
     cast_problem,
     frozen_state,
     new_game,
@@ -37,7 +35,7 @@ from colocated_grpo.environments.town.state import (
 )
 from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, game_record
 from colocated_grpo.environments.town.verdicts import Status, Verdict, apply_verdict, judge
-from colocated_grpo.environments.turns.base import FinishedGames
+from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome
 from colocated_grpo.types import JsonObject
 
 POLICY = "policy"
@@ -101,16 +99,10 @@ class TownTurn:
     """'game.seat.count': one completion of one seat. The same in every run with the same seed and commits."""
     game: int
     seat: int
-    name: str
-    role: str
-    faction: str
     player: str
     phase: str
-    day: int
     messages: list[Message]
     legal: LegalActions
-    look_ups: int
-    """Look-ups made so far in this turn of the game."""
     max_speech: int
     state: JsonObject = field(compare=False, repr=False)
     """The game without its events and turns: all that score() needs, in any process."""
@@ -124,21 +116,7 @@ class TownTurn:
         return reply_pattern(self.legal, self.max_speech)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TownOutcome:
-    """Score of one completion on the frozen state of its turn."""
-
-    reward: float
-    status: int
-    """-1 malformed, 0 illegal, +1 legal."""
-    code: str
-    detail: str
-    tag: str
-    argument: str
-    parts: dict[str, float]
-
-
-class TownEnvironment(FinishedGames[TownReturn]):
+class TownEnvironment(FinishedGames):
     """Concurrent games. The same settings and commits give the same turns, also across snapshot and restore."""
 
     def __init__(self, settings: TownSettings) -> None:
@@ -165,12 +143,12 @@ class TownEnvironment(FinishedGames[TownReturn]):
         self._games.append(game)
         return [self._turn(game, seat) for seat in _external_seats(game)]
 
-    def score(self, turn: TownTurn, completions: Sequence[str]) -> list[TownOutcome]:
+    def score(self, turn: TownTurn, completions: Sequence[str]) -> list[PlainOutcome]:
         """Score the completions on the state that the turn carries. Pure: no game changes."""
         game = restore_game(turn.state)
         return [self._outcome(game, turn, judge(game, turn.seat, each, turn.legal)) for each in completions]
 
-    def commit(self, turn: TownTurn, completion: str) -> TownOutcome:
+    def commit(self, turn: TownTurn, completion: str) -> PlainOutcome:
         """Apply one completion to the game and close the turn. Raises TurnError if the turn is not open."""
         game = self._game_of(turn)
         verdict = judge(game, turn.seat, completion, turn.legal)
@@ -178,7 +156,7 @@ class TownEnvironment(FinishedGames[TownReturn]):
         if turn.trainable:
             self.stats.add_turn(verdict)
         # Recorded first: the completion may end the game, and then this turn is credited with the outcome too.
-        game.turns.append(TurnRecord(turn.id, turn.seat, turn.phase, outcome.status, outcome.reward))
+        game.turns.append((turn.id, turn.seat))
         apply_verdict(game, turn.seat, verdict, completion)
         self._replace_if_over(game)
         return outcome
@@ -202,9 +180,8 @@ class TownEnvironment(FinishedGames[TownReturn]):
         return {
             "started": self._started,
             "games": [snapshot_game(game) for game in self._games],
-            "returns": [asdict(each) for each in self._returns],
-            "ended": list(self._ended),
             "kpis": asdict(self.stats),
+            **self._finished_state(),
         }
 
     def restore(self, snapshot: JsonObject) -> None:
@@ -212,8 +189,7 @@ class TownEnvironment(FinishedGames[TownReturn]):
             raise ValueError(f"town: games={self.settings.games}, but the snapshot holds {len(snapshot['games'])}")
         self._started = snapshot["started"]
         self._games = [restore_game(game) for game in snapshot["games"]]
-        self._returns = [TownReturn(**each) for each in snapshot["returns"]]
-        self._ended = deepcopy(snapshot["ended"])
+        self._restore_finished(snapshot)
         self.stats = TownStats(**deepcopy(snapshot["kpis"]))
 
     def _new_game(self) -> Game:
@@ -250,20 +226,15 @@ class TownEnvironment(FinishedGames[TownReturn]):
         return self._new_game()
 
     def _turn(self, game: Game, seat: int) -> TownTurn:
-        holder, view = game.seats[seat], observe(game, seat)
+        view = observe(game, seat)
         return TownTurn(
             id=_turn_id(game, seat),
             game=game.number,
             seat=seat,
-            name=holder.name,
-            role=holder.role_name,
-            faction=str(holder.role.faction),
-            player=holder.player,
+            player=game.seats[seat].player,
             phase=str(game.phase),
-            day=game.day,
             messages=PROMPT_STYLES[self.settings.prompts](view, self.settings.memory),
             legal=view.legal,
-            look_ups=len(view.dialog),
             max_speech=view.max_speech,
             state=frozen_state(game),
         )
@@ -274,18 +245,11 @@ class TownEnvironment(FinishedGames[TownReturn]):
                 return game
         raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
-    def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> TownOutcome:
+    def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> PlainOutcome:
         parts = reward_parts(game, turn.seat, verdict)
         rates = {"parse_rate": verdict.status is not Status.MALFORMED, "legal_rate": verdict.status is Status.OK}
-        return TownOutcome(
-            reward=immediate_reward(self.settings.credit, parts),
-            status=int(verdict.status),
-            code=verdict.code,
-            detail=verdict.detail,
-            tag=verdict.tag,
-            argument=verdict.argument,
-            parts=parts | {name: float(yes) for name, yes in rates.items()},
-        )
+        reward = immediate_reward(self.settings.credit, parts)
+        return PlainOutcome(reward, parts | {name: float(yes) for name, yes in rates.items()})
 
 
 def _external_seats(game: Game) -> list[int]:

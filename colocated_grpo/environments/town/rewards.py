@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from colocated_grpo.environments.town.legality import LOOK_UP_TAGS
 from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.roles import Faction
-from colocated_grpo.environments.town.state import Game, Phase, TurnRecord
+from colocated_grpo.environments.town.state import Game, Phase
 from colocated_grpo.environments.town.verdicts import Status, Verdict
-from colocated_grpo.environments.turns.base import OutcomeCredit, win_rates
+from colocated_grpo.environments.turns.base import OutcomeCredit, PlainReturn, win_rates
 
 _HARMFUL = frozenset({"kill", "shoot", "execute", "douse", "jail", "frame", "silence", "distract"})
 _PROTECTIVE = frozenset({"protect", "guard"})
@@ -101,41 +101,13 @@ _SHAPING: dict[Phase, Callable[[Game, int, Verdict], float]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TownReturn:
-    """The share of a game's outcome that one of its turns gets. Field names are keys of checkpoints."""
-
-    turn_id: str
-    game: int
-    seat: int
-    player: str
-    phase: str
-    reward: float
-    """Immediate reward of the committed completion."""
-    outcome: float
-    """+1 the seat won, -1 it lost, 0 a draw."""
-    value: float
-    """Weighted and discounted outcome, to be added to `reward`."""
-
-
-def outcome_returns(game: Game, credit: Credit) -> list[TownReturn]:
+def outcome_returns(game: Game, credit: Credit) -> list[PlainReturn]:
     """List the returns of an ended game, one for each committed turn, in the order of the commits."""
-    shares = credit.weights([record.seat for record in game.turns])
-    return [_return_of(game, record, share) for record, share in zip(game.turns, shares, strict=True)]
-
-
-def _return_of(game: Game, record: TurnRecord, share: float) -> TownReturn:
-    outcome = seat_result(game, record.seat)
-    return TownReturn(
-        turn_id=record.turn_id,
-        game=game.number,
-        seat=record.seat,
-        player=game.seats[record.seat].player,
-        phase=record.phase,
-        reward=record.reward,
-        outcome=outcome,
-        value=share * outcome,
-    )
+    shares = credit.weights([seat for _, seat in game.turns])
+    return [
+        PlainReturn(turn_id, share * seat_result(game, seat))
+        for (turn_id, seat), share in zip(game.turns, shares, strict=True)
+    ]
 
 
 WIN_RATE_GAMES = 100

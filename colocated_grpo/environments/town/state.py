@@ -180,17 +180,6 @@ class Seat:
         self.uses = {ability.tag: ability.uses for ability in self.role.abilities if ability.uses is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRecord:
-    """One committed completion, to be credited with the outcome of the game."""
-
-    turn_id: str
-    seat: int
-    phase: str
-    status: int
-    reward: float
-
-
 @dataclass(slots=True)
 class Game:
     """State of one game. Seats are referred to by index."""
@@ -215,7 +204,8 @@ class Game:
     winner: str | None = None
     """The winning faction or DRAW; None while the game is open."""
     events: list[Event] = field(default_factory=list)
-    turns: list[TurnRecord] = field(default_factory=list)
+    turns: list[tuple[str, int]] = field(default_factory=list)
+    """(turn id, seat) of each committed completion, to be credited with the outcome."""
 
     def rng(self) -> Random:
         """Return a new random stream, derived from seed and counter, so that a snapshot needs no generator state."""
@@ -286,7 +276,7 @@ def snapshot_game(game: Game) -> JsonObject:
         "acquitted": list(game.acquitted),
         # asdict() would copy every field of every event, and a snapshot is taken before every step.
         "events": [[e.day, e.phase, e.kind, e.actor, e.target, e.text, e.audience] for e in game.events],
-        "turns": [[t.turn_id, t.seat, t.phase, t.status, t.reward] for t in game.turns],
+        "turns": [list(turn) for turn in game.turns],
     }
 
 
@@ -305,7 +295,7 @@ def restore_game(data: JsonObject) -> Game:
         "choices": {seat: (tag, argument) for seat, tag, argument in data["choices"]},
         "acquitted": list(data["acquitted"]),
         "events": [_restore_event(*row) for row in data["events"]],
-        "turns": [TurnRecord(*row) for row in data["turns"]],
+        "turns": [(turn_id, seat) for turn_id, seat in data["turns"]],
     }
     return Game(**{**data, **converted})
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from colocated_grpo.types import JsonObject
 
@@ -81,7 +82,6 @@ class PlainReturn:
     value: float
 
 
-ReturnT = TypeVar("ReturnT", bound=Return)
 TurnT = TypeVar("TurnT", bound=Turn)
 
 
@@ -140,14 +140,14 @@ class TurnEnvironment(Protocol[TurnT]):
     def restore(self, snapshot: JsonObject) -> None: ...
 
 
-class FinishedGames(Generic[ReturnT]):
+class FinishedGames:
     """Base of turn environments: returns and records of ended games, until they are drained."""
 
     def __init__(self) -> None:
-        self._returns: list[ReturnT] = []
+        self._returns: list[PlainReturn] = []
         self._ended: list[JsonObject] = []
 
-    def drain_returns(self) -> list[ReturnT]:
+    def drain_returns(self) -> list[PlainReturn]:
         """Return the returns of all games that ended since the last call."""
         returns, self._returns = self._returns, []
         return returns
@@ -156,6 +156,13 @@ class FinishedGames(Generic[ReturnT]):
         """Return the records of the games that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
+
+    def _finished_state(self) -> JsonObject:
+        return {"returns": [asdict(each) for each in self._returns], "ended": list(self._ended)}
+
+    def _restore_finished(self, state: JsonObject) -> None:
+        self._returns = [PlainReturn(**each) for each in state["returns"]]
+        self._ended = deepcopy(state["ended"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
