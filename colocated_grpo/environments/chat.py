@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
@@ -118,12 +118,66 @@ class AssistantMessage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Segment:
-    """Consecutive tokens, either all sampled or all observed."""
+class Tokens:
+    """Consecutive tokens of a prompt, sampled messages and the observations between them. Replaced, never modified."""
 
     token_ids: list[int]
+    loss_mask: list[bool]
+    """True for sampled tokens."""
     logprobs: list[float]
-    sampled: bool
+    prompt_length: int
+    last: Completion | None = None
+    """The last sampled message."""
+    routes: Routes | None = None
+
+    @classmethod
+    def of_prompt(cls, token_ids: list[int]) -> Self:
+        return cls(token_ids=[], loss_mask=[], logprobs=[], prompt_length=len(token_ids)).observed(token_ids)
+
+    def observed(self, token_ids: list[int]) -> Self:
+        return replace(
+            self,
+            token_ids=[*self.token_ids, *token_ids],
+            loss_mask=[*self.loss_mask, *[False] * len(token_ids)],
+            logprobs=[*self.logprobs, *[0.0] * len(token_ids)],
+        )
+
+    def sampled(self, completion: Completion) -> Self:
+        return replace(
+            self,
+            token_ids=[*self.token_ids, *completion.token_ids],
+            loss_mask=[*self.loss_mask, *[True] * len(completion.token_ids)],
+            logprobs=[*self.logprobs, *completion.sampling_logprobs],
+            last=completion,
+            routes=_continued(self.routes, completion.routes),
+        )
+
+    def rollout(self, codec: ChatCodec, score: Score, temperature: float, *, cut: bool, plain: bool) -> Rollout:
+        """Return the training rollout. cut: a message or observation did not fit. plain: see `Rollout.plain`."""
+        last = self.last
+        return Rollout(
+            token_ids=self.token_ids,
+            loss_mask=self.loss_mask,
+            sampling_logprobs=self.logprobs,
+            prompt_length=self.prompt_length,
+            text=codec.transcript(self.token_ids[self.prompt_length :]),
+            finish_reason="abort" if last is None else "length" if cut else last.finish_reason,
+            policy_version=0 if last is None else last.policy_version,
+            temperature=temperature,
+            score=score,
+            plain=plain,
+            routes=self.routes,
+        )
+
+
+def _continued(routes: Routes | None, longer: Routes | None) -> Routes | None:
+    """Return `routes`, continued by those of a later turn for the tokens after them.
+
+    A token keeps the experts with which it was sampled, even if later turns were sampled with newer weights.
+    """
+    if routes is None or longer is None:
+        return longer if routes is None else routes
+    return np.concatenate([routes, longer[len(routes) :]])
 
 
 class Conversation:
@@ -138,10 +192,7 @@ class Conversation:
         self._template = prompt.template
         self._sample = sample
         self._max_tokens = len(prompt.token_ids) + room
-        # Segments are appended whole and never modified, since rollout() may run in another thread at the same time.
-        self._segments = [_observed(prompt.token_ids)]
-        self._last: Completion | None = None
-        self._routes: Routes | None = None
+        self._tokens = Tokens.of_prompt(prompt.token_ids)  # rollout() may read it in another thread
         self._exhausted = False
         self._generating = False
         self.turns = 0
@@ -150,7 +201,7 @@ class Conversation:
     @property
     def room(self) -> int:
         """Tokens that can still be sampled or observed."""
-        return self._max_tokens - sum(len(segment.token_ids) for segment in self._segments)
+        return self._max_tokens - len(self._tokens.token_ids)
 
     async def generate(self, max_tokens: int | None = None) -> AssistantMessage:
         """Sample one message of at most min(max_tokens, room) tokens. Raises ContextExhausted if room is 0."""
@@ -163,14 +214,11 @@ class Conversation:
             raise self._context_exhausted("a message")
         self._generating = True
         try:
-            completion = await self._sample(self._token_ids(), room if max_tokens is None else min(max_tokens, room))
+            tokens = list(self._tokens.token_ids)
+            completion = await self._sample(tokens, room if max_tokens is None else min(max_tokens, room))
         finally:
             self._generating = False
-        self._segments.append(
-            _Segment(token_ids=completion.token_ids, logprobs=completion.sampling_logprobs, sampled=True)
-        )
-        self._last = completion
-        self._routes = continued_routes(self._routes, completion.routes)
+        self._tokens = self._tokens.sampled(completion)
         self.turns += 1
         return AssistantMessage(
             text=self._codec.message_text(completion.token_ids),
@@ -183,49 +231,18 @@ class Conversation:
 
         Raises ContextExhausted, and appends nothing, if no token would be left for the next message.
         """
-        if self._last is None or not self._segments[-1].sampled:
+        last = self._tokens.last
+        if last is None or not self._tokens.loss_mask[-1]:
             raise RuntimeError("observe() must follow generate(); pass all messages in one call")
-        token_ids = self._codec.observation(messages, self._last.token_ids[-1], self._template)
+        token_ids = self._codec.observation(messages, last.token_ids[-1], self._template)
         if len(token_ids) >= self.room:
             raise self._context_exhausted(f"an observation of {len(token_ids)} tokens and a message")
-        self._segments.append(_observed(token_ids))
+        self._tokens = self._tokens.observed(token_ids)
 
     def rollout(self, score: Score, temperature: float, *, plain: bool = False) -> Rollout:
         """Return the conversation so far as a training rollout. plain: see `Rollout.plain`."""
-        segments, last = list(self._segments), self._last
-        token_ids = [token for segment in segments for token in segment.token_ids]
-        prompt_length = len(segments[0].token_ids)
-        return Rollout(
-            token_ids=token_ids,
-            loss_mask=[segment.sampled for segment in segments for _ in segment.token_ids],
-            sampling_logprobs=[logprob for segment in segments for logprob in segment.logprobs],
-            prompt_length=prompt_length,
-            text=self._codec.transcript(token_ids[prompt_length:]),
-            finish_reason="abort" if last is None else "length" if self._exhausted else last.finish_reason,
-            policy_version=0 if last is None else last.policy_version,
-            temperature=temperature,
-            score=score,
-            plain=plain,
-            routes=self._routes,
-        )
-
-    def _token_ids(self) -> list[int]:
-        return [token for segment in self._segments for token in segment.token_ids]
+        return self._tokens.rollout(self._codec, score, temperature, cut=self._exhausted, plain=plain)
 
     def _context_exhausted(self, needed: str) -> ContextExhausted:
         self._exhausted = True
         return ContextExhausted(f"rollout.max_completion_tokens: {self.room} tokens left, too few for {needed}")
-
-
-def continued_routes(routes: Routes | None, longer: Routes | None) -> Routes | None:
-    """Return `routes`, continued by those of a later turn for the tokens after them.
-
-    A token keeps the experts with which it was sampled, even if later turns were sampled with newer weights.
-    """
-    if routes is None or longer is None:
-        return longer if routes is None else routes
-    return np.concatenate([routes, longer[len(routes) :]])
-
-
-def _observed(token_ids: list[int]) -> _Segment:
-    return _Segment(token_ids=token_ids, logprobs=[0.0] * len(token_ids), sampled=False)
