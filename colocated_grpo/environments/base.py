@@ -79,7 +79,7 @@ class Episode(Protocol):
 class Playable(Protocol):
     """An `Episode`, or an agent's."""
 
-    async def run(self, item: Item, model: Any) -> Any:
+    async def run(self, item: Item, model: Any) -> object:
         """Return the reward. model: the `Conversation`, or the `AgentConversation` of an agent."""
         ...
 

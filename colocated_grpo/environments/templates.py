@@ -70,7 +70,7 @@ def item_variables(item: Item) -> JsonObject:
         raise ValueError(f"{VARIABLES}: {error}") from None
 
 
-def _parsed(item: Item, key: str) -> Any:
+def _parsed(item: Item, key: str) -> object:
     """Return a value of an item without its null fields, which columnar formats add to mappings of one column.
 
     None: the item has no value, as in an empty cell of a .csv. An empty list is a value.
@@ -82,7 +82,7 @@ def _parsed(item: Item, key: str) -> Any:
         raise ValueError(f"{key} is text that is not JSON: {error}") from None
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> object:
     """Return a value of JSON without the entries of mappings that are null, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
@@ -151,5 +151,5 @@ def _schema(tool: Tool, key: str) -> JsonObject:
         raise EnvironmentSetupError(f"{key}={tool!r}: no JSON schema can be made of it: {one_line(error)}") from error
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value)[:80]

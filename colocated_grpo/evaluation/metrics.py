@@ -9,7 +9,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
-from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards import answers
@@ -108,7 +107,7 @@ def answer_function(name: str, key: str) -> Answer:
     if not callable(function):
         raise EnvironmentSetupError(f"{key}: {name!r} is a {type(function).__name__}, not a function")
 
-    def answer(text: str) -> Any:
+    def answer(text: str) -> Hashable | None:
         try:
             found = function(text)
             hash(found)

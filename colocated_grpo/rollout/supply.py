@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, merge_results
 from colocated_grpo.rollout.collect import Collector, Gather, Stopped
@@ -18,7 +18,7 @@ from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.schema import RolloutConfig
-from colocated_grpo.types import Group, Prompt
+from colocated_grpo.types import Group, JsonObject, Prompt
 
 Order = Callable[[], list[Group]]
 """The work of one rollout phase. Collective; the engine must be awake. Returns all groups, on every rank. Raises
@@ -40,11 +40,11 @@ class Supply(Protocol):
         """Wait until no rank samples, and discard what was sampled for a step that is not ordered."""
         ...
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> JsonObject | None:
         """Position of the supply, on rank 0. Work that is ordered and not settled is repeated after a resume."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: JsonObject) -> None: ...
 
     def close(self) -> None: ...
 
@@ -87,7 +87,7 @@ class PromptSupply:
         self._opponent = opponent
         self._resampling = resampling
         self._routes = routes
-        self._before: dict[str, Any] | None = None
+        self._before: JsonObject | None = None
         """The source's state before the prompts that are not settled yet."""
 
     def resized(self, config: RolloutConfig, sampling: Sampling) -> PromptSupply:
@@ -168,10 +168,10 @@ class PromptSupply:
         assert self._source is not None  # on rank 0
         return self._source
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> JsonObject | None:
         return self._before or (self._source.state_dict() if self._source is not None else None)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         if self._source is not None:
             self._source.load_state_dict(state)
 
@@ -239,11 +239,11 @@ class AheadSupply:
             # A server may still be sampling for another rank, and a server that receives weights serves no requests.
             self._supply.wait_for_ranks()
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> JsonObject | None:
         """Position before the prompts that are being sampled ahead, which a resumed run draws again."""
         return self._supply.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         self._supply.load_state_dict(state)
 
     def close(self) -> None:
@@ -283,10 +283,10 @@ class MixedSupply:
     def release_engine(self) -> None:
         """Do nothing: both supplies sample only while an `Order` is called."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"sampled": self._sampled.state_dict(), "served": self._served.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         if state.keys() != {"sampled", "served"}:
             raise EnvironmentSetupError(
                 "environments: the checkpoint's run had no atropos entry beside others; an exact resume needs the same "

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import IO, Protocol, runtime_checkable
 
 from colocated_grpo.environments.agents.sequences import AgentConversation
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
@@ -116,7 +116,7 @@ class Program:
         interpreter = [sys.executable] if path.suffix == ".py" else []
         self._command = [*interpreter, str(path.resolve()) if path.is_file() else program, *arguments]
 
-    async def play(self, item: Item, access: Access) -> Any:
+    async def play(self, item: Item, access: Access) -> object:
         """Run the program and return its result. Raises AgentFailed. Cancellation kills it with all it has started."""
         with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as errors:
             given.write(json.dumps(item, default=str).encode() + b"\n")
@@ -139,7 +139,7 @@ class Program:
                 raise AgentFailed(f"{self._name}: {_ending(code)}{_last_words(errors)}")
             return self._result(_last_line(printed))
 
-    def _result(self, line: str) -> Any:
+    def _result(self, line: str) -> object:
         with suppress(ValueError, RecursionError):
             result = json.loads(line)
             if result is None or isinstance(result, int | float | dict):
@@ -179,7 +179,7 @@ def _last_line(file: IO[bytes]) -> str:
 class Agent(Protocol):
     """Code of the user that holds the conversation."""
 
-    async def play(self, item: Item, access: Access) -> Any:
+    async def play(self, item: Item, access: Access) -> object:
         """Return the reward in a form that `as_score` reads."""
         ...
 
@@ -204,7 +204,7 @@ class Function:
         if not iscoroutinefunction(self._function):
             raise EnvironmentSetupError(f"{key}: program={name!r}: must be a coroutine function: write `async def`")
 
-    async def play(self, item: Item, access: Access) -> Any:
+    async def play(self, item: Item, access: Access) -> object:
         return await self._function(item, access.base_url, access.api_key)
 
 
@@ -215,7 +215,7 @@ class AgentEpisode:
         self._agent = agent
         self._endpoint = endpoint
 
-    async def run(self, item: Item, model: AgentConversation) -> Any:
+    async def run(self, item: Item, model: AgentConversation) -> object:
         """Return the agent's reward.
 
         An agent that fails after a request exceeded the context or `max_requests` has reward 0, as an episode that does

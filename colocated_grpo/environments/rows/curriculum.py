@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
 
 from colocated_grpo.environments.base import BatchResult, Item, ItemStream
 from colocated_grpo.environments.streams import Rows, RowStream, row_at
@@ -148,7 +147,7 @@ class RestingItems(SkippedItems):
 def key_of(item: Item) -> str:
     """Return a short hash of an item. Equal prompts with other columns are different items."""
 
-    def name_of_type(value: Any) -> str:
+    def name_of_type(value: object) -> str:
         return type(value).__name__  # a value that JSON lacks, such as an image
 
     text = json.dumps(item, sort_keys=True, default=name_of_type)

@@ -58,12 +58,6 @@ class DatasetRows:
             self.train, self.held_out = rows, self._load(config.eval_split)
 
     @property
-    def all(self) -> Iterator[Item]:
-        """Items of all rows of `split`, in the order of the data."""
-        splits = [self.train, self.held_out] if self.config.eval_split is None else [self.train]
-        return (self.item(rows, index) for rows in splits for index in range(len(rows)))
-
-    @property
     def held_out_note(self) -> str | None:
         """A line for the log if held_out is not set and a tenth of the rows rounds down to zero."""
         if self.config.held_out is not None or len(self.held_out):
@@ -85,10 +79,10 @@ class DatasetRows:
             )
         rest = {names.get(key, key): value for key, value in row.items() if key != column}
         item = {**rest, "prompt": _without_nulls(row[column])}
-        checked_prompt(item, where)
+        prompt = checked_prompt(item, where)
         template_arguments(PLAIN, item, where)
         if self.config.system_prompt is not None:
-            item["prompt"] = with_system_prompt(item["prompt"], self.config.system_prompt)
+            item["prompt"] = with_system_prompt(prompt, self.config.system_prompt)
         return item
 
     def _load(self, split: str) -> list[Item] | Dataset:
@@ -234,7 +228,7 @@ def num_held_out(config: RowsSourceConfig, rows: int) -> int:
     return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
 
 
-def _without_nulls(prompt: Any) -> Any:
+def _without_nulls(prompt: object) -> object:
     """Drop null fields of messages: columnar formats give all messages the same keys, and templates print None."""
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         return prompt
@@ -289,5 +283,6 @@ class RowItems(Items):
         return (rows.item(rows.held_out, index) for index in range(len(rows.held_out)))
 
     def evaluated(self, seed: int) -> Iterator[Item]:
-        """Yield all rows of `split` in the order of the data."""
-        return self._rows.all
+        """Yield all rows of `split` in the order of the data. Sets have no other held-out rows than the last ones."""
+        parts = (self._rows.train, self._rows.held_out)
+        return (self._rows.item(rows, index) for rows in parts for index in range(len(rows)))

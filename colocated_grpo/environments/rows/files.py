@@ -83,7 +83,7 @@ def _checked_depth(row: Item) -> Item:
     raise ValueError(TOO_DEEP)
 
 
-def _as_row(value: Any) -> Item:
+def _as_row(value: object) -> Item:
     if not isinstance(value, dict):
         raise ValueError(f"a row must be an object, got {repr(value)[:60]}")
     return value

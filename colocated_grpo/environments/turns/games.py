@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any
 
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Item, Items
 from colocated_grpo.environments.prompts import BY_OPPONENT_KEY, PATTERN_KEY
@@ -253,7 +252,7 @@ class TurnStream:
         self._start_step()
 
 
-def _finite(value: Any) -> float:
+def _finite(value: object) -> float:
     number = as_number(value)
     if number is None:
         raise ValueError(f"a return must be a finite number, got {value!r}")

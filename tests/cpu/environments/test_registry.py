@@ -1,0 +1,35 @@
+"""Built-in environments and adapters: every name of the tables is found, and nothing is imported before it is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from colocated_grpo.environments.build import BUILDERS
+from colocated_grpo.environments.registry import KINDS, find
+from colocated_grpo.settings.schema import Config
+
+GUESTS = ("adapters", "agents.programs", "rows", "tasks", "town", "turns")
+NAMES = [(kind, name) for kind in KINDS for name in (*KINDS[kind].built_in, *KINDS[kind].adapters)]
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_every_name_of_the_tables_is_found(kind, name):
+    found, args = find(KINDS[kind], name, {})
+    assert callable(found) and args == {}
+
+
+def test_no_environment_is_imported_before_a_config_names_it():
+    script = (
+        "import sys, colocated_grpo.environments.build\n"
+        f"guests = tuple('colocated_grpo.environments.' + name for name in {GUESTS})\n"
+        "print([name for name in sys.modules if name.startswith(guests)])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
+
+
+def test_every_type_of_source_has_a_builder():
+    types = Config.model_json_schema()["properties"]["environments"]["items"]["discriminator"]["mapping"]
+    assert {*BUILDERS, "atropos"} == set(types)
