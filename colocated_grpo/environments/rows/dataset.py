@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
 from colocated_grpo.environments.prompts import checked_prompt, template_arguments
 from colocated_grpo.environments.rows.curriculum import EasyToHard, RestingItems
-from colocated_grpo.environments.rows.files import READERS
+from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.environments.rows.row_filter import Keep, RowFilter, column_values, difficulties, select
 from colocated_grpo.environments.streams import Rows, RowStream
 from colocated_grpo.environments.templates import PLAIN, TOOLS, VARIABLES, with_system_prompt
