@@ -39,7 +39,7 @@ from colocated_grpo.settings.text_parts import attention_heads, text_part
 from colocated_grpo.settings.turns import TurnsSourceConfig
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""Suffixes of dataset files. The readers are in `environments.dataset`, which config may not import."""
+"""Suffixes of dataset files. The readers are in `environments.rows.readers`, which config may not import."""
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
