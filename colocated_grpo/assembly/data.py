@@ -35,7 +35,7 @@ from colocated_grpo.settings.adapter_files import adapter_shape
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import is_inline
-from colocated_grpo.settings.schema import Config, ModelConfig
+from colocated_grpo.settings.schema import Config, ModelConfig, RolloutConfig
 from colocated_grpo.tracking import NullTracker, Tracker
 from colocated_grpo.types import JsonObject
 
@@ -231,7 +231,7 @@ def build_prompt_supply(
         return None
     prompts = config.rollout.prompts_per_step - round(config.atropos_share)
     rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
-    sampling = training_sampling(config, model.stop_token_ids)
+    sampling = training_sampling(config.rollout, model.stop_token_ids)
     resample = rollout.resample
     resampling = None if resample is None else Resampling(resample.max_rounds, prompts, note)
     routes = config.policy.routing_replay
@@ -240,8 +240,7 @@ def build_prompt_supply(
     )
 
 
-def training_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
-    rollout = config.rollout
+def training_sampling(rollout: RolloutConfig, stop_tokens: tuple[int, ...]) -> Sampling:
     return Sampling(
         temperature=rollout.temperature,
         max_tokens=rollout.max_completion_tokens,
