@@ -158,7 +158,7 @@ class RowStream(FixedItems):
                 f"environments {self.name!r}: the checkpoint was saved with {state['rows']} training rows and there "
                 f"are {self.size} now; an exact resume needs the same data"
             )
-        if state.get("content", self.content) != self.content:
+        if state["content"] != self.content:
             raise EnvironmentSetupError(
                 f"environments {self.name!r}: the {self.size} training rows differ from those of the checkpoint; "
                 "an exact resume needs the same data"
@@ -258,8 +258,8 @@ class PromptSource:
         return {
             "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
             "counts": dict(self.mixture.counts),
-            "shares": self.mixture.fractions,
-            "given": self.num_prompts,
+            "fractions": self.mixture.fractions,
+            "num_prompts": self.num_prompts,
             "dropped": self.num_dropped,
         }
 
@@ -272,7 +272,7 @@ class PromptSource:
         for name, stream in self.streams.items():
             stream.load_state_dict(state["streams"][name])
         # After a change of weights, counts start at 0: the old ones would make the mixture compensate for past prompts.
-        if state["shares"] == self.mixture.fractions:
+        if state["fractions"] == self.mixture.fractions:
             self.mixture.counts = dict(state["counts"])
-        self.num_prompts = state["given"]
+        self.num_prompts = state["num_prompts"]
         self.num_dropped = self._num_dropped_reported = state["dropped"]

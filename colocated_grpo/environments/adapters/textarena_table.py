@@ -178,12 +178,12 @@ class TextArenaTable:
     def snapshot(self) -> JsonObject:
         """Return plain data that json can write."""
         moves = [asdict(move) for move in self.moves]
-        return {"number": self.number, "seed": self.seed, "said": moves, "read": _digest(self)}
+        return {"number": self.number, "seed": self.seed, "moves": moves, "read": _digest(self)}
 
     @classmethod
     def restore(cls, settings: TextArenaSettings, snapshot: JsonObject) -> TextArenaTable:
         """Replay the game of a snapshot. Raises ValueError if the current seat then reads different messages."""
-        moves = [Move(**each) for each in snapshot["said"]]
+        moves = [Move(**each) for each in snapshot["moves"]]
         table = cls(settings, snapshot["number"], snapshot["seed"]).replay(each.move for each in moves)
         table.moves = moves
         if _digest(table) != snapshot["read"]:

@@ -236,7 +236,7 @@ class TurnStream:
             games = self._environment.snapshot()
         return {
             "games": games,
-            "held": self._pending.state_dict(),
+            "pending": self._pending.state_dict(),
             "early_stop": self._early_stop.reached,
         }
 
@@ -247,7 +247,7 @@ class TurnStream:
             raise EnvironmentSetupError(
                 f"environments {self._name!r}: the games of the checkpoint cannot be restored: {one_line(error)}"
             ) from error
-        self._pending.load_state_dict(state["held"])
+        self._pending.load_state_dict(state["pending"])
         self._early_stop.reached = state["early_stop"]
         self._start_step()
 

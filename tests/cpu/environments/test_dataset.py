@@ -308,7 +308,7 @@ def test_a_resume_with_another_number_of_rows_is_rejected(tmp_path, file):
 
 
 @pytest.mark.parametrize("place", [0, 3, -4])
-def test_a_resume_with_changed_rows_is_rejected_unless_the_checkpoint_has_no_digest(tmp_path, place):
+def test_a_resume_with_changed_rows_is_rejected(tmp_path, place):
     path = write(tmp_path / "rows.jsonl", ROWS)
     state = environments(path).open_source().state_dict()
     changed = [dict(row) for row in ROWS]
@@ -316,5 +316,3 @@ def test_a_resume_with_changed_rows_is_rejected_unless_the_checkpoint_has_no_dig
     other = environments(write(path, changed)).open_source()
     with pytest.raises(EnvironmentSetupError, match="the 7 training rows differ from those of the checkpoint"):
         other.load_state_dict(state)
-    del state["streams"][str(path)]["content"]
-    other.load_state_dict(state)
