@@ -135,8 +135,8 @@ class Environments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
-    """Values of the config that builders use."""
+class _RunValues:
+    """Values of the config that builders use, beside the entry itself."""
 
     seed: int
     loss: LossConfig
@@ -159,7 +159,7 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     variables = config.model.chat_template_kwargs
     for name in variables:
         check_is_read(tokenizer, f"model.chat_template_kwargs.{name}", name)
-    run = _Run(
+    run = _RunValues(
         seed=config.seed,
         loss=config.loss,
         optimizer_steps=config.optimizer_steps,
@@ -178,12 +178,12 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     )
 
 
-def _task(name: str, entry: TaskSourceConfig, run: _Run) -> Environment:
+def _task(name: str, entry: TaskSourceConfig, run: _RunValues) -> Environment:
     task = build_task(entry.name, entry.args, entry.given)
     return Environment(name=name, items=GeneratedItems(name, task), scorer=TaskScorer(task))
 
 
-def _dataset(name: str, entry: DatasetSourceConfig, run: _Run) -> Environment:
+def _dataset(name: str, entry: DatasetSourceConfig, run: _RunValues) -> Environment:
     from colocated_grpo.environments.rewards.functions import build_rewards
     from colocated_grpo.environments.rewards.placement import start_workers
     from colocated_grpo.environments.rewards.scorer import RewardScorer
@@ -198,7 +198,7 @@ def _dataset(name: str, entry: DatasetSourceConfig, run: _Run) -> Environment:
     )
 
 
-def _episode(name: str, entry: EpisodeSourceConfig, run: _Run) -> Environment:
+def _episode(name: str, entry: EpisodeSourceConfig, run: _RunValues) -> Environment:
     from colocated_grpo.environments.agents.programs import AgentEpisode, AgentTasks
 
     episode = build_episode(entry.name, entry.args, entry.given)
@@ -214,7 +214,7 @@ def _episode(name: str, entry: EpisodeSourceConfig, run: _Run) -> Environment:
     return Environment(name=name, items=items, episode=AgentEpisode(episode, run.open_episodes), limits=limits)
 
 
-def _agent(name: str, entry: AgentSourceConfig, run: _Run) -> Environment:
+def _agent(name: str, entry: AgentSourceConfig, run: _RunValues) -> Environment:
     from colocated_grpo.environments.agents.programs import AgentEpisode, build_agent
     from colocated_grpo.environments.rows.dataset import RowItems
     from colocated_grpo.environments.rows.row_filter import load_filter
@@ -228,7 +228,7 @@ def _agent(name: str, entry: AgentSourceConfig, run: _Run) -> Environment:
     )
 
 
-def _turns(name: str, entry: TurnsSourceConfig, run: _Run) -> Environment:
+def _turns(name: str, entry: TurnsSourceConfig, run: _RunValues) -> Environment:
     from colocated_grpo.environments.turns.games import TurnGames
 
     games = TurnGames(name, entry, run.seed)
@@ -240,7 +240,7 @@ def _turns(name: str, entry: TurnsSourceConfig, run: _Run) -> Environment:
     return Environment(name=name, items=games, scorer=games.scorer)
 
 
-BUILDERS: dict[str, Callable[[str, Any, _Run], Environment]] = {
+BUILDERS: dict[str, Callable[[str, Any, _RunValues], Environment]] = {
     "task": _task,
     "dataset": _dataset,
     "episode": _episode,

@@ -1,4 +1,4 @@
-"""Procedural tasks: endless questions in two disjoint splits. Sorting, reversal, arithmetic and countdown."""
+"""Procedural tasks: endless questions in two disjoint splits, and four of the built-in tasks."""
 
 from __future__ import annotations
 
@@ -84,38 +84,37 @@ def split_items(drawn: Iterator[Item], template: str, split: Split) -> Iterator[
         )
 
 
-def positional_reward(answer: str, expected: str, *, partial: bool) -> float:
-    """Return 1 for an exact match, else 0 or, if `partial`, PARTIAL_CREDIT times the fraction of right characters."""
-    if answer == expected:
-        return 1.0
-    if not partial:
-        return 0.0
-    hits = sum(given == wanted for given, wanted in zip(answer, expected, strict=False))
-    return PARTIAL_CREDIT * hits / max(len(answer), len(expected))
+class Positional(Procedural):
+    """Reward 1 for the exact answer; below 1/2 for a wrong one, by the fraction of right positions."""
+
+    partial: bool = True
+    """Give partial credit for right positions; False: reward 1 or 0."""
+
+    def score(self, item: Item, completion: str) -> float:
+        answer, expected = final_answer(completion), item["answer"]
+        if answer == expected:
+            return 1.0
+        hits = sum(given == wanted for given, wanted in zip(answer, expected, strict=False))
+        return self.partial * PARTIAL_CREDIT * hits / max(len(answer), len(expected))
 
 
-class Sorting(Procedural):
-    """Reward 1 for the sorted digits; below 1/2 for a wrong answer, by the fraction of right positions."""
+class Sorting(Positional):
+    """Digits to be sorted: easy enough for the quickstart's 1M-parameter model."""
 
     min_digits: int = Field(4, ge=1)
     """Digits of the shortest question."""
     max_digits: int = Field(8, ge=1)
     """Digits of the longest question."""
-    partial: bool = True
-    """Give partial credit for right positions; False: reward 1 or 0."""
     template: Template = "sort {question}"
     """Prompt text; {question} is replaced by the digits."""
-
-    def score(self, item: Item, completion: str) -> float:
-        return positional_reward(final_answer(completion), item["answer"], partial=self.partial)
 
     def _draw(self, rng: Random) -> Item:
         question = "".join(rng.choices(digits, k=rng.randint(self.min_digits, self.max_digits)))
         return {"question": question, "answer": "".join(sorted(question))}
 
 
-class Reversal(Procedural):
-    """Reward 1 for the exact reversal; below 1/2 for a wrong one, by the fraction of right positions."""
+class Reversal(Positional):
+    """Strings to be written backwards."""
 
     min_length: int = Field(3, ge=1)
     """Characters of the shortest string."""
@@ -123,13 +122,8 @@ class Reversal(Procedural):
     """Characters of the longest string."""
     alphabet: str = Field(ascii_lowercase, min_length=2)
     """Characters to draw from."""
-    partial: bool = True
-    """Give partial credit for right positions; False: reward 1 or 0."""
     template: Template = "reverse {question}"
     """Prompt text; {question} is replaced by the string."""
-
-    def score(self, item: Item, completion: str) -> float:
-        return positional_reward(final_answer(completion), item["answer"], partial=self.partial)
 
     def _draw(self, rng: Random) -> Item:
         question = "".join(rng.choices(self.alphabet, k=rng.randint(self.min_length, self.max_length)))
@@ -177,7 +171,7 @@ def normal_integer(text: str) -> str | None:
     return f"-{digits}" if text[0] == "-" and digits != "0" else digits
 
 
-OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+ARITHMETIC: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -254,6 +248,6 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
         case ast.Constant(value=int(number)):
             used.append(number)
             return Fraction(number)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](_value(left, used), _value(right, used))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
+            return ARITHMETIC[type(op)](_value(left, used), _value(right, used))
     raise ValueError(f"{type(node).__name__} is not allowed in an answer")

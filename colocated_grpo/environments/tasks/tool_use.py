@@ -18,7 +18,7 @@ from pydantic import Field
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.answers import last_number, tagged_parts, without_thoughts
-from colocated_grpo.environments.tasks.procedural import Procedural, Template, normal_integer
+from colocated_grpo.environments.tasks.procedural import ARITHMETIC, Procedural, Template, normal_integer
 
 MAX_EXPRESSION_LENGTH = 200
 MAX_BITS = 256
@@ -28,11 +28,8 @@ MAX_RESULTS = 3
 """Lines that a search returns."""
 WORD = re.compile(r"\w+")
 
-OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+OPERATORS = {
+    **ARITHMETIC,
     ast.FloorDiv: lambda left, right: Fraction(left // right),
     ast.Mod: operator.mod,
 }
