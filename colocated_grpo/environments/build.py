@@ -154,8 +154,9 @@ class _RunValues:
 def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environments:
     """Resolve every name and import user code; read no data. Raises EnvironmentSetupError."""
     entries = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
-    trained = dict(zip(_unique([entry.name for entry in entries]), entries, strict=True))
     sets = {f"{PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}
+    names = _unique([*sets, *(entry.name for entry in entries)])[len(sets) :]
+    trained = dict(zip(names, entries, strict=True))
     variables = config.model.chat_template_kwargs
     for name in variables:
         check_is_read(tokenizer, f"model.chat_template_kwargs.{name}", name)

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from colocated_grpo.environments.build import BUILDERS
+from colocated_grpo.environments.build import BUILDERS, build_environments
 from colocated_grpo.environments.registry import KINDS, find
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 
 GUESTS = ("adapters", "agents.programs", "rows", "tasks", "town", "turns")
 NAMES = [(kind, name) for kind in KINDS for name in (*KINDS[kind].built_in, *KINDS[kind].adapters)]
@@ -33,3 +34,23 @@ def test_no_environment_is_imported_before_a_config_names_it():
 def test_every_type_of_source_has_a_builder():
     types = Config.model_json_schema()["properties"]["environments"]["items"]["discriminator"]["mapping"]
     assert {*BUILDERS, "atropos"} == set(types)
+
+
+def test_a_trained_folder_and_an_evaluation_set_of_one_name_are_kept_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "eval").mkdir()
+    for name, answer in (("eval/own.jsonl", "trained"), ("set.jsonl", "evaluated")):
+        (tmp_path / name).write_text(f'{{"prompt": "p", "answer": "{answer}"}}\n' * 2)
+    entry = {"type": "dataset", "name": "eval/own.jsonl", "rewards": ["exact_match"], "held_out": 0}
+    source = {"name": "set.jsonl", "rewards": ["exact_match"]}
+    config = Config.model_validate(
+        {
+            "model": {"name": "x"},
+            "environments": [entry],
+            "evaluation": {"sets": [{"name": "own.jsonl", "source": source}]},
+        }
+    )
+    made = build_environments(config, build_char_tokenizer())
+    [trained], [held, _] = made.open_source().next(1), made.evaluated(made.sets[0], None, 0)[0]
+    assert (trained.source, trained.item["answer"]) == ("eval/own.jsonl#2", "trained")
+    assert (held.source, held.item["answer"]) == ("eval/own.jsonl", "evaluated")
