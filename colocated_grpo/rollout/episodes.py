@@ -59,14 +59,6 @@ class _Playing:
         return self.job.prompts[self.index].source
 
 
-@dataclass(kw_only=True, slots=True)
-class _Group:
-    """Finished siblings of one prompt."""
-
-    size: int
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-
-
 class EpisodeRunner:
     """Runs the episodes of one rank. Public methods must be called on the thread that drives the engine."""
 
@@ -90,7 +82,8 @@ class EpisodeRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._playing: set[_Playing] = set()
         self._ended: deque[_Playing] = deque()
-        self._groups: dict[int, _Group] = {}
+        self._groups: defaultdict[int, dict[int, Rollout]] = defaultdict(dict)
+        """Finished siblings by prompt."""
         self._waiting: defaultdict[str, deque[_Playing]] = defaultdict(deque)
         """By source, episodes above its limit of running ones."""
         self._running: Counter[str] = Counter()
@@ -101,7 +94,6 @@ class EpisodeRunner:
 
     def start(self, job: Job, index: int) -> None:
         """Start the episodes of one prompt of the job, or queue those for which no more may run."""
-        self._groups[index] = _Group(size=job.group_size)
         for sibling in range(job.group_size):
             playing = _Playing(job=job, index=index, sibling=sibling)
             playing.conversation = self._conversation(playing)
@@ -186,10 +178,10 @@ class EpisodeRunner:
         self._running[playing.source] -= 1
         self._begin_waiting(playing.source)
         group = self._groups[playing.index]
-        group.rollouts[playing.sibling] = rollout
-        if len(group.rollouts) == group.size:
+        group[playing.sibling] = rollout
+        if len(group) == playing.job.group_size:
             del self._groups[playing.index]
-            yield playing.index, [group.rollouts[sibling] for sibling in range(group.size)]
+            yield playing.index, [group[sibling] for sibling in sorted(group)]
 
     def _new_deadline(self) -> float:
         return time.monotonic() + self._tool_timeout
