@@ -45,19 +45,10 @@ SET_BY_THE_RUN = ("model", "client")
 class VerifiersAgent:
     """Tasks that an agent plays. Raises EnvironmentSetupError if its settings do not fit the tasks."""
 
-    def __init__(
-        self,
-        tasks: VerifiersTasks,
-        settings: JsonObject,
-        max_turn_tokens: int | None,
-        max_requests: int,
-        max_running: int,
-    ) -> None:
-        """settings: of the library's AgentConfig. max_turn_tokens: of one completion. max_*: see AgentLimits."""
-        self.max_requests = max_requests
-        self.max_running = max_running
+    def __init__(self, tasks: VerifiersTasks, settings: Verifiers) -> None:
+        self.max_requests, self.max_running = settings.max_requests, settings.max_running
         self._tasks = tasks
-        self._config = _agent_config(tasks, settings, max_turn_tokens)
+        self._config = _agent_config(tasks, settings.agent or {}, settings.max_turn_tokens)
         self._shared_tools = SharedTools(tasks, self._config.runtime)
         # The library warns of each request that does not fit the context, which is no fault.
         logging.getLogger("verifiers.v1").setLevel(logging.ERROR)
@@ -251,7 +242,7 @@ class Verifiers(Section):
         """Load the taskset. Raises EnvironmentSetupError."""
         tasks = VerifiersTasks(self.taskset, self.config)
         if self.agent is not None or tasks.has_tools or tasks.needs_runtime:
-            return VerifiersAgent(tasks, self.agent or {}, self.max_turn_tokens, self.max_requests, self.max_running)
+            return VerifiersAgent(tasks, self)
         for name in LIMITS:
             if name in self.model_fields_set:
                 raise EnvironmentSetupError(f"{KEY}: args.{name}: taskset {self.taskset!r} needs no agent; remove it")
