@@ -34,8 +34,9 @@ from colocated_grpo.servers.limits import LENGTH_KEYS, Limits
 from colocated_grpo.settings.adapter_files import adapter_shape
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.generation import ModelConfig, RolloutConfig
 from colocated_grpo.settings.inputs import is_inline
-from colocated_grpo.settings.schema import Config, ModelConfig, RolloutConfig
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import NullTracker, Tracker
 from colocated_grpo.types import JsonObject
 
@@ -76,7 +77,7 @@ def read_model_files(config: Config, world: World) -> ModelFiles:
         hf_config=hf_config,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, folder),
-        shape=shape_of(config_json_in(folder)) | adapter_shape(config),
+        shape=shape_of(config_json_in(folder)) | adapter_shape(config.policy.lora),
     )
 
 

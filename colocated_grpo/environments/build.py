@@ -26,9 +26,9 @@ from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptS
 from colocated_grpo.environments.templates import build_template, check_is_read
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.evaluation import PREFIX
+from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.settings.losses import LossConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.selection import SkipSolvedConfig
 from colocated_grpo.settings.sources import (
     AgentSourceConfig,
     DatasetSourceConfig,

@@ -27,8 +27,8 @@ from colocated_grpo.policy.model import (
 from colocated_grpo.policy.routing import RoutingReplay
 from colocated_grpo.policy.shards import load_shards, read_from, read_parameters, stored_names
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings.lora import LoRAConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig
 
 
 def dtype_of(setting: Literal["auto", "bfloat16", "float16", "float32"], *, auto: torch.dtype) -> torch.dtype:
@@ -42,14 +42,14 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def engine_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the type in which the engine has the weights and computes."""
+    """Return the type of the engine's weights and computation."""
     return dtype_of(config.engine.dtype, auto=compute_dtype(config, device))
 
 
 def check_model(config: Config, folder: Path) -> None:
-    """Raise ConfigError where the model in `folder` cannot be built, or a local checkpoint does not fit it.
+    """Raise ConfigError if the model in `folder` cannot be built, or if a local checkpoint does not fit it.
 
-    Allocates no parameters. folder: it may lack the weights of a model of the Hub, which are not downloaded.
+    Allocates no parameters. folder: may lack the weights of a Hub model, which are not downloaded.
     """
     model = build_empty(
         read_model_config(config.model, folder),
@@ -90,7 +90,7 @@ def build_model(
 def _build_adapter(
     config: Config, lora: LoRAConfig, hf_config: PretrainedConfig, folder: Path, world: World
 ) -> Weights:
-    """Raises ConfigError where the adapter does not fit the model, before device memory is allocated."""
+    """Load the base with adapters. Raises ConfigError before allocating device memory if the adapter does not fit."""
     # Imported here: PEFT takes seconds to import, and only adapters need it.
     from colocated_grpo.policy.lora.files import read_factors
     from colocated_grpo.policy.lora.targets import insert_adapters
@@ -111,7 +111,7 @@ def _build_adapter(
 
 
 def _without_fsdp(config: Config, world: World) -> bool:
-    """Return True for one rank without FSDP2, which would hold frozen weights twice: as a shard and gathered."""
+    """Return True if one rank trains without FSDP2, which would hold frozen weights twice: sharded and gathered."""
     partly_frozen = config.policy.lora is not None or config.policy.train_layers is not None
     return config.shares_weights is not None or (partly_frozen and world.size == 1 and not config.policy.cpu_offload)
 
@@ -119,7 +119,7 @@ def _without_fsdp(config: Config, world: World) -> bool:
 def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> PackedLM:
     """Build the model with its buffers, and with parameters without storage.
 
-    Raises ConfigError if the checkpoint lacks tensors, or has other shapes: before device memory is allocated.
+    Raises ConfigError, before device memory is allocated, if the checkpoint lacks tensors or has other shapes.
     """
     dtype = compute_dtype(config, world.device)
     model = build_empty(

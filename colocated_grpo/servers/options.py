@@ -181,9 +181,9 @@ def settings(options: ServeOptions) -> Config:
 
     Raises ConfigError where the model does not exist.
     """
-    from colocated_grpo.settings.config_json import longest_sequence, read_config_json
-    from colocated_grpo.settings.schema import Config, ModelConfig
-    from colocated_grpo.settings.text_parts import text_part
+    from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
+    from colocated_grpo.settings.generation import ModelConfig
+    from colocated_grpo.settings.schema import Config
 
     model = ModelConfig(name=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
     own_limit = longest_sequence(text_part(read_config_json(model)))

@@ -12,11 +12,10 @@ from colocated_grpo.errors import in_one_line
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.runtime.distributed import derive_seed, init_world
 from colocated_grpo.servers.detokenizer import Detokenizer
-from colocated_grpo.settings.config_json import longest_sequence, read_config_json
-from colocated_grpo.settings.loading import build_config, parse_overrides
+from colocated_grpo.settings.config_file import build_config, parse_overrides
+from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.text_parts import text_part
-from colocated_grpo.settings.yaml_text import parse_value
+from colocated_grpo.settings.tree import parse_value
 from colocated_grpo.tools.subject import Subject, read_settings, with_subject
 from colocated_grpo.tools.subject_engine import subject_engine
 

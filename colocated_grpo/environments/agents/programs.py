@@ -23,7 +23,6 @@ from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.user_code.loading import load_object
 from colocated_grpo.runtime import parents_death
 from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
-from colocated_grpo.settings.code_names import check_program
 from colocated_grpo.types import Completion
 
 PREFIX = "/episodes/"
@@ -236,9 +235,7 @@ class AgentEpisode:
 
 
 def build_agent(program: str, arguments: list[str], key: str) -> Agent:
-    """Find the program or import the function. Raises EnvironmentSetupError."""
-    for line in check_program(f"{key}: program", program):
-        raise EnvironmentSetupError(line)
+    """Return the program, which the launcher has looked up, or import the function. Raises EnvironmentSetupError."""
     if ":" in program:
         if arguments:
             raise EnvironmentSetupError(f"{key}: arguments={arguments}: a function has none; use a program")

@@ -11,8 +11,8 @@ from hashlib import blake2b
 
 from colocated_grpo.environments.base import BatchResult, Item, ItemStream
 from colocated_grpo.environments.streams import Rows, RowStream, row_at
-from colocated_grpo.settings.rows import ColumnCurriculumConfig, PassRateCurriculumConfig
-from colocated_grpo.settings.selection import SkipSolvedConfig
+from colocated_grpo.settings.generation import SkipSolvedConfig
+from colocated_grpo.settings.sources import ColumnCurriculumConfig, PassRateCurriculumConfig
 from colocated_grpo.types import Group, JsonObject
 
 REMEMBERED = 1 << 17

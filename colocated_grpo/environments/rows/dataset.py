@@ -17,8 +17,7 @@ from colocated_grpo.environments.rows.row_filter import Keep, RowFilter, column_
 from colocated_grpo.environments.streams import Rows, RowStream
 from colocated_grpo.environments.templates import PLAIN, TOOLS, VARIABLES, with_system_prompt
 from colocated_grpo.environments.user_code.loading import one_line
-from colocated_grpo.settings.rows import ColumnCurriculumConfig
-from colocated_grpo.settings.sources import RowsSourceConfig
+from colocated_grpo.settings.sources import ColumnCurriculumConfig, RowsSourceConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset

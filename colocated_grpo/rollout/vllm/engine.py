@@ -30,10 +30,9 @@ from colocated_grpo.rollout.vllm.reloading import refresh_sinks, reloadable
 from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
 from colocated_grpo.rollout.vllm.text_part import register_class, text_part_arguments
 from colocated_grpo.runtime.distributed import World, derive_seed
-from colocated_grpo.settings.config_json import config_json_in
+from colocated_grpo.settings.config_json import config_json_in, has_text_part
 from colocated_grpo.settings.model_support import check_cpu_engine, has_latent_attention, has_linear_attention
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.text_parts import has_text_part
 from colocated_grpo.types import Completion
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from colocated_grpo.settings.config_json import text_part
 from colocated_grpo.settings.model_support import has_latent_attention
-from colocated_grpo.settings.text_parts import text_part
 from colocated_grpo.types import JsonObject
 
 SIGMOID_ROUTER: JsonObject = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}

@@ -20,8 +20,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from colocated_grpo.rollout.vllm import without_torchvision
 from colocated_grpo.runtime.text_part import read_text_config
+from colocated_grpo.settings.config_json import MODULES, text_name
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.text_parts import MODULES, text_name
 
 LOAD_FORMAT = "text_part"
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from colocated_grpo.settings.lora import LoRAConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.tools.doctor.parameters import Sizes
 
 MASTER = GRADIENT = 4

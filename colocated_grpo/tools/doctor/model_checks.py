@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from colocated_grpo.settings.lora import LoRAConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.tools.doctor.footprint import Footprint, Placement, footprint, run_folder_bytes
 from colocated_grpo.tools.doctor.parameters import Sizes, sizes_of
 from colocated_grpo.tools.doctor.results import Finding, failed, failed_line, gib, ok, skipped, warning

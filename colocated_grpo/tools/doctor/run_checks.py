@@ -51,7 +51,7 @@ def _quantized(config: Config) -> Iterator[str]:
 
 
 def check_files(subject: Subject, config: Config) -> Finding:
-    """Look up the data files, functions and classes that the settings name."""
+    """Look up the files and names in the settings. User code is not imported: the dry run does."""
     lines: list[str] = []
     for check in (check_names, check_inputs):
         try:
@@ -60,7 +60,7 @@ def check_files(subject: Subject, config: Config) -> Finding:
             lines += str(error).splitlines()
     lines = [line for line in dict.fromkeys(lines) if line not in subject.model.error.splitlines()]
     if not lines:
-        return ok("all files and functions exist")
+        return ok("all files exist")
     if len(lines) == 1:
         return failed_line(lines[0], "correct the name")
     return failed(" | ".join(lines), "correct the names")

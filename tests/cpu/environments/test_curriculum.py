@@ -14,8 +14,8 @@ from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rows.curriculum import stage_sizes
 from colocated_grpo.environments.rows.row_filter import difficulties
 from colocated_grpo.settings import Config
-from colocated_grpo.settings.rows import ColumnCurriculumConfig
 from colocated_grpo.settings.rules import check
+from colocated_grpo.settings.sources import ColumnCurriculumConfig
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from tests.cpu.environments.test_solved import group_of
 from tests.support.config_text import config_error

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from colocated_grpo.policy.lora.targets import target_names
 from colocated_grpo.rollout.vllm.kv_budget import kv_bytes_per_token, state_bytes
-from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.tools.doctor.footprint import Placement, adapter_parameters, kv_bytes_per_sequence
 from colocated_grpo.tools.doctor.parameters import Sizes, sizes_of
 from colocated_grpo.tools.make_model import ARCHITECTURES
