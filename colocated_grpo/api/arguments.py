@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from colocated_grpo.api.objects import ObjectsByName, is_name, take_environments, take_rewards, take_rows
-from colocated_grpo.environments.dataset import num_held_out
-from colocated_grpo.environments.row_filter import RowFilter, load_filter
+from colocated_grpo.environments.rows.dataset import num_held_out
+from colocated_grpo.environments.rows.row_filter import RowFilter, load_filter
 from colocated_grpo.settings.config_file import LoadedConfig, build_config
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
 from colocated_grpo.settings.evaluation import EvaluationConfig

@@ -12,7 +12,7 @@ from typing import Any
 from colocated_grpo.api.arguments import read_arguments
 from colocated_grpo.api.process import process_of, program_name, quiet_libraries, rank_variables, set_library_variables
 from colocated_grpo.callbacks import RunState, check_callbacks
-from colocated_grpo.environments.names import check_names
+from colocated_grpo.environments.registry import check_names
 from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.launch.cli import checked, explain_os_error, record_ending
 from colocated_grpo.runtime.descriptors import raise_descriptor_limit

@@ -18,7 +18,7 @@ ROWS_AT_A_TIME = 10_000
 SHOWN = 3
 """Row numbers listed before '...'."""
 
-Keep = Callable[[Item], Any]
+Keep = Callable[[Item], object]
 
 
 def load_filter(config: RowsSourceConfig, key: str) -> Keep | None:
@@ -61,7 +61,7 @@ class RowFilter:
         if self._keep is not None:
             yield f"filter {self._keep_name}", lambda number: self._is_kept(rows[number], number)
 
-    def _meets(self, column: str, values: Sequence[Any], number: int) -> bool:
+    def _meets(self, column: str, values: Sequence[object], number: int) -> bool:
         return meets_condition(values[number], self._where[column], f"row {number}: column {column!r}")
 
     def _is_kept(self, row: Item, number: int) -> bool:
@@ -75,7 +75,7 @@ class RowFilter:
         return bool(kept)
 
 
-def meets_condition(value: Any, condition: ConditionConfig, where: str) -> bool:
+def meets_condition(value: object, condition: ConditionConfig, where: str) -> bool:
     """Return whether a value meets a condition; null never does. Raises ValueError for bounds of what is no number."""
     if value is None:
         return False
@@ -88,7 +88,7 @@ def meets_condition(value: Any, condition: ConditionConfig, where: str) -> bool:
     return (low is None or number >= low) and (high is None or number <= high)
 
 
-def is_equal(value: Any, wanted: Scalar) -> bool:
+def is_equal(value: object, wanted: Scalar) -> bool:
     """Return whether a value of the data is the wanted one. Text equals the number, true or false that it spells."""
     if isinstance(wanted, bool) or isinstance(value, bool):
         return as_bool(value) is wanted
@@ -97,14 +97,14 @@ def is_equal(value: Any, wanted: Scalar) -> bool:
     return as_number(value) == wanted
 
 
-def as_bool(value: Any) -> bool | None:
+def as_bool(value: object) -> bool | None:
     """Return true or false, also of one written as text, in any case; None for anything else."""
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.lower())
     return value if isinstance(value, bool) else None
 
 
-def as_number(value: Any) -> float | None:
+def as_number(value: object) -> float | None:
     """Return a number, also of one written as text; None for anything else and for NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -130,7 +130,7 @@ def select(rows: list[Item] | Dataset, numbers: Sequence[int]) -> list[Item] | D
     return cast("Dataset", rows.select(numbers))  # annotated as Dataset | DatasetDict
 
 
-def difficulties(values: Sequence[Any], config: ColumnCurriculumConfig) -> list[float]:
+def difficulties(values: Sequence[object], config: ColumnCurriculumConfig) -> list[float]:
     """Return a number for each row, larger for harder ones. Raises ValueError."""
     found = [_difficulty(value, config) for value in values]
     if None not in found:
@@ -146,7 +146,7 @@ def difficulties(values: Sequence[Any], config: ColumnCurriculumConfig) -> list[
     )
 
 
-def _difficulty(value: Any, config: ColumnCurriculumConfig) -> float | None:
+def _difficulty(value: object, config: ColumnCurriculumConfig) -> float | None:
     if isinstance(config.order, list):
         return next((float(place) for place, known in enumerate(config.order) if is_equal(value, known)), None)
     number = as_number(value)
