@@ -46,8 +46,8 @@ def problems_of(config: Config) -> list[str]:
 
     try:
         folder = fetch_tokenizer(config.model)
-        check_model(config, folder)
-        tokenizer = load_tokenizer(config, folder)
+        check_model(config.model, folder)
+        tokenizer = load_tokenizer(config.model, folder)
         environments = build_environments(config, tokenizer)
         sources, _ = import_sets(config, tokenizer, environments)
         if environments.entries:
