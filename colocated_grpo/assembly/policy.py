@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from colocated_grpo.assembly.data import ModelFiles
 from colocated_grpo.assembly.engines import Engines, engine_spec
-from colocated_grpo.freshness import SampleCheck, default_limit
+from colocated_grpo.freshness import Judge, default_limit, make_judge
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
@@ -140,11 +140,10 @@ def build_opponent(
     )
 
 
-def build_sample_check(config: Config, compute: torch.dtype, engines: Engines, world: World) -> SampleCheck:
+def build_judge(config: Config, compute: torch.dtype, engines: Engines, world: World) -> Judge:
     """compute: type of the policy's activations."""
     limit = default_limit([compute, engines.dtype], quantized=engines.is_quantized)
-    reduces = world.sum_, world.max_
-    return SampleCheck(config.freshness, limit, config.rollout.temperature, config.policy.lr, reduces)
+    return make_judge(config.freshness, limit, config.rollout.temperature, (world.sum_, world.max_))
 
 
 def build_exports(config: Config, policy: Policy, model: ModelFiles, world: World) -> list[Export]:
