@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from colocated_grpo.launch.cli import (
+from colocated_grpo.runtime.program import (
     OneLineParser,
     error_text,
+    frozen_imports,
     library_environment,
     prepare_streams,
+    rank_environment,
     set_up_logging,
 )
-from colocated_grpo.launch.rank_variables import rank_environment
-from colocated_grpo.runtime.imports import frozen_imports
 from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
