@@ -12,9 +12,9 @@ from colocated_grpo.settings.lora import LEARNING_RATE
 from colocated_grpo.settings.model_sizes import Sizes
 from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.doctor.footprint import Footprint, Placement, footprint, kv_bytes_per_sequence
-from colocated_grpo.tools.doctor.model_checks import FULL, memory_fix
-from colocated_grpo.tools.doctor.results import gib
+from colocated_grpo.tools.doctor.footprint import Footprint, Placement, RunSizes
+from colocated_grpo.tools.doctor.model_checks import FULL, fits, memory_fix
+from colocated_grpo.tools.doctor.subject import gib
 
 PROMPT_STEP = 32
 """Prompt limits are multiples of this."""
@@ -102,16 +102,15 @@ def fit_memory(config: Config, sizes: Sizes, heads: int, place: Placement, host_
     host = host_bytes // place.ranks
     device = place.device_bytes if place.on_gpu else host
     for changes, why in _candidates(place.ranks, place.on_gpu, _tensor_parallel_sizes(heads, place)):
-        changed = Config.model_validate(_merged(config.model_dump(), changes))
-        need = footprint(changed, sizes, place)
-        if need.device <= FULL * device and need.host <= FULL * host:
-            one = kv_bytes_per_sequence(changed, sizes, place)
-            sequences = 1 + max(0, device - need.generating) // one
+        run = RunSizes(Config.model_validate(_merged(config.model_dump(), changes)), sizes, place)
+        if fits(run, host, FULL):
+            need = run.footprint()
+            sequences = 1 + max(0, device - need.generating) // run.kv_bytes_per_sequence()
             return Memory(changes=changes, why=why, need=need, sequences=sequences)
     what = f"{place.ranks} GPUs of {gib(device)}" if place.on_gpu else f"{gib(device)} of memory"
     raise ConfigError(
         f"model.name={config.model.name!r}: does not fit on {what} with any setting; it would with "
-        f"{memory_fix(config, sizes, place, host_bytes, place.ranks)}"
+        f"{memory_fix(RunSizes(config, sizes, place), host)}"
     )
 
 

@@ -22,10 +22,10 @@ from colocated_grpo.runtime.program import library_environment
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools import compare_runs
-from colocated_grpo.tools.models_page import PAGE
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.model_card import card
+from docs.models_page import PAGE
 from tests.support.composites import TEXT_PARTS, make_composite, whole_model
 from tests.support.engines import PROBE, Pair, prefill_logprobs, reading_spec
 from tests.support.families import HYBRIDS

@@ -13,7 +13,7 @@ from transformers import AutoConfig, DeepseekV3Config, GPT2Config, PreTrainedMod
 from colocated_grpo.policy.lora.targets import target_names
 from colocated_grpo.settings.lora import LoRAConfig
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
-from colocated_grpo.tools.doctor.footprint import Placement, adapter_parameters, kv_bytes_per_sequence
+from colocated_grpo.tools.doctor.footprint import Placement, RunSizes, adapter_parameters
 from colocated_grpo.tools.make_model import ARCHITECTURES
 from tests.support.config_text import load
 from tests.support.real_sizes import config_json, empty_model, num_parameters
@@ -174,7 +174,7 @@ def test_a_sequence_of_a_hybrid_takes_its_keys_values_and_states(ranks):
     place = Placement(ranks=8, on_gpu=True, device_bytes=0)
     run = load(f"engine: {{max_model_len: 3000, tensor_parallel_size: {ranks}}}")
     planned = 3000 * sizes.kv_bytes_per_token(2, ranks) + sizes.state_bytes(2, ranks)
-    assert kv_bytes_per_sequence(run, sizes, place) == planned
+    assert RunSizes(run, sizes, place).kv_bytes_per_sequence() == planned
 
 
 def kept_by(model: PreTrainedModel, index: int, tokens: int) -> int:
