@@ -26,9 +26,16 @@ from transformers.utils.logging import disable_progress_bar
 from colocated_grpo.environments.episodes import EPISODES, build_episode
 from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
-from colocated_grpo.tools.episode_teacher import EpisodeTeacher, TeachableEpisode
 from colocated_grpo.tools.shapes import SHAPES, TINY, Shape
-from colocated_grpo.tools.warm_start import EVAL_PROMPTS, TaskTeacher, Teacher, WarmStart, warm_start
+from colocated_grpo.tools.warm_start import (
+    EVAL_PROMPTS,
+    EpisodeTeacher,
+    TaskTeacher,
+    TeachableEpisode,
+    Teacher,
+    WarmStart,
+    warm_start,
+)
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
 OVERRIDES = ("architecture", *SIZES)
