@@ -37,7 +37,7 @@ from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.policy.policy import Policy
-    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
 MeasureInRanks = Callable[[World, argparse.Namespace], JsonObject]
 """Runs on every rank; rank 0's return value is published."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.phases import WeightSync
-from colocated_grpo.policy.loading import engine_dtype
+from colocated_grpo.policy.model_loader import engine_dtype
 from colocated_grpo.rollout.engine import LocalEngine, RolloutEngine
 from colocated_grpo.rollout.vllm.spec import SERVER_NUM_SEQS, EngineSpec, num_seqs_for
 from colocated_grpo.runtime.distributed import World

@@ -17,14 +17,14 @@ from colocated_grpo.freshness import Judge, default_limit, make_judge
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
-from colocated_grpo.policy.loading import ModelLoader, dtype_of, engine_dtype
 from colocated_grpo.policy.lora.weights import AdapterWeights
 from colocated_grpo.policy.masters import ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
+from colocated_grpo.policy.model_loader import ModelLoader, dtype_of, engine_dtype
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter, Reference, ReferenceModel
 from colocated_grpo.rollout.engine import LocalEngine
-from colocated_grpo.rollout.vllm.engine import VLLMEngine, prepare
+from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine, prepare
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.turns import OpponentConfig

@@ -42,7 +42,7 @@ def problems_of(config: Config) -> list[str]:
     from colocated_grpo.assembly.evaluation import draw_evaluated, import_sets
     from colocated_grpo.environments import build_environments
     from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
-    from colocated_grpo.policy.loading import check_model
+    from colocated_grpo.policy.model_loader import check_model
 
     try:
         folder = fetch_tokenizer(config.model)

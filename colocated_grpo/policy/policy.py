@@ -20,10 +20,10 @@ from colocated_grpo.losses.parts import weighted_mean
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.context_parallel import with_group_sums
 from colocated_grpo.policy.load_balancing import LoadBalancing
-from colocated_grpo.policy.loading import ModelLoader
 from colocated_grpo.policy.logprobs import linear_loss
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.model import PackedLM, compiler_errors_in_one_line
+from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 from colocated_grpo.runtime.distributed import World, whole
 from colocated_grpo.settings.losses import LossConfig

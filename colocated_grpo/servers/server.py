@@ -15,10 +15,10 @@ from fastapi import FastAPI
 
 from colocated_grpo.assembly.data import ModelFiles, limits_of, read_model_files
 from colocated_grpo.errors import RunError
-from colocated_grpo.policy.loading import compute_dtype, dtype_of
+from colocated_grpo.policy.model_loader import compute_dtype, dtype_of
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.rollout.vllm.spec import EngineSpec
+from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest

@@ -71,7 +71,7 @@ class Mlp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class BlockSizes:
     attention: Attention
     mlp: Mlp
 
@@ -99,7 +99,7 @@ class Block:
 class Sizes:
     """Parameters of a decoder, by part."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[BlockSizes]
     hidden: int
     vocab: int
     outside: int
@@ -110,7 +110,7 @@ class Sizes:
         return self.outside + sum(block.total for block in self.blocks)
 
     @cached_property
-    def largest(self) -> Block:
+    def largest(self) -> BlockSizes:
         """The block of the most parameters."""
         return max(self.blocks, key=lambda block: block.total)
 
@@ -123,7 +123,7 @@ class Sizes:
         parts = [block.attention for block in self.blocks]
         return sum(part.window * part.channels * itemsize + part.state * STATE_BYTES for part in parts) // ranks
 
-    def chosen(self, layers: Collection[int] | None) -> Sequence[Block]:
+    def chosen(self, layers: Collection[int] | None) -> Sequence[BlockSizes]:
         """Return the blocks of these indices; None: all."""
         return self.blocks if layers is None else [self.blocks[index] for index in layers if index < len(self.blocks)]
 
@@ -147,7 +147,7 @@ def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
     linear_layers = _linear_layers(model, num_blocks)
     mlp = {True: _dense(model, hidden), False: _mixture(model, hidden)}
     kinds = list(zip(linear_layers, _dense_layers(model, num_blocks), strict=True))
-    block_of = {kind: Block(attention=known[kind[0]], mlp=mlp[kind[1]]) for kind in set(kinds)}
+    block_of = {kind: BlockSizes(attention=known[kind[0]], mlp=mlp[kind[1]]) for kind in set(kinds)}
     return Sizes(
         blocks=[block_of[kind] for kind in kinds],
         hidden=hidden,

@@ -29,7 +29,7 @@ from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 if TYPE_CHECKING:
     from colocated_grpo.environments.chat import Message
     from colocated_grpo.settings.schema import Config
-    from colocated_grpo.tools.subject import Subject
+    from colocated_grpo.tools.subject import ModelSubject
 
 RESET, QUIT = "/reset", ("/quit", "/exit")
 MAX_CONTEXT = 16_384
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def converse(session: Session, lines: Iterator[str], interrupts: Interrupts) -> None:
+def converse(session: Chat, lines: Iterator[str], interrupts: Interrupts) -> None:
     """Answer each line, and print the reply while it is sampled."""
     from colocated_grpo.tracking.text import visible
 
@@ -101,7 +101,7 @@ def converse(session: Session, lines: Iterator[str], interrupts: Interrupts) -> 
         print(flush=True)  # when the reply has ended: a Ctrl-C after this line ends the chat
 
 
-def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Session:
+def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
     """Load the model. Raises ConfigError or RunError."""
     from colocated_grpo.settings.config_json import longest_sequence, read_config_json
     from colocated_grpo.settings.errors import ConfigError
@@ -124,13 +124,13 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Session:
     if options.system is not None and not has_template:
         raise ConfigError("--system: this model has no chat template; set one with --model.chat_template FILE")
     print(f"loading {subject.folder}", file=sys.stderr, flush=True)
-    session = Session(subject, config, options)
+    session = Chat(subject, config, options)
     if not has_template:
         print("this model has no chat template: it continues each line by itself", file=sys.stderr, flush=True)
     return session
 
 
-def _settings(subject: Subject, overrides: Sequence[str]) -> Config:
+def _settings(subject: ModelSubject, overrides: Sequence[str]) -> Config:
     """Return the settings of the run, or those of the command line alone. Raises ConfigError."""
     from colocated_grpo.settings.loading import build_config, parse_overrides
     from colocated_grpo.settings.yaml_text import parse_value
@@ -142,10 +142,10 @@ def _settings(subject: Subject, overrides: Sequence[str]) -> Config:
     return with_subject(build_config(None, {("model", "name"): subject.model, **given}).config, subject)
 
 
-class Session:
+class Chat:
     """A model in an engine of this process that decodes one sequence, and one conversation with it."""
 
-    def __init__(self, subject: Subject, config: Config, options: argparse.Namespace) -> None:
+    def __init__(self, subject: ModelSubject, config: Config, options: argparse.Namespace) -> None:
         """options: of the command line. Raises ConfigError or RunError."""
         from colocated_grpo.assembly.data import read_model_files
         from colocated_grpo.assembly.engines import engine_spec

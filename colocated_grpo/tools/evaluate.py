@@ -27,7 +27,7 @@ from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config
-    from colocated_grpo.tools.subject import Subject
+    from colocated_grpo.tools.subject import ModelSubject
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def settings(subject: Subject, config_file: str | None, overrides: Sequence[str]) -> Config:
+def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence[str]) -> Config:
     """Return the config with the model, one engine per rank, and every set due, else the held-out prompts.
 
     Raises ConfigError.

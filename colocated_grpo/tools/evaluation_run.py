@@ -17,7 +17,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Evaluator
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.vllm.engine import VLLMEngine
+from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.joining import join
 from colocated_grpo.settings.schema import Config

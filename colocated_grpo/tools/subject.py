@@ -16,8 +16,8 @@ from colocated_grpo.settings.loading import load_config
 from colocated_grpo.settings.schema import Config
 
 if TYPE_CHECKING:
-    from colocated_grpo.rollout.vllm.engine import VLLMEngine
     from colocated_grpo.rollout.vllm.spec import EngineSpec
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
     from colocated_grpo.runtime.distributed import World
 
 RUN_CONFIG = "config.yaml"
@@ -27,7 +27,7 @@ _EXPORT_OF_STEP = re.compile(r"(?:adapter_)?step_(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ModelSubject:
     """A model, and the settings that come with it."""
 
     model: str
@@ -44,7 +44,7 @@ class Subject:
         return str(self.adapter or self.model)
 
 
-def subject_of(name: str) -> Subject:
+def subject_of(name: str) -> ModelSubject:
     """Return what `name` means: a run folder stands for its best export, else its final one, else its newest.
 
     Raises ConfigError.
@@ -54,10 +54,10 @@ def subject_of(name: str) -> Subject:
     if run_config.is_file() and not (folder / "config.json").exists():
         return replace(subject_of(str(_exported(folder))), run_config=run_config)
     if not (folder / ADAPTER_CONFIG).is_file():
-        return Subject(model=name)
+        return ModelSubject(model=name)
     try:
         saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        return Subject(model=saved["base_model_name_or_path"], adapter=folder.absolute(), rank=saved["r"])
+        return ModelSubject(model=saved["base_model_name_or_path"], adapter=folder.absolute(), rank=saved["r"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"MODEL={name!r}: {ADAPTER_CONFIG} names no base model and rank ({error!r})") from None
 
@@ -75,7 +75,7 @@ def _exported(run: Path) -> Path:
     return steps[max(steps)]
 
 
-def read_settings(subject: Subject, path: str | Path, overrides: Sequence[str]) -> Config:
+def read_settings(subject: ModelSubject, path: str | Path, overrides: Sequence[str]) -> Config:
     """Return the settings of a config file for the subject's model in one engine per rank. Raises ConfigError.
 
     The base of an adapter may be overridden: the folder may have moved since.
@@ -84,7 +84,7 @@ def read_settings(subject: Subject, path: str | Path, overrides: Sequence[str]) 
     return with_subject(load_config(path, [*model, *overrides] if subject.adapter else [*overrides, *model]), subject)
 
 
-def with_subject(config: Config, subject: Subject) -> Config:
+def with_subject(config: Config, subject: ModelSubject) -> Config:
     """Return the config for engines of the subject in this process, without a policy. Raises ConfigError."""
     arguments: dict[str, Any] = {"use_tqdm_on_load": False, **config.engine.args}
     if subject.adapter is not None:
@@ -108,7 +108,7 @@ def subject_engine(spec: EngineSpec, adapter: Path | None, world: World) -> VLLM
     """
     # Imported here: a wrong name of a model is reported before the engine's libraries are imported.
     from colocated_grpo.errors import RunError
-    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
     engine = VLLMEngine(replace(spec, reads_weights=True), world)
     if adapter is not None:

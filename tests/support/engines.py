@@ -23,7 +23,7 @@ from colocated_grpo.types import Completion
 from tests.support.training_runs import settings
 
 if TYPE_CHECKING:
-    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
 PROBE = [5, 40, 17, 62, 8, 33, 21, 54, 12, 70, 3, 29]
 

@@ -40,7 +40,7 @@ from colocated_grpo.runtime.program import rank_environment
 from colocated_grpo.types import Completion, JsonObject
 
 if TYPE_CHECKING:
-    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
 SUBJECTS = "rain trade bread chess glass steel light music salt winter rivers copper bees maps paper clocks".split()  # noqa: SIM905
 OPENINGS = (

@@ -34,7 +34,7 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
+class RankMemory:
     """Bytes of one rank."""
 
     training: int
@@ -57,7 +57,7 @@ class RunSizes:
     sizes: Sizes
     place: Placement
 
-    def footprint(self) -> Footprint:
+    def footprint(self) -> RankMemory:
         policy, sizes, compute, shards = self.config.policy, self.sizes, self.compute_bytes, self._shards
         state = OPTIMIZER_STATE[policy.optimizer.type]
         frozen = compute * (sizes.total - self.trained)
@@ -84,7 +84,7 @@ class RunSizes:
         training = resident + gradients + self._gathered() + self._activations()
         if not self.place.on_gpu or not self.config.engine.sleep or self.config.sync_frequency > 1:
             training += engine  # stays on the device while the policy trains
-        return Footprint(training=training, generating=resident - away + self._generation(engine), host=host + away)
+        return RankMemory(training=training, generating=resident - away + self._generation(engine), host=host + away)
 
     @cached_property
     def compute_bytes(self) -> int:

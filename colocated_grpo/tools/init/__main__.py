@@ -26,7 +26,7 @@ from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.loading import read_config
 from colocated_grpo.tools.doctor.footprint import Placement
 from colocated_grpo.tools.doctor.subject import GIB, gib, list_gpus, visible
-from colocated_grpo.tools.init.plan import Plan, make_plan
+from colocated_grpo.tools.init.choices import Choices, make_plan
 from colocated_grpo.tools.init.sizes import Memory, learning_rate
 
 WIDTH = 110
@@ -105,7 +105,7 @@ class Setting:
 Section = Sequence[Setting]
 
 
-def config_text(plan: Plan, heading: Sequence[str], folder: Path) -> str:
+def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
     """Return YAML. heading: comment lines at the top. folder: of the config file, beside which files are named."""
     changes: dict[str, Any] = {} if plan.memory is None else dict(plan.memory.changes)
     policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
@@ -138,7 +138,7 @@ def config_text(plan: Plan, heading: Sequence[str], folder: Path) -> str:
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-def _model(plan: Plan, folder: Path) -> Setting:
+def _model(plan: Choices, folder: Path) -> Setting:
     name = _beside(plan.model, folder) if Path(plan.model).is_dir() else plan.model
     if plan.sizes is None or plan.memory is None:
         return Setting("model", name, "the sizes are unknown: colocated-grpo doctor cannot check the memory either")
@@ -149,7 +149,7 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
 
 
-def _environment(plan: Plan, folder: Path) -> Section:
+def _environment(plan: Choices, folder: Path) -> Section:
     reward = plan.reward
     section = [
         Setting("type", "dataset"),

@@ -12,7 +12,7 @@ from colocated_grpo.settings.lora import LEARNING_RATE
 from colocated_grpo.settings.model_sizes import Sizes
 from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.doctor.footprint import Footprint, Placement, RunSizes
+from colocated_grpo.tools.doctor.footprint import Placement, RankMemory, RunSizes
 from colocated_grpo.tools.doctor.model_checks import FULL, fits, memory_fix
 from colocated_grpo.tools.doctor.subject import gib
 
@@ -33,7 +33,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchSizes:
     prompts: int
     group: int
     steps: int
@@ -48,7 +48,7 @@ class Memory:
     changes: dict[str, Any]
     """Sections of the config: {"policy": {"offload_optimizer": True}}."""
     why: str
-    need: Footprint
+    need: RankMemory
     sequences: int
     """Sequences of full length in the KV cache at a time."""
 
@@ -73,7 +73,7 @@ def lengths_of(prompts: Sequence[int], answers: Sequence[int], positions: int | 
     return Lengths(prompt=prompt, completion=completion, prompt_why=prompt_why, completion_why=completion_why)
 
 
-def batch_of(rows: int, gpus: int) -> Batch:
+def batch_of(rows: int, gpus: int) -> BatchSizes:
     """rows: of the data, a tenth of which is held out."""
     train = rows - min(rows // 10, 64)
     wanted, group = (max(32, 16 * gpus), 16) if gpus else (8, 8)
@@ -83,7 +83,7 @@ def batch_of(rows: int, gpus: int) -> Batch:
     steps = max(MIN_STEPS, min(MAX_STEPS, ceil(PASSES * train / prompts)))
     passes = steps * prompts / train
     steps_why = f"{passes:.3g} passes over {train:,} rows; the other {rows - train} are held out for evaluation"
-    return Batch(prompts=prompts, group=group, steps=steps, why=why, steps_why=steps_why)
+    return BatchSizes(prompts=prompts, group=group, steps=steps, why=why, steps_why=steps_why)
 
 
 def learning_rate(sizes: Sizes | None, memory: Memory | None) -> tuple[float, str]:

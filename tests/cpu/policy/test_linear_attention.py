@@ -13,8 +13,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as source
 
 from colocated_grpo.policy import linear_attention
 from colocated_grpo.policy.linear_attention import int64_boundaries, kernel, packed_convolution, packed_delta_rule
-from colocated_grpo.policy.loading import ModelLoader
 from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.settings.errors import ConfigError
 from tests.support.families import SETTINGS
 from tests.support.small_policy import config_of, pack_for, random_groups

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.policy import loading
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.loading import ModelLoader
 from colocated_grpo.policy.model import PackedLM, build_empty, read_model_config, reshard
+from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings import model_support
 from colocated_grpo.settings.errors import ConfigError

@@ -15,8 +15,8 @@ from torch import Tensor
 from colocated_grpo.batching import MicroBatch, PackedRoutes, TrainSequence, build_micro_batch
 from colocated_grpo.policy import routing
 from colocated_grpo.policy.blocks import blocks_of
-from colocated_grpo.policy.loading import ModelLoader
 from colocated_grpo.policy.model import PackedLM, read_model_config, reshard
+from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.routing import WEIGHTS
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.families import FAMILIES

@@ -162,7 +162,7 @@ def test_the_merged_model_computes_what_peft_computes_with_the_adapter(merged, p
 def scores_with_vllms_own_adapter(world: World, folder: Path, adapter: Path) -> dict[str, list[float]]:
     """Return vLLM's log-probabilities of PROBE without and with the adapter, which it computes beside the base."""
     os.environ.update(library_environment("INFO"))
-    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
     engine = VLLMEngine(reading_spec(folder, enable_lora=True, max_lora_rank=RANK), world)
     scores = {"base": prefill_logprobs(engine, PROBE)}

@@ -94,7 +94,7 @@ def logprobs_of(model: PreTrainedModel) -> list[float]:
 def engine_scores(world: World, folder: Path) -> dict[str, Any]:
     """Return how an engine scores PROBE that reads the checkpoint, and whether one that is synced agrees."""
     os.environ.update(library_environment("INFO"))
-    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
     reading = VLLMEngine(reading_spec(folder), world)
     scores = prefill_logprobs(reading, PROBE)

@@ -15,9 +15,15 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
-from colocated_grpo.rollout.vllm.adapters import Adapters
+from colocated_grpo.rollout.vllm.adapters import VLLMAdapters
 from colocated_grpo.rollout.vllm.process import discard, forget_graph_pool, keep_trainer_state, name_shared_memory
-from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs, scheduler_of
+from colocated_grpo.rollout.vllm.requests import (
+    CoreRequests,
+    EngineRequests,
+    MixedRequests,
+    prompt_logprobs,
+    scheduler_of,
+)
 from colocated_grpo.rollout.vllm.routes import RequestRoutes
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_arguments import engine_arguments, register_class
@@ -65,10 +71,10 @@ class VLLMEngine:
         self.transforms_weights = bool(arguments.get("quantization")) or absorbs or _repacks_experts(self.model)
         cache_type = arguments.get("kv_cache_dtype", "auto")
         self.is_quantized = bool(arguments.get("quantization")) or cache_type not in UNQUANTIZED_CACHE
-        self._requests: Requests = (MixedRequests if spec.needs_text else CoreRequests)(self._engine)
+        self._requests: EngineRequests = (MixedRequests if spec.needs_text else CoreRequests)(self._engine)
         records, scheduler = spec.records_routes, scheduler_of(self._engine)
         self._routes = RequestRoutes(self._worker.slot_routes, scheduler) if records else None
-        self.adapters = Adapters(self._engine)
+        self.adapters = VLLMAdapters(self._engine)
         self._keys: dict[str, Hashable] = {}
         self._buffers: dict[str, Tensor] = {}
         self._submitted = 0

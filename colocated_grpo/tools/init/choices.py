@@ -22,7 +22,7 @@ from colocated_grpo.settings.model_sizes import Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.text_parts import attention_heads, text_part
 from colocated_grpo.tools.doctor.footprint import Placement
-from colocated_grpo.tools.init.sizes import Batch, Lengths, Memory, batch_of, fit_memory, lengths_of
+from colocated_grpo.tools.init.sizes import BatchSizes, Lengths, Memory, batch_of, fit_memory, lengths_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,21 +111,21 @@ SAMPLED_ROWS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Choices:
     model: str
     data: str
     rows: int
     column: str
     reward: Reward
     lengths: Lengths
-    batch: Batch
+    batch: BatchSizes
     sizes: Sizes | None
     """None, and no memory settings, if config.json does not state the sizes of the model."""
     memory: Memory | None
     place: Placement
 
 
-def make_plan(data: Path, model_name: str, reward_name: str | None, place: Placement) -> Plan:
+def make_plan(data: Path, model_name: str, reward_name: str | None, place: Placement) -> Choices:
     """Raises ConfigError where a file or a column is missing, or if the model does not fit."""
     from colocated_grpo.assembly.data import read_tokenizer
 
@@ -147,7 +147,7 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
     if sizes is not None:
         heads = attention_heads(text) or 1
         memory = fit_memory(config, sizes, heads, place, psutil.virtual_memory().available)
-    return Plan(
+    return Choices(
         model=model_name,
         data=str(data),
         rows=len(rows),
