@@ -1,4 +1,4 @@
-"""Adapters in the benchmarks: the same one for our trainer, TRL and vLLM, derived from our own settings."""
+"""Adapters in the benchmarks: one definition for our trainer, TRL and vLLM, derived from our settings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from colocated_grpo.settings.adapter_files import WEIGHTS_FILE
+from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.lora import ALL_LINEAR, DEFAULT_INIT, LoRAConfig
 from colocated_grpo.settings.model_support import EXPERT_COUNTS
+from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
 from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ STD = 0.02
 def peft_arguments(lora: LoRAConfig) -> JsonObject:
     """Return the arguments of PEFT's LoraConfig for these settings, except `layers`.
 
-    PEFT accepts numbers of blocks only beside a list of module names. Raises ConfigError for an adapter from a folder,
-    whose rank and layers these settings do not say.
+    PEFT accepts indices of blocks only together with a list of module names. Raises ConfigError for an adapter from a
+    folder, because its rank and layers are not in these settings.
     """
     if lora.init != DEFAULT_INIT:
         raise ConfigError(f"policy.lora.init={lora.init!r}: benchmarks start from a new adapter; leave it out")
@@ -46,8 +47,8 @@ def peft_arguments(lora: LoRAConfig) -> JsonObject:
 def arguments_for(model_folder: Path, lora: LoRAConfig) -> JsonObject:
     """Return arguments of PEFT's LoraConfig that adapt the same layers of this model as our trainer.
 
-    Raises ConfigError as `peft_arguments` does, and if PEFT adapts other layers: for some mixtures of experts it takes
-    the names of shared layers for those of experts.
+    Raises ConfigError as `peft_arguments` does, and if PEFT adapts other layers: in some mixtures of experts it
+    mistakes names of shared layers for names of experts.
     """
     _, arguments = _adapted(model_folder, lora)
     return arguments

@@ -1,7 +1,7 @@
 """Attention of packed sequences, forward and backward: `python -m benchmarks.attention`.
 
-Times every kernel that this device supports, at each sequence length, beside a floor: the FLOP of causal attention over
-the measured matmul rate. Seconds are device seconds, because training queues its work far ahead of the device.
+Times every kernel that this device supports, at each sequence length, beside a floor: the FLOP of causal attention
+divided by the measured matmul rate. Times are device seconds, because training queues its work far ahead of the device.
 """
 
 from __future__ import annotations

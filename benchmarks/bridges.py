@@ -1,7 +1,7 @@
 """Weight sync into an engine server: `python -m benchmarks.bridges --shape qwen3-1.7b --gpus 1`.
 
-For each bridge a server is started, on the ranks' own devices or, with --engine-gpus, on GPUs of its own. Printed are
-the seconds of a verified sync, and the memory of both sides. Beside `broadcast`: one gather and one broadcast of the
+Starts a server for each bridge, on the ranks' own devices or, with --engine-gpus, on separate GPUs. Prints the seconds
+of a verified sync and the memory of both sides; for `broadcast` also the seconds of one gather and one broadcast of the
 same bytes.
 """
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = rank_parser(__doc__)
     parser.add_argument("--bridges", nargs="+", choices=BRIDGES, default=BRIDGES)
-    parser.add_argument("--engine-gpus", type=int, default=0, help="GPUs of the server alone (default: the ranks' own)")
+    parser.add_argument("--engine-gpus", type=int, default=0, help="GPUs only for the server (default: the ranks' own)")
     parser.add_argument("--repeats", type=int, default=10, help="syncs by broadcast, shared and adapter; restart: 2")
     return parser
 

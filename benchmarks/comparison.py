@@ -66,7 +66,7 @@ def comparison(ours: Summary, peers: Mapping[SetupName, PeerSummary], bounds: Ma
 
 
 def speedup(ours: Mapping[str, float], peer: Mapping[str, float]) -> Medians:
-    """Return our advantage in each shared figure: the peer's time or memory over ours, our throughput over its."""
+    """Return our advantage in each common figure: peer / ours for time and memory, ours / peer for throughput."""
     factors = {}
     for name in SHOWN:
         if name.startswith(LESS_IS_BETTER):

@@ -82,7 +82,7 @@ def total_tokens(options: argparse.Namespace) -> int:
 def with_full_cache(config: Config, options: argparse.Namespace, size: ModelSize) -> Config:
     """Set a KV cache for all sequences at full length, unless the command line sets one.
 
-    In a training run's smaller cache some would queue and not be measured.
+    In the smaller cache of a training run, some sequences would queue and not be measured.
     """
     full_length = options.prompt + total_tokens(options) + BLOCK
     cache_bytes = config.engine.kv_cache_memory_bytes or max(options.sequences) * full_length * size.kv_bytes_per_token

@@ -1,7 +1,7 @@
 """Step time as the work grows: `python -m benchmarks.growth --axis completions --gpus 1`.
 
 Axes: `completions` per step at the standard length; `length` of the longest completion, with the mean in proportion;
-`gpus`, 1 and --gpus of them with the same work for each. Each launch builds one run and trains every size in turn.
+`gpus`, 1 compared with --gpus at the same work per GPU. Each launch builds one run and trains every size in turn.
 """
 
 from __future__ import annotations

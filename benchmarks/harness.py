@@ -1,6 +1,6 @@
 """Entry points of the benchmarks: start the same command again in every rank, or run in this process alone.
 
-Even a single rank is a process of its own, because libraries read their environment variables when they are imported.
+Even a single rank runs in a new process, because libraries read their environment variables when they are imported.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from colocated_grpo.runtime.processes import run_command
 from colocated_grpo.runtime.program import rank_environment
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.settings import Config
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.loading import load_config
 from colocated_grpo.tools.shapes import SHAPES
 from colocated_grpo.types import JsonObject
 

@@ -2,7 +2,7 @@
 
     tune     find TRL's fastest settings, a few steps each
     run      train once with one trainer, and write its curve as JSON
-    suite    make many runs, some at a time; what has a JSON already is skipped
+    suite    make many runs, several at a time; runs that have a JSON are skipped
     score    held-out rewards of all saved models, sampled by one engine
     probe    rewards of the start model on candidate tasks
     collect  write the runs and scores of a folder to docs/results/learn_*.json
@@ -46,7 +46,7 @@ SETUPS: dict[str, JsonObject] = {
     "flash": {"attention": "flash_attention_2"},
     "liger-compile": {"liger": True, "compile": True},
 }
-"""Settings of TRL that `tune` compares; all without gradient checkpointing. One that does not run is reported."""
+"""Settings of TRL that `tune` compares; all without gradient checkpointing. A setup that fails is reported."""
 WARMUP = 2
 """Steps of a tuning run that do not count."""
 TUNED = "tuned"
@@ -192,7 +192,7 @@ def _write_run(options: argparse.Namespace, work: Work, record: JsonObject) -> N
 
 
 def write(file: Path, content: JsonObject) -> None:
-    """Write JSON at once: a file that exists is complete."""
+    """Write JSON atomically: a file that exists is complete."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(json.dumps(content, indent=1, default=str) + "\n")
@@ -205,7 +205,7 @@ def suite(options: argparse.Namespace) -> int:
 
 
 def suite_jobs(options: argparse.Namespace) -> Iterator[LearningRun]:
-    """Yield the runs: all trainers of one seed before the next seed, so that a suite that is cut off stays paired."""
+    """Yield the runs: all trainers of one seed before the next seed, so that an interrupted suite stays paired."""
     for task, mode, seed, trainer in product(options.tasks, options.modes, options.seeds, options.trainers):
         label = f"-{options.label}" if options.label and trainer == TRL else ""
         name = f"{_work_name(options.model, task, mode)}_{trainer}{label}_{seed}"

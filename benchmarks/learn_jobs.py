@@ -1,4 +1,4 @@
-"""Runs of `benchmarks.learn` in processes of their own, some at a time."""
+"""Runs of `benchmarks.learn` in separate processes, several at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULE = "benchmarks.learn"
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRun:
-    """One run in a process of its own."""
+    """One run in a separate process."""
 
     name: str
     flags: list[str]
@@ -38,7 +38,7 @@ def run_jobs(jobs: Sequence[LearningRun], parallel: int, timeout: float, deadlin
 
 
 def run_job(job: LearningRun, timeout: float, deadline: float) -> bool:
-    """Run a job unless its result exists. Returns whether there is one. Prints one line, or the end of a failed log."""
+    """Run a job unless its result exists. Return True if it exists now. Prints one line, or the end of a failed log."""
     if job.result.exists():
         print(f"{job.name}: done before", flush=True)
         return True
@@ -52,7 +52,7 @@ def run_job(job: LearningRun, timeout: float, deadline: float) -> bool:
         command = [sys.executable, "-m", MODULE, "run", *job.flags]
         log.write(shlex.join(command) + "\n")
         log.flush()
-        # A session of its own: a run has processes beside it, which end with it.
+        # In a new session, so that the run's other processes end with it.
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             outcome = f"exit code {process.wait(limit)}"

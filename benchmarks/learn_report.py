@@ -20,7 +20,7 @@ WINDOW = 20
 """Steps of one column of the table."""
 SCORES = "scores_"
 SHARED_KEYS = ("commit", "python", "packages", "machine", "gpu", "ranks", "work")
-"""Keys of the first run that stand once in a collected file; the work without its seed."""
+"""Keys that a collected file has once, copied from the first run; 'work' without its seed."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, GAP = 860, 300, 48, 14, 56, 44, 44
 COLORS = {"ours": "#3b82f6", "TRL": "#ea6a1f"}
 """Medium brightness: readable on white and on black, as is the text."""
@@ -122,7 +122,7 @@ def describe_work(content: JsonObject) -> str:
 def table_lines(content: JsonObject, reach: float) -> list[str]:
     """Return a Markdown table with a row for each trainer. Figures of several seeds: mean and half of their range.
 
-    Rewards are of all runs, seconds only of those that had the device for themselves.
+    Rewards are of all runs, seconds only of those that had the device to themselves.
     """
     groups = by_trainer(content["runs"])
     steps = min(len(run["steps"]) for run in content["runs"])
@@ -166,7 +166,7 @@ def window_mean(steps: Sequence[JsonObject], first: int, last: int) -> float:
 
 
 def seconds_to(steps: Sequence[JsonObject], reward: float) -> float | None:
-    """Return the wall seconds, from the first step's begin, until the smoothed reward reaches `reward`."""
+    """Return the wall seconds from the start of the first step until the smoothed reward reaches `reward`."""
     for wall, value in smooth([(row["wall"], row["reward"]) for row in steps]):
         if value >= reward:
             return wall
@@ -182,13 +182,13 @@ def draw(options: argparse.Namespace) -> int:
 
 
 Curve = list[tuple[float, float, float, float]]
-"""x, mean, least and greatest reward over seeds."""
+"""x, and the mean, smallest and largest reward over seeds."""
 
 
 def picture(content: JsonObject, title: str) -> str:
     """Return an SVG with reward against step and against wall seconds, and a band over seeds.
 
-    The second panel has only runs that had the device for themselves.
+    The second panel has only runs that had the device to themselves.
     """
     groups = {name: runs for name, runs in by_trainer(content["runs"]).items() if name in COLORS}
     by_step = {name: curve([_points(run, "step") for run in runs]) for name, runs in groups.items()}
@@ -219,7 +219,7 @@ def _points(run: JsonObject, axis: str) -> list[tuple[float, float]]:
 
 
 def curve(seeds: Sequence[Sequence[tuple[float, float]]]) -> Curve:
-    """Return mean, least and greatest of several curves at the places of the first, as far as all of them reach."""
+    """Return mean, minimum and maximum of several curves at the x of the first, up to the end of the shortest."""
     end = min(points[-1][0] for points in seeds)
     merged = []
     for x, _ in seeds[0]:

@@ -21,13 +21,13 @@ LR: Mapping[Mode, float] = {"full": 1e-5, "lora": 1e-4}
 LORA_RANK, LORA_ALPHA = 32, 32
 CLIP = 0.2
 CORRECTION_CAP = 2.0
-"""Greatest importance weight of a token, in both trainers."""
+"""Cap on the importance weight of a token, in both trainers."""
 MAX_GRAD_NORM = 1.0
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.0
 CACHE_BYTES = 2 << 30
-"""KV cache of a run beside others: enough for 256 sequences of these models, and independent of what is free."""
+"""KV cache of a run that shares the device: enough for 256 sequences of these models, whatever memory is free."""
 MICRO_BATCH_TOKENS = 4096
-"""Tokens of a forward pass of such a run; alone, our trainer measures how many fit."""
+"""Tokens per forward pass of such a run. With the device to itself, our trainer measures how many fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def run_ours(work: Work, changes: JsonObject, save: Path | None) -> JsonObject:
 
 
 def our_settings(work: Work, changes: JsonObject, output: Path) -> JsonObject:
-    """Return the settings of our trainer. All that is not named has its default. changes: sections to merge."""
+    """Return the settings of our trainer; all others keep their defaults. changes: sections to merge."""
     task = task_of(work.task)
     settings: JsonObject = {
         "model": work.model,
@@ -143,7 +143,7 @@ def our_settings(work: Work, changes: JsonObject, output: Path) -> JsonObject:
 
 
 def record(recorder: StepRecorder, configuration: JsonObject) -> JsonObject:
-    """Return the part of a run's result that the trainer gives."""
+    """Return the part of a run's result that comes from the trainer."""
     return {"start_seconds": recorder.start_seconds, "steps": recorder.rows, "configuration": configuration}
 
 
@@ -157,7 +157,7 @@ def library_variables(parallel: int) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        # TRL prefers one port, for which two runs on a machine would compete. Our trainer sets its own.
+        # TRL prefers a fixed port, which two runs on one machine cannot share. Our trainer sets its own.
         "MASTER_PORT": str(free_ports(1)[0]),
     }
     if parallel > 1:

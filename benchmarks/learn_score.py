@@ -32,9 +32,9 @@ def score_models(
 ) -> Iterator[tuple[str, JsonObject]]:
     """Yield (name, held-out scores) of each model: the mean reward and its standard error, sampled and greedy.
 
-    First the start model on each task, under the task's name; then `models`, folders with the start model's
-    architecture. All get the same prompts. The seeds of the completions depend on the name only, so that a score does
-    not depend on what else is scored.
+    The start model comes first, on each task and under the task's name; then `models`, folders with the start model's
+    architecture. All get the same prompts. The seeds of completions depend only on the name, so a score does not depend
+    on the other models.
     """
     with prepare_evaluation(scoring_config(start, tasks, prompts), None) as evaluation:
         sets = {each.name.removeprefix("eval/"): each for each in evaluation.evaluator.due(0)}
@@ -62,7 +62,7 @@ def scoring_config(start: Path, tasks: Sequence[LearnTask], prompts: int) -> Con
             "max_prompt_tokens": max(task.max_prompt for task in tasks),
             "max_completion_tokens": max(task.max_completion for task in tasks),
         },
-        # Awake all the time; the cache has a fixed size, so that it does not depend on what else runs on the device.
+        # Always awake. The cache has a fixed size, which does not depend on other processes on the device.
         engine={"sleep": False, "kv_cache_memory_bytes": CACHE_BYTES},
     )
     return with_subject(config, ModelSubject(model=str(start)))

@@ -20,7 +20,7 @@ from colocated_grpo.types import JsonObject
 
 GYM = "reasoning_gym:"
 CALL = re.compile(r"<price>(.*?)(?:</price>|$)", re.DOTALL)
-"""A call of the shop's tool. One without an end reaches to the end of the message, as in transformers' parser."""
+"""A call of the shop's tool. An unterminated call extends to the end of the message, as in transformers' parser."""
 
 
 class Sums(Procedural):
@@ -94,7 +94,7 @@ def price(article: str) -> str:
     Returns:
         The price.
     """
-    # An unfinished call also holds the token that ended the message, where TRL parses it.
+    # As parsed by TRL, an unterminated call also contains the token that ended the message.
     number = article.partition("<|")[0].strip()
     return str(10 + blake2b(number.encode(), digest_size=4).digest()[0] % 90)
 
@@ -106,7 +106,7 @@ EXAMPLE: list[JsonObject] = [
     {"role": "tool", "content": price("1234")},
     {"role": "assistant", "content": f"The price is {price('1234')}."},
 ]
-"""Shown before each question: SmolLM2 calls no tool that is only described."""
+"""Example conversation before each question: SmolLM2 calls no tool from a description alone."""
 SHOP_PARSER: JsonObject = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -121,7 +121,7 @@ SHOP_PARSER: JsonObject = {
         "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
     },
 }
-"""transformers' response template for the shop's calls (ChatML models). SmolLM2 brings none, and TRL knows none."""
+"""transformers' response template for the shop's calls (ChatML models). Neither SmolLM2 nor TRL has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ def task_of(name: str) -> LearnTask:
 
 
 def chats(task: LearnTask, seed: int, count: int) -> list[JsonObject]:
-    """Return the first rows of our trainer's order for TRL: chat messages, and the item as JSON."""
+    """Return the first `count` rows for TRL, in our trainer's order: chat messages, and the item as JSON."""
     items = islice(task.build().prompts(seed, "train"), count)
     return [{"prompt": _messages(item["prompt"]), "item": json.dumps(item, default=str)} for item in items]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TRLSetup:
-    """The arguments that decide TRL's speed and not its result, except `dtype`."""
+    """Arguments that affect TRL's speed but not its result, `dtype` excepted."""
 
     sleep: bool = False
     liger: bool = False
@@ -82,13 +82,13 @@ def run_trl(work: Work, setup: TRLSetup, changes: JsonObject, save: Path | None)
 
 
 def trl_arguments(work: Work, setup: TRLSetup, changes: JsonObject, output: Path, *, on_gpu: bool) -> JsonObject:
-    """Return the arguments of GRPOConfig. All that is not named has its default."""
+    """Return the arguments of GRPOConfig; all others keep their defaults."""
     task = task_of(work.task)
     completions = work.prompts * work.group_size
     # Runs that share the device share its memory; the gradient does not depend on the micro-batch.
     largest = max(1, setup.micro_batch // work.parallel)
     micro_batch = next(size for size in range(min(largest, completions), 0, -1) if completions % size == 0)
-    # The messages of a tool come on top: TRL cuts the second message only after sampling it.
+    # Plus the messages of a tool: TRL cuts the second message only after sampling it.
     longest = task.max_prompt + task.max_completion * (2 if task.is_episode else 1)
     return {
         "output_dir": str(output),
@@ -147,7 +147,7 @@ def build_trl(
     from benchmarks.peer_layers import name_present_layers
     from benchmarks.peer_trl import shortened
     from colocated_grpo.assembly.data import stop_token_ids
-    from colocated_grpo.settings.lora import LoRAConfig
+    from colocated_grpo.settings.training import LoRAConfig
 
     task = task_of(work.task)
     environment = task.build()
@@ -182,9 +182,9 @@ def build_trl(
 
 
 def add_tools(tokenizer: Any) -> None:
-    """Make a tokenizer fit for TRL's tools: a parser of the shop's calls, and a template that can render calls.
+    """Prepare a tokenizer for TRL's tools: add a parser of the shop's calls, and a template that can render calls.
 
-    TRL refuses a template that drops calls, though it never renders one in training: sampled tokens are kept.
+    TRL rejects a template that drops calls, although training never renders one: sampled tokens are kept.
     """
     content = "message['content']"
     calls = "(message['tool_calls'] | tojson if message['tool_calls'] is defined else '')"

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.harness import main_here
 from benchmarks.roofline import Roofline, median_seconds
 from colocated_grpo.policy.logprobs import linear_logprobs, linear_loss
-from colocated_grpo.settings.policy import PolicyConfig
+from colocated_grpo.settings.training import PolicyConfig
 from colocated_grpo.types import JsonObject
 
 GIB = 1 << 30
@@ -94,7 +94,7 @@ def fused_loss(problem: Problem, chunk_tokens: int) -> Tensor:
 
 
 def recomputed(problem: Problem, chunk_tokens: int) -> Tensor:
-    """Return log-probabilities to a loss outside the operator: the backward pass recomputes the logits."""
+    """Compute the loss outside the operator, so that the backward pass recomputes the logits."""
     logprobs_N, _ = linear_logprobs(
         problem.hidden_NH,
         problem.weight_VH,

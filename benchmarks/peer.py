@@ -59,7 +59,7 @@ class PeerSpec:
     steps: int
     """Optimizer steps, warm-up included, probe step excluded."""
     until: float | None
-    """Unix time after which no further step begins. One measured step is always made."""
+    """Unix time after which no further step begins. At least one measured step is run."""
     seed: int
     gpus: int
     setup: PeerSetup
@@ -208,7 +208,7 @@ def peer_environment(spec: PeerSpec) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: spec.gpus]),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_OFFLINE": "1",
-        # TRL's own choice prefers one port, for which two runs on a machine would compete.
+        # TRL by itself prefers a fixed port, which two runs on one machine cannot share.
         "MASTER_PORT": str(free_ports(1)[0]),
         "PYTHONPATH": os.pathsep.join(paths),
     }

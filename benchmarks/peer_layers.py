@@ -1,4 +1,4 @@
-"""The layers that a model names for the FSDP of TRL's trainer."""
+"""Names of the layers that TRL's trainer wraps with FSDP."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 
 
 def name_present_layers(model: nn.Module) -> None:
-    """Drop the layer classes that the model does not have from those that it names for FSDP.
+    """Remove layer classes that the model does not contain from its list of classes for FSDP.
 
-    accelerate raises ValueError at the first missing one. transformers names vision blocks for text models too.
+    accelerate raises ValueError at the first missing class, and transformers lists vision blocks for text models too.
     """
     present = {type(module).__name__ for module in model.modules()}
     for module in model.modules():

@@ -14,8 +14,8 @@ from benchmarks.peer import WARMUP, PeerSetup, PeerSpec, SetupName, default_micr
 from benchmarks.peer_tuning import engine_fraction, total_device_bytes
 from benchmarks.throughput import ModelSize
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import PolicyConfig
 from colocated_grpo.types import JsonObject
 
 SEED: int = Config.model_fields["seed"].default
@@ -118,7 +118,7 @@ def setups(options: argparse.Namespace) -> list[SetupName]:
 def check_possible(options: argparse.Namespace, policy: PolicyConfig) -> None:
     """Raise ConfigError, before a model is made, if TRL cannot run this work here.
 
-    policy: of our trainer, as TRL trains the same parameters.
+    policy: our trainer's, because TRL trains the same parameters.
     """
     if policy.lora is not None:
         peft_arguments(policy.lora)
@@ -136,7 +136,7 @@ def adapter(options: argparse.Namespace, policy: PolicyConfig, model: Path) -> J
 def problem(options: argparse.Namespace, policy: PolicyConfig) -> str | None:
     """Return one line that says why TRL cannot run this work here; None if it can.
 
-    policy: of our trainer, as TRL trains the same parameters.
+    policy: our trainer's, because TRL trains the same parameters.
     """
     if options.peer is None:
         return None

@@ -91,7 +91,7 @@ def shortened(value: Any) -> Any:
 
 
 def chats(spec: PeerSpec) -> list[JsonObject]:
-    """Return our prompts in our order, as the chat messages that our trainer makes of them.
+    """Return our prompts in our order, as the chat messages that our trainer builds from them.
 
     If there is a probe step, its prompts, of maximum length, come first.
     """
@@ -126,7 +126,7 @@ class Recorder(TrainerCallback):
         self._instrument(trainer)
 
     def _instrument(self, trainer: GRPOTrainer) -> None:
-        """Time TRL's phases, and lengthen completions of the probe step, or of all steps if the work says so."""
+        """Time TRL's phases, and lengthen completions of the probe step, or of all steps if the spec asks for it."""
         engine = trainer.vllm_generation
         lengthened = self._lengthened(engine, engine.generate)
         replace_method(engine, "sync_weights", self._during_generation(self._timed("sync", engine.sync_weights)))

@@ -20,7 +20,7 @@ from benchmarks.peer import PeerOutOfMemory, PeerRun, PeerSpec, run_peer
 from benchmarks.throughput import ModelSize
 from benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.lora import ALL_LINEAR
+from colocated_grpo.settings.training import ALL_LINEAR
 
 GIB = 1 << 30
 ENGINE_WORKING_BYTES = {"cuda": 4 * GIB, "cpu": 1 * GIB}
@@ -77,16 +77,16 @@ def micro_batch_sizes(completions: int) -> list[int]:
 
 
 def trainer_weight_bytes(size: ModelSize, *, adapters: bool) -> int:
-    """Return the bytes of TRL's weights over all ranks: fp32, but frozen ones beside adapters in the engine's type."""
+    """Return the bytes of TRL's weights over all ranks: fp32; with adapters, frozen ones in the engine's type."""
     return (size.weight_bytes if adapters else 0) + 4 * size.trained_parameters
 
 
 def engine_fraction(
     size: ModelSize, completions: int, max_completion: int, gpus: int, device_bytes: int, *, adapters: bool
 ) -> float:
-    """Return vLLM's fraction of device memory: all sequences of a rank can decode together at full length.
+    """Return the fraction of device memory with which vLLM decodes all sequences of a rank together at full length.
 
-    The fraction is smaller if the trainer's state leaves less: it stays on the device while vLLM generates.
+    It is smaller if the trainer's state, which stays on the device while vLLM generates, leaves less.
     completions: of one step on one rank.
     """
     tokens = completions * (MAX_PROMPT_TOKENS + max_completion)
@@ -104,8 +104,8 @@ def least_training_bytes(hf_config: PretrainedConfig, size: ModelSize, spec: Pee
 
     Counts the trainer's state and, in bf16, the tensors that every implementation keeps for the backward pass: in each
     layer the inputs of all matrix products, attention's inputs and output, and both halves of the gated MLP; with
-    checkpointing only each layer's input. Adapters on all linear layers need the same inputs; with adapters on some
-    only, which keep less, no tensors are counted.
+    checkpointing only each layer's input. Adapters on all linear layers need the same inputs. Adapters on some
+    layers keep less, so no tensors are counted for them.
     """
     state = trainer_weight_bytes(size, adapters=spec.lora is not None) + MOMENT_BYTES * size.trained_parameters
     if spec.lora is not None and (spec.lora["target_modules"] != ALL_LINEAR or spec.lora["exclude_modules"]):

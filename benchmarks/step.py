@@ -51,9 +51,9 @@ from benchmarks.throughput import (
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK, add_stop_tokens
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.loading import load_config
-from colocated_grpo.settings.policy import PolicyConfig
+from colocated_grpo.settings.training import PolicyConfig
 from colocated_grpo.tools.shapes import SHAPES
 from colocated_grpo.tracking.files import CONFIG_FILE, METRICS_FILE, TRAIN, read_rollouts, read_rows
 from colocated_grpo.types import JsonObject
@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", type=Path, help="model folder to use; created from --shape if missing")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--nproc", type=int, default=1, help="CPU ranks, with --gpus 0")
-    parser.add_argument("--engine-gpus", type=int, default=0, help="of --gpus, those of our engine servers alone")
+    parser.add_argument("--engine-gpus", type=int, default=0, help="GPUs out of --gpus for our engine servers")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--max-completion", type=int, default=1024)
@@ -171,7 +171,7 @@ def measure_peer(
 
 
 def notes(spec: PeerSpec) -> list[str]:
-    """Return what a reader must know about this run of TRL besides its arguments."""
+    """Return notes for the reader on this run of TRL, beyond its arguments."""
     lines = []
     if spec.setup.name == "tuned" and not spec.gpus:
         lines.append("use_liger_kernel is left out: Liger's kernels need a GPU")

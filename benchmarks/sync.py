@@ -1,8 +1,8 @@
 """Weight sync from policy to engine: `python -m benchmarks.sync --shape qwen3-1.7b --gpus 2`.
 
-Times the planned sync beside one all-gather and one copy of the same bytes, the comparison of all bytes that follows a
+Times the planned sync, one plain all-gather and one plain copy of the same bytes, the comparison of all bytes after a
 sync (check_seconds), and the engine's own `load_weights`.
-With `--policy.lora.rank 32` also the merge of the adapter, as publish_seconds.
+With `--policy.lora.rank 32` it also times the merge of the adapter (publish_seconds).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Throughput, MFU and lower bounds of a step, from its seconds and tokens.
 
 Tokens are the prompt and completion tokens of real rollouts. Trained tokens count a prompt as often as it is computed,
-so a prompt whose forward pass is reused by its completions counts once. FLOP per trained token are 2 for each parameter
-in the forward pass, 2 for its input's gradient and 2 for its own, where they are computed: 6 per parameter in full
-training, 4 with adapters. Experts count by the share that a token chooses. Recomputed activations and attention are not
-counted, so prefix reuse, checkpointing and longer sequences do not raise MFU.
+so a prompt whose forward pass is reused by its completions counts once. FLOP per trained token and
+parameter are 2 in the forward pass, 2 for the input's gradient and 2 for the parameter's own, where these are computed:
+6 in full training, 4 with adapters. Experts count in proportion to the share that a token chooses. Recomputed
+activations and attention are not counted, so prefix reuse, checkpointing and longer sequences do not raise MFU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.adapters import adapter_parameters, block_of
 from benchmarks.roofline import Roofline
 from colocated_grpo.rollout.vllm.kv_budget import model_sizes
 from colocated_grpo.settings.model_support import EXPERT_COUNTS
-from colocated_grpo.settings.policy import PolicyConfig
+from colocated_grpo.settings.training import PolicyConfig
 from colocated_grpo.types import JsonObject
 
 StepRow = JsonObject
@@ -41,7 +41,7 @@ class ModelSize:
     weight_bytes: int
     """Bytes of the engine's copy of the weights."""
     expert_bytes: int = 0
-    """Those of routed experts."""
+    """Bytes of the routed experts in `weight_bytes`."""
     expert_share: float = 1.0
     """Fraction of a block's experts that a token chooses."""
     kv_bytes_per_token: int
@@ -90,9 +90,9 @@ def expert_share(config: PretrainedConfig) -> float:
 
 
 def parameters_by_block(folder: Path) -> tuple[Counter[int | None], Counter[int | None]]:
-    """Return the numbers of parameters of each transformer block in the checkpoint; of all others under None.
+    """Return the numbers of parameters of each transformer block in the checkpoint. Key None: all others.
 
-    The first counts all but routed experts, the second these alone.
+    The first counter excludes routed experts, the second has only these.
     """
     dense: Counter[int | None] = Counter()
     experts: Counter[int | None] = Counter()
@@ -107,7 +107,7 @@ def parameters_by_block(folder: Path) -> tuple[Counter[int | None], Counter[int 
 def frozen_flops(by_block: Counter[int | None], layers: Sequence[int] | None) -> int:
     """Return the FLOP per token of the forward pass, and of the inputs' gradients down to the first of `layers`.
 
-    None: down to the first block.
+    layers: None for all, down to the first block.
     """
     first = min(layers) if layers else 0
     without_gradient = sum(count for block, count in by_block.items() if block is not None and block < first)

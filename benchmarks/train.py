@@ -29,8 +29,8 @@ from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, with_context
 from colocated_grpo.settings import Config
-from colocated_grpo.settings.context_rules import context_divides_world
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.rules import context_divides_world
 from colocated_grpo.summaries import group_rewards
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 
@@ -66,7 +66,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
-        if lines := [*context_divides_world(config, world.size)]:
+        if lines := [*context_divides_world(config.policy.context_parallel, world.size)]:
             raise ConfigError(*lines)
         hf_config = read_model_config(config.model, folder)
         world = with_context(world, config.policy.context_parallel)
@@ -184,7 +184,7 @@ def train(policy: Policy, batch: Batch) -> None:
 
 
 def speed(batch: Batch, flops_per_token: int, seconds: float, roofline: Roofline, ranks: int) -> dict[str, float]:
-    """Return seconds, throughput and MFU. FLOP count computed tokens, and no recomputation."""
+    """Return seconds, throughput and MFU. FLOP are those of computed tokens, without recomputation."""
     flops = flops_per_token * batch.computed_tokens / ranks
     return {
         "seconds": seconds,

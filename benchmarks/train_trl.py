@@ -26,8 +26,8 @@ from benchmarks.step import measure_peer, prepare
 from benchmarks.throughput import ModelSize
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
+from colocated_grpo.settings.config_file import parse_overrides
 from colocated_grpo.settings.errors import ConfigError, dotted
-from colocated_grpo.settings.loading import parse_overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""GRPO and its relatives with an in-process vLLM engine beside every FSDP2 shard."""
+"""GRPO and related algorithms with an in-process vLLM engine beside every FSDP2 shard."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 _LAZY = ("Trainer", "Result", "RunState", "ConfigError", "RunError")
 _NEEDED = ("pydantic", "yaml", "rich", "psutil", "huggingface_hub", "transformers", "torch")
-"""Packages without which no command of this project can start. The doctor checks versions and all other packages."""
+"""Packages that every command needs to start. The doctor checks versions and all other packages."""
 
 
 def __getattr__(name: str) -> Any:

@@ -36,7 +36,7 @@ def group_advantages(groups: Sequence[Rewards], config: AdvantageConfig) -> list
 def is_constant(rewards: Rewards) -> bool:
     """Return True if all rewards other than None are equal, so that every advantage of the group is 0.
 
-    Such a group has no policy gradient, but a KL penalty has one: with kl.coef > 0 the group must not be dropped.
+    Such a group has no policy gradient, but a KL penalty gives it one: with kl.coef > 0 it must not be dropped.
     """
     return len(set(_scored(rewards))) < 2
 
@@ -44,7 +44,7 @@ def is_constant(rewards: Rewards) -> bool:
 def _centred(rewards: Rewards, leave_one_out: bool) -> list[float]:
     """Return rewards minus baselines. Leave-one-out: reward - mean of the others = (reward - mean) * n / (n - 1)."""
     if is_constant(rewards):
-        return [0.0] * len(rewards)  # a mean with rounding error would give advantages that division by eps enlarges
+        return [0.0] * len(rewards)  # division by eps would amplify a rounding error of the mean
     scored = _scored(rewards)
     mean = math.fsum(scored) / len(scored)
     factor = len(scored) / (len(scored) - 1) if leave_one_out else 1.0

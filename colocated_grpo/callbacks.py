@@ -1,4 +1,4 @@
-"""Callbacks: the user's objects whose methods follow a run, log, change its learning rate and end it."""
+"""User objects whose methods follow a run, log metrics, change the learning rate and end the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ON_STEP_END, ON_EVALUATE, ON_CHECKPOINT, ON_END = EVENTS = ("on_step_end", "on_evaluate", "on_checkpoint", "on_end")
 ERRORS = "callback_errors"
-"""Metric of a step in which callbacks raised."""
+"""Metric: number of exceptions that callbacks raised in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 
 
 class Callbacks:
-    """Calls the user's callbacks on rank 0, and brings what they ask for to every rank."""
+    """Calls the user's callbacks on rank 0, and broadcasts their requests to every rank."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Callbacks:
         return added | ({ERRORS: float(errors)} if errors else {})
 
     def requests(self) -> Requests:
-        """Return what callbacks have asked for so far. Collective if there are any."""
+        """Return the requests of callbacks so far. Collective if the run has callbacks."""
         if self._any:
             self._requests = self._world.broadcast_object(self._requests)
         return self._requests
@@ -169,7 +169,7 @@ class Callbacks:
         checkpoint: Path | None = None,
         outcome: str | None = None,
     ) -> dict[str, float]:
-        """Call one method of all callbacks that have it, in order, with one state. Return what they have logged."""
+        """Call one method of all callbacks that have it, in order, with one state. Return the metrics they logged."""
         state = RunState(
             step=step,
             training_steps=self._steps,
@@ -187,7 +187,7 @@ class Callbacks:
         return state.logged
 
     def _call_one(self, callback: object, event: str, state: RunState) -> None:
-        """An exception of a callback costs a line and counts as a metric. The run goes on, as after a failed reward."""
+        """Call one method. An exception is noted in one line and counted; the run goes on, as after a failed reward."""
         try:
             getattr(callback, event)(state)
         except KeyboardInterrupt:

@@ -1,8 +1,8 @@
 """Judges each batch by its own samples, before the first weight changes.
 
-`weights/transport.py` has shown that the engine's weights are the policy's, bit for bit. What is left are the engine's
-kernels, decoding, sampling and scheduling: the log-probability of each sampled token is compared with the one of the
-policy's forward pass, which training computes in any case.
+`weights/transport.py` has already compared the weights of engine and policy, bit for bit. This check covers kernels,
+decoding, sampling and scheduling of the engine: it compares the log-probability of each sampled token with that of the
+policy's forward pass, which training computes anyway.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from colocated_grpo.settings.schema import FreshnessConfig
 from colocated_grpo.types import Group
 
 Judge = Callable[[Metrics, float], None]
-"""Collective: `SampleCheck.judge`, or the same without effect."""
+"""`SampleCheck.judge`, or a no-op with its signature. Collective."""
 MEAN, WORST = "mismatch/plain", "mismatch/worst"
 # About twice the largest mean of healthy batches, more in float32: docs/results/mismatch_healthy.json.
 LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.01}
 QUANTIZED_LIMIT = 0.3
 """Where the engine's weights or KV cache have 8 bits or fewer."""
 WORST_PER_MEAN = 5.0
-"""Limit of mismatch/worst over that of the mean."""
+"""Ratio of the limit of mismatch/worst to the limit of the mean."""
 DRIFT_PER_RATE = 5000.0
-"""Times the learning rate, this is added to both limits for each optimizer step since the tokens were sampled: a policy
-moves while it trains, under adaptive optimizers in proportion to the rate. Seen for the mean of SmolLM2 at 1e-5: 1,200
-times the rate."""
+"""Each optimizer step since the tokens were sampled raises both limits by this number times the learning rate: a policy
+moves while it trains, and under adaptive optimizers in proportion to the rate. Measured for the mean of SmolLM2 at
+1e-5: 1,200 times the rate."""
 
 
 def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool) -> float:
@@ -46,7 +46,7 @@ class SampleCheck:
         temperature: float,
         all_reduce: tuple[AllReduce, AllReduce],
     ) -> None:
-        """limit: of the mean. all_reduce: of sums and of maxima.
+        """limit: of the mean. all_reduce: one for sums, one for maxima.
 
         temperature: of training samples. Differences of log-probabilities grow with its inverse.
         """
@@ -77,7 +77,7 @@ class SampleCheck:
 
 
 def staleness_of(groups: Sequence[Group], policy_version: int) -> int:
-    """Return the most optimizer steps since a plainly sampled sequence was sampled; 0 without any."""
+    """Return the optimizer steps since the oldest plainly sampled sequence was sampled; 0 without any."""
     sequences = (one for group in groups for episode in group.rollouts for one in episode.sequences)
     return max((policy_version - one.policy_version for one in sequences if one.plain), default=0)
 
@@ -88,7 +88,7 @@ def make_judge(
     temperature: float,
     all_reduce: tuple[AllReduce, AllReduce],
 ) -> Judge:
-    """Return `SampleCheck.judge` with the configured limit or else with `limit`; with `every: 0` a judge of nothing."""
+    """Return `SampleCheck.judge` with the configured limit, or with `limit` by default; a no-op with `every: 0`."""
     if config.every == 0:
         return lambda metrics, moved: None
     return SampleCheck(config.max_mean_diff or limit, temperature, all_reduce).judge

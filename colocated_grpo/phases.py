@@ -107,7 +107,7 @@ class Choreography:
                 self._sync.sync()
                 self._engine.weights_changed(self._policy.version)
         with self._clock.time("wake"):
-            # After the sync, which reads the masters, and before the cache is mapped, or their peaks add up.
+            # Offload after the sync, which reads the masters, and before mapping the cache, or both peaks add up.
             if self._policy.offload is not None:
                 self._policy.offload.to_host()
             self._engine.wake("kv_cache")

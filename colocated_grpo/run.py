@@ -33,7 +33,7 @@ GOAL_REACHED = "goal_reached"
 BEST = "best"
 """Key in a checkpoint's state: the record of the best evaluation."""
 LEARNING_RATE = "learning_rate"
-"""Key in it: the learning rate that a callback has set, or None."""
+"""Key in a checkpoint's state: the learning rate that a callback has set, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Run:
     """The objects that the loop works with."""
 
     config: Config
-    """With the settings that were left open filled in, such as the size of micro-batches."""
+    """With automatic settings resolved, such as the size of micro-batches."""
     world: World
     stop: StopRequest
     folder: Path
@@ -67,4 +67,4 @@ class Run:
     start: int
     """Steps completed by earlier parts of the run."""
     goal_reached: bool
-    """By an earlier part of the run: no step is left."""
+    """True if an earlier part of the run has reached the environment's goal, so that no step is left."""

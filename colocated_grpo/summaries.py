@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from colocated_grpo.advantages import is_constant
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.schema import RolloutConfig
+from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.types import Group, Rollout
 
 
@@ -40,7 +40,7 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def mixed_held_out_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Like `held_out_metrics`, and of each environment, as held_out/env/<name>/<metric>."""
+    """Return `held_out_metrics`, and averages of each environment as held_out/env/<name>/<metric>."""
     return held_out_metrics(groups) | {
         f"held_out/env/{name}/{metric}": value
         for name, members in _by_environment(groups).items()
@@ -56,7 +56,7 @@ def _by_environment(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def _signal(groups: Sequence[Group]) -> dict[str, float]:
-    """Spread of the rewards, and what has none."""
+    """Spread of the rewards, fraction of groups without spread, and counts of failed and unscorable completions."""
     rollouts = _rollouts(groups)
     return {
         "reward_std": _std(_rewards(rollouts)),
@@ -89,7 +89,7 @@ def _rewards(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def _parts(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
-    """Values by name of the rollouts that have them."""
+    """Values of each named score component, from the rollouts that have it."""
     parts: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.score.parts.items():

@@ -39,7 +39,7 @@ from colocated_grpo.tracking.ending import FINISHED, STOPPED
 from colocated_grpo.types import Group
 
 PUSH_SECONDS = 5.0
-"""Seconds between two looks at a stop request while the last push goes on."""
+"""Seconds between checks for a stop request while the last push runs."""
 
 
 class PatienceOver(Exception):
@@ -47,7 +47,7 @@ class PatienceOver(Exception):
 
 
 def settle_garbage_collector() -> None:
-    """Exclude the objects of the build from garbage collection, because vLLM collects at every sleep.
+    """Exclude objects created so far from garbage collection, because vLLM runs a collection at every sleep.
 
     A sleep takes 0.124 s instead of 0.5 s (docs/results/generation_host_1xh200.json).
     """
@@ -114,7 +114,7 @@ def follow_callbacks(run: Run, step: int) -> bool:
     if wanted.learning_rate != run.policy.fixed_lr:
         run.policy.fixed_lr = wanted.learning_rate
         if run.checkpoints.due(step + 1):
-            save(run, step + 1)  # this step's checkpoint was saved with the former one
+            save(run, step + 1)  # again: this step's checkpoint has the former rate
     return wanted.stop
 
 
@@ -139,7 +139,7 @@ def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     chosen = [groups[place] for place in settled.trained_now] + settled.released
     if step == 0 and (lack := lack_of_signal(chosen)):
         run.tracker.note(f"first batch: {lack}")
-    # By prompt index: training and logs do not depend on the order in which groups finished.
+    # Sort by prompt index, so that training and logs do not depend on the order in which groups finished.
     return sorted(chosen, key=lambda group: group.prompt.index), settled
 
 
@@ -153,7 +153,7 @@ def evaluate(run: Run, step: int, sets: Sequence[EvaluationSet]) -> None:
 
 
 def keep_best(run: Run, step: int, *, goal_reached: bool = False) -> None:
-    """Save and export the policy if its evaluation at `step` is the best one and that is not done yet. Collective.
+    """Save and export the policy if its evaluation at `step` is the best one, unless already done. Collective.
 
     The weights of step 0 are not kept: they are the model that the run started from.
     """
@@ -222,12 +222,12 @@ def with_ref_logprobs(micro_batch: MicroBatch, reference: Weights, device: torch
 
 
 def update(run: Run, batch: Batch, staleness: int) -> Metrics:
-    """One optimizer step for each minibatch of each epoch, unless the samples are judged to be faulty.
+    """Take one optimizer step for each minibatch of each epoch. Raises RunError before a step with faulty samples.
 
     staleness: optimizer steps since the oldest of the batch was sampled.
     """
     metrics = Metrics(run.world.device)
-    # Otherwise samples are compared with log-probabilities of before this batch, whose own updates do not count.
+    # Otherwise the comparison uses log-probabilities from before this batch, so its own updates do not count.
     moves = run.config.loss.old_logprobs == "sampling"
     for _ in range(run.config.batch.epochs):
         for minibatch in batch.minibatches:
@@ -278,9 +278,9 @@ def maybe_export(run: Run, step: int) -> None:
 
 
 def maybe_push(run: Run, step: int) -> None:
-    """Export the policy for the Hub and push it in the background, unless the former push is not complete. Collective.
+    """Export the policy for the Hub and push it in the background, unless a push is still running. Collective.
 
-    With an adapter this is the adapter.
+    With an adapter, the adapter is pushed.
     """
     hub = run.hub
     if hub is not None and hub.due(step) and run.world.from_main(lambda: hub.free(step)):
@@ -289,7 +289,7 @@ def maybe_push(run: Run, step: int) -> None:
 
 
 def push_final(run: Run, steps: int) -> None:
-    """Push the final export and wait until that is done, has failed, or a stop is requested. Collective."""
+    """Push the final export, and wait until the push ends, has failed, or a stop is requested. Collective."""
     hub = run.hub
     if hub is not None:
         run.world.from_main(lambda: hub.push_final(run.folder / run.exports[0].final_name, steps))

@@ -48,7 +48,7 @@ class Prompt:
     pattern: str | None = None
     """Regular expression that constrains the completions; None: unconstrained."""
     by_opponent: bool = False
-    """Completed once by the frozen opponent, so that a game can go on, and not trained."""
+    """True: completed once by the frozen opponent, to continue a game, and not trained."""
     template: JsonObject = field(default_factory=dict)
     """Arguments of the chat template besides the messages, also for later messages of an episode: tools, variables."""
 
@@ -67,7 +67,7 @@ class Completion:
     policy_version: int
     """Completed optimizer steps of the weights that sampled the completion."""
     routes: Routes | None = field(default=None, compare=False)
-    """Routes of the prompt and of all sampled tokens but the last, which is not computed. None: not requested."""
+    """Routes of the prompt and of all sampled tokens but the last, which is never an input. None: not requested."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

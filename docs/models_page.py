@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from colocated_grpo.settings.config_json import MODULES, TRAINED_AS
 from colocated_grpo.settings.families import FAMILIES, Family, family_of
 from colocated_grpo.settings.model_support import RULES
-from colocated_grpo.settings.text_parts import MODULES, TRAINED_AS
 
 PAGE = Path(__file__).resolve().parent / "models.md"
 COLUMNS = (

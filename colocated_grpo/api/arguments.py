@@ -12,8 +12,8 @@ from typing import Any
 from colocated_grpo.api.epochs import UNCOUNTED, Settings, in_steps, take_epochs
 from colocated_grpo.api.eval_datasets import evaluation_sets
 from colocated_grpo.api.objects import ObjectsByName, is_name, take_environments, take_rewards, take_rows
+from colocated_grpo.settings.config_file import LoadedConfig, build_config
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
-from colocated_grpo.settings.loading import LoadedConfig, build_config
 from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, give_objects
 
 _ENTRY: KeyPath = ("environments", 0)

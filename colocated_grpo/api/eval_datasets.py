@@ -8,9 +8,8 @@ from typing import Any
 
 from colocated_grpo.api.objects import ObjectsByName, is_name, take_rows
 from colocated_grpo.settings.errors import ConfigError, KeyPath
-from colocated_grpo.settings.inputs import DATA_SUFFIXES
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.sources import EVAL_DATASETS, DatasetSourceConfig
+from colocated_grpo.settings.sources import DATA_SUFFIXES, EVAL_DATASETS, DatasetSourceConfig
 
 _SHARED = {"rewards", "prompt_column", "columns", "system_prompt", "tools", "chat_template_kwargs"}
 """Settings that the sets take from the training data."""

@@ -8,8 +8,7 @@ from os import PathLike
 from typing import Any
 
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET
-from colocated_grpo.settings.trl_names import reward_name
+from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, reward_name
 
 ObjectsByName = dict[str, Any]
 """Objects by the names that stand for them in the settings, and in the run's config.yaml."""

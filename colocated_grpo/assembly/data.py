@@ -35,9 +35,10 @@ from colocated_grpo.servers.limits import LENGTH_KEYS, Limits
 from colocated_grpo.settings.adapter_files import adapter_shape
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.inputs import is_inline
-from colocated_grpo.settings.lora import LoRAConfig
-from colocated_grpo.settings.schema import Config, ModelConfig
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.tracking import NullTracker, Tracker
 from colocated_grpo.types import JsonObject
 

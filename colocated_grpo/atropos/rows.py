@@ -15,7 +15,7 @@ import numpy as np
 
 from colocated_grpo.atropos.wire import ReceivedGroup
 from colocated_grpo.servers.origins import Origin, Origins
-from colocated_grpo.settings.schema import MIN_TEMPERATURE
+from colocated_grpo.settings.generation import MIN_TEMPERATURE
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 
 Column = Literal["tokens", "masks", "inference_logprobs", "advantages", "ref_logprobs"]

@@ -15,13 +15,13 @@ from colocated_grpo.batching.micro_batch import MicroBatch, PackedRoutes, Packed
 from colocated_grpo.types import ContextGroup
 
 MIN_ROWS = 2
-"""Least rows of a rank: the compiler specializes on sizes of 1."""
+"""Minimum rows per rank: torch.compile specializes on sizes of 1."""
 
 
 def local_rows(micro_batch: MicroBatch, context: ContextGroup | None) -> MicroBatch:
-    """Return ceil(T / P) consecutive rows, the last ranks' padded, and the scored tokens that they predict.
+    """Return this rank's ceil(T / P) consecutive rows, padded on the last ranks, and the scored tokens they predict.
 
-    `cu_seqlens` and `prefix_keys` still index all rows. A rank whose rows predict no token gets one without loss.
+    `cu_seqlens` and `prefix_keys` still index all rows. A rank whose rows predict no token gets one token without loss.
     Returns the whole micro-batch if `context` is None.
     """
     if context is None:

@@ -24,8 +24,8 @@ from colocated_grpo.losses import LossInputs
 from colocated_grpo.types import ContextGroup, Routes
 
 PADDING_TOKENS = [0] * 4
-"""Tokens of a padding micro-batch, one of them scored and masked out. Fewer would compile another graph: the compiler
-treats sizes below two as constants, and `with_own_keys` takes two rows as a prefix."""
+"""Tokens of a padding micro-batch, one of them scored and masked out. With fewer, another graph would be compiled:
+torch.compile specializes on sizes below two, and `with_own_keys` takes two rows as a prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class TrainSequence:
     """One rollout converted to arrays, on the rank that trains it.
 
     Planning uses `Outline` instead: every rank plans all rollouts, but converts only its own.
-    Arrays, because torch converts lists one number at a time.
+    The fields are arrays, because torch converts lists one number at a time.
     """
 
     token_ids: np.ndarray
@@ -53,7 +53,7 @@ class TrainSequence:
     """One per scored token, from the environment; None: not given."""
     group: int = 0
     prefix_length: int = 0
-    """Leading tokens, none of them scored, that are equal in all sequences of this group in the micro-batch."""
+    """Number of leading tokens, all unscored, that are equal in all sequences of this group in the micro-batch."""
 
     @property
     def length(self) -> int:
@@ -110,7 +110,7 @@ class PackedTokens:
     routes: PackedRoutes | None = None
     """None: the policy chooses all experts."""
     padding: bool = False
-    """True: the tokens stand for no sequence."""
+    """True for a padding micro-batch: the tokens belong to no sequence."""
     context: ContextGroup | None = None
     """If set, T is this rank's rows; cu_seqlens and prefix_keys still index the rows of all its ranks."""
 

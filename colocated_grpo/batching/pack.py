@@ -20,7 +20,7 @@ from colocated_grpo.batching.plan import Outline, computed_tokens, plan
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Stat
-from colocated_grpo.settings.schema import BatchConfig
+from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup, Group
 
 
@@ -248,7 +248,7 @@ def left_out(groups: Sequence[Group], outlines: Iterable[Outline]) -> LeftOut:
     for outline in outlines:
         logprobs = groups[outline.group].rollouts[outline.sibling].sampling_logprobs
         tokens += outline.loss_tokens
-        # The built-in sum, because there may be millions of tokens. Those that are not sampled have 0.0.
+        # The built-in sum, because there may be millions of tokens. Tokens that were not sampled have 0.0.
         if outline.trained and logprobs is not None and math.isfinite(total := sum(logprobs)):
             known += outline.loss_tokens
             surprisal -= total

@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 COPIED_KEY_COST = 0.25
-"""Memory of one copy of a token's keys and values, relative to all that is kept of the token for the backward pass.
-About 1/8 in common models; the margin keeps micro-batches with many copies within the memory measured without any."""
+"""Memory of one copy of a token's keys and values, relative to everything kept of the token for the backward pass.
+About 1/8 in common models. The margin keeps micro-batches with many copies within the memory measured with none."""
 GROUPING_THRESHOLD = 0.97
 """Plan by group only if the work drops below this fraction, because every layer then copies keys and values."""
 

@@ -29,11 +29,11 @@ from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.environments.templates import build_template, check_is_read
 from colocated_grpo.environments.turns.registry import build_turn_games
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.rows import ColumnCurriculumConfig
+from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.selection import SkipSolvedConfig
 from colocated_grpo.settings.sources import (
     AgentSourceConfig,
+    ColumnCurriculumConfig,
     DatasetSourceConfig,
     EpisodeSourceConfig,
     RowsSourceConfig,

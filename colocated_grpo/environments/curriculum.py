@@ -10,7 +10,7 @@ from dataclasses import replace
 from colocated_grpo.environments.base import BatchResult, Item
 from colocated_grpo.environments.solved import REMEMBERED, key_of
 from colocated_grpo.environments.streams import ItemStream, Rows, RowStream, row_at
-from colocated_grpo.settings.rows import ColumnCurriculumConfig, PassRateCurriculumConfig
+from colocated_grpo.settings.sources import ColumnCurriculumConfig, PassRateCurriculumConfig
 from colocated_grpo.types import Group, JsonObject
 
 STAGES, RESTING = "stages", "resting"

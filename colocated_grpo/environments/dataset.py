@@ -14,8 +14,7 @@ from colocated_grpo.environments.row_filter import Keep, RowFilter, column_value
 from colocated_grpo.environments.streams import Rows
 from colocated_grpo.environments.templates import PLAIN, TOOLS, VARIABLES, with_system_prompt
 from colocated_grpo.environments.user_code.loading import one_line
-from colocated_grpo.settings.rows import ColumnCurriculumConfig
-from colocated_grpo.settings.sources import RowsSourceConfig
+from colocated_grpo.settings.sources import ColumnCurriculumConfig, RowsSourceConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset

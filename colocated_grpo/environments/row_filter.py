@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.user_code.loading import load_object, one_line
-from colocated_grpo.settings.rows import ColumnCurriculumConfig, ConditionConfig, Scalar
-from colocated_grpo.settings.sources import RowsSourceConfig
+from colocated_grpo.settings.sources import ColumnCurriculumConfig, ConditionConfig, RowsSourceConfig, Scalar
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -10,7 +10,7 @@ from typing import Any
 
 from colocated_grpo.environments.base import BatchResult, Item
 from colocated_grpo.environments.streams import ItemStream
-from colocated_grpo.settings.selection import SkipSolvedConfig
+from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.types import Group, JsonObject
 
 REMEMBERED = 1 << 17

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.chat import Message
 from colocated_grpo.environments.user_code.loading import load_object, one_line
+from colocated_grpo.settings.base import Tool, check_variables, read_json
 from colocated_grpo.settings.sources import (
     AgentSourceConfig,
     DatasetSourceConfig,
     EpisodeSourceConfig,
     TaskSourceConfig,
 )
-from colocated_grpo.settings.templates import Tool, check_variables, read_json
 from colocated_grpo.settings.turns import TurnsSourceConfig
 from colocated_grpo.types import JsonObject
 

@@ -34,7 +34,7 @@ from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RECORDED_SUFFIX, RUN_ERROR, USAGE_ERROR, mark, report
 
 if TYPE_CHECKING:
-    from colocated_grpo.settings.loading import LoadedConfig
+    from colocated_grpo.settings.config_file import LoadedConfig
     from colocated_grpo.settings.schema import Config
     from colocated_grpo.tracking import RunOutput
 
@@ -129,8 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from colocated_grpo.settings.config_file import read_config
     from colocated_grpo.settings.errors import ConfigError
-    from colocated_grpo.settings.loading import read_config
     from colocated_grpo.tracking import make_output
     from colocated_grpo.tracking.ending import leave_start
 
@@ -161,20 +161,18 @@ def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config
     """Return the settings adapted to their model, and lines to print. Raises ConfigError where the run cannot start."""
     from colocated_grpo.runtime.run_folder import check_resumed
     from colocated_grpo.runtime.vllm_version import check_installed
-    from colocated_grpo.settings.addresses import exposures
     from colocated_grpo.settings.inputs import check_inputs
-    from colocated_grpo.settings.node_rules import check_nodes
     from colocated_grpo.settings.rules import check_world
+    from colocated_grpo.settings.source_rules import exposures
 
     check_installed()
     ranks = int(os.environ["WORLD_SIZE"])
-    check_world(loaded.config, ranks)
-    check_nodes(loaded.config, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    check_world(loaded.config, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     config, notes = check_inputs(loaded.config)
     check_resumed(config, resume, name)
     return config, [
         *(f"note: {note}" for note in loaded.notes + notes),
-        *(f"warning: {line}" for line in exposures(config)),
+        *(f"warning: {line}" for line in exposures(config.environments)),
     ]
 
 

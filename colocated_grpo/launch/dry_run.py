@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.program import error_text, library_environment, set_up_logging
 from colocated_grpo.runtime.verdict import USAGE_ERROR
-from colocated_grpo.settings.addresses import exposures
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.source_rules import exposures
 
 
 def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
@@ -19,7 +19,7 @@ def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
 
     problems: lines about files and names, found by look-up alone.
     """
-    for line in exposures(config):
+    for line in exposures(config.environments):
         print(f"warning: {line}")
     if not problems:
         for name, value in library_environment(log_level).items():

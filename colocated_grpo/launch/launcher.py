@@ -120,20 +120,18 @@ def _read_arguments(
     """Return the launcher's flags, overrides of settings, and lines about Atropos' flags."""
     if list(arguments[:1]) != ["atropos"]:
         return *parser.parse_known_args(arguments), []
-    from colocated_grpo.launch.atropos_command import read_command
+    from colocated_grpo.settings.names.atropos_command import read_command
 
     return read_command(arguments[1:], run_parser(), os.environ, visible_gpus)
 
 
 def read_settings(launch: Launch) -> tuple[Config, list[str]]:
     """Return the settings and notes about them. Raises ConfigError where they are invalid for this number of ranks."""
-    from colocated_grpo.settings.loading import read_config
-    from colocated_grpo.settings.node_rules import check_nodes
+    from colocated_grpo.settings.config_file import read_config
     from colocated_grpo.settings.rules import check_world
 
     loaded = read_config(launch.config, launch.overrides)
-    check_world(loaded.config, launch.ranks * launch.nodes)
-    check_nodes(loaded.config, launch.ranks * launch.nodes, launch.ranks)
+    check_world(loaded.config, launch.ranks * launch.nodes, launch.ranks)
     return loaded.config, loaded.notes
 
 

@@ -31,24 +31,24 @@ class LossInputs:
     num_sequences: int
     """S."""
     loss_mask_N: Tensor
-    """bool. Where False, every other tensor may hold anything, NaN included."""
+    """bool. Where False, every other tensor may hold any value, NaN included."""
     advantages_N: Tensor
     sampling_logprobs_N: Tensor
     """From the engine, at the sampling temperature. NaN where the sampler gave none: fill these before the loss."""
     old_logprobs_N: Tensor | None = None
     """From the trainer, before this batch's first update. None: on-policy; the detached current ones are used."""
     ref_logprobs_N: Tensor | None = None
-    """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. Packing fills in only the
-    environment's values, NaN elsewhere; None if there are none."""
+    """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. Packing fills in the
+    environment's values, and NaN elsewhere. None if the environment gives none."""
     plain_N: Tensor | None = None
-    """bool. Tokens sampled plainly (see `Rollout.plain`): sampling and old log-probabilities differ by rounding, and by
-    the updates since the tokens were sampled. None: not measured."""
+    """bool. True for plainly sampled tokens (see `Rollout.plain`). Their sampling and old log-probabilities differ only
+    by rounding and by the optimizer steps since they were sampled. None: not measured."""
     sum_over_group: Callable[[Tensor], Tensor] = _unchanged
     """All-reduces per-completion sums [S], forward and backward, over the ranks that hold the completions' tokens.
     Default: this rank holds all of them."""
 
     def at(self, tokens: slice | Tensor) -> LossInputs:
-        """Return the inputs of these of the N tokens. Completions keep their index."""
+        """Return the inputs of a subset of the N tokens. Completions keep their index."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_N")}
         return replace(self, **{name: None if value is None else value[tokens] for name, value in values.items()})
 

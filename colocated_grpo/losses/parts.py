@@ -1,7 +1,7 @@
 """Building blocks of the objectives: ratios, surrogates, corrections, KL penalties, token weights.
 
-Shapes: N scored tokens of one micro-batch, S completions in it. Every function takes log-probabilities and inputs that
-`apply_mask` has cleaned, except `apply_mask` itself.
+Shapes: N scored tokens of one micro-batch, S completions in it. Every function except `apply_mask` expects
+log-probabilities and inputs that `apply_mask` has cleaned.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def make_cispo(config: CISPOConfig) -> Surrogate:
 
 
 def make_correction(config: PolicyLoss) -> Callable[[LossInputs], Tensor]:
-    """Return a function for constant weights of the policy loss: trainer / sampler as the batch starts (TIS, MIS).
+    """Return a function that computes constant weights of the policy loss (TIS, MIS).
 
-    The weights are 1 if the ratio itself is taken against the sampler, which already corrects the mismatch.
-    The KL penalty is not weighted.
+    A weight is the ratio trainer / sampler at the start of the batch. All weights are 1 if the ratio of the loss is
+    taken against the sampler, which already corrects the mismatch. The KL penalty is not weighted.
     """
     settings = config.correction
     if settings.mode == "off" or config.old_logprobs == "sampling":
@@ -141,8 +141,8 @@ def mismatch(inputs: LossInputs) -> dict[str, Stat]:
 def _plain_mismatch(distance_N: Tensor, plain_N: Tensor, inputs: LossInputs) -> dict[str, Stat]:
     """Statistics of |log(trainer / sampler)| that must stay small over plainly sampled tokens.
 
-    plain: mean over all tokens. worst: the largest mean over the tokens of one completion, as if it had at least
-    SHORTEST_JUDGED: one token may differ by a nat in 16 bits.
+    plain: mean over all tokens. worst: the largest mean over the tokens of one completion, counted as at
+    least SHORTEST_JUDGED tokens, because one token may differ by a nat in 16 bits.
     """
     distance_N, plain_N = torch.where(plain_N, distance_N, 0.0), inputs.loss_mask_N * plain_N
     mean_S = _sum_by_sequence(distance_N, inputs) / _sum_by_sequence(plain_N, inputs).clamp(min=SHORTEST_JUDGED)
@@ -192,7 +192,7 @@ def completion_mean(inputs: LossInputs) -> Tensor:
 
 
 def _trained_tokens_S(inputs: LossInputs) -> Tensor:
-    """Trained tokens of each completion, at least 1: one whose tokens are all masked has the mean 0, not NaN."""
+    """Trained tokens of each completion, at least 1, so that a fully masked completion has mean 0 instead of NaN."""
     return _sum_by_sequence(inputs.loss_mask_N, inputs).clamp(min=1.0)
 
 

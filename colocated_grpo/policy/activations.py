@@ -1,6 +1,6 @@
 """Choose the micro-batch size and the number of checkpointed blocks from measured memory.
 
-Trial steps measure memory, because what fits depends on kernels, the compiler and other users of the device.
+Memory is measured in trial steps, because it depends on kernels, the compiler and other processes on the device.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ over more tokens, and their memory grows linearly."""
 MAX_TOKENS_ON_CPU = 16_384
 """Largest automatic size on CPU, where memory is not measured."""
 MIN_TOKENS_WITHOUT_CHECKPOINTS = 8_192
-"""Smallest size to try without checkpointing. If it does not fit, blocks are checkpointed: each micro-batch has a fixed
-cost."""
+"""Smallest size to try without checkpointing. If it does not fit, checkpointing blocks is cheaper than smaller
+micro-batches, each of which has a fixed cost."""
 USABLE_FRACTION = 0.92
 """Fraction of the free memory to plan with: the caching allocator loses some of it to fragmentation."""
 TRIAL_TOKENS = 256, 2048
 """Bounds of the larger trial micro-batch; the smaller one has about half as many tokens."""
 TRIAL_PREFIX = 7
-"""Length of the common prefix of a trial's sequences. The compiler takes sizes that are equal in its first call for one
-size, and 1 for a constant: this is neither the usual number of a trial's sequences (3) nor of experts per token."""
+"""Length of the common prefix of a trial's sequences. torch.compile assumes that sizes which are equal in its
+first call always are, and that a size of 1 is constant. So this length is not 1, nor a trial's usual number of
+sequences (3), nor a usual number of experts per token."""
 TRIAL_DIVISOR = 8
 """A trial has 1/8 of a micro-batch's tokens. Without checkpointing, it needs about as much memory as a full micro-batch
 with every block checkpointed, so it fits wherever training can fit."""
@@ -54,7 +55,7 @@ class Footprint:
     """Peak with micro-batches of `tokens`."""
     tokens: int
     per_token: float
-    """Activations per token that are kept for the backward pass."""
+    """Bytes of activations per token that are kept for the backward pass."""
 
     def bytes_needed(self, tokens: int, blocks: int) -> float:
         """Return the peak with micro-batches of `tokens`, in a model of `blocks` blocks."""
@@ -111,7 +112,7 @@ class StepSettings:
     def candidate_sizes(self) -> list[int]:
         """Return the sizes to choose from, best first: the configured one, or those that hold the longest sequence.
 
-        Tokens of one rank: with policy.context_parallel, several ranks hold a sequence.
+        Sizes count the tokens of one rank. With policy.context_parallel, a sequence is split over several ranks.
         """
         longest = ceil(self.longest / self.context_parallel)
         if self.max_tokens != "auto":
@@ -124,7 +125,7 @@ class StepSettings:
         sizes = self.candidate_sizes()
         full = sizes[len(sizes) // 2]
         large = max(4, min(full, max(least, min(most, full // TRIAL_DIVISOR))))
-        # Blocks are compiled with the smaller one, which is odd: widths of models are even (see TRIAL_PREFIX).
+        # Blocks are compiled with the smaller size. It is odd, so it never equals a model width (see TRIAL_PREFIX).
         return max(3, (large // 2 - 1) | 1), large
 
 
@@ -162,7 +163,7 @@ def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> Con
 
 def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> int:
     """Return a size that fits; with checkpointing 'auto' also choose the checkpointed blocks. Collective."""
-    policy.init_optimizer_state()  # engines of this process have done so before they were sized
+    policy.init_optimizer_state()  # no-op beside an engine in this process: done before it was sized
     try:
         if step.checkpointing == "auto":
             return fit_tokens_and_blocks(policy, step, world)
@@ -178,7 +179,7 @@ def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> int:
 def fit_tokens(policy: Policy, step: StepSettings, world: World) -> int:
     """Return the best size that fits with the current checkpointing, or the smallest if none does. Collective.
 
-    The estimate is cautious: the smallest may fit all the same, and a step that does not ends the run with one line.
+    The estimate is conservative: the smallest size may still fit. A step that does not fit ends the run with one line.
     """
     sizes = step.candidate_sizes()
     return next(iter(_sizes_that_fit(sizes, _measure_all_ranks(policy, step, world), policy)), sizes[-1])
@@ -271,11 +272,11 @@ def run_trial_step(policy: Policy, step: StepSettings, tokens: int) -> None:
 def dummy_micro_batch(step: StepSettings, tokens: int, prefix: int = TRIAL_PREFIX) -> MicroBatch:
     """Build a micro-batch of `tokens` in two or more sequences of allowed length, scored after their common prefix.
 
-    prefix: its length, as real siblings have one: micro-batches without a common prefix run other kernels.
+    prefix: length of the common prefix. Real siblings have one, and micro-batches without one run other kernels.
     """
     longest = max(1, min(ceil(tokens / 2), step.longest) - prefix)
     count, remainder = divmod(tokens - prefix, longest)
-    first = max(1, prefix)  # nothing predicts a sequence's first token
+    first = max(1, prefix)  # a sequence's first token is never predicted
     lengths = [prefix + own for own in [*[longest] * count, remainder] if prefix + own > first]
     scored = _with_a_chunk([np.arange(first, length) for length in lengths], step)
     sequences = [
@@ -299,7 +300,7 @@ def dummy_micro_batch(step: StepSettings, tokens: int, prefix: int = TRIAL_PREFI
 def _with_a_chunk(scored: Sequence[np.ndarray], step: StepSettings) -> list[np.ndarray]:
     """Repeat scored positions evenly, so that a trial of any size fills a chunk of logits as a full micro-batch does.
 
-    On each rank of a context-parallel group.
+    In a context-parallel group, each rank fills a chunk.
     """
     chunk = min(step.chunk_tokens, step.candidate_sizes()[0])
     ratio = step.context_parallel * chunk / sum(map(len, scored))

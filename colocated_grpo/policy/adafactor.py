@@ -38,7 +38,7 @@ class Adafactor(torch.optim.Optimizer):
         self._all_reduce = all_reduce
 
     @torch.no_grad()
-    # pyrefly: ignore[bad-override]  (torch's overloads also take a closure, which nothing here passes)
+    # pyrefly: ignore[bad-override]  (torch's overloads also take a closure, unused here)
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -96,7 +96,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _local_gradient(p: nn.Parameter) -> Tensor:
-    """This rank's rows of the gradient, in float32."""
+    """Return this rank's rows of the gradient in float32."""
     assert p.grad is not None
     return local_part(p.grad).float()
 

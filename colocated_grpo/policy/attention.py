@@ -31,8 +31,8 @@ from colocated_grpo.policy.attention_kernels import (
 )
 from colocated_grpo.policy.context_parallel import heads_to_rows, own_heads, rows_to_heads
 from colocated_grpo.policy.softcap import Capped, attend_capped
+from colocated_grpo.settings.config_json import attention_heads
 from colocated_grpo.settings.model_support import caps_attention, has_sinks, head_sizes
-from colocated_grpo.settings.text_parts import attention_heads
 
 PACKED = "packed"
 PACKED_FA4 = "packed_fa4"
@@ -41,7 +41,7 @@ PACKED_FA4 = "packed_fa4"
 def implementation_for(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, longest: int, context_parallel: int = 1
 ) -> str:
-    """Return the registered name of the fastest implementation that this device has for the model.
+    """Return the registered name of the fastest implementation for the model on this device.
 
     longest: tokens of the longest possible sequence. Below MIN_RUN_FOR_FA4, FlashAttention 4 is not even compiled.
     context_parallel: ranks over which the heads are split.
@@ -77,7 +77,7 @@ def packed_attention(
     on_cuda: Attend = attend_varlen,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attend over packed sequences. transformers, where this function is registered, defines the signature.
+    """Attend over packed sequences. The signature is that of transformers' attention functions.
 
     query: [1, H, T, D], key and value: [1, K, T, D], cu_seq_lens_q: [N + 1] int32. Returns [1, T, H, D].
     prefix_keys: of the micro-batch; None: each run sees only its own keys. The last query of a run sees all of the
@@ -109,14 +109,14 @@ def packed_attention(
 
 
 def with_own_keys(tokens: PackedTokens) -> PackedTokens:
-    """Return tokens without common prefixes in the form of tokens with them: every key is a run's own.
+    """Return tokens with `prefix_keys`. Where none were set, each run sees only its own keys.
 
-    Compiled blocks then have one graph for all micro-batches. Results are the same bits; keys and values are copied.
+    All micro-batches then run one compiled graph. Results are bit-identical, at the cost of copying keys and values.
     """
     if tokens.prefix_keys is not None:
         return tokens
     rows_T = torch.arange(tokens.num_rows, device=tokens.cu_seqlens.device)
-    # Clones, and two rows of two: the compiler takes tensors that are one object, and sizes of 0 and 1, for constants.
+    # Clones and a [2, 2] tensor: torch.compile specializes on repeated tensor objects and on sizes of 0 and 1.
     no_copies_22 = rows_T.new_full((2, 2), -1)
     keys = PrefixKeys(rows_T, rows_T.clone(), no_copies_22, tokens.cu_seqlens.clone(), tokens.max_seqlen)
     return replace(tokens, prefix_keys=keys)
@@ -139,7 +139,7 @@ class _ExpandKeys(torch.autograd.Function):
         return keys_TKD[rows_E]
 
     @staticmethod
-    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_EKD: Tensor) -> tuple[Tensor | None, ...]:
         keys_of_T, copies_UR = ctx.saved_tensors
         own_TKD, num_prefix_rows = grad_EKD[keys_of_T], len(copies_UR)

@@ -28,8 +28,8 @@ _takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _varlen = cast(Callable[..., Tensor], partial(varlen_attn, enable_gqa=True) if _takes_gqa else varlen_attn)
 
 MIN_RUN_FOR_FA4 = 192
-"""Minimum mean of queries per run. FlashAttention 4 processes tiles of 128 queries, full or not, and is slower than
-FlashAttention 2 on shorter runs: docs/results/attention_1xh200.json."""
+"""Smallest mean number of queries per run for FlashAttention 4. It processes tiles of 128 queries, full or not, and is
+slower than FlashAttention 2 on shorter runs: docs/results/attention_1xh200.json."""
 MAX_VARLEN_HEAD = 256
 """Largest head that FlashAttention 2 supports; Gemma 4 has heads of 512 in its layers without a window."""
 MAX_BF16_DIFFERENCE = 2**-6
@@ -56,7 +56,7 @@ def attend_varlen(
     if query.shape[-1] > MAX_VARLEN_HEAD:
         return attend_padded(query, key, value, runs, scaling, window)
     size = value.shape[-1]
-    if size < query.shape[-1]:  # the kernel has heads of one size only
+    if size < query.shape[-1]:  # the kernel needs equal head sizes
         value = F.pad(value, (0, query.shape[-1] - size))
     boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
     return _varlen(query, key, value, *boundaries, scale=scaling, window_size=(_left(window), 0))[..., :size]
@@ -65,7 +65,7 @@ def attend_varlen(
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None, *, sinks_H: Tensor
 ) -> Tensor:
-    """Attend as `attend_varlen` does, with a score for each head that takes part in the softmax and has no value."""
+    """Attend like `attend_varlen`, with sinks: one score per head that enters the softmax but has no value."""
     if query.shape[-1] > MAX_VARLEN_HEAD:
         return attend_padded(query, key, value, runs, scaling, window, sinks_H=sinks_H)
     boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
@@ -73,9 +73,9 @@ def attend_with_sinks(
 
 
 def _left(window: int | None) -> int:
-    """Return how many keys before its own a query sees, as FlashAttention 2 counts them: -1 for all.
+    """Return FlashAttention 2's left window: the number of keys before its own that a query sees, -1 for all.
 
-    window: in tokens, the query's own included.
+    window: in tokens, including the query's own.
     """
     return -1 if window is None else window - 1
 
@@ -92,7 +92,7 @@ def attend_fa4(
 ) -> Tensor:
     """Attend with FlashAttention 4 where it supports the layer and is faster, else with FlashAttention 2.
 
-    Requires `has_fa4` for the model's heads. min_run: mean of queries per run from which it is used.
+    Requires `has_fa4` for the model's heads. min_run: smallest mean number of queries per run for which it is used.
     """
     if window is not None or query.shape[-1] != value.shape[-1] or query.shape[-1] not in fa4.HEAD_SIZES:
         return attend_varlen(query, key, value, runs, scaling, window)
@@ -108,7 +108,7 @@ attend_only_fa4 = partial(attend_fa4, min_run=0)
 def has_fa4(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if FlashAttention 4 runs here for these heads and agrees with torch's kernel.
 
-    The first call compiles FlashAttention 4, in seconds, and compares both kernels on random inputs.
+    The first call takes seconds: it compiles FlashAttention 4 and compares both kernels on random inputs.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != fa4.HOPPER:
         return False
@@ -188,7 +188,7 @@ def _attend_masked(
     sinks_H: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute what torch's function for padded attention cannot. query: [N, H, L, D], key and value: [N, K, M, D]."""
+    """Attend with sinks or soft-capped scores, unsupported in torch. query: [N, H, L, D], key, value: [N, K, M, D]."""
     exact = torch.promote_types(query.dtype, torch.float32)
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1).to(exact) for tensor in (key, value))
     scores = query.to(exact) @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -1,4 +1,4 @@
-"""Statistics that transformer blocks add up while they run backward."""
+"""Statistics that transformer blocks accumulate during the backward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BackwardSum:
         self._total.grad = None
 
     def attach(self, value: Tensor, statistics: Tensor) -> Tensor:
-        """Return `value`, whose backward pass adds `statistics` [size] to the sum."""
+        """Return `value` unchanged; its backward pass adds `statistics` [size] to the sum."""
         return with_gradient(value, self._total, statistics)
 
     def values(self) -> Tensor:
@@ -31,7 +31,7 @@ class BackwardSum:
 
 
 def with_gradient(value: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
-    """Return `value`, whose backward pass adds `gradient`, of the shape of `target`, to the gradient of `target`."""
+    """Return `value` unchanged; its backward pass adds `gradient`, shaped like `target`, to `target`'s gradient."""
     return _WithGradient.apply(value, target, gradient)
 
 
@@ -42,7 +42,7 @@ class _WithGradient(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return grad, gradient, None

@@ -22,9 +22,9 @@ class Block(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
-        # Test gradient mode first: without gradients, checkpointed and other blocks then run one compiled forward.
+        # Test gradient mode first, so that without gradients all blocks run one compiled forward, checkpointed or not.
         if torch.is_grad_enabled() and self.checkpointed:
-            # Nothing draws random numbers (dropout is off), and saving the RNG state would synchronize with the device.
+            # No random numbers are drawn (dropout is off), and saving the RNG state would synchronize with the device.
             return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         return block(*args, **kwargs)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HTTPError  # of httpx or httpx2, by the version
+from huggingface_hub.errors import HTTPError  # from httpx or httpx2, depending on the version
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,10 +20,10 @@ from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, exported_damage
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.text_part import UNWANTED_FILES, OwnName, own_names, weight_files
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.schema import ModelConfig
+from colocated_grpo.settings.generation import ModelConfig
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
-"""Patterns of all files but the weights."""
+"""Patterns of all files except the weights."""
 WANTED_FILES = [*SMALL_FILES, "*.safetensors"]
 
 Rows = Callable[[slice], Tensor]
@@ -33,8 +33,8 @@ Rows = Callable[[slice], Tensor]
 def fetch_model(config: ModelConfig, world: World, key: str = "model.name") -> Path:
     """Return the model's folder. A Hub name is downloaded once per node, into the Hub cache. Collective.
 
-    key: the setting that names the model. Raises ConfigError where a folder that a run has exported is damaged, and
-    RunError where a download fails.
+    key: the setting that names the model. Raises ConfigError if the folder is a damaged export of a run, and RunError
+    if a download fails.
     """
     if Path(config.name).is_dir():
         folder = Path(config.name).absolute()  # a reward function may change the working directory of the process
@@ -48,7 +48,7 @@ def fetch_model(config: ModelConfig, world: World, key: str = "model.name") -> P
 
 
 def fetch_tokenizer(config: ModelConfig) -> Path:
-    """Return a folder with the model's tokenizer and config. Of a Hub model only small files are downloaded."""
+    """Return a folder with the model's tokenizer and config. For a Hub model, only small files are downloaded."""
     if Path(config.name).is_dir():
         return Path(config.name).absolute()  # as in `fetch_model`
     return _download(config, "model.name", SMALL_FILES)
@@ -60,14 +60,14 @@ def _download_model(config: ModelConfig, key: str) -> Path:
 
 
 def _download(config: ModelConfig, key: str, wanted: list[str]) -> Path:
-    """Download the files that match into the Hub cache, and return the model's folder there. Raises RunError."""
+    """Download the matching files into the Hub cache and return the model's folder there. Raises RunError."""
     try:
         return Path(
             snapshot_download(
                 config.name, revision=config.revision, allow_patterns=wanted, ignore_patterns=UNWANTED_FILES
             )
         )
-    except (HTTPError, OSError, RuntimeError) as error:  # connections that break: of httpx, of sockets, of hf_xet
+    except (HTTPError, OSError, RuntimeError) as error:  # broken connections in httpx, sockets and hf_xet
         raise RunError(
             f"{key}={config.name!r}: cannot be downloaded: {in_one_line(error)}; check network, disk and "
             "HF_TOKEN, and start again: files that are complete are kept"
@@ -75,7 +75,7 @@ def _download(config: ModelConfig, key: str, wanted: list[str]) -> Path:
 
 
 def check_export(setting: str, folder: Path) -> None:
-    """Raise ConfigError where a folder with checksums, as a run exports it, is damaged. Other folders pass."""
+    """Raise ConfigError if a folder with checksums, such as a run's export, is damaged. Other folders pass."""
     problem = exported_damage(folder)
     if problem is not None:
         raise ConfigError(
@@ -86,15 +86,15 @@ def check_export(setting: str, folder: Path) -> None:
 class CheckpointReader:
     """Tensors of a checkpoint by the names of the module's parameters. `read_into` reads only the requested rows.
 
-    Tensors of other parts than the text part that trains are left out. Experts that are stored one by one are read as
-    one tensor, whose rows are the experts.
+    Tensors outside the trained text part are left out. Experts that are stored one by one are read as one tensor with
+    one row per expert.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stored: dict[str, Rows] = {}
         self._experts: dict[str, list[list[Rows]]] = {}
-        """For experts that are stored one by one: the matrices of each, which are joined row by row."""
+        """For experts that are stored one by one: the matrices of each expert, to be joined row by row."""
         self.shapes: dict[str, torch.Size] = {}
         """By name."""
         files = weight_files(folder)
@@ -170,7 +170,7 @@ class CheckpointReader:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy with a cast where the fewest bytes travel. `copy_` alone casts on the host, also to a larger dtype."""
+    """Copy, casting on the side where fewer bytes move. `copy_` alone casts on the host, even to a larger dtype."""
     target.copy_(source.to(target.device) if source.itemsize < target.itemsize else source)
 
 

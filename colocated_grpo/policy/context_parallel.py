@@ -25,8 +25,8 @@ def rows_to_heads(query: Tensor, key: Tensor, value: Tensor, group: str) -> tupl
     """Return all rows of this rank's heads: [T, H / P, D], [T, max(1, K / P), D] and [T, max(1, K / P), V]. Collective.
 
     query: [R, H, D], key: [R, K, D], value: [R, K, V]. P must divide H, and divide K or be a multiple of it: several
-    ranks then get the same key-value head. One all-to-all for all three, because nothing in a compiled block would keep
-    three in the same order on all ranks.
+    ranks then get the same key-value head. One all-to-all moves all three: in a compiled block, three could run in a
+    different order on each rank.
     """
     _, ranks = _place_in(group)
     tensors = [query, *(_with_head_for_each(tensor, ranks) for tensor in (key, value))]
@@ -41,7 +41,7 @@ def rows_to_heads(query: Tensor, key: Tensor, value: Tensor, group: str) -> tupl
 
 
 def heads_to_rows(heads: Tensor, group: str) -> Tensor:
-    """Return all heads of this rank's rows, [R, H, V]. heads: all rows of its own, [T, H / P, V]. Collective."""
+    """Return all heads of this rank's rows, [R, H, V]. heads: all rows of its heads, [T, H / P, V]. Collective."""
     _, ranks = _place_in(group)
     received = all_to_all(heads.unflatten(0, (ranks, -1)), group)
     return received.transpose(0, 1).flatten(1, 2)
@@ -66,12 +66,12 @@ def _place_in(group: str) -> tuple[int, int]:
 
 
 def _ranks_of(group: str) -> dist.ProcessGroup:
-    return _resolve_process_group(cast(Any, group))  # newer releases of torch have a type of their own for names
+    return _resolve_process_group(cast(Any, group))  # newer torch has a separate type for group names
 
 
 @torch.library.custom_op("colocated_grpo::all_to_all", mutates_args=())
 def all_to_all(parts: Tensor, group: str) -> Tensor:
-    """Send parts[p] to rank p of the group. Returns what each rank has sent here, [P, ...]. Collective.
+    """Send parts[p] to rank p of the group. Returns the parts received from each rank, [P, ...]. Collective.
 
     A custom operator, opaque to torch.compile.
     """
@@ -103,7 +103,7 @@ def with_group_sums(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def all_reduce_sum(group: str, sums_S: Tensor) -> Tensor:
-    """Return the sum over the group. Backward adds up the gradients of all its ranks. Collective, both times."""
+    """Return the sum over the group; backward sums the gradients of its ranks. Both passes are collective."""
     return _AllReduceSum.apply(sums_S, _ranks_of(group))
 
 
@@ -114,7 +114,7 @@ class _AllReduceSum(torch.autograd.Function):
         return _summed(sums_S, ranks)
 
     @staticmethod
-    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
         return _summed(grad_S, ctx.ranks), None
 

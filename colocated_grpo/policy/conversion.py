@@ -1,6 +1,6 @@
 """Checkpoints whose tensors differ from the module's parameters: other names, and experts stored one by one.
 
-transformers has the table, `conversion_mapping`. Its loader reads whole checkpoints; `CheckpointReader` reads rows.
+The table is transformers' `conversion_mapping`. Its loader reads whole checkpoints; `CheckpointReader` reads rows.
 
 Shapes: E experts, R rows and C columns of one expert's matrix.
 """
@@ -17,14 +17,13 @@ from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
-from colocated_grpo.settings.config_json import config_json_in
+from colocated_grpo.settings.config_json import config_json_in, text_part
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.text_parts import text_part
 
 _MERGES = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
-"""Supported operations, each with its dimension: experts are stacked, after their matrices were joined row by row."""
+"""Supported operations and their dimensions: each expert's matrices are joined by rows, then experts are stacked."""
 _SPECIAL = frozenset("\\^$*+?{}[]()|")
-"""Characters of regular expressions that names do not have. A dot in a pattern stands for the dot of a name."""
+"""Special characters of regular expressions, absent from names. A dot in a pattern matches the dot of a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,7 @@ class Piece:
     """The part of a module's parameter that one stored tensor fills."""
 
     name: str
-    """Parameter that it fills."""
+    """Name of the parameter."""
     expert: int | None = None
     """None: the whole parameter."""
     part: int = 0
@@ -67,13 +66,13 @@ class Conversion:
     """Checkpoint layout of a model type. Empty: same as the module."""
 
     prefix: str = ""
-    """Beginning of names in checkpoints that store the model inside of another one, in place of 'model.'."""
+    """Prefix of names, in place of 'model.', in checkpoints that store the model inside another one."""
     renames: tuple[tuple[str, str], ...] = ()
-    """Pairs of parts of names: in the checkpoint, in the module."""
+    """Renamed parts of names: (in the checkpoint, in the module)."""
     merges: tuple[Merge, ...] = ()
 
     def piece(self, stored_name: str) -> Piece:
-        """Return what a stored tensor fills."""
+        """Return the part of a parameter that a stored tensor fills."""
         if self.prefix and stored_name.startswith(self.prefix):
             stored_name = "model." + stored_name.removeprefix(self.prefix)
         for stored, own in self.renames:
@@ -82,7 +81,7 @@ class Conversion:
         return next(filter(None, pieces), Piece(name=stored_name))
 
     def stored(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that a checkpoint has for a whole parameter; views of it."""
+        """Yield the checkpoint tensors of a whole parameter, as views of it."""
         merge = next((merge for merge in self.merges if merge.parameter in name), None)
         for stored_name, part in [(name, value)] if merge is None else merge.split(name, value):
             for stored, own in reversed(self.renames):
@@ -91,7 +90,7 @@ class Conversion:
 
 
 def read_conversion(folder: Path) -> Conversion:
-    """Return the conversion of the model in `folder`, or of its text part if this trains. Raises ConfigError."""
+    """Return the conversion of the model in `folder`, or of its text part if only that trains. Raises ConfigError."""
     return conversion_of(text_part(config_json_in(folder)).get("model_type"))
 
 

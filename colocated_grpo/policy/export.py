@@ -1,4 +1,4 @@
-"""Export of the policy as a Hugging Face model, or of its adapter, that transformers, PEFT and vLLM load."""
+"""Export of the policy as a Hugging Face model, or of its adapter, for transformers, PEFT and vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colocated_grpo.errors import in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import write_checksums
 from colocated_grpo.runtime.distributed import World, whole
-from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.training import LoRAConfig
 
 FILE_BYTES = 4 << 30
 
@@ -64,7 +64,7 @@ class ModelExport:
         return f"step_{step}"
 
     def write(self, target: Path) -> None:
-        """Tensors are gathered one at a time, and rank 0 buffers at most one file (FILE_BYTES) of them."""
+        """Write the model. Tensors are gathered one at a time; rank 0 buffers at most one file (FILE_BYTES) of them."""
         with _renamed_when_complete(target, self.world) as partial:
             writer = None if partial is None else _Writer(partial)
             for name, tensor in self._full_tensors():
@@ -136,7 +136,7 @@ def _renamed_when_complete(target: Path, world: World) -> Iterator[Path | None]:
 
 @contextmanager
 def _write_errors_in_one_line(folder: Path) -> Iterator[None]:
-    """Convert any error to a RunError: safetensors and tokenizers raise types of their own for a full disk."""
+    """Convert any error to a RunError: safetensors and tokenizers raise their own types for a full disk."""
     try:
         yield
     except Exception as error:

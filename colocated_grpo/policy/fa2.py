@@ -1,8 +1,8 @@
 """torch's FlashAttention 2 kernels over packed sequences, without autograd, for operators that build on them.
 
 Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size. query: [T, H, D], key and
-value: [E, K, D], 16-bit. left: number of earlier keys that a query sees, -1 for all; a run's last query stands at its
-last key.
+value: [E, K, D], 16-bit. left: number of earlier keys that a query sees, -1 for all. The last query of a run is at the
+position of the run's last key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def backward(
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value, laid out like them; grad and out: [T, H, D]."""
-    random_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # of dropout
+    random_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # for dropout
     return torch.ops.aten._flash_attention_backward(
         grad,
         query,
@@ -62,5 +62,5 @@ def backward(
 
 
 def _settings(scale: float | None, left: int) -> dict[str, Any]:
-    """Arguments that both kernels have in common."""
+    """Return the arguments common to both kernels."""
     return {"scale": scale, "window_size_left": left, "window_size_right": 0}

@@ -1,8 +1,9 @@
 """FlashAttention 4 over packed sequences, as a custom operator that is opaque to torch.compile.
 
 On Hopper it takes 0.7 x the time of torch's FlashAttention 2 for sequences of 512 tokens, and 0.5 x for long ones:
-docs/results/attention_1xh200.json. Its kernels are bundled with vLLM and compiled on the first call, in seconds. The
-operator uses FlashAttention 2 for short runs: a choice outside of it would compile each block twice.
+docs/results/attention_1xh200.json. Its kernels are bundled with vLLM; the first call compiles them, which takes
+seconds. For short runs the operator itself calls FlashAttention 2: a choice outside of it would compile each block
+twice.
 
 Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size.
 """
@@ -54,8 +55,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run's queries to its keys; the last query sees all of them.
 
-    query: [T, H, D], key and value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. min_run: mean of queries per run from
-    which FlashAttention 4 is used. Returns [T, H, D] and the logsumexps [H, T] in float32, which have no gradient.
+    query: [T, H, D], key and value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. min_run: smallest mean number of
+    queries per run for FlashAttention 4. Returns [T, H, D] and the logsumexps [H, T] in float32, without gradient.
     """
     if _are_short(query, cu_q, min_run):
         out, logsumexp = fa2.forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, -1)
@@ -102,7 +103,7 @@ def attend_backward(
         logsumexp,
         **_settings(cu_q, cu_k, longest_q, longest_k, scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        # By default both kernels lay gradients out like the inputs; the fake below promises contiguous ones.
+        # By default both kernels lay gradients out like the inputs; the fake below declares contiguous ones.
         dq=query.new_empty(query.shape),
         dk=key.new_empty(key.shape),
         dv=value.new_empty(value.shape),
@@ -119,7 +120,7 @@ def _are_short(query: Tensor, cu_q: Tensor, min_run: int) -> bool:
 
 
 def _settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float) -> dict[str, Any]:
-    """Arguments that both kernels have in common."""
+    """Return the arguments common to both kernels."""
     return {
         "cu_seqlens_q": cu_q,
         "cu_seqlens_k": cu_k,

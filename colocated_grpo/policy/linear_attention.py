@@ -38,7 +38,7 @@ CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 LAYER_TYPES = {"linear_attention", "full_attention"}
 DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
 WRONG_TRITON = Version("3.4"), Version("3.7.1")
-"""Releases whose gradients are wrong on Hopper GPUs: from the first, up to but not including the second."""
+"""Triton releases with wrong gradients on Hopper GPUs: from the first up to, but not including, the second."""
 
 _replaced: set[ModuleType] = set()
 """Modules of transformers whose functions are replaced."""
@@ -47,9 +47,9 @@ _replaced: set[ModuleType] = set()
 def pack_linear_attention(model: PreTrainedModel) -> bool:
     """Make the model's layers of linear attention respect the boundaries of packed sequences.
 
-    Returns False if the model has none, or layers with other states beside them. The functions are replaced in the
-    modules of transformers that define the layers. Calls without boundaries, as in models that are not packed, still
-    reach the original ones. Raises ConfigError if this version has other functions.
+    Returns False if the model has no such layers, or also has layers with other states. The functions are replaced in
+    the modules of transformers that define the layers. Calls without boundaries, from models that are not packed, still
+    reach the originals. Raises ConfigError if this version of transformers has other functions.
     """
     if not LAYER_TYPES.issuperset(getattr(model.config, "layer_types", None) or [None]):
         return False
@@ -109,7 +109,7 @@ def packed_convolution(
     return (ACT2FN[activation](out_1CT) if activation else out_1CT).to(hidden_1CT.dtype)
 
 
-@torch.compiler.disable  # the number of chunks would be compiled in
+@torch.compiler.disable  # the number of chunks would be compiled as a constant
 def packed_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -126,11 +126,11 @@ def packed_delta_rule(
     """Apply the gated delta rule to each sequence. query, key, value: [1, T, H, D]. Returns [1, T, H, D].
 
     g, beta: [1, T, H], decay in log space and rate of update. cu_seqlens: [N + 1] int32. max_length_q: L.
-    original: transformers' function. Its own code in torch computes on CPUs; GPUs need `kernel`.
+    original: transformers' function, whose torch code runs on CPUs; GPUs need `kernel`.
     """
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if query.is_cuda:
-        # Not through transformers' function: where it falls back to its own code, it drops the boundaries.
+        # Called directly: transformers' function drops the boundaries when it falls back to its own code.
         out, _state = kernel()(query, key, value, g=g, beta=beta, cu_seqlens=int64_boundaries(cu_seqlens), **options)
         return out, None
     tensors = (query[0], key[0], value[0], g[0], beta[0])
@@ -145,7 +145,7 @@ def packed_delta_rule(
 def int64_boundaries(cu_seqlens: Tensor) -> Tensor:
     """Return the boundaries as int64, the same tensor for all layers of a forward pass.
 
-    fla caches by identity what it derives from this tensor; otherwise every layer would wait for the device.
+    fla caches values derived from this tensor by its identity. With a new one, each layer would wait for the device.
     """
     return cu_seqlens.long()
 
@@ -154,7 +154,7 @@ def int64_boundaries(cu_seqlens: Tensor) -> Tensor:
 def kernel() -> DeltaRule:
     """Return the delta rule for packed sequences on GPUs. Raises ConfigError if it is not installed or cannot train."""
     try:
-        # pyrefly: ignore[missing-import]  (installed beside CUDA only)
+        # pyrefly: ignore[missing-import]  (installed only with CUDA)
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
         raise ConfigError(

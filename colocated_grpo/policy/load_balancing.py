@@ -4,8 +4,9 @@ E * sum_e f_e P_e for each layer, averaged over layers: f_e is the fraction of t
 mean probability of e (Switch Transformers, Fedus et al. 2021, equations 4 to 6). Both are taken over all sequences of a
 minibatch, on all ranks. A token of a common prefix counts once for each of its sequences, however it is packed.
 
-A product of two means over micro-batches is not a sum over them, but the gradient is: f_e has none, so each micro-batch
-adds that of sum_e f_e P_e over its own tokens. A forward pass before the backward passes counts f_e.
+The loss, a product of two means, is not a sum over micro-batches, but its gradient is. f_e has no gradient, so each
+micro-batch adds the gradient of sum_e f_e P_e over its own tokens. An extra forward pass, before the backward passes,
+counts f_e.
 
 The scale is that of transformers' `load_balancing_loss_func`, so that coefficients carry over. That function takes the
 means over one micro-batch of one rank, and pools the tokens of all layers, so that imbalances of different layers can
@@ -36,7 +37,7 @@ Probabilities = Callable[[Tensor], Tensor]
 class LoadBalancing:
     """Adds the gradient of the loss in every backward pass through the routers.
 
-    A minibatch begins with `reset`, a forward pass without gradient of each of its micro-batches, and `set_loss`.
+    For each minibatch: call `reset`, run each micro-batch forward without gradient, then call `set_loss`.
     """
 
     def __init__(self, model: nn.Module, model_type: str, coefficient: float, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class LoadBalancing:
         routers = routers_of(blocks_of(model))
         trained = [router for router in routers if any(p.requires_grad for p in router.parameters())]
         if not trained:
-            raise ConfigError(f"{setting}: no trained block has a router; leave it out")
+            raise ConfigError(f"{setting}: no trained block has a router; leave the setting out")
         self._coefficient = coefficient
         self._layers = [_LayerBalancing(router, probabilities, setting, device) for router in trained]
 
@@ -71,7 +72,7 @@ class LoadBalancing:
         """
         sums_L2E = sum_over_ranks(torch.stack([layer.sums_2E for layer in self._layers]))
         choices_LE, probabilities_LE = sums_L2E.unbind(1)
-        tokens = probabilities_LE[0].sum()  # of one token they add up to 1
+        tokens = probabilities_LE[0].sum()  # each token's probabilities add up to 1
         layers, experts = choices_LE.shape
         factors_LE = experts * choices_LE / tokens.clamp(min=1).square()
         for layer, factors_E in zip(self._layers, factors_LE, strict=True):
@@ -91,7 +92,7 @@ class _LayerBalancing:
         self.sums_2E = torch.zeros(2, router.weight.shape[0], device=device)
         """Choices of each expert, and sums of its probabilities, in forward passes without gradient."""
         self.factors_E = torch.zeros(router.weight.shape[0], device=device)
-        """The factor of a token's probability of each expert in the loss."""
+        """Factor, by expert, of a token's probability in the loss."""
         self._probabilities = probabilities
         self._setting = setting
         router.register_forward_hook(self._attach)

@@ -81,7 +81,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
-    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_N: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, temperature_N, logsumexp_N = ctx.saved_tensors
         chunk_tokens, softcap = ctx.settings
@@ -124,7 +124,7 @@ class _LinearLoss(torch.autograd.Function):
         return loss, logprobs_N, entropy_N
 
     @staticmethod
-    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad: Tensor, *_constants: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         of_weight = None if grad_weight_VH is None else grad_weight_VH * grad
@@ -199,7 +199,7 @@ def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
 
 def _row_operations(device: torch.device) -> tuple[RowStatistics, LogitGradient]:
     if device.type == "cuda":
-        from colocated_grpo.policy import softmax_kernels as kernels  # CPU builds of torch may come without Triton
+        from colocated_grpo.policy import softmax_kernels as kernels  # CPU builds of torch may lack Triton
 
         return kernels.row_statistics, kernels.logit_gradient
     return _row_statistics, _logit_gradient

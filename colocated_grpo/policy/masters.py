@@ -104,7 +104,7 @@ class UnshardedWeights:
         return self._masters
 
     def published(self) -> dict[str, nn.Parameter]:
-        """Return masters, which are exact, and the model's parameters where they are frozen."""
+        """Return the masters, which are exact, and the model's frozen parameters."""
         return {name: self._masters.get(name, p) for name, p in self.model.hf_parameters().items()}
 
     def before_forward(self, *, last: bool) -> None:
@@ -127,8 +127,8 @@ class UnshardedWeights:
 def adopt(model: PackedLM, views: Mapping[str, Tensor]) -> bool:
     """Use these tensors, by checkpoint name, as the parameters of an unsharded model and free the previous ones.
 
-    Values are kept. Return False and change nothing unless there is one for each parameter, with its shape, type and
-    device.
+    Values are kept. Returns False and changes nothing unless `views` has a tensor of the same shape, type and device
+    for each parameter.
     """
     parameters = model.hf_parameters()
     if any(name not in views or _kind(views[name]) != _kind(p) for name, p in parameters.items()):

@@ -37,21 +37,21 @@ from colocated_grpo.policy.routing import RoutingReplay
 from colocated_grpo.policy.softcap import capped_attention
 from colocated_grpo.runtime.text_part import read_text_config
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.model_support import check_trains
-from colocated_grpo.settings.schema import ModelConfig
 
 Head = Callable[..., tuple[Tensor, ...]]
-"""`linear_logprobs`, or a function with its signature except for the outputs."""
+"""`linear_logprobs`, or a function with the same arguments."""
 COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """By default Inductor chooses the reduction of norms by the number of tokens and compiles twice, for few and for many.
 Trial steps are small, so the second compilation would slow down a run's first training step."""
 COMPILE_OPTIONS_OF = {
-    # This reduction pads with rows of zeros: the negative power of their mean is infinite, the sum over rows NaN.
+    # This reduction pads with zero rows. A negative power of their mean is infinite, so the sum over rows is NaN.
     "gemma4_text": {"triton.mix_order_reduction": False},
-    # With numbers of tokens that vary, this analysis fails in torch 2.11 (pytorch issue 181563).
+    # This analysis fails for varying numbers of tokens in torch 2.11 (pytorch issue 181563).
     "deepseek_v3": {"triton.coalesce_tiling_analysis": False},
 }
-"""By model type: options of Inductor that avoid its errors."""
+"""Options that avoid errors of Inductor, by model type."""
 
 
 class PackedLM(nn.Module):
@@ -67,13 +67,13 @@ class PackedLM(nn.Module):
         self.softcap = getattr(lm.config, "final_logit_softcapping", None)
         self.logit_divisor = logit_divisor(lm.config)
         self.shares_prefixes = not lm._is_stateful
-        """True if a prompt that siblings share may be computed once; a recurrent state after it would be lost."""
+        """True if a prompt may be computed once for all siblings. False with a recurrent state, which would be lost."""
         self.conversion = conversion_of(lm.config.model_type)
-        """From these parameters to the tensors of a checkpoint."""
+        """Converts these parameters to the tensors of a checkpoint."""
         self.arrange: Callable[[PackedTokens], PackedTokens] = lambda tokens: tokens
         """Applied to the tokens of each forward pass; compiled blocks need `with_own_keys`."""
         self.replay: RoutingReplay | None = None
-        """Replaces the routers' choice by the routes of the tokens."""
+        """Replaces the routers' choice of experts by the recorded routes."""
         self.balancing: LoadBalancing | None = None
         """Adds a loss of the routers to every backward pass."""
 
@@ -118,7 +118,7 @@ class PackedLM(nn.Module):
     def hf_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that checkpoints store, by their names there. They are not trained.
 
-        Most families have none; Gemma 4 scales the output of each block by one.
+        Most families have none. In Gemma 4, a buffer scales the output of each block.
         """
         return {
             checkpoint_name(f"{path}.{name}"): buffer
@@ -134,19 +134,19 @@ def checkpoint_name(name: str) -> str:
 
 
 def logit_divisor(hf_config: PretrainedConfig) -> float:
-    """Return what the output layer's result is divided by to get the logits: 1 for most families."""
+    """Return the number that the output layer's result is divided by to get logits: 1 for most families."""
     divisor, factor = (getattr(hf_config, key, None) or 1.0 for key in ("logits_scaling", "logit_scale"))
     return divisor / factor
 
 
 def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
-    """Read config.json of the model in `folder`, or of its text part if this trains.
+    """Read config.json of the model in `folder`, or of its text part if only that is trained.
 
     Raises ConfigError for a type that transformers does not know.
     """
     try:
         hf_config = read_text_config(folder, trust_remote_code=config.trust_remote_code)
-    except (ValueError, StrictDataclassError) as error:  # a type that this version does not know, or wrong settings
+    except (ValueError, StrictDataclassError) as error:  # unknown type, or invalid settings
         raise ConfigError(f"model.name={config.name!r}: transformers cannot read it: {in_one_line(error)}") from error
     return hf_config
 
@@ -165,17 +165,17 @@ def build_empty(
             lm = AutoModelForCausalLM.from_config(
                 hf_config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
-        except ImportError as error:  # of a package that the model's own code needs
+        except ImportError as error:  # a package that the model's own code needs
             raise ConfigError(
                 f"model.name={hf_config.name_or_path!r}: cannot be built: {in_one_line(error)}"
             ) from error
-    # A model with code of its own has no rule in `check_trains`.
+    # Models with their own code have no rule in `check_trains`.
     if lm._is_stateful and not pack_linear_attention(lm):
         raise ConfigError(f"model type {hf_config.model_type!r}: layers that carry a state from token to token")
     if not lm._can_set_attn_implementation():
         raise ConfigError(f"model type {hf_config.model_type!r}: attention outside transformers' interface")
-    # vLLM builds some families from transformers' own classes, and replaces `__call__` of such a class in this process
-    # by one that reads this attribute: without it, the policy's next forward pass would fail.
+    # vLLM builds some families from transformers' classes and replaces their `__call__` for the whole process. The new
+    # one reads this attribute; without it, the policy's next forward pass would fail.
     lm.base_model.do_not_compile = True
     lm.tie_weights()  # init_empty_weights gave tied parameters separate tensors
     head = lm.get_output_embeddings()
@@ -250,7 +250,7 @@ def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: b
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if offloaded else OffloadPolicy()
-    factors = {parameter for name, parameter in model.named_parameters() if is_factor(name)}  # every rank has all
+    factors = {parameter for name, parameter in model.named_parameters() if is_factor(name)}  # replicated on every rank
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=factors)
     # Do not cast the model's inputs: the sampling temperatures are among them, and 0.7 is not exact in bfloat16.

@@ -27,10 +27,9 @@ from colocated_grpo.policy.model import (
 from colocated_grpo.policy.routing import RoutingReplay
 from colocated_grpo.policy.shards import load_shards, read_from, read_parameters, stored_names
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings.engine import EngineConfig
-from colocated_grpo.settings.lora import LoRAConfig
-from colocated_grpo.settings.policy import PolicyConfig
-from colocated_grpo.settings.schema import Config, ModelConfig
+from colocated_grpo.settings.generation import EngineConfig, ModelConfig
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -46,14 +45,14 @@ def compute_dtype(setting: DtypeName, device: torch.device) -> torch.dtype:
 
 
 def engine_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.device) -> torch.dtype:
-    """Return the type in which the engine has the weights and computes."""
+    """Return the type of the engine's weights and computation."""
     return dtype_of(engine.dtype, auto=compute_dtype(policy.compute_dtype, device))
 
 
 def check_model(settings: ModelConfig, folder: Path) -> None:
-    """Raise ConfigError where the model in `folder` cannot be built, or a local checkpoint does not fit it.
+    """Raise ConfigError if the model in `folder` cannot be built, or if a local checkpoint does not fit it.
 
-    Allocates no parameters. folder: it may lack the weights of a model of the Hub, which are not downloaded.
+    Allocates no parameters. folder: may lack the weights of a Hub model, which are not downloaded.
     """
     hf_config = read_model_config(settings, folder)
     model = build_empty(hf_config, chunk_tokens=1, trust_remote_code=settings.trust_remote_code)
@@ -101,7 +100,7 @@ class ModelLoader:
         return model
 
     def _adapter(self, lora: LoRAConfig) -> Weights:
-        """Raises ConfigError where the adapter does not fit the model, before device memory is allocated."""
+        """Load the base with adapters. Raises ConfigError, before it allocates device memory, if they do not fit."""
         # Imported here: PEFT takes seconds to import, and only adapters need it.
         from colocated_grpo.policy.lora.files import read_factors
         from colocated_grpo.policy.lora.targets import insert_adapters
@@ -122,7 +121,7 @@ class ModelLoader:
     def _empty(self) -> PackedLM:
         """Build the model with its buffers, and with parameters without storage.
 
-        Raises ConfigError if the checkpoint lacks tensors, or has other shapes: before device memory is allocated.
+        Raises ConfigError, before device memory is allocated, if the checkpoint lacks tensors or has other shapes.
         """
         policy, device = self._policy, self._world.device
         model = build_empty(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from colocated_grpo.policy.adafactor import Adafactor
 from colocated_grpo.runtime.distributed import local_part, shard_group
-from colocated_grpo.settings.policy import OptimizerConfig, PolicyConfig
+from colocated_grpo.settings.training import OptimizerConfig, PolicyConfig
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
@@ -43,7 +43,7 @@ def _no_reduction(_tensor: Tensor) -> None:
 
 
 def _adamw_8bit(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-    import bitsandbytes  # an optional package, which `config.inputs` has found
+    import bitsandbytes  # optional; `settings/inputs.py` has checked that it is installed
 
     return LocalShardOptimizer(
         parameters,
@@ -76,7 +76,7 @@ class LocalShardOptimizer(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
-    # pyrefly: ignore[bad-override]  (torch's overloads also take a closure, which nothing here passes)
+    # pyrefly: ignore[bad-override]  (torch's overloads also take a closure, unused here)
     def step(self, closure: None = None) -> None:
         for parameter, own in zip(self._parameters, self.shards, strict=True):
             own.grad = None if parameter.grad is None else local_part(parameter.grad)

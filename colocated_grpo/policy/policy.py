@@ -82,7 +82,7 @@ class Policy:
         return self.weights.masters()
 
     def num_parameters(self) -> int:
-        """Parameters of the model, without an adapter's."""
+        """Return the number of the model's parameters, without an adapter's."""
         return sum(parameter.numel() for parameter in self.model.hf_parameters().values())
 
     def num_trained(self) -> int:

@@ -29,18 +29,18 @@ Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def softmax_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Return the experts' probabilities, normalised unless the family has a setting for it that says no."""
+    """Return the experts' probabilities, normalised to sum to 1 unless the router's `norm_topk_prob` is False."""
     weights_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(1, experts_TK)
     return weights_TK / weights_TK.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights_TK
 
 
 def softmax_of_chosen(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Return the softmax of the experts' own logits, as in gpt-oss."""
+    """Return the softmax over the logits of the chosen experts only, as in gpt-oss."""
     return logits_TE.gather(1, experts_TK).softmax(-1)
 
 
 def sigmoid_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Return the experts' scores without the bias that is only for choosing, as in DeepSeek-V3 and GLM-4.5."""
+    """Return the experts' scores without the selection bias, as in DeepSeek-V3 and GLM-4.5."""
     weights_TK = logits_TE.sigmoid().gather(1, experts_TK)
     if router.norm_topk_prob:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -62,7 +62,7 @@ WEIGHTS: dict[str, Weigh] = {
 
 
 class RoutingReplay:
-    """Replaces the experts that the model's routers choose by the recorded ones."""
+    """Replaces the experts chosen by the model's routers with the recorded ones."""
 
     def __init__(self, blocks: Iterable[nn.Module], config: PreTrainedConfig, device: torch.device) -> None:
         """blocks: of the model with this config, in order.
@@ -90,7 +90,7 @@ class RoutingReplay:
             layer.experts_TK, layer.recorded_T = experts_TK, routes.recorded_T
 
     def _empty_record(self, tokens: PackedTokens) -> PackedRoutes:
-        """Return a record of nothing: every token keeps the policy's choice."""
+        """Return an empty record: every token keeps the policy's choice."""
         router: Any = self._routers[0]
         rows, device = tokens.num_tokens, tokens.input_ids_T.device
         dtype = torch.uint8 if router.weight.shape[0] <= MAX_UINT8_EXPERTS else torch.int16
@@ -107,7 +107,7 @@ class RoutingReplay:
 class _LayerReplay:
     """Replaces the experts that one router has chosen.
 
-    A forward hook does so, which sees the router's logits, weights and experts; the families' code stays as it is.
+    A forward hook sees the router's logits, weights and experts, so the code of model families needs no change.
     """
 
     def __init__(self, router: nn.Module, weigh: Weigh, replaced_and_recorded: BackwardSum) -> None:
@@ -119,9 +119,9 @@ class _LayerReplay:
 
     def _replace(self, router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
-        # Zeros that stand for no record name one expert several times: the gradient of their weights could be NaN.
+        # Skip tokens without a record: their zeros name one expert several times, and could make the gradient NaN.
         experts_TK = torch.where(self.recorded_T[:, None], self.experts_TK.to(own_experts_TK.dtype), own_experts_TK)
-        # Where both chose the same experts, the order of the policy's choice gives the same bits as without replay.
+        # If both chose the same experts, keep the policy's order, which gives the same bits as without replay.
         replaced_T = (experts_TK.sort(-1).values != own_experts_TK.sort(-1).values).any(-1)
         replaced_T1 = replaced_T[:, None]
         weights_TK = self._weigh(router, logits_TE, experts_TK).to(own_weights_TK.dtype)
@@ -159,7 +159,7 @@ def routers_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def router_of(block: nn.Module) -> nn.Module | None:
-    """Return the module that stands beside `experts`: `router` in gpt-oss, `gate` in all other families here."""
+    """Return the module next to `experts`: `router` in gpt-oss, `gate` in all other families here."""
     modules = dict(block.named_modules())
     places = [name.removesuffix("experts") for name in modules if name.endswith(".experts")]
     return (modules.get(f"{places[0]}gate") or modules[f"{places[0]}router"]) if places else None

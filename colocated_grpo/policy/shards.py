@@ -43,7 +43,7 @@ def read_from(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix
 
 
 def stored_names(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix: str) -> dict[str, str]:
-    """Return the name in the checkpoint of each parameter. Raises ConfigError as `read_parameters`, reads no values.
+    """Return the name in the checkpoint of each parameter. Reads no values. Raises as `read_parameters`.
 
     The parameters may be on the meta device.
     """

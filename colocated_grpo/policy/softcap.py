@@ -1,7 +1,7 @@
 """Attention with soft-capped scores over packed sequences, by torch's FlexAttention on CUDA devices.
 
-Which keys a query sees is an interval: from the first key of its run, or of its window, to its own. A block mask of two
-numbers for each query therefore serves all kinds of runs and windows with one compiled kernel.
+A query sees an interval of keys: from the first key of its run, or of its window, to its own. A block mask with two
+numbers per query therefore covers all runs and windows with one compiled kernel.
 
 Shapes: T queries, E keys, Q blocks of queries, K blocks of keys, B queries of a block; in `attend_capped` H heads of
 queries, K of keys and values, D head size.
@@ -35,7 +35,7 @@ class Capped:
     """[] float32. A number would become an input of the compiled function, which FlexAttention's lowering rejects
     (torch 2.11 to 2.13: "unbacked_bindings")."""
     masks: dict[int | None, BlockMask]
-    """By the window of a layer."""
+    """One per window size of the layers; None: no window."""
 
 
 def capped_attention(config: PretrainedConfig, tokens: PackedTokens) -> Capped | None:
@@ -65,7 +65,7 @@ def block_mask(runs: Runs, window: int | None, num_queries: int, num_keys: int) 
     last_QB = F.pad(last_T, padding, value=-1).view(-1, BLOCK)
     start_K = torch.arange(columns, device=first_T.device) * BLOCK
     end_K = start_K + BLOCK - 1
-    # Two runs in one block of queries may leave keys between them that none sees: the mask below hides them.
+    # If a block of queries has two runs, keys between their intervals are seen by neither: the mask below hides them.
     seen_QK = (first_QB.amin(1)[:, None] <= end_K) & (last_QB.amax(1)[:, None] >= start_K)
     full_QK = (first_QB.amax(1)[:, None] <= start_K) & (last_QB.amin(1)[:, None] >= end_K)
 
@@ -93,8 +93,8 @@ def seen_keys(runs: Runs, window: int | None, num_queries: int) -> tuple[Tensor,
 def _list_sizes(num_queries: int, num_keys: int) -> tuple[int, int]:
     """Return the sizes of lists of blocks: large enough, odd, not 1, and different from each other.
 
-    The compiler takes a size of 1 for a constant and equal sizes for the same one, such as the number of heads, and
-    compiles again where they are not. Blocks after the last token are never visited.
+    torch.compile specializes on sizes of 1 and on equal sizes, such as a size that equals the number of heads, and
+    recompiles when they change. Blocks after the last token are never visited.
     """
     rows, columns = (max(3, -(-tokens // BLOCK) | 1) for tokens in (num_queries, num_keys))
     return rows, columns + 2  # each query has a key
@@ -124,7 +124,7 @@ def attend_capped(
         block_mask=capped.masks[window],
         scale=scaling,
         enable_gqa=True,
-        # By default micro-batches of fewer than 128 tokens compile a kernel of their own.
+        # By default, micro-batches of fewer than 128 tokens would compile a separate kernel.
         kernel_options={"BACKEND": "TRITON"},
     )
     return cast(Tensor, out)[0].transpose(0, 1)

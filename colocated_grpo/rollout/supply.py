@@ -15,7 +15,7 @@ from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings.schema import RolloutConfig
+from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.types import Group, Prompt
 
 Order = Callable[[], list[Group]]

@@ -10,8 +10,7 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from colocated_grpo.settings.config_json import config_json_in
-from colocated_grpo.settings.text_parts import TRAINED_AS, has_text_part, module_of, text_name
+from colocated_grpo.settings.config_json import TRAINED_AS, config_json_in, has_text_part, module_of, text_name
 
 OUTPUT_LAYER = "lm_head.weight"
 UNWANTED_FILES = ["consolidated*"]

@@ -13,7 +13,7 @@ from colocated_grpo.runtime.program import LAST_PORT, LOG_LEVEL_VARIABLE, LOG_LE
 from colocated_grpo.servers.engine_servers import LORA_RANKS
 
 if TYPE_CHECKING:
-    from colocated_grpo.settings.schema import ModelConfig
+    from colocated_grpo.settings.generation import ModelConfig
 
 DEFAULT_PORT = 9001
 DEFAULT_LENGTH = 4096
@@ -173,7 +173,7 @@ def _length(text: str) -> int:
 
 
 def model_settings(options: ServeOptions) -> ModelConfig:
-    from colocated_grpo.settings.schema import ModelConfig
+    from colocated_grpo.settings.generation import ModelConfig
 
     return ModelConfig(name=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
 
@@ -183,8 +183,7 @@ def within_model(options: ServeOptions) -> ServeOptions:
 
     Raises ConfigError where the model does not exist.
     """
-    from colocated_grpo.settings.config_json import longest_sequence, read_config_json
-    from colocated_grpo.settings.text_parts import text_part
+    from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
 
     own_limit = longest_sequence(text_part(read_config_json(model_settings(options))))
     return replace(options, max_model_len=min(options.max_model_len, own_limit or options.max_model_len))

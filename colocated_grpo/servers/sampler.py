@@ -19,7 +19,7 @@ from colocated_grpo.servers.load_balancer import LoadBalancer, result_of
 from colocated_grpo.servers.origins import Origin, Origins
 from colocated_grpo.servers.request_bodies import SamplingParameters
 from colocated_grpo.servers.text_codec import TextCodec, Tokenizer
-from colocated_grpo.settings.schema import MIN_TEMPERATURE
+from colocated_grpo.settings.generation import MIN_TEMPERATURE
 from colocated_grpo.types import Completion, JsonObject
 
 TopLogprobs = list[dict[int, float]]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.lora import DEFAULT_INIT, LoRAConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _KEYS = {
@@ -24,24 +25,29 @@ _KEYS = {
 }
 """PEFT's names -> those of LoRAConfig."""
 _UNSUPPORTED = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
-    "velora_config",
+    *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "kasa_config", "layer_replication", "lora_bias"),
+    *("modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora"),
+    *("use_qalora", "velora_config"),
 )
+"""PEFT's settings that change the adapter's computation or its tensors. Accepted where they are empty or false."""
 _CHANGES_BASE = {"corda", "loftq", "lora_ga", "olora", "pissa"}
 """Values of init_lora_weights whose adapters belong to a changed base, which the adapter's folder does not have."""
-"""PEFT's settings that change the adapter's computation or its tensors. Accepted where they are empty or false."""
+
+
+def missing_adapter_files(lora: LoRAConfig | None) -> Iterator[str]:
+    """Yield a line if policy.lora.init names no adapter in PEFT's format. Its contents are checked when it is read."""
+    if lora is None or lora.init == DEFAULT_INIT:
+        return
+    key, folder = f"policy.lora.init={lora.init!r}", Path(lora.init)
+    if not folder.is_dir():
+        yield f"{key}: no such folder; write default or the folder of a PEFT adapter (download one of the Hub first)"
+    elif not (folder / CONFIG_FILE).is_file():
+        yield f"{key}: no {CONFIG_FILE} in this folder; expected an adapter saved by PEFT"
+    elif not (folder / WEIGHTS_FILE).is_file():
+        if (folder / "adapter_model.bin").is_file():
+            yield f"{key}: reading adapter_model.bin can run code; load it in PEFT and save it as {WEIGHTS_FILE}"
+        else:
+            yield f"{key}: no {WEIGHTS_FILE} in this folder; expected an adapter saved by PEFT"
 
 
 def with_adapter_settings(config: Config) -> Config:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from colocated_grpo.settings.base import Positive, Section
+from colocated_grpo.settings.base import Integer, Number, Positive, Section
 
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[Integer, Field(ge=1, le=65535)]
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_wildcard(bound: str) -> bool:
+    """True if a server bound to this address listens on all addresses of the machine."""
+    return bound == "" or (is_address(bound) and ipaddress.ip_address(bound).is_unspecified)
+
+
+def is_loopback(bound: str) -> bool:
+    """True if only processes of this machine reach a server bound to this address."""
+    return bound == "localhost" or (is_address(bound) and ipaddress.ip_address(bound).is_loopback)
 
 
 class ServerConfig(Section):
@@ -51,17 +70,17 @@ class AtroposSourceConfig(Section):
     missing_logprobs: Literal["refuse", "recompute"] = "refuse"
     """Handling of groups without inference_logprobs. refuse: drop and count them. recompute: use the
     log-probabilities that the trainer computes before the first update; mismatch and staleness stay uncorrected."""
-    unusable_timeout: float | None = Field(900.0, gt=0)
+    unusable_timeout: Number | None = Field(900.0, gt=0)
     """Seconds for which groups may arrive of which none can be trained. Then the run saves a checkpoint and stops with
     the reasons. One environment that posts valid groups keeps it going. The default is longer than an environment may
     take for a rollout (600 s). null: wait without limit."""
     keep_last_batch: bool = False
     """Write the latest batch, as received, to atropos_batch.json in the run folder."""
-    connect_timeout: float = Field(30.0, gt=0)
+    connect_timeout: Number = Field(30.0, gt=0)
     """Seconds to wait for the API server when the run starts. If the server is lost later, the run waits without
     limit."""
     server: ServerConfig = ServerConfig()
     """The server from which environments sample."""
-    weight: float = Field(1.0, gt=0)
+    weight: Number = Field(1.0, gt=0)
     """Relative share of a step's prompts that the Atropos batch supplies, beside other entries. The result must be a
     whole number of prompts."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from colocated_grpo.settings.base import NonNegative, Positive, Section
+from colocated_grpo.settings.base import CodeName, NonNegative, Number, Positive, Section
+from colocated_grpo.settings.generation import MIN_TEMPERATURE
 from colocated_grpo.settings.sources import (
     AgentSourceConfig,
     DatasetSourceConfig,
+    EnvironmentConfig,
     EpisodeSourceConfig,
     RewardConfig,
+    RowsSourceConfig,
     TaskSourceConfig,
     reward_by_name,
 )
@@ -43,16 +47,16 @@ class EvaluationSetConfig(Section):
     agent, 64 of a task or an episode."""
     samples: Positive = 1
     """Completions per prompt. pass@k is estimated for k = 1, 2, 4, ... up to this number."""
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: Number = Field(1.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Number = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens that reach this total probability; 1 keeps all."""
     every: NonNegative | None = None
     """Steps between evaluations of this set. The start and the end are also evaluated. 0: never, the set is only for
     tools.evaluate. Default: evaluation.every."""
-    pass_reward: float = 1.0
+    pass_reward: Number = 1.0
     """Smallest reward of a completion that counts as passed in pass@k and maj@k."""
-    answer: str | None = None
+    answer: CodeName | None = None
     """Function from a completion's text to the answer that maj@k compares: final_answer, last_number, boxed, or your
     own 'package.module:function' or 'path/to/file.py:function', which returns None for no answer. Default: the one that
     belongs to the reward exact_match, gsm8k or math_verify; with other rewards there is no maj@k."""
@@ -98,6 +102,22 @@ class EvaluationSetConfig(Section):
         majority = [f"maj@{self.samples}"] if self.samples > 1 and self.answer_name is not None else []
         return [MEAN, *(f"pass@{k}" for k in self.pass_ks), *majority]
 
+    def problems(self, key: str) -> Iterator[str]:
+        """Yield a line for each contradiction in this set."""
+        if self.answer is not None and ":" not in self.answer and self.answer not in ANSWERS.values():
+            yield (
+                f"{key}.answer={self.answer!r}: must be one of {', '.join(ANSWERS.values())}, or "
+                "your own module:function or path/to/file.py:function"
+            )
+        plain = type(self.source).model_fields
+        for name in ("eval_split", "held_out", "shuffle", "curriculum", "weight"):
+            value = getattr(self.source, name, None)
+            if name in plain and value != plain[name].default:
+                yield (
+                    f"{key}.source.{name}={value}: has no meaning here; a set uses its prompts in "
+                    "order, and all rows of `split`"
+                )
+
 
 class EvaluationConfig(Section):
     every: NonNegative = 10
@@ -106,7 +126,7 @@ class EvaluationConfig(Section):
     """Held-out prompts per evaluation, from all environments by weight; the same ones each time."""
     samples_per_prompt: Positive = 1
     """Completions per held-out prompt."""
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: Number = Field(1.0, ge=0, le=2)
     """Sampling temperature on held-out prompts; 0 is greedy. rollout.top_p, top_k, min_p and repetition_penalty are not
     applied."""
     sets: list[EvaluationSetConfig] = []
@@ -121,3 +141,42 @@ class EvaluationConfig(Section):
     def interval(self, entry: EvaluationSetConfig) -> int:
         """Return the steps between evaluations of a set; 0: never."""
         return self.every if entry.every is None else entry.every
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction in this section."""
+        temperatures = {"evaluation.temperature": self.temperature}
+        temperatures |= {f"evaluation.sets.{i}.temperature": entry.temperature for i, entry in enumerate(self.sets)}
+        for key, temperature in temperatures.items():
+            if 0 < temperature < MIN_TEMPERATURE:
+                yield f"{key}={temperature:g}: must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"
+        names = [entry.name for entry in self.sets]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield (
+                f"evaluation.sets: {names.count(name)} sets are named {name!r}; their metrics would have the same names"
+            )
+        for index, entry in enumerate(self.sets):
+            yield from entry.problems(f"evaluation.sets.{index}")
+        if self.keep_best is not None and self.keep_best not in (possible := self._metrics()):
+            listed = f"must be one of {', '.join(possible)}" if possible else "needs evaluation.every above 0, or a set"
+            yield f"evaluation.keep_best={self.keep_best}: {listed}"
+        if self.patience is not None and self.keep_best is None:
+            yield f"evaluation.patience={self.patience}: needs evaluation.keep_best, the metric that has to improve"
+
+    def _metrics(self) -> list[str]:
+        """Return the metrics by which the best step can be kept."""
+        own = [f"{PREFIX}/{entry.name}/{rate}" for entry in self.sets if self.interval(entry) for rate in entry.rates]
+        return [HELD_OUT, *own] if self.every else own
+
+    def remarks(self, trained: Sequence[EnvironmentConfig]) -> Iterator[str]:
+        """Yield a note for each set whose rows are also trained on."""
+
+        def rows(source: RowsSourceConfig) -> tuple[str, str | None, str]:
+            return source.name, source.subset, source.split
+
+        used = {rows(source) for source in trained if isinstance(source, RowsSourceConfig)}
+        for entry in self.sets:
+            if isinstance(entry.source, RowsSourceConfig) and rows(entry.source) in used:
+                yield (
+                    f"evaluation set {entry.name!r}: its rows are also trained on, so it does not measure "
+                    "generalization"
+                )

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE, with_adapter_settings
+from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.base import NamedObject
-from colocated_grpo.settings.code_names import check_code_name, check_program
 from colocated_grpo.settings.config_json import (
+    attention_heads,
     first_difference,
     longest_sequence,
     original_positions,
     read_config_json,
     shape_of,
+    text_part,
 )
-from colocated_grpo.settings.context_rules import check_context
 from colocated_grpo.settings.errors import ConfigError, dotted
-from colocated_grpo.settings.hub import check_hub
-from colocated_grpo.settings.layers import layers_text, out_of_range
-from colocated_grpo.settings.lora import DEFAULT_INIT
-from colocated_grpo.settings.model_support import check_has_experts, check_trains
-from colocated_grpo.settings.schema import Config, ModelConfig
+from colocated_grpo.settings.evaluation import EvaluationSetConfig
+from colocated_grpo.settings.generation import ModelConfig
+from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
+from colocated_grpo.settings.schema import Config, HubConfig
 from colocated_grpo.settings.sources import (
+    DATA_SUFFIXES,
     EVAL_DATASETS,
     TRAIN_DATASET,
     AgentSourceConfig,
@@ -35,11 +36,8 @@ from colocated_grpo.settings.sources import (
     RowsSourceConfig,
     prompt_functions,
 )
-from colocated_grpo.settings.text_parts import attention_heads, text_part
+from colocated_grpo.settings.training import OptimizerConfig, PolicyConfig, layers_text, out_of_range
 from colocated_grpo.settings.turns import TurnsSourceConfig
-
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""Suffixes of dataset files. The readers are in `environments.dataset`, which config may not import."""
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
@@ -48,13 +46,14 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
 
     Reads the model's config.json, from the Hub if the model is neither a local folder nor cached.
     """
-    missing = [line for key, source in _sources(config) for line in _check_source(key, source)]
-    missing += _check_answers(config)
-    missing += _check_chat_template(config.model.chat_template)
-    missing += _check_adapter(config)
-    missing += _check_key("engine.api_key_variable", config.engine.api_key_variable)
-    missing += _check_packages(config)
-    missing += check_hub(config.hub)
+    missing = [
+        *_check_sources(config.environments, config.evaluation.sets),
+        *_check_chat_template(config.model.chat_template),
+        *missing_adapter_files(config.policy.lora),
+        *_check_key("engine.api_key_variable", config.engine.api_key_variable),
+        *_check_packages(config.policy.optimizer, config.tracking.trackers),
+        *check_hub(config.hub),
+    ]
     if missing:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)
@@ -65,12 +64,13 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     if config.policy.load_balancing:
         check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
     check_context(model, config.policy.context_parallel)
-    if outside := list(_check_layers(config, model)):
+    if outside := list(_check_layers(config.policy, model, config.model.name)):
         raise ConfigError(*outside)
     for index, source in enumerate(config.environments):
         if isinstance(source, TurnsSourceConfig) and source.opponent is not None:
             opponent = config.model_of(source.opponent)
-            _check_opponent(f"environments.{index}.opponent", opponent, config, model)
+            if opponent != config.model:
+                _check_opponent(f"environments.{index}.opponent", opponent, model, config.model.name)
     return _fit_engine(config, model)
 
 
@@ -84,45 +84,25 @@ def _check_chat_template(template: str | None) -> Iterator[str]:
         yield f"model.chat_template={template!r}: no such file, and not Jinja text (no tag in it)"
 
 
-def _check_adapter(config: Config) -> Iterator[str]:
-    """Yield a line if policy.lora.init names no adapter in PEFT's format. Its contents are checked when it is read."""
-    if config.policy.lora is None or config.policy.lora.init == DEFAULT_INIT:
-        return
-    key, folder = f"policy.lora.init={config.policy.lora.init!r}", Path(config.policy.lora.init)
-    if not folder.is_dir():
-        yield f"{key}: no such folder; write default or the folder of a PEFT adapter (download one of the Hub first)"
-        return
-    if not (folder / CONFIG_FILE).is_file():
-        yield f"{key}: no {CONFIG_FILE} in this folder; expected an adapter saved by PEFT"
-    elif not (folder / WEIGHTS_FILE).is_file():
-        if (folder / "adapter_model.bin").is_file():
-            yield f"{key}: reading adapter_model.bin can run code; load it in PEFT and save it as {WEIGHTS_FILE}"
-        else:
-            yield f"{key}: no {WEIGHTS_FILE} in this folder; expected an adapter saved by PEFT"
-
-
-def _check_layers(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
+def _check_layers(policy: PolicyConfig, model: Mapping[str, Any], name: str) -> Iterator[str]:
     """Yield a line for each setting that names a block that the model does not have."""
     text = text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
-    lora = config.policy.lora
     settings = (
-        ("policy.train_layers", config.policy.train_layers),
-        ("policy.lora.layers", None if lora is None else lora.layers),
+        ("policy.train_layers", policy.train_layers),
+        ("policy.lora.layers", None if policy.lora is None else policy.lora.layers),
     )
     for key, indices in settings:
         if indices and blocks and (rule := out_of_range(indices, blocks)):
-            yield f"{key}={layers_text(indices)}: {rule} in {config.model.name}"
+            yield f"{key}={layers_text(indices)}: {rule} in {name}"
 
 
-def _check_opponent(section: str, opponent: ModelConfig, config: Config, policy: Mapping[str, Any]) -> None:
+def _check_opponent(section: str, opponent: ModelConfig, policy: Mapping[str, Any], name: str) -> None:
     """Raise ConfigError where the opponent's shape differs from the policy's. Both use the same engine."""
-    if opponent == config.model:
-        return
     ours, theirs = shape_of(policy), shape_of(read_config_json(opponent, section))
     if (key := first_difference(ours, theirs)) is not None:
         raise ConfigError(
-            f"{section}.name={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {config.model.name}; "
+            f"{section}.name={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {name}; "
             "the opponent must have the shape of the policy"
         )
 
@@ -160,26 +140,42 @@ def _check_key(setting: str, variable: str | None) -> Iterator[str]:
         yield f"{setting}={variable!r}: this environment variable is not set; export it"
 
 
-def _check_packages(config: Config) -> Iterator[str]:
-    if config.policy.optimizer.type == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+def _check_packages(optimizer: OptimizerConfig, trackers: Sequence[str]) -> Iterator[str]:
+    if optimizer.type == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
-    for name in config.tracking.trackers:
+    for name in trackers:
         if importlib.util.find_spec(name) is None:
             yield f"tracking.trackers={name!r}: this package is not installed; pip install {name.replace('_', '-')}"
 
 
-def _sources(config: Config) -> Iterator[tuple[str, EnvironmentConfig]]:
-    """Yield every source of prompts with its key."""
-    for index, source in enumerate(config.environments):
-        yield f"environments.{index}", source
-    for index, entry in enumerate(config.evaluation.sets):
-        yield f"evaluation.sets.{index}.source", entry.source
-
-
-def _check_answers(config: Config) -> Iterator[str]:
-    for index, entry in enumerate(config.evaluation.sets):
+def _check_sources(sources: Sequence[EnvironmentConfig], sets: Sequence[EvaluationSetConfig]) -> Iterator[str]:
+    for index, source in enumerate(sources):
+        yield from _check_source(f"environments.{index}", source)
+    for index, entry in enumerate(sets):
+        yield from _check_source(f"evaluation.sets.{index}.source", entry.source)
+    for index, entry in enumerate(sets):
         if entry.answer is not None:
-            yield from check_code_name(f"evaluation.sets.{index}.answer", entry.answer)
+            yield from _check_code(f"evaluation.sets.{index}.answer", entry.answer)
+
+
+def _check_code(key: str, name: str) -> Iterator[str]:
+    """Yield a line where a name of user code refers to no file. A rank finds the object when it imports the file."""
+    location = name.rpartition(":")[0]
+    if location == "__main__":
+        yield f"{key}={name!r}: an object of the program that began the run; continue it with that program"
+    elif location.endswith(".py") and not Path(location).expanduser().is_file():
+        yield f"{key}={name!r}: no such file"
+
+
+def _check_program(key: str, name: str) -> Iterator[str]:
+    """Yield a line where `name` is no Python file, executable or name of a function."""
+    if ":" in name:
+        yield from _check_code(key, name)
+    elif name.endswith(".py"):
+        if not Path(name).is_file():
+            yield f"{key}={name!r}: no such file"
+    elif shutil.which(name) is None and not (Path(name).is_file() and os.access(name, os.X_OK)):
+        yield f"{key}={name!r}: neither an executable file nor a command in PATH"
 
 
 def _check_source(key: str, source: EnvironmentConfig) -> Iterator[str]:
@@ -188,13 +184,13 @@ def _check_source(key: str, source: EnvironmentConfig) -> Iterator[str]:
         yield from _check_key(f"{key}.server.api_key_variable", source.server.api_key_variable)
         return
     for path, name in prompt_functions(source):
-        yield from check_code_name(f"{key}.{dotted(path)}", name)
+        yield from _check_code(f"{key}.{dotted(path)}", name)
     if not isinstance(source, RowsSourceConfig):
         if not isinstance(source, NamedObject) or source.given is None:
-            yield from check_code_name(f"{key}.name", source.name)
+            yield from _check_code(f"{key}.name", source.name)
         return
     if isinstance(source, AgentSourceConfig):
-        yield from check_program(f"{key}.program", source.program)
+        yield from _check_program(f"{key}.program", source.program)
     if isinstance(source, DatasetSourceConfig):
         for number, reward in enumerate(source.rewards):
             if reward.given is None:
@@ -216,4 +212,23 @@ def _check_reward(key: str, name: str) -> Iterator[str]:
     if dot and ":" not in name:  # a dotted Python name: built-in rewards have no dot
         rule = "names no function; write file.py:function" if function == "py" else f"write {module}:{function}"
         yield f"{key}={name!r}: {rule}"
-    yield from check_code_name(key, name)
+    yield from _check_code(key, name)
+
+
+def check_hub(settings: HubConfig | None) -> Iterator[str]:
+    """Yield a line where no push could reach the Hub. Asks nothing of the Hub itself."""
+    if settings is None:
+        return
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    key = f"hub.repo={settings.repo!r}"
+    try:
+        validate_repo_id(settings.repo)
+    except HFValidationError as error:
+        yield f"{key}: {str(error).split(':')[0]}"
+    if constants.HF_HUB_OFFLINE:
+        yield f"{key}: HF_HUB_OFFLINE is set; unset it, or remove hub"
+    elif os.environ.get("RANK", "0") == "0" and not get_token():  # only rank 0 pushes
+        yield f"{key}: no token; set HF_TOKEN to one that may write, or run `hf auth login`"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from colocated_grpo.settings.base import Section
+from colocated_grpo.settings.base import Number, Section
 
 
 class AdvantageConfig(Section):
@@ -19,7 +19,7 @@ class AdvantageConfig(Section):
     leave_one_out: bool = False
     """Baseline of each completion: the mean reward of the other completions of its group (RLOO). false: the mean of the
     whole group."""
-    eps: float = Field(1e-4, gt=0)
+    eps: Number = Field(1e-4, gt=0)
     """Added to the standard deviation, so that nearly equal rewards do not give huge advantages."""
 
 
@@ -36,16 +36,16 @@ class CorrectionConfig(Section):
     mode: Literal["truncate", "mask", "off"] = "truncate"
     """truncate (TIS): weight = min(ratio, cap). mask (MIS): weight = ratio inside [floor, cap], else 0. off: weight =
     1, but the mismatch is still logged (mismatch/*)."""
-    cap: float = Field(2.0, gt=1)
+    cap: Number = Field(2.0, gt=1)
     """Upper bound of the ratio."""
-    floor: float = Field(0.0, ge=0, lt=1)
+    floor: Number = Field(0.0, ge=0, lt=1)
     """Lower bound of the ratio. Used by mode: mask only."""
 
 
 class KLConfig(Section):
     """KL penalty: coef times the k3 estimate of KL(policy || target), added to the loss of each token."""
 
-    coef: float = Field(0.0, ge=0)
+    coef: Number = Field(0.0, ge=0)
     """Weight of the penalty. 0: no penalty and no reference model, and groups of equal rewards can be skipped
     (batch.drop_constant_groups)."""
     target: Literal["reference", "rollout"] = "reference"
@@ -69,11 +69,11 @@ class PolicyLoss(Section):
 class ClippedLoss(PolicyLoss):
     """PPO's clipped surrogate: the minimum of ratio * advantage and clamp(ratio) * advantage."""
 
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: Number = Field(0.2, gt=0, lt=1)
     """The ratio is clamped to >= 1 - clip_low. A token below it with a negative advantage has no gradient."""
-    clip_high: float = Field(0.2, gt=0)
+    clip_high: Number = Field(0.2, gt=0)
     """The ratio is clamped to <= 1 + clip_high. A token above it with a positive advantage has no gradient."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: Number | None = Field(None, gt=1)
     """Upper bound of the ratio for tokens with a negative advantage (dual-clip PPO). Must exceed 1 + clip_high. null:
     no bound, as in PPO."""
 
@@ -109,7 +109,7 @@ class DAPOConfig(ClippedLoss):
     """
 
     type: Literal["dapo"] = "dapo"
-    clip_high: float = Field(0.28, gt=0)
+    clip_high: Number = Field(0.28, gt=0)
     """The ratio is clamped to <= 1 + clip_high. Above clip_low by default, so that unlikely tokens can become likelier
     and entropy does not collapse."""
 
@@ -127,7 +127,7 @@ class CISPOConfig(PolicyLoss):
     """
 
     type: Literal["cispo"] = "cispo"
-    clip_high: float = Field(5.0, gt=0)
+    clip_high: Number = Field(5.0, gt=0)
     """Upper bound of the weight."""
 
 
@@ -138,9 +138,9 @@ class GSPOConfig(ClippedLoss):
     """
 
     type: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, gt=0, lt=1)
+    clip_low: Number = Field(3e-4, gt=0, lt=1)
     """The completion's ratio is clamped to >= 1 - clip_low."""
-    clip_high: float = Field(4e-4, gt=0)
+    clip_high: Number = Field(4e-4, gt=0)
     """The completion's ratio is clamped to <= 1 + clip_high."""
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from colocated_grpo.settings.config_json import text_part
 from colocated_grpo.settings.model_support import DELTA_RULE_TYPES, has_latent_attention, has_linear_attention
-from colocated_grpo.settings.text_parts import text_part
 
 TIED_BY_DEFAULT = ("gemma", "gpt2")
 """Families whose config.json may leave out that the output layer is the embedding matrix."""

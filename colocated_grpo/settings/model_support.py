@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from colocated_grpo.settings.config_json import OTHER_PARTS, attention_heads, has_text_part, left_out, text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.families import family_of
-from colocated_grpo.settings.text_parts import OTHER_PARTS, attention_heads, has_text_part, left_out, text_part
 
 STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
 """transformers' names of layers that carry a recurrent state from token to token, with or without attention."""
@@ -55,6 +55,7 @@ COMPOSITE = ("text_config", *OTHER_PARTS)
 COMPOSITE_TYPES = _types("blt fuyu got_ocr2 gemma4_assistant gemma4_unified_assistant")
 RENAMED_TYPES = _types("gpt_neox hrm_text")
 
+_KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 CPU_ENGINE_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_ENGINE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 """Sizes of latent attention that the kernel for CPUs is compiled for, which are those of released models."""
@@ -191,6 +192,25 @@ def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, ada
             f"{setting}: heads of {unsupported[0]}, but vLLM's engine for CPUs supports "
             f"{', '.join(map(str, CPU_ENGINE_HEAD_SIZES))}; train on a GPU, or choose another model"
         )
+
+
+def check_context(model: Settings, size: int) -> None:
+    """Raise ConfigError with one line if `size` ranks cannot split a sequence of the model with this config.json."""
+    if size == 1:
+        return
+    setting, text = f"policy.context_parallel={size}", text_part(model)
+    if has_linear_attention(model):
+        raise ConfigError(
+            f"{setting}: not supported with linear attention, whose recurrent state runs through the whole sequence; "
+            "set it to 1"
+        )
+    heads = attention_heads(text) or 0
+    kv_heads = [count for key in _KV_HEADS if (count := text.get(key))]
+    fits = lambda ranks: heads % ranks == 0 and all(not kv % ranks or not ranks % kv for kv in kv_heads)  # noqa: E731
+    if not fits(size):
+        known = ", ".join(map(str, (heads, *kv_heads)))
+        usable = ", ".join(str(ranks) for ranks in range(1, heads + 1) if fits(ranks))
+        raise ConfigError(f"{setting}: does not divide the model's heads ({known}) evenly; use one of {usable}")
 
 
 def _check_cpu_states(text: Settings, setting: str, bfloat16: bool) -> None:

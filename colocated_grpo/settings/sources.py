@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.base import FileName, NamedObject, NonNegative, Positive
+from colocated_grpo.settings.base import (
+    CodeName,
+    Fraction,
+    InputFile,
+    Integer,
+    NamedObject,
+    NonNegative,
+    Number,
+    Positive,
+    Section,
+    TemplateVariables,
+    Tool,
+    find_file,
+)
 from colocated_grpo.settings.errors import KeyPath
-from colocated_grpo.settings.rows import ConditionConfig, CurriculumConfig
-from colocated_grpo.settings.templates import TemplateVariables, Tool
 from colocated_grpo.settings.turns import TurnsSourceConfig
 
 TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
@@ -19,52 +31,144 @@ TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
 evaluation set NAME."""
 
 
-class TaskSourceConfig(NamedObject):
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Suffixes of dataset files. The readers are in `environments.dataset`, which is above settings."""
+SplitOrFile = Annotated[
+    str, AfterValidator(lambda name, info: find_file(name, info) if name.lower().endswith(DATA_SUFFIXES) else name)
+]
+Program = Annotated[str, AfterValidator(lambda name, info: name if shutil.which(name) else find_file(name, info))]
+"""A command in PATH, or a file or function."""
+
+
+class ItemSourceConfig(NamedObject):
+    """Code that makes its own prompts and scores their completions."""
+
+    type: str
+    name: CodeName
+    args: dict[str, Any] = {}
+    """Keyword arguments of the task's or episode's class."""
+    system_prompt: str | None = None
+    """System message put before each prompt that has none, as the model reads it; `score` or `run` gets the item
+    unchanged."""
+    tools: list[Tool] = []
+    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
+    precedence."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
+    `chat_template_kwargs` of an item take precedence."""
+    weight: Number = Field(1.0, gt=0)
+    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
+
+
+class TaskSourceConfig(ItemSourceConfig):
     """A task generates prompts and scores single completions."""
 
     type: Literal["task"] = "task"
-    name: str
+    name: CodeName
     """A built-in task (arithmetic, countdown, reversal, sorting, tool_call), 'reasoning_gym:<dataset>', a task of an
     installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the task's class."""
-    system_prompt: str | None = None
-    """System message put before each prompt that has none, as the model reads it; `score` gets the item unchanged."""
-    tools: list[Tool] = []
-    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
-    precedence."""
-    chat_template_kwargs: TemplateVariables = {}
-    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
-    `chat_template_kwargs` of an item take precedence."""
-    weight: float = Field(1.0, gt=0)
-    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
 
-class EpisodeSourceConfig(NamedObject):
+class EpisodeSourceConfig(ItemSourceConfig):
     """An episode holds a conversation of several turns with the policy and scores it: docs/guides/episodes.md."""
 
     type: Literal["episode"]
-    name: str
+    name: CodeName
     """A built-in episode, 'textarena:<game>' or an environment of another library (docs/guides/adapters.md), an episode
     of an installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the episode's class."""
-    system_prompt: str | None = None
-    """System message put before each prompt that has none, as the model reads it; `run` gets the item unchanged."""
-    tools: list[Tool] = []
-    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
-    precedence."""
-    chat_template_kwargs: TemplateVariables = {}
-    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
-    `chat_template_kwargs` of an item take precedence."""
-    weight: float = Field(1.0, gt=0)
-    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
+
+
+Scalar = bool | int | float | str
+
+
+class ConditionConfig(Section):
+    """Condition on a column: some values, or bounds of a number. A plain value or list is short for {any: ...}."""
+
+    any: list[Scalar] | None = Field(None, min_length=1)
+    """Values that meet the condition."""
+    min: Number | None = None
+    """Smallest number that meets the condition."""
+    max: Number | None = None
+    """Largest number that meets the condition."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _long_form(cls, value: Any) -> Any:
+        return value if isinstance(value, dict) else {"any": value if isinstance(value, list) else [value]}
+
+    @model_validator(mode="after")
+    def _is_one_condition(self) -> Self:
+        has_bounds = self.min is not None or self.max is not None
+        if has_bounds == (self.any is not None):
+            raise ValueError("needs either values or a min, a max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min={self.min:g} is above max={self.max:g}")
+        return self
+
+
+def _in_order(bounds: Any) -> Any:
+    if bounds.high is not None and bounds.low > bounds.high:
+        raise ValueError(f"low={bounds.low:g} is above high={bounds.high:g}")
+    return bounds
+
+
+class ColumnCurriculumConfig(Section):
+    """Rows from easy to hard by a column: each stage draws from the easiest rows, the last one from all."""
+
+    type: Literal["column"]
+    column: str
+    """Column of the difficulty: numbers, or the values that `order` lists."""
+    order: Literal["ascending", "descending"] | Annotated[list[Scalar], Field(min_length=2)] = "ascending"
+    """ascending: small numbers are easy. descending: large numbers are easy, such as solve rates of another model. Or
+    all values of the column, the easiest first. Example: [easy, medium, hard]"""
+    stages: Integer = Field(5, ge=2)
+    """Number of stages. Stage k of n draws from the easiest k/n of the rows. Rows of equal difficulty join together."""
+    steps: Positive | None = None
+    """Training steps before the last stage, which draws from all rows. The other stages share them equally. Either this
+    or `high` is given."""
+    high: Fraction | None = None
+    """Pass rate above which the next stage begins: the mean over the last `window` prompts of the stage."""
+    low: Fraction = 0.0
+    """Pass rate below which the stage before begins again."""
+    window: Positive = 64
+    """Prompts over which the pass rate is taken. The pass rate of a prompt is the fraction of its completions whose
+    reward is at least `pass_reward`."""
+    pass_reward: Number = 1.0
+    """Smallest reward of a completion that counts as passed."""
+
+    @model_validator(mode="after")
+    def _has_one_pace(self) -> Self:
+        if (self.steps is None) == (self.high is None):
+            raise ValueError("needs either steps or high, which decide when the next stage begins")
+        if self.high is None and self.low:
+            raise ValueError(f"low={self.low:g} needs high")
+        return _in_order(self)
+
+
+class PassRateCurriculumConfig(Section):
+    """Prompts whose last visit was too easy or too hard rest for some turns, so others are drawn instead."""
+
+    type: Literal["pass_rate"]
+    low: Fraction = 0.1
+    """Smallest pass rate of a prompt that does not rest. The pass rate is the fraction of the completions of its last
+    visit whose reward is at least `pass_reward`."""
+    high: Fraction = 0.9
+    """Largest pass rate of a prompt that does not rest."""
+    rest: Positive = 2
+    """Number of turns for which a prompt outside these bounds is passed over. Then it is sampled again."""
+    pass_reward: Number = 1.0
+    """Smallest reward of a completion that counts as passed."""
+
+    _checked = model_validator(mode="after")(_in_order)
+
+
+CurriculumConfig = Annotated[ColumnCurriculumConfig | PassRateCurriculumConfig, Field(discriminator="type")]
 
 
 class RewardConfig(NamedObject):
     """One reward function of a dataset. Functions have TRL's signature: docs/guides/from_trl.md."""
 
-    name: str
+    name: CodeName
     """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
     'path/to/file.py:function'."""
     args: dict[str, Any] | None = None
@@ -79,7 +183,7 @@ class RewardConfig(NamedObject):
     relative: bool = False
     """true: the function compares the completions of a prompt with each other, and is never called with some of them
     only. false: after an exception it is called for each completion alone, to find out which ones made it raise."""
-    weight: float = Field(1.0, ge=-1e6, le=1e6)
+    weight: Number = Field(1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the sum of a completion's rewards. 0 only logs it, as reward/<name>: whatever it returns
     or raises, the sum is that of the others."""
 
@@ -88,18 +192,28 @@ def reward_by_name(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def reward_name(name: Any) -> Any:
+    """Return the name of a reward, given as in TRL's script, in the form of a config; other values unchanged."""
+    if name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"):
+        return f"trl.rewards:{name}"
+    if not isinstance(name, str) or ":" in name:
+        return name
+    module, _, function = name.rpartition(".")
+    return f"{module}:{function}" if module else name
+
+
 class RowsSourceConfig(NamedObject):
     """Rows of a dataset as prompts."""
 
     type: str
-    name: FileName
+    name: InputFile
     """A .jsonl, .json, .csv or .parquet file, a folder written by save_to_disk(), or a Hugging Face dataset name.
     Values of a .csv stay text."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset. Not for local files."""
     split: str = "train"
     """Training split of a Hugging Face dataset. Not for local files."""
-    eval_split: str | None = None
+    eval_split: SplitOrFile | None = None
     """Split of held-out prompts; for a local file, the path of another file. Default: `held_out` rows at the end of the
     training data, which are then not trained on."""
     held_out: NonNegative | None = None
@@ -117,12 +231,12 @@ class RowsSourceConfig(NamedObject):
     where: dict[str, ConditionConfig] = {}
     """Conditions on columns, as they are named in the data; rows that do not meet all of them are left out. A value, a
     list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
-    filter: str | None = None
+    filter: CodeName | None = None
     """Function 'package.module:function' or 'path/to/file.py:function' that gets a row as a dictionary and returns
     true if it is kept. It is called for the rows that meet `where`."""
     curriculum: CurriculumConfig | None = None
     """Order of the rows by difficulty: docs/guides/prompts.md. null: `shuffle` alone decides."""
-    weight: float = Field(1.0, gt=0)
+    weight: Number = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
     _held_out: Any = PrivateAttr(default=None)
@@ -151,7 +265,7 @@ class AgentSourceConfig(RowsSourceConfig):
     """Rows of a dataset as tasks of a program that samples through OpenAI's chat API: docs/guides/agents.md."""
 
     type: Literal["agent"]
-    program: FileName
+    program: Program
     """A Python file, which the run's own interpreter runs, any other executable, or an async function as
     'path/to/file.py:function' or 'package.module:function'."""
     arguments: list[str] = []
@@ -175,7 +289,7 @@ EnvironmentConfig = Annotated[
 
 def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]:
     """Yield place and name of each function that describes tools or filters rows."""
-    if isinstance(source, TaskSourceConfig | EpisodeSourceConfig | DatasetSourceConfig):
+    if isinstance(source, ItemSourceConfig | DatasetSourceConfig):
         for number, tool in enumerate(source.tools):
             if isinstance(tool, str):
                 yield ("tools", number), tool

@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from colocated_grpo.settings.base import FileName, NonNegative, Positive, Section
+from colocated_grpo.settings.base import INITIAL, CodeName, InputFile, NonNegative, Number, Positive, Section
 
-INITIAL = "initial"
 FROZEN = "frozen"
 """Entry in the `players` of a game that assigns a seat to the opponent."""
 
@@ -16,7 +15,7 @@ FROZEN = "frozen"
 class OpponentConfig(Section):
     """A frozen model that plays against the policy, in the same engine. A run has at most one."""
 
-    name: FileName = INITIAL
+    name: InputFile = INITIAL
     """initial: the run's own model before the first step. Otherwise the folder or Hugging Face name of a model of the
     same shape, for example the final_model/ of another run."""
     revision: str | None = None
@@ -30,7 +29,7 @@ class TurnsSourceConfig(Section):
     """A game trained turn by turn. Each turn is a prompt; its completions are one group, scored on one position."""
 
     type: Literal["turns"]
-    name: str
+    name: CodeName
     """'town', 'textarena:<game>', 'tossim', a turn environment of an installed package, or your own
     'package.module:object' or 'path/to/file.py:object'."""
     args: dict[str, Any] = {}
@@ -41,7 +40,7 @@ class TurnsSourceConfig(Section):
     max_wait: Positive = 64
     """Maximum steps that a turn waits for its game to end, if its reward includes the game's result. After that it
     is trained with its immediate reward (metric turns_overdue). Longer waits make rollouts staler."""
-    stop_at_parse_rate: float | None = Field(None, gt=0, le=1)
+    stop_at_parse_rate: Number | None = Field(None, gt=0, le=1)
     """End the run when the share of well-formed completions has been at least this for stop_after steps in a row. null:
     train for all training_steps."""
     stop_after: Positive = 1000
@@ -53,5 +52,5 @@ class TurnsSourceConfig(Section):
     """Frozen model for the seats that the game assigns to it (town: players: [policy, frozen]). Its turns are sampled
     once and not trained. Its weights are kept in host memory and swapped into the engine. All entries that set an
     opponent must set the same one."""
-    weight: float = Field(1.0, gt=0)
+    weight: Number = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""

@@ -103,9 +103,8 @@ def converse(session: Chat, lines: Iterator[str], interrupts: Interrupts) -> Non
 
 def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
     """Load the model. Raises ConfigError or RunError."""
-    from colocated_grpo.settings.config_json import longest_sequence, read_config_json
+    from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
     from colocated_grpo.settings.errors import ConfigError
-    from colocated_grpo.settings.text_parts import text_part
     from colocated_grpo.tools.subject import subject_of
 
     subject = subject_of(options.model)
@@ -132,8 +131,8 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
 
 def _settings(subject: ModelSubject, overrides: Sequence[str]) -> Config:
     """Return the settings of the run, or those of the command line alone. Raises ConfigError."""
-    from colocated_grpo.settings.loading import build_config, parse_overrides
-    from colocated_grpo.settings.yaml_text import parse_value
+    from colocated_grpo.settings.config_file import build_config, parse_overrides
+    from colocated_grpo.settings.tree import parse_value
     from colocated_grpo.tools.subject import read_settings, with_subject
 
     if subject.run_config is not None:

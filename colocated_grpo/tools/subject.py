@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.servers.engine_servers import LORA_RANKS
 from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.loading import load_config
 from colocated_grpo.settings.schema import Config
 
 if TYPE_CHECKING:

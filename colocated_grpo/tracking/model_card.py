@@ -9,12 +9,10 @@ from typing import Any
 import yaml
 
 from colocated_grpo import __version__
-from colocated_grpo.settings.config_json import read_config_json
+from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.inputs import DATA_SUFFIXES
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.sources import TRAIN_DATASET, DatasetSourceConfig, RowsSourceConfig
-from colocated_grpo.settings.text_parts import has_text_part
+from colocated_grpo.settings.sources import DATA_SUFFIXES, TRAIN_DATASET, DatasetSourceConfig, RowsSourceConfig
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import TRAIN, Row
 from colocated_grpo.tracking.page import DARK, LIGHT

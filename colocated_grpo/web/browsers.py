@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from colocated_grpo.settings.addresses import is_address, is_wildcard
+from colocated_grpo.settings.atropos import is_address, is_wildcard
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OTHER_SITES = frozenset({"cross-site", "same-site"})

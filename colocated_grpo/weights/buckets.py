@@ -1,4 +1,4 @@
-"""Parameters in buckets: every shard contributes its rows of each, and an engine takes the part that it holds.
+"""Parameters in buckets: every rank contributes its rows of each parameter, and an engine takes the part it holds.
 
 FSDP2 gives rank r of a parameter the rows [r * chunk, (r + 1) * chunk), the last ranks fewer or none. In a bucket each
 parameter has a slot of `chunk` rows, so that offsets are equal on all ranks.
@@ -22,14 +22,14 @@ BUCKET_BYTES = 512 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parameters that travel together."""
+    """Parameters that are gathered together."""
 
     shapes: dict[str, torch.Size]
     """By checkpoint name, in order."""
     num_shards: int
     """Ranks that together hold the parameters."""
     size: int
-    """Elements that each of them contributes, padding included."""
+    """Elements that each of these ranks contributes, padding included."""
 
     def slots(self) -> Iterator[tuple[str, torch.Size, int]]:
         """Yield name, shape and offset in a rank's contribution."""

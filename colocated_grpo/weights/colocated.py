@@ -45,7 +45,7 @@ class ColocatedSync:
         constants: Mapping[str, Tensor] | None = None,
         planned: bool = True,
     ) -> None:
-        """parameters: sharded tensors by name. conversion: to the tensors that the engine's loader knows.
+        """parameters: sharded tensors by name. conversion: to the tensors that the engine's loader expects.
 
         check_every: verify every n-th sync; 0: none.
         constants: unsharded tensors that never change. `load_weights` writes them; planned syncs do not.
@@ -74,7 +74,7 @@ class ColocatedSync:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Raises RunError on every rank if the engine does not hold the policy's weights afterwards."""
+        """Write the policy's weights into the engine. Raises RunError on every rank if they have not arrived."""
         if self.plan is not None:
             gathered = ((slices, self._gather(bucket)) for bucket, slices in self._buckets)
             write_planned(gathered, self.plan, self._device)
@@ -102,7 +102,7 @@ class ColocatedSync:
         return all(self._world.gather_objects(ok))
 
     def _full_tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the engine's loader needs. names: of these parameters and constants only."""
+        """Yield the tensors that the engine's loader needs. names: yield only these parameters and constants."""
         for name, parameter in self._parameters.items():
             if names is None or name in names:
                 yield from self._conversion.stored(name, whole(parameter.detach().to(self._dtype)).to(self._device))
@@ -120,7 +120,7 @@ class ColocatedSync:
             return
         buckets = make_buckets(shapes, count_shards(self._parameters), self._dtype)
         self._buckets = [(bucket, shard_slices(bucket, plan)) for bucket in buckets]
-        loaded = [self._is_loaded(*entry) for entry in self._buckets]  # of every bucket: all ranks join all gathers
+        loaded = [self._is_loaded(*entry) for entry in self._buckets]  # checks every bucket: all ranks join all gathers
         if self._agree(all(loaded)):
             self.plan = plan
 

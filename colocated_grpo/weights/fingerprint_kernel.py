@@ -17,7 +17,7 @@ from colocated_grpo.runtime.triton_jit import jit
 from colocated_grpo.weights.fingerprints import LOW_31, MIX, SPAN, SPAN_BITS, SPANS, Part
 
 ALIGNMENT = 16
-"""Addresses and indices that are multiples of it are loaded as vectors."""
+"""Values whose address and index are multiples of this are loaded as vectors."""
 _MIX_0 = tl.constexpr(MIX[0])
 _MIX_1 = tl.constexpr(MIX[1])
 _SPAN = tl.constexpr(SPAN)
@@ -42,7 +42,7 @@ class KernelLaunch:
     table: Tensor
     """[tensors, 6]: address, elements, first index, row, row stride, place in the result."""
     places: Tensor
-    """[programs, 2]: row of `table`, and which of its stretches of SPANS spans."""
+    """[programs, 2]: row of `table`, and index of a block of SPANS spans in that row's tensor."""
     values: list[Tensor]
     """The tensors whose addresses the table holds."""
     constants: dict[str, Any]
@@ -53,7 +53,7 @@ class KernelLaunch:
 
 
 def plan_launches(parts: Sequence[tuple[int, Part]], dtype: torch.dtype | None) -> list[KernelLaunch]:
-    """Return the launches for all parts, given with their places in the result."""
+    """Return the launches for all parts. parts: (place in the result, part)."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[int, Part]]] = defaultdict(list)
     for place, part in parts:
         if part.values.numel():

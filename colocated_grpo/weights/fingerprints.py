@@ -1,4 +1,4 @@
-"""64-bit fingerprints of weights, by which a sync is verified bit for bit.
+"""64-bit fingerprints of weights, which verify a sync bit for bit.
 
 The fingerprint of a checkpoint tensor is the sum, modulo 2^64, of bits(x_i) * factor(i): the bits of element i in the
 engine's type as a signed number, times an odd pseudo-random factor of its flat index. The fingerprints of parts add up
@@ -18,7 +18,7 @@ SPAN_BITS = 12
 """factor(i) = hash(i mod 2^12) * hash(2^12 + i div 2^12). Each half is applied to a span of indices at once."""
 SPAN = 1 << SPAN_BITS
 SPANS = 8
-"""Spans that are added up together: the CPU's ops on them are too small for torch to divide among threads."""
+"""Spans summed in one operation: few enough that torch does not divide its CPU operations among threads."""
 MIX = (0x9E3779B1, 0x85EBCA77)
 """Odd multipliers of the hash, which the kernel shares."""
 LOW_31, LOW_32 = 0x7FFFFFFF, 0xFFFFFFFF
@@ -63,7 +63,7 @@ def fingerprint(part: Part, dtype: torch.dtype | None = None) -> Tensor:
     done = 0
     while done < len(values):
         start = part.first + done
-        # Up to the end of a span that is begun, then whole spans.
+        # First the rest of a partial span, then whole spans.
         length = SPAN - start % SPAN if start % SPAN or len(values) - done < SPAN else SPANS * SPAN
         chunk = values[done : done + length]
         if len(chunk) > SPAN:
@@ -76,7 +76,7 @@ def fingerprint(part: Part, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _sum_of_rows(bits: Tensor, first: int) -> Tensor:
-    """bits: of a part of one span, or of whole spans. first: index of the first element."""
+    """Sum consecutive elements. bits: part of one span, or whole spans. first: index of the first element."""
     start, span = first % SPAN, first // SPAN
     if len(bits) <= SPAN:
         return torch.dot(bits, _span_factors()[start : start + len(bits)]) * _hash(torch.tensor(SPAN + span))
@@ -85,7 +85,7 @@ def _sum_of_rows(bits: Tensor, first: int) -> Tensor:
 
 
 def _sum_of_columns(bits: Tensor, part: Part, done: int) -> Tensor:
-    """done: elements of the part before these."""
+    """Sum elements of a block of columns. done: number of elements of the part before these."""
     local = torch.arange(done, done + len(bits))
     index = part.first + local.div(part.row, rounding_mode="floor") * part.row_stride + local % part.row
     return torch.dot(bits, _span_factors()[index % SPAN] * _hash(SPAN + index.div(SPAN, rounding_mode="floor")))

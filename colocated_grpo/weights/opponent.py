@@ -48,7 +48,7 @@ class FrozenOpponent:
     def plays(self) -> Iterator[None]:
         """Sample with the opponent's weights inside the context. The engine must be awake.
 
-        After an error they stay: restoring the policy's is collective, and other ranks may not have failed.
+        They stay loaded after an error: restoring the policy's is collective, and other ranks may not have failed.
         """
         self._into_engine.sync()
         self._weights_changed(NO_VERSION)

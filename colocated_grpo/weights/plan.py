@@ -51,7 +51,7 @@ class Plan:
     """Every parameter of the engine, as it was when the plan was made."""
 
     def is_current(self) -> bool:
-        """Return False if the engine computes with other tensors than those that the views are of."""
+        """Return False if the engine's parameters are no longer the tensors that the views point into."""
         return all(
             module._parameters.get(name) is parameter and parameter.data_ptr() == address
             for module, name, parameter, address in self.places
@@ -124,7 +124,7 @@ def _target(
 
 
 def _fused_target(module: QKVParallelLinear | MergedColumnParallelLinear, parameter: Tensor) -> Target | None:
-    """Return the place of a tensor that the checkpoint fuses too; None if ranks have parts of each fused layer."""
+    """Return the place of a tensor that is fused in the checkpoint as well; None with tensor parallelism."""
     return Target(view=parameter, dim=0, start=0) if module.tp_size == 1 else None
 
 

@@ -20,7 +20,7 @@ SHOWN = 3
 
 
 class Fingerprints:
-    """Computes the fingerprints of the same parts again and again."""
+    """Computes the fingerprints of a fixed set of parts."""
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype | None, device: torch.device) -> None:
         """dtype: cast values to this type first, as a sync does; None: hash them as they are."""
@@ -58,7 +58,7 @@ class Summed(NamedTuple):
 
     sums_P: Tensor
     copies_P: Tensor
-    """How often each tensor is in the sum: once for each engine, or each replica of a shard."""
+    """Number of copies of each tensor in the sum: one for each engine, or for each replica of a shard."""
 
     def differs_from(self, other: Summed) -> Tensor:
         """Return where the sides hold different bytes: bool [P], on the CPU."""
@@ -115,7 +115,7 @@ class ViewFingerprints:
         self.copies = _copies([target.view.numel() for target, _ in pairs], [shape for _, shape in pairs], world)
 
     def compute(self) -> Tensor:
-        """Return this rank's contribution, int64 [P], on the engine's device; zeros for views of former tensors."""
+        """Return this rank's contribution, int64 [P], on the engine's device; zeros if its tensors were replaced."""
         found = self._of_views.compute()
         return found if self._is_current() else torch.zeros_like(found)
 
@@ -127,7 +127,7 @@ def _part_of(target: Target, shape: torch.Size) -> Part:
 
 
 def _copies(own: Sequence[int], shapes: Sequence[torch.Size], world: World) -> Tensor:
-    """Return how often each tensor is held by all ranks together. own: its elements on this rank."""
+    """Return the number of copies of each tensor over all ranks. own: its elements on this rank."""
     elements = torch.tensor([shape.numel() for shape in shapes], dtype=torch.int64, device=world.device)
     held = world.sum_(torch.tensor(own, dtype=torch.int64, device=world.device))
     return held.div(elements, rounding_mode="floor")
@@ -183,7 +183,7 @@ def raise_if_any(different_P: Tensor, names: Sequence[str], where: str = "the en
 
 
 def raise_if_reloading_changed(changed: Sequence[Sequence[str]]) -> None:
-    """changed: by rank, names of the engine's tensors. Raises RunError with one line."""
+    """Raise RunError with one line if a rank reports changed tensors. changed: their names in the engine, by rank."""
     for rank, names in enumerate(changed):
         if names:
             raise RunError(
@@ -196,7 +196,7 @@ def raise_if_reloading_changed(changed: Sequence[Sequence[str]]) -> None:
 class ReloadCheck:
     """Loads one block of the weights a second time and expects that no byte of the engine changes.
 
-    For engines without planned views: a load is deterministic, so bytes change only where the first one has not
+    For engines without planned views. A load is deterministic, so bytes change only where the first load has not
     arrived. Blocks take turns: an engine that receives nothing is found at once, a single stale block in its turn.
     """
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.schema import RolloutConfig
+from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.summaries import (
     check_reward_errors,
     environment_metrics,

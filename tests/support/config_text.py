@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from colocated_grpo.settings.config_file import LoadedConfig, read_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.loading import LoadedConfig, read_config
 from colocated_grpo.settings.schema import Config
 
 MINIMAL = "model: {name: some/model}\nenvironments: [{type: task, name: sorting}]\n"

@@ -23,7 +23,7 @@ from vllm.logger import configure_logging_if_needed
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-import colocated_grpo.settings.loading  # noqa: F401
+import colocated_grpo.settings.config_file  # noqa: F401
 
 registry._run_in_subprocess = lambda inspect_model: inspect_model()
 

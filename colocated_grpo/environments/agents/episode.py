@@ -12,7 +12,6 @@ from colocated_grpo.environments.agents.endpoint import Access, Endpoint
 from colocated_grpo.environments.agents.program import AgentFailed, Program
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.user_code.loading import load_object
-from colocated_grpo.settings.code_names import check_program
 from colocated_grpo.settings.sources import AgentSourceConfig
 
 
@@ -76,9 +75,7 @@ class AgentEpisode:
 
 
 def build_agent(entry: AgentSourceConfig, key: str) -> Agent:
-    """Find the program or import the function. Raises EnvironmentSetupError."""
-    for line in check_program(f"{key}: program", entry.program):
-        raise EnvironmentSetupError(line)
+    """Return the program, which the launcher has looked up, or import the function. Raises EnvironmentSetupError."""
     if ":" in entry.program:
         if entry.arguments:
             raise EnvironmentSetupError(f"{key}: arguments={entry.arguments}: a function has none; use a program")

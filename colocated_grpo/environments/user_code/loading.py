@@ -52,7 +52,8 @@ def load_object(path: str, key: str) -> Any:
     try:
         module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
     except (Exception, SystemExit) as error:
-        raise EnvironmentSetupError(f"{key}: cannot import {location!r}: {one_line(error)}") from error
+        extra = "; install it with: pip install 'colocated-grpo[trl]'" if getattr(error, "name", "") == "trl" else ""
+        raise EnvironmentSetupError(f"{key}: cannot import {location!r}: {one_line(error)}{extra}") from error
     try:
         return getattr(module, name)
     except AttributeError:

@@ -1,9 +1,9 @@
 """Rounding to bfloat16 with a fixed dither, for merged weights W = W0 + scale * left @ right.
 
-Rounding to nearest would lose the adapter wherever it changes a weight by less than half a step of bfloat16: early in
-training nearly everywhere. The dither rounds away from zero with the probability that makes the expected value exact.
-Its random numbers depend only on the weight's key and the element's index: W is exactly W0 while the adapter is zero,
-weights do not jitter from step to step, and a resumed run has the same bytes.
+Rounding to nearest would lose the adapter wherever it changes a weight by less than half a step of bfloat16, which
+early in training is nearly everywhere. The dither rounds away from zero with the probability that makes the expected
+value exact. Its random numbers depend only on the weight's key and the element's index: W is exactly W0 while the
+adapter is zero, weights do not jitter from step to step, and a resumed run has the same bytes.
 """
 
 from __future__ import annotations

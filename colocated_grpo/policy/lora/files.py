@@ -17,14 +17,15 @@ from colocated_grpo.policy.checkpoint_files import check_export
 from colocated_grpo.policy.lora.weights import adapted_layers, factors_of
 from colocated_grpo.policy.model import PackedLM, checkpoint_name
 from colocated_grpo.settings.adapter_files import WEIGHTS_FILE
+from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.lora import DEFAULT_INIT, LoRAConfig
+from colocated_grpo.settings.training import LoRAConfig
 
 
 def read_factors(config: LoRAConfig, model: PackedLM) -> dict[str, Tensor]:
     """Return the tensors of the adapter that `config.init` names, by PEFT's names; empty for a new adapter.
 
-    model: with adapters inserted. Raises ConfigError where names or shapes differ from the model's.
+    model: with adapters inserted. Raises ConfigError if names or shapes differ from the model's.
     """
     if config.init == DEFAULT_INIT:
         return {}

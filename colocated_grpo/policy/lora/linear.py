@@ -79,12 +79,12 @@ class _MergedLinear(torch.autograd.Function):
         return functional.linear(x, weight_OI, bias_O)
 
     @staticmethod
-    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs; one argument per output is what it passes)
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_OI, a_RI, b_OR = ctx.saved_tensors
         grad_x = grad @ weight_OI if ctx.needs_input_grad[0] else None
         x_TI, grad_TO = x.flatten(0, -2), grad.flatten(0, -2)
-        # Both products with the rank in the middle: neither [O, I] nor [T, O] is formed for the adapter.
+        # Both products go through the rank: no [O, I] or [T, O] tensor is formed for the adapter.
         a_TR = x_TI @ a_RI.to(x.dtype).t()
         b_TR = grad_TO @ b_OR.to(x.dtype)
         grad_a_RI = (b_TR.t() @ x_TI).to(a_RI.dtype) * ctx.scale

@@ -10,14 +10,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from colocated_grpo.policy.lora.linear import ADAPTED
+from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.lora import ALL_LINEAR, DEFAULT_INIT, LoRAConfig
+from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
 
 
 def insert_adapters(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig) -> None:
     """Replace the targeted layers of `lm` by layers with adapters, in place. blocks: its transformer blocks.
 
-    Parameters are on the meta device. Raises ConfigError where a target does not exist or is no linear layer.
+    Parameters are on the meta device. Raises ConfigError if a target does not exist or is not a linear layer.
     """
     for name in target_names(lm, blocks, config):
         parent, _, leaf = name.rpartition(".")
@@ -32,7 +33,7 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
     wanted = linear if everything else config.target_modules
     rules = LoraConfig(target_modules=wanted, exclude_modules=config.exclude_modules)
     matched = [name for name, _ in lm.named_modules() if name and check_target_module_exists(rules, name)]
-    by_name = config.init == DEFAULT_INIT and isinstance(wanted, list)  # other adapters may name layers of many models
+    by_name = config.init == DEFAULT_INIT and isinstance(wanted, list)  # a loaded adapter may also name absent layers
     if by_name:
         _require_all_found(wanted, (name for name, _ in lm.named_modules()), linear)
     if config.layers is not None:
@@ -54,7 +55,7 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
 
 
 def linear_names(lm: PreTrainedModel) -> Iterator[str]:
-    """Yield the names of all layers that `all-linear` means: every linear layer but the output layer."""
+    """Yield the names of the layers that `all-linear` selects: every linear layer except the output layer."""
     head = lm.get_output_embeddings()
     for name, module in lm.named_modules():
         if type(module) in ADAPTED and module is not head:

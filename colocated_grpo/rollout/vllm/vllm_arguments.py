@@ -31,10 +31,9 @@ from colocated_grpo.rollout.vllm.routes import RECORD_ROUTES
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.runtime.text_part import read_text_config
-from colocated_grpo.settings.config_json import config_json_in
+from colocated_grpo.settings.config_json import MODULES, config_json_in, has_text_part, text_name, text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_support import has_latent_attention, has_linear_attention
-from colocated_grpo.settings.text_parts import MODULES, has_text_part, text_name, text_part
 from colocated_grpo.types import JsonObject
 
 CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}

@@ -13,9 +13,9 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from colocated_grpo.settings.lora import LoRAConfig
 from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig
 
 MASTER = GRADIENT = 4
 OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}

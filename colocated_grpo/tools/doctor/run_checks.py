@@ -52,7 +52,7 @@ def check_settings(subject: Subject) -> Finding:
 
 
 def check_files(subject: Subject) -> Finding:
-    """Look up the data files, functions and classes that the settings name."""
+    """Look up the files and names in the settings. User code is not imported: the dry run does."""
     lines: list[str] = []
     for check in (check_names, check_inputs):
         try:
@@ -61,7 +61,7 @@ def check_files(subject: Subject) -> Finding:
             lines += str(error).splitlines()
     lines = [line for line in dict.fromkeys(lines) if line not in subject.model.error.splitlines()]
     if not lines:
-        return ok("all files and functions exist")
+        return ok("all files exist")
     if len(lines) == 1:
         return failed_line(lines[0], "correct the name")
     return failed(" | ".join(lines), "correct the names")

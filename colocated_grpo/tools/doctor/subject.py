@@ -23,10 +23,9 @@ from packaging.utils import canonicalize_name
 from colocated_grpo.atropos.client import trainer_of
 from colocated_grpo.launch.arguments import Launch
 from colocated_grpo.settings.adapter_files import with_adapter_settings
-from colocated_grpo.settings.config_json import read_config_json
+from colocated_grpo.settings.config_json import read_config_json, text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.text_parts import text_part
 from colocated_grpo.tools.doctor.atropos_state import AtroposState, read_state
 
 Status = Literal["ok", "warning", "failed", "skipped"]

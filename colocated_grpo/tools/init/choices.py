@@ -13,14 +13,13 @@ import psutil
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.dataset import READERS
 from colocated_grpo.environments.rewards.answers import NUMBER
-from colocated_grpo.environments.rewards.functions import check_reward_name
+from colocated_grpo.environments.rewards.functions import load_reward
 from colocated_grpo.environments.templates import with_system_prompt
-from colocated_grpo.settings.code_names import check_code_name
-from colocated_grpo.settings.config_json import longest_sequence, read_config_json
+from colocated_grpo.settings.config_json import attention_heads, longest_sequence, read_config_json, text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.text_parts import attention_heads, text_part
+from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.tools.doctor.footprint import Placement
 from colocated_grpo.tools.init.sizes import BatchSizes, Lengths, Memory, batch_of, fit_memory, lengths_of
 
@@ -177,9 +176,7 @@ def _read(file: Path) -> list[Item]:
 
 
 def _named_reward(name: str) -> Reward:
-    check_reward_name(name, "--reward")
-    for line in check_code_name("--reward", name):
-        raise ConfigError(line)
+    load_reward(name, RewardConfig(name=name), "--reward")
     return Reward(name=name, why="named with --reward")
 
 

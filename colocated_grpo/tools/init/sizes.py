@@ -8,10 +8,9 @@ from math import ceil
 from typing import Any
 
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.lora import LEARNING_RATE
 from colocated_grpo.settings.model_sizes import Sizes
-from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LEARNING_RATE, PolicyConfig
 from colocated_grpo.tools.doctor.footprint import Placement, RankMemory, RunSizes
 from colocated_grpo.tools.doctor.model_checks import FULL, fits, memory_fix
 from colocated_grpo.tools.doctor.subject import gib

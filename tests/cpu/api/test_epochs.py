@@ -8,7 +8,7 @@ import pytest
 
 from colocated_grpo import ConfigError
 from colocated_grpo.api.arguments import read_arguments
-from colocated_grpo.settings.loading import LoadedConfig
+from colocated_grpo.settings.config_file import LoadedConfig
 
 ROWS = [{"prompt": f"{number} + 1 = ", "level": number % 2} for number in range(50)]
 

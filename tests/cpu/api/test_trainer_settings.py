@@ -12,8 +12,8 @@ import yaml
 from colocated_grpo import ConfigError, Trainer
 from colocated_grpo.environments.rewards.functions import build_rewards
 from colocated_grpo.environments.rewards.placement import start_workers
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.inputs import check_inputs
-from colocated_grpo.settings.loading import load_config
 from tests.support.paths import ROOT
 
 ROWS = [{"prompt": f"{number} + 1 = ", "answer": str(number + 1)} for number in range(50)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, build_micro_batch, pack
 from colocated_grpo.batching.plan import Outline, computed_tokens, plan
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.schema import BatchConfig
+from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup, Group, Rollout
 from tests.support.small_policy import group_of, positions_of, random_groups, rollout_of, rows_of, sequence_of
 

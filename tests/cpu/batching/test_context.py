@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.batching import MicroBatch, PackedRoutes, build_micro_batch, local_rows, pack
-from colocated_grpo.settings.schema import BatchConfig
+from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup
 from tests.support.small_policy import random_groups, sequence_of, with_own_advantages, with_ref_logprobs
 

@@ -47,8 +47,7 @@ from benchmarks.throughput import ModelSize
 from benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS, RandomWork, add_stop_tokens
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.lora import LoRAConfig
-from colocated_grpo.settings.policy import PolicyConfig
+from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.types import JsonObject

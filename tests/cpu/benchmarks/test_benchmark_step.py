@@ -21,8 +21,7 @@ from benchmarks.throughput import (
     with_rates,
 )
 from benchmarks.workload import add_stop_tokens
-from colocated_grpo.settings.lora import LoRAConfig
-from colocated_grpo.settings.policy import PolicyConfig
+from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from tests.support.families import SETTINGS as FAMILIES

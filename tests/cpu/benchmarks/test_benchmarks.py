@@ -36,7 +36,7 @@ from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
 from colocated_grpo.losses import Counts
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.types import Group, JsonObject, Rollout
 from tests.support.families import SETTINGS
 from tests.support.ranks import TIMEOUT, start_module

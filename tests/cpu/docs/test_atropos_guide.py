@@ -8,8 +8,8 @@ import shlex
 import pytest
 
 from colocated_grpo.launch.launcher import main
-from colocated_grpo.settings.atropos_flags import FLAGS, VARIABLES
 from colocated_grpo.settings.errors import dotted, setting_names
+from colocated_grpo.settings.names.atropos_command import FLAGS
 from colocated_grpo.settings.schema import Config
 from tests.support.paths import ROOT
 from tests.support.training_runs import tiny_model
@@ -39,13 +39,6 @@ def test_every_flag_is_listed_with_its_default():
         shown = listed[flag.names[0]][1]
         assert shown == default or (shown in ("", "required") and not flag.default)
     assert {name for name in listed if name.startswith("--")} == {name for flag in FLAGS for name in flag.names}
-
-
-def test_every_environment_variable_is_listed():
-    assert {name for cells in rows("Flags") for name in spans(cells[0]) if name.isupper()} == {
-        *VARIABLES,
-        "CUDA_VISIBLE_DEVICES",
-    }
 
 
 @pytest.mark.parametrize("section", ["Modes", "Flags"])

@@ -17,7 +17,7 @@ from colocated_grpo.launch.arguments import read_launch, run_parser
 from colocated_grpo.launch.cli import add_run_arguments
 from colocated_grpo.launch.launcher import read_settings
 from colocated_grpo.runtime.program import Launch, OneLineParser, environment_problem, rank_environment
-from colocated_grpo.settings.loading import read_config
+from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.rules import check_world
 from tests.support.paths import ROOT
 

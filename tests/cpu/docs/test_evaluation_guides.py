@@ -12,8 +12,8 @@ from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.rollout.resample import resample_metrics
 from colocated_grpo.settings.errors import parse_path, setting_names
 from colocated_grpo.settings.evaluation import ANSWERS, EvaluationSetConfig
+from colocated_grpo.settings.generation import ResampleConfig, SkipSolvedConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.selection import ResampleConfig, SkipSolvedConfig
 from colocated_grpo.tools.evaluate import _parser
 from tests.cpu.evaluation.test_estimators import group
 from tests.support.config_text import load

@@ -13,8 +13,8 @@ from colocated_grpo.environments import EnvironmentSetupError, build_environment
 from colocated_grpo.environments.curriculum import stage_sizes
 from colocated_grpo.environments.row_filter import difficulties
 from colocated_grpo.settings import Config
-from colocated_grpo.settings.rows import ColumnCurriculumConfig
 from colocated_grpo.settings.rules import check
+from colocated_grpo.settings.sources import ColumnCurriculumConfig
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from tests.cpu.environments.test_solved import group_of
 from tests.support.config_text import config_error

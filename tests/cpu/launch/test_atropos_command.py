@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from colocated_grpo.launch import launcher
-from colocated_grpo.launch.atropos_command import read_command
-from colocated_grpo.settings.atropos_flags import FLAGS, VARIABLES
+from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.errors import ConfigError, parse_path
-from colocated_grpo.settings.loading import read_config
+from colocated_grpo.settings.names.atropos_command import FLAGS, read_command
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import lookup
 from tests.support.atropos_commands import EXAMPLES, SERVER, Example
@@ -63,7 +62,12 @@ def test_a_command_of_the_guides_means_what_it_says(example: Example):
 def test_a_dry_run_of_a_command_of_the_guides_shows_the_banner(example: Example, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    for name in (*VARIABLES, "CUDA_VISIBLE_DEVICES"):
+    for name in (
+        "VLLM_ENABLE_SHARED_WEIGHTS",
+        "VLLM_BRIDGE_CONFIG_PATH",
+        "NUM_INFERENCE_NODES",
+        "CUDA_VISIBLE_DEVICES",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in example.environment.items():
         monkeypatch.setenv(name, value)
@@ -320,35 +324,6 @@ def test_on_the_cpu_weights_are_float32_unless_a_type_is_given():
 
 
 # Environment variables
-
-
-VARIABLE_CASES = [
-    ("VLLM_ENABLE_SHARED_WEIGHTS=1", SHARED, "not needed: --weight-bridge-mode decides"),
-    ("VLLM_ENABLE_SHARED_WEIGHTS=1", "", "1 without --weight-bridge-mode means shared_vllm with a server that the"),
-    ("VLLM_ENABLE_SHARED_WEIGHTS=0", "", "no effect"),
-    ("VLLM_ENABLE_SHARED_WEIGHTS=1", "--use-shared-memory", "no effect"),
-    ("NUM_INFERENCE_NODES=0", "", "read like --num-inference-nodes"),
-    ("MASTER_ADDR=localhost", "", "not needed: the ranks of one machine find each other"),
-    ("MASTER_PORT=29500", "", "not needed: the ranks of one machine find each other"),
-    ("LOGDIR=/tmp/x", SHARED, "read: the bridge file is looked for there first"),
-    ("LOGDIR=/tmp/x", SHARED + "--use-shared-memory", "not needed: only a shared copy"),
-    ("LOGDIR=/tmp/x", "", "not needed: only a shared copy"),
-    ("VLLM_BRIDGE_CONFIG_PATH=b.json", SHARED, "read: the path of the bridge file, unless --vllm-config-path names it"),
-    ("VLLM_BRIDGE_CONFIG_PATH=b.json", "", "not needed: only a shared copy"),
-    ("VLLM_USE_V1=0", "", "not needed: engines are vLLM's V1"),
-    ("VLLM_WORKER_MULTIPROC_METHOD=spawn", "", "not needed: an engine has no worker processes"),
-]
-
-
-@pytest.mark.parametrize(("variable", "flags", "note"), VARIABLE_CASES)
-def test_an_environment_variable_is_reported(variable: str, flags: str, note: str):
-    name, _, value = variable.partition("=")
-    [told] = [line for line in resolve(f"--model-name m {flags}", {name: value}).notes if line.startswith(name)]
-    assert told.startswith(f"{name}: {note}")
-
-
-def test_every_environment_variable_has_a_case():
-    assert {variable.partition("=")[0] for variable, *_ in VARIABLE_CASES} == {*VARIABLES}
 
 
 def test_environment_variables_are_read():

@@ -18,7 +18,7 @@ from colocated_grpo.launch.cli import _run
 from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
 from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
-from colocated_grpo.settings.loading import load_config
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.tracking import RunOutput
 from tests.support.paths import ROOT
 from tests.support.training_runs import tiny_model
@@ -76,9 +76,9 @@ ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yam
             f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} --rollout.stop '[a, b]'",
         ),
         (
-            "--lora-target-modules q_proj v_proj --gpus 1 --use_peft --lora-layer-indices 0-1",
+            "--lora-target-modules q_proj v_proj --gpus 1 --use_peft --policy.lora.layers 0-1",
             f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} "
-            "--lora-target-modules q_proj v_proj --use_peft --lora-layer-indices 0-1",
+            "--lora-target-modules q_proj v_proj --use_peft --policy.lora.layers 0-1",
         ),
     ],
 )
@@ -129,6 +129,10 @@ ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
         (["--environments.0.args", "{min_digit: 3}"], "environments 'sorting': unknown argument 'min_digit'; did you"),
         (["--environments", ROWS % "math_verify"], "environments 'rows.jsonl': no rows in 'train'"),
         (["--environments", ROWS % "broken.py:right"], "environments 'rows.jsonl': rewards: cannot import 'broken.py'"),
+        (
+            ["--environments", ROWS % "mine.py:rihgt"],
+            "environments 'rows.jsonl': rewards: unknown object of 'mine.py' 'rihgt'; did you mean 'right'?",
+        ),
         (["--evaluation.sets", SET % "source: rows.jsonl, rewards: [gsm8k]"], "environments 'eval/own': no rows in"),
         (
             ["--evaluation.sets", SET % "source: {name: sorting}, answer: 'broken.py:right'"],
@@ -139,6 +143,7 @@ ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
 )
 def test_a_dry_run_refuses_what_the_run_would_refuse(config, eight_gpus, tmp_path, capsys, flags, line):
     (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "mine.py").write_text("def right(completions): return []\n")
     (tmp_path / "broken.py").write_text("def right(completions): return []\n\nraise ValueError('when imported')\n")
     assert main(["--config", config, "--dry-run", *flags]) == 2
     output, errors = capsys.readouterr()

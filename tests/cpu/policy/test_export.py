@@ -19,7 +19,7 @@ from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.schema import ModelConfig
+from colocated_grpo.settings.generation import ModelConfig
 from tests.support.families import SETTINGS
 from tests.support.ranks import run_on_ranks
 from tests.support.saved_runs import halve, invert

@@ -24,8 +24,8 @@ from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.lora import LoRAConfig
 from colocated_grpo.settings.schema import CheckpointConfig, Config
+from colocated_grpo.settings.training import LoRAConfig
 from tests.support.families import GEMMA4_LARGE, SETTINGS
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (

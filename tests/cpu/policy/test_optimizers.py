@@ -16,7 +16,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.optimizers import learning_rate
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings.policy import PolicyConfig
+from colocated_grpo.settings.training import PolicyConfig
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     assert_same,

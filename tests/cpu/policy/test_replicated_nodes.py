@@ -14,7 +14,7 @@ from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, mesh_of_nodes, whole
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.node_rules import check_nodes
+from colocated_grpo.settings.rules import check_world
 from colocated_grpo.weights.buckets import count_shards, full_tensors, gather, make_buckets
 from tests.support.ranks import run_on_ranks, with_nodes
 from tests.support.small_policy import (
@@ -159,6 +159,6 @@ def test_nodes_with_different_numbers_of_ranks_are_one_line():
 def test_settings_that_do_not_fit_the_nodes_are_one_line(tmp_path, ranks, ranks_per_node, line):
     config = config_of(tmp_path, policy={"replicate": "nodes"})
     with pytest.raises(ConfigError, match=f"^policy.replicate=nodes: {line}$"):
-        check_nodes(config, ranks, ranks_per_node)
-    check_nodes(config, 4, 2)
-    check_nodes(config_of(tmp_path), ranks, ranks_per_node)
+        check_world(config, ranks, ranks_per_node)
+    check_world(config, 4, 2)
+    check_world(config_of(tmp_path), ranks, ranks_per_node)

@@ -18,9 +18,9 @@ from colocated_grpo.batching import MicroBatch
 from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.config_json import text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_support import refusals
-from colocated_grpo.settings.text_parts import text_part
 from tests.support.composites import TEXT_PARTS, make_composite, rename_tensors, whole_model
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (

@@ -18,7 +18,7 @@ from colocated_grpo.rollout.prompt_queue import DynamicDispatch, StaticDispatch
 from colocated_grpo.rollout.resample import Resampling, chosen_places, round_size
 from colocated_grpo.rollout.supply import PromptSupply
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings.schema import RolloutConfig
+from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.summaries import is_informative
 from colocated_grpo.types import Completion, Group, Prompt, Score
 from tests.support.fakes import FakeEngine, text_of

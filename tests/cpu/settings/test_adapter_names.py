@@ -1,4 +1,4 @@
-"""Names of adapter settings of TRL, PEFT and Atropos' trainer: what they set, and what is rejected."""
+"""Names of adapter settings of TRL and PEFT: what they set, and what is rejected."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from colocated_grpo.settings.aliases import ALIASES
-from colocated_grpo.settings.loading import parse_overrides
+from colocated_grpo.settings.config_file import parse_overrides
+from colocated_grpo.settings.names.translation import ALIASES
 from tests.support.config_text import config_error, load, notes
 
-TRAINERS = {"rank": 16, "alpha": 32.0, "target_modules": ["q_proj", "v_proj"]}
-"""Defaults of TRL's and of Atropos' trainer. The modules are PEFT's default for Llama, Qwen, Mistral and Gemma."""
+TRLS = {"rank": 16, "alpha": 32.0, "target_modules": ["q_proj", "v_proj"]}
+"""TRL's defaults. The modules are PEFT's default for Llama, Qwen, Mistral and Gemma."""
 PEFTS = {"rank": 8, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
 
 
@@ -34,13 +34,6 @@ def test_the_translated_defaults_are_those_of_trl():
     assert (theirs["use_peft"], theirs["lora_target_modules"]) == (False, None)
 
 
-def test_the_translated_defaults_are_those_of_atropos():
-    config = pytest.importorskip("example_trainer.config", reason="atroposlib is not installed")
-    theirs = {name: field.default for name, field in config.TrainingConfig.model_fields.items()}
-    assert (theirs["lora_r"], theirs["lora_alpha"], theirs["lora_dropout"]) == (16, 32, 0.05)
-    assert (theirs["lora_target_modules"], theirs["lora_layer_indices"]) == (None, None)
-
-
 def test_the_translated_defaults_are_those_of_peft():
     from peft import LoraConfig
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MODULES
@@ -51,33 +44,30 @@ def test_the_translated_defaults_are_those_of_peft():
         assert MODULES[family] == PEFTS["target_modules"]
 
 
-# TRL and Atropos: the same names
+# TRL
 
 
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ("use_peft: true", TRAINERS),
-        ("lora_r: 8", {**TRAINERS, "rank": 8}),
-        ("lora_alpha: 64", {**TRAINERS, "alpha": 64.0}),
-        ("use_peft: true\nlora_r: 8\nlora_alpha: 4", {**TRAINERS, "rank": 8, "alpha": 4.0}),
-        ("use_rslora: true", {**TRAINERS, "rslora": True}),
-        ("use_peft: true\nuse_rslora: false", TRAINERS),
-        ("use_peft: true\nlora_target_modules: null", TRAINERS),
-        ("lora_target_modules: all-linear", {**TRAINERS, "target_modules": "all-linear"}),
-        ("lora_target_modules: [all-linear]", {**TRAINERS, "target_modules": "all-linear"}),
-        ("lora_target_modules: [q_proj, o_proj]", {**TRAINERS, "target_modules": ["q_proj", "o_proj"]}),
-        ("lora_target_modules: q_proj", {**TRAINERS, "target_modules": ["q_proj"]}),
-        ("lora_target_modules: ['.*[qv]_proj']", {**TRAINERS, "target_modules": ".*[qv]_proj"}),
-        ("lora_layer_indices: 20-22", {**TRAINERS, "layers": [20, 21, 22]}),
-        ("lora_dropout: 0", {**TRAINERS, "dropout": 0.0}),
-        ("lora_task_type: CAUSAL_LM\nuse_peft: true", TRAINERS),
-        ("weight_bridge_mode: lora_only", TRAINERS),
-        ("weight_bridge_mode: lora_restart\nlora_r: 8", {**TRAINERS, "rank": 8}),
-        ("use_peft: true\npolicy: {lora: {rank: 4}}", {**TRAINERS, "rank": 4}),
+        ("use_peft: true", TRLS),
+        ("lora_r: 8", {**TRLS, "rank": 8}),
+        ("lora_alpha: 64", {**TRLS, "alpha": 64.0}),
+        ("use_peft: true\nlora_r: 8\nlora_alpha: 4", {**TRLS, "rank": 8, "alpha": 4.0}),
+        ("use_rslora: true", {**TRLS, "rslora": True}),
+        ("use_peft: true\nuse_rslora: false", TRLS),
+        ("use_peft: true\nlora_target_modules: null", TRLS),
+        ("lora_target_modules: all-linear", {**TRLS, "target_modules": "all-linear"}),
+        ("lora_target_modules: [all-linear]", {**TRLS, "target_modules": "all-linear"}),
+        ("lora_target_modules: [q_proj, o_proj]", {**TRLS, "target_modules": ["q_proj", "o_proj"]}),
+        ("lora_target_modules: q_proj", {**TRLS, "target_modules": ["q_proj"]}),
+        ("lora_target_modules: ['.*[qv]_proj']", {**TRLS, "target_modules": ".*[qv]_proj"}),
+        ("lora_dropout: 0", {**TRLS, "dropout": 0.0}),
+        ("lora_task_type: CAUSAL_LM\nuse_peft: true", TRLS),
+        ("use_peft: true\npolicy: {lora: {rank: 4}}", {**TRLS, "rank": 4}),
     ],
 )
-def test_a_name_of_trl_or_atropos_sets_an_adapter_with_their_defaults(text, settings):
+def test_a_name_of_trl_sets_an_adapter_with_its_defaults(text, settings):
     assert adapter(text) == settings
 
 
@@ -86,8 +76,6 @@ def test_a_name_of_trl_or_atropos_sets_an_adapter_with_their_defaults(text, sett
     [
         "use_peft: false",
         "use_peft: false\nlora_r: 16\nlora_alpha: 32\nlora_dropout: 0.05\nuse_rslora: false\nuse_dora: false",
-        "weight_bridge_mode: shared_vllm\nlora_r: 16",
-        "weight_bridge_mode: none\nlora_target_modules: [q_proj]",
         "lora_r: null\nlora_target_modules: null\nlora_modules_to_save: null",
         "use_rslora: false",
         "use_peft: null",
@@ -106,8 +94,8 @@ def test_the_defaults_of_the_other_trainer_are_shown():
 
 
 def test_a_setting_on_the_command_line_replaces_one_default_and_no_other():
-    assert adapter("use_peft: true", "--policy.lora.rank 64") == {**TRAINERS, "rank": 64}
-    assert adapter("lora_r: 4\nlora_alpha: 8", "--lora-r 64") == {**TRAINERS, "rank": 64, "alpha": 8.0}
+    assert adapter("use_peft: true", "--policy.lora.rank 64") == {**TRLS, "rank": 64}
+    assert adapter("lora_r: 4\nlora_alpha: 8", "--lora-r 64") == {**TRLS, "rank": 64, "alpha": 8.0}
 
 
 def test_an_adapter_to_continue_from_determines_what_is_not_given():
@@ -119,27 +107,10 @@ def test_an_adapter_to_continue_from_determines_what_is_not_given():
 def test_the_default_dropout_of_the_trainers_becomes_0_with_a_note(dropout):
     text = f"lora_r: 8\nlora_dropout: {dropout}"
     assert adapter(text)["dropout"] == 0
-    assert any("0.05, the default of TRL and Atropos, becomes 0: the engine samples" in note for note in notes(text))
+    assert any("0.05, the default of TRL, becomes 0: the engine samples" in note for note in notes(text))
 
 
 # The command line
-
-
-def test_the_adapter_flags_of_atropos_are_accepted():
-    flags = "--lora-r 16 --lora-alpha 32 --lora-dropout 0.05 --lora-target-modules q_proj v_proj"
-    expected = {**TRAINERS, "dropout": 0.0}
-    assert adapter("", f"{flags} --lora-layer-indices 20-23") == {**expected, "layers": [20, 21, 22, 23]}
-    command = f"--weight-bridge-mode lora_only {flags} --use-wandb --wandb-project gsm8k-grpo-lora"
-    config = load("", *shlex.split(command))
-    assert (config.policy.lora.set_by_user(), config.tracking.wandb) == (expected, "online")
-
-
-@pytest.mark.parametrize(
-    ("text", "blocks"), [("2-4", [2, 3, 4]), ("0-1,6-7", [0, 1, 6, 7]), ("5", [5]), ("3,1", [1, 3])]
-)
-def test_layer_indices_of_atropos_name_blocks(text, blocks):
-    assert load("", "--train-layer-indices", text).policy.train_layers == blocks
-    assert load("", "--lora-layer-indices", text).policy.lora.layers == blocks
 
 
 @pytest.mark.parametrize(
@@ -167,7 +138,7 @@ def test_lists_of_trls_command_line_may_be_several_words():
 
 
 def test_a_switch_without_a_value_is_true():
-    assert adapter("", "--use_peft --use_rslora") == {**TRAINERS, "rslora": True}
+    assert adapter("", "--use_peft --use_rslora") == {**TRLS, "rslora": True}
     assert parse_overrides(["--use-wandb", "--seed", "1"]) == [(("use_wandb",), "true"), (("seed",), "1")]
     assert adapter("", "--use_peft false") is None
 
@@ -176,16 +147,15 @@ def test_a_switch_without_a_value_is_true():
     ("flags", "line"),
     [
         ("--lora-r 8 16", "'16': expected --section.key VALUE"),
-        ("--lora-layer-indices 0-3 28-31", "'28-31': expected --section.key VALUE"),
+        ("--policy.lora.layers 0-3 28-31", "'28-31': expected --section.key VALUE"),
         (
             "--lora-target-modules --lora-r 8",
             "--lora-target-modules: needs a value, for example --lora-target-modules VALUE or "
             "--lora-target-modules=VALUE",
         ),
         (
-            "--train-layer-indices 31-20",
-            "policy.train_layers='31-20': '31-20' is no range of blocks; write 20-31 or 0-3,28-31 "
-            "(command line, as train_layer_indices)",
+            "--policy.train_layers 31-20",
+            "policy.train_layers='31-20': '31-20' is no range of blocks; write 20-31 or 0-3,28-31 (command line)",
         ),
     ],
 )
@@ -283,10 +253,6 @@ def test_a_lora_config_written_by_peft_loads():
             "use_peft=false: policy.lora is given; remove one of them, or set policy.lora: null (line 3 of x.yaml)",
         ),
         ("use_peft: 1", "use_peft=1: must be true or false (line 3 of x.yaml)"),
-        (
-            "weight_bridge_mode: lora",
-            "weight_bridge_mode='lora': must be one of none, shared_vllm, lora_only, lora_restart (line 3 of x.yaml)",
-        ),
         ("lora_rank: 8", "lora_rank=8: not supported; write policy: {lora: {rank: 8}}, or lora_r (line 3 of x.yaml)"),
         ("lora: {r: 8}", "lora: unknown key; did you mean policy.lora? (line 3 of x.yaml)"),
         ("peft_config: 8", "peft_config=8: must be a mapping of settings"),

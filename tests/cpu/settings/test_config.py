@@ -11,12 +11,12 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from colocated_grpo.settings.aliases import ALIASES
+from colocated_grpo.settings.config_file import load_config, parse_overrides, read_config
 from colocated_grpo.settings.errors import setting_names
-from colocated_grpo.settings.layers import layers_text, parse_layers
-from colocated_grpo.settings.loading import load_config, parse_overrides, read_config
+from colocated_grpo.settings.names.translation import ALIASES
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import layers_text, parse_layers
 from tests.support.config_text import load, notes
 from tests.support.paths import ROOT
 
@@ -268,10 +268,7 @@ def setting(config: Config, name: str):
         ("save_strategy: no", "checkpoint.every", 0),
         ("torch_compile: false", "policy.compile", False),
         ("model_revision: main", "model.revision", "main"),
-        ("lr: 1e-5", "policy.lr", 1e-5),
-        ("clip_eps: 0.1", "loss.clip_high", 0.1),
         ("use_wandb: true", "tracking.wandb", "online"),
-        ("checkpoint_interval: 7", "checkpoint.every", 7),
     ],
 )
 def test_an_old_name_sets_its_equivalent(tmp_path, line, name, value):
@@ -320,14 +317,6 @@ def test_reward_funcs_accept_a_name_with_arguments():
 )
 def test_a_model_given_as_text_is_its_name(text, words, model):
     assert load(text, *words, alone=True).model.model_dump(exclude_unset=True) == model
-
-
-def test_the_flags_of_atropos_own_trainer_are_accepted():
-    words = ["--model-name", "b", "--atropos-url", "http://h:8002", "--vllm-port", "9001", "--clip-eps", "0.2"]
-    words += ["--weight-bridge-mode", "shared_vllm", "--training-steps", "30", "--warmup-steps", "5"]
-    config = load("", *words)
-    assert (config.model.name, config.training_steps, config.policy.warmup_steps) == ("b", 30, 5)
-    assert (config.atropos.url, config.atropos.server.port, config.loss.clip_high) == ("http://h:8002", 9001, 0.2)
 
 
 def test_keys_of_free_form_sections_keep_their_hyphens():
@@ -400,6 +389,7 @@ def test_an_old_name_without_effect_is_reported_with_the_reason():
 def test_no_old_name_hides_a_setting():
     settings = {".".join(map(str, path)) for path, _ in setting_names(Config)}
     assert not settings & set(ALIASES)
+    assert not {name.partition(".")[0] for name in ALIASES} & set(Config.model_fields)
 
 
 def test_every_old_name_leads_to_a_setting_that_exists():
@@ -415,8 +405,22 @@ def test_every_old_name_leads_to_a_setting_that_exists():
 
 def test_reading_settings_imports_no_heavy_library():
     code = (
-        "import sys, colocated_grpo.settings.loading, colocated_grpo.settings.inputs\n"
+        "import sys, colocated_grpo.settings.config_file, colocated_grpo.settings.inputs\n"
         "print(sorted({'torch', 'vllm', 'transformers', 'huggingface_hub', 'numpy'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_config_with_our_own_names_reads_no_table_of_another_trainers_names(tmp_path):
+    (tmp_path / "own.yaml").write_text("model: {name: some/model}\nenvironments: [{name: sorting}]\n")
+    code = (
+        "import sys\n"
+        "from colocated_grpo.settings.config_file import load_config\n"
+        "load_config(sys.argv[1], ['--policy.lr', '2e-6', '--policy.lora.target_modules', 'a', 'b'])\n"
+        "print([name for name in sys.modules if name.startswith('colocated_grpo.settings.names')])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "own.yaml"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.loading import load_config
 from colocated_grpo.settings.rules import check_world
 from tests.support.config_text import config_error, load, notes
 

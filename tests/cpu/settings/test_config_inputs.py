@@ -13,8 +13,9 @@ from colocated_grpo.settings import adapter_files
 from colocated_grpo.settings.adapter_files import WEIGHTS_FILE
 from colocated_grpo.settings.config_json import longest_sequence
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.inputs import DATA_SUFFIXES, check_inputs
+from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.sources import DATA_SUFFIXES
 from tests.support.config_text import load
 
 
@@ -285,18 +286,17 @@ def test_a_reward_name_without_a_colon_is_rejected_with_the_right_form(tmp_path,
 @pytest.mark.parametrize(
     ("entry", "key"),
     [
-        ("{type: task, name: 'mine.py:Gone'}", "environments.0.name"),
-        ("{type: episode, name: 'mine.py:Gone'}", "environments.0.name"),
-        ("{type: turns, name: 'mine.py:Gone'}", "environments.0.name"),
-        ("{type: dataset, name: rows.jsonl, rewards: [gsm8k, 'mine.py:Gone']}", "environments.0.rewards.1"),
+        ("{type: task, name: 'gone.py:Mine'}", "environments.0.name"),
+        ("{type: episode, name: 'gone.py:Mine'}", "environments.0.name"),
+        ("{type: turns, name: 'gone.py:Mine'}", "environments.0.name"),
+        ("{type: dataset, name: rows.jsonl, rewards: [gsm8k, 'gone.py:Mine']}", "environments.0.rewards.1"),
     ],
 )
-def test_a_name_that_is_missing_in_the_users_file_is_reported_with_its_key(tmp_path, monkeypatch, entry, key):
+def test_a_missing_file_of_user_code_is_reported_with_its_key(tmp_path, monkeypatch, entry, key):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").touch()
-    (tmp_path / "mine.py").write_text("Here = 1")
     error = input_error(load(f"model: a\nenvironments: [{entry}]", alone=True))
-    assert error == f"{key}='mine.py:Gone': mine.py defines no 'Gone'; it defines: Here"
+    assert error == f"{key}='gone.py:Mine': no such file"
 
 
 @pytest.mark.parametrize("name", ["openenv:http://localhost:8000", "openenv:http://127.0.0.1", "verifiers:my-taskset"])

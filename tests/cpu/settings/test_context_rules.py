@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from colocated_grpo.settings.context_rules import check_context
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.model_support import check_context
 from colocated_grpo.settings.rules import check, check_world
 from tests.support.small_policy import config_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.loading import load_config
 from colocated_grpo.settings.schema import Config
 
 TEXT = """\

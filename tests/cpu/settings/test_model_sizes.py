@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig, DeepseekV3Config, GPT2Config, PreTrainedModel, Qwen3Config
 
 from colocated_grpo.policy.lora.targets import target_names
-from colocated_grpo.settings.lora import LoRAConfig
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
+from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.tools.doctor.footprint import Placement, RunSizes, adapter_parameters
 from colocated_grpo.tools.make_model import ARCHITECTURES
 from tests.support.config_text import load

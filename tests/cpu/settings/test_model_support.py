@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from colocated_grpo.settings.config_json import DEFAULTS, MODULES, OTHER_PARTS, TRAINED_AS, text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.families import FAMILIES
 from colocated_grpo.settings.model_support import (
@@ -28,7 +29,6 @@ from colocated_grpo.settings.model_support import (
     refusals,
     verdict,
 )
-from colocated_grpo.settings.text_parts import DEFAULTS, MODULES, OTHER_PARTS, TRAINED_AS, text_part
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tools.make_model import ARCHITECTURES, model_config
 from colocated_grpo.tools.shapes import TINY

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.loading import read_config
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
 from tests.support.training_runs import settings

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.settings.config_file import build_config, load_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.loading import build_config, load_config
 from tests.support.paths import ROOT
 
 NAME = "training_configs/quickstart.yaml"

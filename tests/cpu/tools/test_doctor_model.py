@@ -159,7 +159,7 @@ def test_a_model_larger_than_memory_and_disk_fails(huge, tmp_path, monkeypatch):
 def test_a_disk_that_is_too_small_fails(model_folder, tmp_path):
     code = (
         "from colocated_grpo.tools.doctor.model_checks import check_disk\n"
-        "from colocated_grpo.settings.loading import load_config\nfrom tests.support.doctor import subject_of\n"
+        "from colocated_grpo.settings.config_file import load_config\nfrom tests.support.doctor import subject_of\n"
         "config = load_config({path!r})\nprint(check_disk(subject_of(config)).status)"
     )
     file, output = tmp_path / "x.yaml", tmp_path / "runs"

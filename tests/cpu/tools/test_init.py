@@ -176,7 +176,10 @@ def test_a_file_is_never_overwritten(written, capsys):
         (["rows.txt", "--gpus", "0"], "error: 'rows.txt': must be a file of one of these types: .jsonl, "),
         (["rows.jsonl", "--gpus", "1"], "error: --gpus=1: no GPU is visible here; add --gpu-memory 80 for the machine"),
         (["rows.jsonl", "--gpus", "0", "--reward", "gsm9k"], "error: --reward: unknown reward 'gsm9k'; did you mean"),
-        (["rows.jsonl", "--gpus", "0", "--reward", "r.py:f"], "error: --reward='r.py:f': no such file"),
+        (
+            ["rows.jsonl", "--gpus", "0", "--reward", "r.py:f"],
+            "error: --reward: cannot import 'r.py'",
+        ),
     ],
 )
 def test_what_is_missing_is_a_line(tmp_path, monkeypatch, capsys, flags, line):

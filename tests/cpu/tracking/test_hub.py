@@ -10,7 +10,7 @@ import pytest
 
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.hub import check_hub
+from colocated_grpo.settings.inputs import check_hub
 from colocated_grpo.settings.rules import check
 from colocated_grpo.tracking.hub import STAGING, Hub
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub

@@ -67,6 +67,11 @@ def not_needed(why: str) -> Alias:
     return Alias(lambda _key, _value, _get: {}, remark=why)
 
 
+def each(names: str, alias: Alias) -> dict[str, Alias]:
+    """Return the alias under each of some names, which stand in one text."""
+    return dict.fromkeys(names.split(), alias)
+
+
 def not_supported(instead: str) -> Alias:
     """Return an alias that is rejected with any value but null. `instead` says what to do."""
 

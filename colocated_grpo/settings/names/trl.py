@@ -1,6 +1,6 @@
 """Setting names of TRL 1.16: its `GRPOConfig` and the arguments of its GRPO script. See docs/guides/from_trl.md.
 
-Those of adapters are in `lora_names`.
+Those of adapters are in `peft`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from colocated_grpo.settings.alias_kinds import (
+from colocated_grpo.settings.names.kinds import (
     Alias,
     Lookup,
     NewSettings,
+    each,
     not_needed,
     not_supported,
     one_of,
     renamed,
     unless_null,
 )
+from colocated_grpo.settings.sources import reward_name
 
 
 @unless_null
@@ -94,16 +96,6 @@ def _reward_funcs(_key: str, value: Any, _get: Lookup) -> NewSettings:
     return {"environments.0.rewards": [{**reward, "name": reward_name(reward.get("name"))} for reward in rewards]}
 
 
-def reward_name(name: Any) -> Any:
-    """Return the name of a reward, given as in TRL's script, in the form of a config; other values unchanged."""
-    if name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"):
-        return f"trl.rewards:{name}"
-    if not isinstance(name, str) or ":" in name:
-        return name
-    module, _, function = name.rpartition(".")
-    return f"{module}:{function}" if module else name
-
-
 @unless_null
 def _reward_weights(_key: str, value: Any, get: Lookup) -> NewSettings:
     rewards = get("environments.0.rewards")
@@ -175,69 +167,58 @@ TRL: dict[str, Alias] = {
         "true truncates token ratios at 2 unless vllm_importance_sampling_mode and _clip_max are set",
     ),
     "vllm_importance_sampling_mode": Alias(_sampler_correction, "loss.correction"),
-    "vllm_importance_sampling_clip_max": renamed("loss.correction.cap"),
-    "vllm_importance_sampling_cap": renamed("loss.correction.cap"),
+    **each("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", renamed("loss.correction.cap")),
     "vllm_importance_sampling_clip_min": renamed("loss.correction.floor"),
     "save_steps": renamed("checkpoint.every"),
     "save_total_limit": Alias(_kept_checkpoints, "checkpoint.keep_last"),
     "eval_steps": renamed("evaluation.every"),
-    "logging_steps": not_needed("every step is logged"),
+    **each("logging_steps logging_strategy logging_first_step", not_needed("every step is logged")),
     "report_to": Alias(_report_to, "tracking"),
-    "per_device_train_batch_size": not_supported(_GEOMETRY),
-    "gradient_accumulation_steps": not_supported(_GEOMETRY),
-    "steps_per_generation": not_supported(_GEOMETRY),
+    **each("per_device_train_batch_size gradient_accumulation_steps steps_per_generation", not_supported(_GEOMETRY)),
     "num_train_epochs": Alias(_epochs, remark="training_steps is given and takes precedence"),
     "cast_lm_head_to_fp32": one_of("logits are cast to fp32 after the matrix product", {False: None}),
     "num_generations_eval": renamed("evaluation.samples_per_prompt"),
-    "pad_to_multiple_of": not_needed("sequences are packed without padding"),
-    "ds3_gather_for_generation": not_needed("weights are sharded by FSDP2"),
+    **each("pad_to_multiple_of group_by_length", not_needed("sequences are packed without padding")),
     "generation_kwargs": not_supported("see rollout: temperature, top_p, top_k, min_p, repetition_penalty, stop"),
     "chat_template_kwargs": renamed("model.chat_template_kwargs"),
     "vllm_model_impl": one_of("vLLM's own models", {"vllm": None}),
     "vllm_structured_outputs_regex": not_supported("see structured of environments with type: turns"),
-    **{
-        f"vllm_{name}": not_needed(_NO_SERVER)
-        for name in ("server_base_url", "server_host", "server_port", "server_timeout", "group_port")
-    },
-    "use_transformers_continuous_batching": one_of("vLLM always generates", {False: None}),
-    "use_transformers_paged": one_of("vLLM always generates", {False: None}),
+    **each(
+        "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port",
+        not_needed(_NO_SERVER),
+    ),
+    **each(
+        "use_transformers_continuous_batching use_transformers_paged",
+        one_of("vLLM always generates", {False: None}),
+    ),
     "multi_objective_aggregation": one_of("rewards are summed first", {"sum_then_normalize": None}),
     "sync_ref_model": one_of("the reference is the initial model during the whole run", {False: None}),
     "top_entropy_quantile": one_of("every token is trained", {1.0: None}),
-    "entropy_coef": one_of("no entropy bonus", {0.0: None}),
-    "use_adaptive_entropy": one_of("no entropy bonus", {False: None}),
+    **each("entropy_coef use_adaptive_entropy", one_of("no entropy bonus", {False: None})),
     "off_policy_mask_threshold": not_supported("loss.correction limits off-policy weights"),
     "use_bias_correction_kl": Alias(_bias_correction_of_kl),
     "max_tool_calling_iterations": not_supported("an episode limits its own turns: docs/guides/episodes.md"),
     "log_completions": one_of("tracking.completions_every", {True: 10, False: None}),
-    "num_completions_to_print": not_needed(_ROLLOUTS),
-    "log_unique_prompts": not_needed(_ROLLOUTS),
-    "log_multimodal": not_needed(_ROLLOUTS),
+    **each("num_completions_to_print log_unique_prompts log_multimodal", not_needed(_ROLLOUTS)),
     "disable_dropout": not_needed("dropout is always off"),
     "router_aux_loss_coef": renamed("policy.load_balancing"),
-    "cache_implementation": not_supported("vLLM always generates"),
-    "transformers_continuous_batching_config": not_supported("vLLM always generates"),
-    **{
-        f"ref_model_{name}": not_needed("the reference is the initial model during the whole run")
-        for name in ("mixup_alpha", "sync_steps")
-    },
-    **{
-        f"entropy_{name}": not_needed("part of use_adaptive_entropy")
-        for name in ("coef_min", "coef_max", "coef_delta", "target")
-    },
-    **{f"sapo_temperature_{sign}": not_needed("part of loss_type sapo") for sign in ("pos", "neg")},
-    **{
-        f"vespo_{name}": not_needed("part of loss_type vespo")
-        for name in ("k_pos", "k_neg", "lambda_pos", "lambda_neg")
-    },
+    **each("cache_implementation transformers_continuous_batching_config", not_supported("vLLM always generates")),
+    **each(
+        "ref_model_mixup_alpha ref_model_sync_steps",
+        not_needed("the reference is the initial model during the whole run"),
+    ),
+    **each(
+        "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
+        not_needed("part of use_adaptive_entropy"),
+    ),
+    **each("sapo_temperature_pos sapo_temperature_neg", not_needed("part of loss_type sapo")),
+    **each("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", not_needed("part of loss_type vespo")),
     "log_completions_hub_repo": not_supported("upload rollouts.jsonl after the run"),
     # transformers' TrainingArguments
     "warmup_ratio": not_supported("set warmup_steps, in optimizer steps"),
     "torch_compile": renamed("policy.compile"),
     "use_liger_kernel": not_needed("log-probabilities have their own fused kernel"),
     "gradient_checkpointing_kwargs": not_needed("checkpointing is always non-reentrant"),
-    "logging_strategy": not_needed("every step is logged"),
-    "logging_first_step": not_needed("every step is logged"),
     "save_strategy": one_of("checkpoint.every", {"steps": None, "no": 0, False: 0}, "also saved at the end"),
     "eval_strategy": one_of("evaluation.every", {"steps": None, "no": 0, False: 0}),
     "eval_on_start": not_needed("start and end are evaluated unless evaluation.every is 0"),
@@ -255,8 +236,7 @@ TRL: dict[str, Alias] = {
     "disable_tqdm": not_needed("tracking.console sets what the console shows"),
     "overwrite_output_dir": not_needed("each run has its own folder; --resume continues one"),
     "save_safetensors": one_of("exports are safetensors", {True: None}),
-    "ddp_find_unused_parameters": not_needed("weights are sharded by FSDP2"),
-    **{f"do_{what}": not_needed("a run always trains; see evaluation.every") for what in ("train", "eval")},
+    **each("do_train do_eval", not_needed("a run always trains; see evaluation.every")),
     "full_determinism": renamed("deterministic"),
     "data_seed": not_supported("seed determines all random numbers"),
     "use_cpu": one_of("start with --gpus 0", {False: None}),
@@ -266,7 +246,6 @@ TRL: dict[str, Alias] = {
     "save_only_model": one_of("checkpoints include optimizer state; final_model/ is the model alone", {False: None}),
     "ignore_data_skip": one_of("a resumed run continues at its position in the data", {False: None}),
     "auto_find_batch_size": not_needed("micro-batches are as large as the measured memory allows"),
-    "group_by_length": not_needed("sequences are packed without padding"),
     "average_tokens_across_devices": one_of("the loss counts the tokens of all ranks", {True: None}),
     "lr_scheduler_kwargs": not_supported("policy.min_lr sets the final learning rate"),
     "optim_args": not_supported("see policy.optimizer"),
@@ -281,56 +260,36 @@ TRL: dict[str, Alias] = {
     "save_on_each_node": one_of("all nodes write into one folder", {False: None}),
     "restore_callback_states_from_checkpoint": one_of("callbacks keep no state in checkpoints", {False: None}),
     "dataset_streaming": one_of("rows are read by index", {False: None}),
-    **{
-        name: not_needed("part of load_best_model_at_end; see evaluation.keep_best")
-        for name in ("metric_for_best_model", "greater_is_better")
-    },
-    **{
-        f"hub_{name}": not_needed("see hub: docs/guides/sharing.md")
-        for name in ("token", "private_repo", "strategy", "always_push", "revision")
-    },
-    **{
-        f"trackio_{name}": not_needed("report_to supports wandb and tensorboard")
-        for name in ("space_id", "bucket_id", "static_space_id")
-    },
-    **{
-        f"dataloader_{name}": not_needed("no worker processes; only whole batches are trained")
-        for name in ("drop_last", "persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order")
-    },
-    **{
-        f"ddp_{name}": not_needed("weights are sharded by FSDP2")
-        for name in ("bucket_cap_mb", "broadcast_buffers", "static_graph", "backend", "timeout")
-    },
-    **{
-        name: not_needed("part of transformers' own training loop")
-        for name in (
-            "bf16_full_eval",
-            "fp16_full_eval",
-            "batch_eval_metrics",
-            "debug",
-            "do_predict",
-            "enable_jit_checkpoint",
-            "eval_accumulation_steps",
-            "eval_do_concat_batches",
-            "eval_use_gather_object",
-            "ignore_bias_buffers",
-            "include_for_metrics",
-            "include_num_input_tokens_seen",
-            "label_names",
-            "length_column_name",
-            "liger_kernel_config",
-            "local_rank",
-            "log_level_replica",
-            "logging_nan_inf_filter",
-            "prediction_loss_only",
-            "skip_memory_metrics",
-            "torch_compile_backend",
-            "torch_compile_mode",
-            "torch_empty_cache_steps",
-            "train_sampling_strategy",
-            "use_cache",
-        )
-    },
+    **each(
+        "metric_for_best_model greater_is_better",
+        not_needed("part of load_best_model_at_end; see evaluation.keep_best"),
+    ),
+    **each(
+        "hub_token hub_private_repo hub_strategy hub_always_push hub_revision",
+        not_needed("see hub: docs/guides/sharing.md"),
+    ),
+    **each(
+        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+        not_needed("report_to supports wandb and tensorboard"),
+    ),
+    **each(
+        "dataloader_drop_last dataloader_persistent_workers dataloader_prefetch_factor "
+        "dataloader_multiprocessing_context dataloader_in_order",
+        not_needed("no worker processes; only whole batches are trained"),
+    ),
+    **each(
+        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout ddp_find_unused_parameters "
+        "ds3_gather_for_generation",
+        not_needed("weights are sharded by FSDP2"),
+    ),
+    **each(
+        "bf16_full_eval fp16_full_eval batch_eval_metrics debug do_predict enable_jit_checkpoint "
+        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object ignore_bias_buffers include_for_metrics "
+        "include_num_input_tokens_seen label_names length_column_name liger_kernel_config local_rank log_level_replica "
+        "logging_nan_inf_filter prediction_loss_only skip_memory_metrics torch_compile_backend torch_compile_mode "
+        "torch_empty_cache_steps train_sampling_strategy use_cache",
+        not_needed("part of transformers' own training loop"),
+    ),
     # TRL's ScriptArguments and ModelConfig
     "dataset_name": Alias(_dataset_name, "environments.0.name"),
     "datasets": not_supported("write each as {type: dataset, name: ..., rewards: [...]} in environments"),
@@ -342,7 +301,6 @@ TRL: dict[str, Alias] = {
     "reward_model_name_or_path": not_supported("a reward is a function: docs/guides/from_trl.md"),
     "model_revision": renamed("model.revision"),
     "model_init_kwargs": not_supported("see model.revision, model.trust_remote_code and policy.compute_dtype"),
-    "dtype": not_supported(_DTYPE),
-    "torch_dtype": not_supported(_DTYPE),
+    **each("dtype torch_dtype", not_supported(_DTYPE)),
     "attn_implementation": not_needed("packed sequences have their own attention"),
 }

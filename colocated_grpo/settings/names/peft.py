@@ -1,7 +1,6 @@
-"""Names of adapter settings: TRL's ModelConfig, PEFT's LoraConfig (section `peft_config`), flags of Atropos' trainer.
+"""Names of adapter settings: TRL's ModelConfig, and PEFT's LoraConfig (section `peft_config`).
 
-TRL's and Atropos' trainers have the same names and defaults. TRL reads them with `use_peft: true` only, Atropos in its
-modes lora_only and lora_restart only. Here each of them sets an adapter unless one of the two says that there is none.
+TRL reads its names with `use_peft: true` only. Here each of them sets an adapter unless `use_peft: false` is given.
 """
 
 from __future__ import annotations
@@ -10,33 +9,33 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from colocated_grpo.settings.alias_kinds import (
+from colocated_grpo.settings.base import DEFAULT_INIT
+from colocated_grpo.settings.errors import SettingsTree
+from colocated_grpo.settings.names.kinds import (
     Alias,
     Lookup,
     NewSettings,
+    each,
     not_needed,
     not_supported,
     one_of,
     renamed,
     unless_null,
 )
-from colocated_grpo.settings.errors import SettingsTree
-from colocated_grpo.settings.lora import ALL_LINEAR, DEFAULT_INIT, no_dropout
+from colocated_grpo.settings.training import ALL_LINEAR, no_dropout
 
 RANK, ALPHA, TARGETS = "policy.lora.rank", "policy.lora.alpha", "policy.lora.target_modules"
 _PEFT_TARGETS = ["q_proj", "v_proj"]
-"""Modules that PEFT adapts by default in Llama, Mistral, Qwen and Gemma models. Atropos' trainer names the same."""
-_TRAINER_DEFAULTS = {"lora_r": (RANK, 16), "lora_alpha": (ALPHA, 32), "lora_target_modules": (TARGETS, _PEFT_TARGETS)}
-"""For each old name: the new name, and the default of TRL 1.16 and of Atropos' trainer."""
+"""Modules that PEFT adapts by default in Llama, Mistral, Qwen and Gemma models."""
+_TRL_DEFAULTS = {"lora_r": (RANK, 16), "lora_alpha": (ALPHA, 32), "lora_target_modules": (TARGETS, _PEFT_TARGETS)}
+"""For each old name: the new name, and the default of TRL 1.16."""
 _PEFT_DEFAULTS = {
     "peft_config.r": (RANK, 8),
     "peft_config.lora_alpha": (ALPHA, 8),
     "peft_config.target_modules": (TARGETS, _PEFT_TARGETS),
 }
-_TRAINER_DROPOUT = 0.05
-"""Default of TRL 1.16 and of Atropos' trainer."""
-_FULL_MODES, _LORA_MODES = ("none", "shared_vllm"), ("lora_only", "lora_restart")
-"""Values of Atropos' weight_bridge_mode that train all weights, and that train an adapter."""
+_TRL_DROPOUT = 0.05
+"""Default of TRL 1.16."""
 _REGULAR_EXPRESSION = re.compile(r"[*+?()\[\]{}|^$\\]")
 
 
@@ -62,9 +61,8 @@ def _with_defaults(settings: NewSettings, get: Lookup, defaults: Mapping[str, tu
 
 
 def _settings(settings: NewSettings, get: Lookup) -> NewSettings:
-    """Return `settings` with the other trainers' defaults; nothing if these trainers would train all weights."""
-    off = get("use_peft") is False or get("weight_bridge_mode") in _FULL_MODES
-    return {} if off else _with_defaults(settings, get, _TRAINER_DEFAULTS)
+    """Return `settings` with TRL's defaults; nothing if TRL would train all weights."""
+    return {} if get("use_peft") is False else _with_defaults(settings, get, _TRL_DEFAULTS)
 
 
 def _adapter(new_name: str) -> Alias:
@@ -86,7 +84,7 @@ def _modules(value: Any) -> Any:
 
 @unless_null
 def _dropout(_key: str, value: Any, get: Lookup) -> NewSettings:
-    if value != _TRAINER_DROPOUT:
+    if value != _TRL_DROPOUT:
         no_dropout(value)
     return _settings({"policy.lora.dropout": 0.0}, get)
 
@@ -103,16 +101,7 @@ def _use_peft(_key: str, value: Any, get: Lookup) -> NewSettings:
         raise ValueError("must be true or false")
     if not value and get("policy.lora") is not None:
         raise ValueError("policy.lora is given; remove one of them, or set policy.lora: null")
-    return _with_defaults({}, get, _TRAINER_DEFAULTS) if value else {}
-
-
-@unless_null
-def _weight_bridge_mode(_key: str, value: Any, get: Lookup) -> NewSettings:
-    if value in _FULL_MODES:
-        return {}
-    if value not in _LORA_MODES:
-        raise ValueError(f"must be one of {', '.join(_FULL_MODES + _LORA_MODES)}")
-    return _with_defaults({}, get, _TRAINER_DEFAULTS)
+    return _with_defaults({}, get, _TRL_DEFAULTS) if value else {}
 
 
 def _peft_rank(_key: str, value: Any, get: Lookup) -> NewSettings:
@@ -139,7 +128,6 @@ _ALL_TRAINED = "an adapter is all that is trained; policy.train_layers trains wh
 _LINEAR_ONLY = "only linear layers have adapters: policy.lora.target_modules"
 _PLAIN_LORA = "adapters are plain LoRA, or rslora"
 _SIXTEEN_BITS = "base weights are 16-bit; policy.lora.base_on_host frees their GPU memory"
-_QUANTIZED = "part of load_in_4bit"
 _INIT = "A is drawn uniformly, B is zero; policy.lora.init continues from an adapter"
 
 TRL_LORA: dict[str, Alias] = {
@@ -149,9 +137,8 @@ TRL_LORA: dict[str, Alias] = {
     "lora_dropout": Alias(
         _dropout,
         "policy.lora.dropout",
-        f"{_TRAINER_DROPOUT:g}, the default of TRL and Atropos, becomes 0: the engine samples without dropout",
+        f"{_TRL_DROPOUT:g}, the default of TRL, becomes 0: the engine samples without dropout",
     ),
-    "lora_layer_indices": _adapter("policy.lora.layers"),
     "lora_modules_to_save": _only_empty(_ALL_TRAINED),
     "lora_target_parameters": _only_empty(_LINEAR_ONLY),
     "lora_task_type": one_of("causal language models are trained", {"causal_lm": None}),
@@ -162,10 +149,8 @@ TRL_LORA: dict[str, Alias] = {
     ),
     "lora_rank": not_supported("write policy: {lora: {rank: 8}}, or lora_r"),
     "lora_config": not_supported("write policy: {lora: {rank: 8}}, or peft_config"),
-    **{f"load_in_{bits}bit": one_of(_SIXTEEN_BITS, {False: None}) for bits in (4, 8)},
-    "bnb_4bit_quant_type": not_needed(_QUANTIZED),
-    "bnb_4bit_quant_storage": not_needed(_QUANTIZED),
-    "use_bnb_nested_quant": not_needed(_QUANTIZED),
+    **each("load_in_4bit load_in_8bit", one_of(_SIXTEEN_BITS, {False: None})),
+    **each("bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant", not_needed("part of load_in_4bit")),
 }
 
 PEFT: dict[str, Alias] = {
@@ -184,50 +169,25 @@ PEFT: dict[str, Alias] = {
         "peft_type": one_of(_PLAIN_LORA, {"lora": None}),
         "task_type": one_of("causal language models are trained", {"causal_lm": None}),
         "inference_mode": one_of("a run trains", {False: None}),
-        **{name: _only_empty(_ALL_TRAINED) for name in ("modules_to_save", "trainable_token_indices", "lora_bias")},
+        **each("modules_to_save trainable_token_indices lora_bias", _only_empty(_ALL_TRAINED)),
         "target_parameters": _only_empty(_LINEAR_ONLY),
-        **{
-            name: _only_empty("all layers have the same policy.lora.rank and policy.lora.alpha")
-            for name in ("rank_pattern", "alpha_pattern")
-        },
-        **{
-            name: _only_empty(_PLAIN_LORA)
-            for name in (
-                "alora_invocation_tokens",
-                "arrow_config",
-                "corda_config",
-                "ensure_weight_tying",
-                "eva_config",
-                "kasa_config",
-                "layer_replication",
-                "loftq_config",
-                "lora_ga_config",
-                "megatron_config",
-                "monteclora_config",
-                "use_bdlora",
-                "use_dora",
-                "use_qalora",
-                "velora_config",
-            )
-        },
-        **{
-            name: not_needed("model.name and model.revision determine the model")
-            for name in ("auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "revision")
-        },
-        **{
-            name: not_needed("no effect on plain LoRA")
-            for name in ("megatron_core", "peft_version", "qalora_group_size", "runtime_config")
-        },
+        **each(
+            "rank_pattern alpha_pattern",
+            _only_empty("all layers have the same policy.lora.rank and policy.lora.alpha"),
+        ),
+        **each(
+            "alora_invocation_tokens arrow_config corda_config ensure_weight_tying eva_config kasa_config "
+            "layer_replication loftq_config lora_ga_config megatron_config monteclora_config use_bdlora use_dora "
+            "use_qalora velora_config",
+            _only_empty(_PLAIN_LORA),
+        ),
+        **each(
+            "auto_mapping base_model_name_or_path fan_in_fan_out revision",
+            not_needed("model.name and model.revision determine the model"),
+        ),
+        **each("megatron_core peft_version qalora_group_size runtime_config", not_needed("no effect on plain LoRA")),
     }.items()
 }
 
-ATROPOS_LORA: dict[str, Alias] = {
-    "weight_bridge_mode": Alias(
-        _weight_bridge_mode,
-        remark="trainer and engine are one process; lora_only and lora_restart train an adapter",
-    ),
-    "train_layer_indices": renamed("policy.train_layers"),
-}
-
-LORA = {**PEFT, **TRL_LORA, **ATROPOS_LORA}
-"""The switches use_peft and weight_bridge_mode come last, because they are looked up by the other names."""
+LORA = {**PEFT, **TRL_LORA}
+"""The switch use_peft comes last, because it is looked up by the other names."""

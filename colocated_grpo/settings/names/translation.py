@@ -1,8 +1,8 @@
 """Translates the setting names of other trainers.
 
-The tables for ToSSim's co-located trainer (YAML) and Atropos' example trainer are here, TRL's is in `trl_names`, those
-of adapters are in `lora_names`. A name is accepted only if its meaning is exactly the same. Error lines for other names
-say what to write instead.
+The table for ToSSim's co-located trainer is here, TRL's is in `trl`, those of adapters are in `peft`, and flags of
+Atropos' example trainer are in `atropos_command`. A name is accepted only if its meaning is exactly the same. Error
+lines for other names say what to write instead.
 """
 
 from __future__ import annotations
@@ -11,17 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from colocated_grpo.settings.alias_kinds import (
-    Alias,
-    Lookup,
-    NewSettings,
-    not_needed,
-    not_supported,
-    one_of,
-    renamed,
-    unless_null,
-)
-from colocated_grpo.settings.engine import EngineConfig
 from colocated_grpo.settings.errors import (
     ConfigError,
     KeyPath,
@@ -32,10 +21,21 @@ from colocated_grpo.settings.errors import (
     parse_path,
     show,
 )
-from colocated_grpo.settings.lora_names import LORA, add_rank
-from colocated_grpo.settings.schema import RolloutConfig
+from colocated_grpo.settings.generation import EngineConfig, RolloutConfig
+from colocated_grpo.settings.names.kinds import (
+    Alias,
+    Lookup,
+    NewSettings,
+    each,
+    not_needed,
+    not_supported,
+    one_of,
+    renamed,
+    unless_null,
+)
+from colocated_grpo.settings.names.peft import LORA, add_rank
+from colocated_grpo.settings.names.trl import TRL
 from colocated_grpo.settings.tree import assign, lookup, remove
-from colocated_grpo.settings.trl_names import TRL
 
 
 def _engine_argument(key: str, value: Any, _get: Lookup) -> NewSettings:
@@ -53,17 +53,7 @@ def _completions(_key: str, value: Any, get: Lookup) -> NewSettings:
     return {"rollout.prompts_per_step": value // group_size}
 
 
-def _clip(_key: str, value: Any, _get: Lookup) -> NewSettings:
-    return {"loss.clip_low": value, "loss.clip_high": value}
-
-
-def _atropos_url(_key: str, value: Any, _get: Lookup) -> NewSettings:
-    return {"environments.0.type": "atropos", "environments.0.url": value}
-
-
 _SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
-_GAME = "a setting of the game: see args of environments with type: turns"
-_ONE_PROCESS = "trainer and engine are one process"
 
 _TOSSIM: dict[str, Alias] = {
     "model_name": renamed("model.name"),
@@ -77,17 +67,14 @@ _TOSSIM: dict[str, Alias] = {
     "fsdp_config.use_orig_params": not_needed("FSDP2 always keeps the original parameters"),
     "fsdp_config.sync_state": not_needed("every rank loads the same checkpoint"),
     "fsdp_config.checkpoint_dir": renamed("output_dir"),
-    "max_iterations": renamed("training_steps"),
-    "max_ticks": renamed("training_steps"),
+    **each("max_iterations max_ticks", renamed("training_steps")),
     "sync_every": renamed("sync_frequency"),
     "min_learning_rate": renamed("policy.min_lr"),
     "gradient_clip_norm": renamed("policy.grad_clip"),
     "warmup_ticks": renamed("policy.warmup_steps"),
-    "max_tokens": renamed("rollout.max_completion_tokens"),
-    "max_tokens_per_gen": renamed("rollout.max_completion_tokens"),
+    **each("max_tokens max_tokens_per_gen", renamed("rollout.max_completion_tokens")),
     "k_per_prompt": renamed("rollout.group_size"),
-    "log_interval": not_needed("every step is logged"),
-    "log_ticks": not_needed("every step is logged"),
+    **each("log_interval log_ticks", not_needed("every step is logged")),
     "csv_path": not_needed("metrics are written to metrics.jsonl in the run folder"),
     "sample_log_interval": not_needed("tracking.rollouts_per_step rollouts of every step go to rollouts.jsonl"),
     "sample_log_path": not_needed("sampled rollouts go to rollouts.jsonl in the run folder"),
@@ -96,10 +83,10 @@ _TOSSIM: dict[str, Alias] = {
     "early_stop_consecutive_ticks": not_supported("see stop_after of environments with type: turns"),
     "quant_mode": not_supported("policy.compute_dtype sets the training type, engine.args.quantization the engine's"),
     "output_hub_repo": renamed("hub.repo"),
-    "verbosity_penalty": not_supported(_GAME),
-    "num_games": not_supported(_GAME),
-    "num_concurrent_games": not_supported(_GAME),
-    "active_seats_per_game": not_supported(_GAME),
+    **each(
+        "verbosity_penalty num_games num_concurrent_games active_seats_per_game",
+        not_supported("a setting of the game: see args of environments with type: turns"),
+    ),
     # Names that TRL has as well
     "learning_rate": renamed("policy.lr"),
     "beta": renamed("loss.kl.coef"),
@@ -110,40 +97,23 @@ _TOSSIM: dict[str, Alias] = {
     "repetition_penalty": renamed("rollout.repetition_penalty"),
     "loss_type": renamed("loss.type"),
     "scale_rewards": one_of("advantage.scale", _SCALE),
-}
-
-# The flags of Atropos' trainer (`--clip-eps`) are these names with hyphens. See docs/guides/atropos.md.
-_ATROPOS: dict[str, Alias] = {
-    "lr": renamed("policy.lr"),
-    "optimizer": one_of(
-        "policy.optimizer.type", {"adamw": "adamw", "adamw_8bit": "adamw_8bit", "adafactor": "adafactor"}
-    ),
-    "clip_eps": Alias(_clip, "loss.clip_low"),
-    "kl_coef": one_of("nearest: loss.kl.coef with loss.kl.target: rollout", {0.0: None}),
-    "seq_len": not_supported("set rollout.max_prompt_tokens and rollout.max_completion_tokens"),
-    "save_path": renamed("output_dir"),
-    "checkpoint_interval": renamed("checkpoint.every"),
     "use_wandb": one_of("tracking.wandb", {True: "online", False: "off"}),
     "wandb_project": renamed("tracking.wandb_project"),
     "wandb_group": renamed("tracking.wandb_group"),
-    "atropos_url": Alias(_atropos_url, "environments.0.url"),
-    "vllm_port": renamed("environments.0.server.port"),
-    "max_model_len": renamed("engine.max_model_len"),
-    "gpu_memory_utilization": renamed("engine.gpu_memory_utilization"),
-    "vllm_restart_interval": not_needed("the engine gets new weights at every sync; see sync_frequency"),
-    "vllm_config_path": not_needed(_ONE_PROCESS),
-    "num_inference_nodes": not_needed(_ONE_PROCESS),
-    "device": not_supported("start with --gpus N, 0 for the CPU"),
 }
 
-_BATCH_SIZES = {
-    name: Alias(_completions, "rollout.prompts_per_step", "counts completions, over all ranks")
-    for name in ("generation_batch_size", "batch_size")
-}
+_BATCH_SIZES = each(
+    "generation_batch_size batch_size",
+    Alias(_completions, "rollout.prompts_per_step", "counts completions, over all ranks"),
+)
 
 # Applied in this order. Batch sizes count completions, so the group size must be translated before them.
-ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_ATROPOS, **_BATCH_SIZES}
+ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_BATCH_SIZES}
 
+FLAGS_WITH_LISTS = {"lora_target_modules", "report_to", "reward_funcs", "reward_weights"}
+"""Names with several values on the command line: `--report_to wandb none`."""
+SWITCHES = {"use_peft", "use_rslora", "use_wandb"}
+"""Names that need no value on the command line: `--use_peft` is true."""
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
 _VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
@@ -154,7 +124,7 @@ def new_names() -> dict[str, str]:
     return {old: alias.new_name if alias.names_a_setting else old for old, alias in ALIASES.items()}
 
 
-def translate_aliases(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
+def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
     """Replace old names in `tree` and `locations` by new ones, in place, and return notes for the user.
 
     A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError

@@ -8,26 +8,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from colocated_grpo.settings.aliases import new_names, translate_aliases
-from colocated_grpo.settings.beside import find_beside
+from colocated_grpo.settings.base import ConfigFolder
 from colocated_grpo.settings.errors import (
     ConfigError,
     KeyPath,
     SettingLocation,
     SettingsTree,
-    dotted,
     error_lines,
     errors_by_path,
-    location_suffix,
     parse_path,
-    show,
 )
 from colocated_grpo.settings.rules import check, remarks
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.tree import assign, lookup
-from colocated_grpo.settings.yaml_text import parse_document, parse_value
+from colocated_grpo.settings.tree import assign, parse_document, parse_value
 
 DEFAULT_TASK = "arithmetic"
 """Task of a config file without environments. Its prompts are generated, so nothing is downloaded."""
@@ -35,17 +30,8 @@ SHIPPED = Path("training_configs")
 """Folder of the configs that come with the package: in a checkout, and where that is not the working folder in
 _INSTALLED."""
 _INSTALLED = Path(__file__).parents[1] / SHIPPED
-LISTS = {
-    "policy.lora.target_modules",
-    "policy.lora.exclude_modules",
-    "lora_target_modules",
-    "report_to",
-    "reward_funcs",
-    "reward_weights",
-}
-"""Flags that accept several values on the command line, as those of TRL and Atropos do: `--report_to wandb none`."""
-SWITCHES = {"use_peft", "use_rslora", "use_wandb"}
-"""Flags that mean true without a value, as in TRL and Atropos."""
+LISTS = {"policy.lora.target_modules", "policy.lora.exclude_modules"}
+"""Settings that accept several values on the command line, as PEFT's names for them do in TRL's."""
 MODEL_NAME = ("model", "name")
 """The setting that `model: NAME` and `--model NAME` set."""
 
@@ -124,15 +110,32 @@ def _complete(
             key = MODEL_NAME
         assign(tree, key, value)
         locations[key] = location
-    notes = translate_aliases(tree, locations)
+    notes = _translate(tree, locations)
     for name, value in defaults.items():
         tree.setdefault(name, value)
     notes += _fill_in_defaults(tree)
-    config = _validate(tree, locations)
-    if find_beside(config, tree, locations, folder):
-        config = _validate(tree, locations)
+    typed = frozenset(text for _, value, _ in overrides for text in _texts(value))
+    config = _validate(tree, locations, ConfigFolder(folder, typed))
     check(config)
     return LoadedConfig(config, notes + remarks(config))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in nested data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _translate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
+    """Replace other trainers' names in place, and return notes. Their tables are read if there is such a name."""
+    if tree.keys() <= Config.model_fields.keys():
+        return []
+    from colocated_grpo.settings.names.translation import translate_names
+
+    return translate_names(tree, locations)
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
@@ -149,7 +152,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
         key = section.replace("-", "_") + dot + rest
         if not has_value:
             values = [remaining.pop(0) for _ in range(_number_of_values(key, remaining))]
-            if not values and key not in SWITCHES:
+            if not values and not _is_switch(key):
                 raise ConfigError(f"--{name}: needs a value, for example --{name} VALUE or --{name}=VALUE")
             text = values[0] if len(values) == 1 else json.dumps(values) if values else "true"
         pairs.append((parse_path(key), text))
@@ -157,9 +160,21 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
 
 
 def _number_of_values(key: str, arguments: Sequence[str]) -> int:
-    """Return how many of `arguments` are values of the flag before them."""
+    """Return how many of `arguments` are values of the flag before them. Only a switch of another trainer has none."""
     following = next((index for index, text in enumerate(arguments) if text.startswith("--")), len(arguments))
-    return following if key in LISTS else min(following, 1)
+    lists = LISTS
+    if key.partition(".")[0] not in Config.model_fields:
+        from colocated_grpo.settings.names.translation import FLAGS_WITH_LISTS
+
+        lists = FLAGS_WITH_LISTS
+    return following if key in lists else min(following, 1)
+
+
+def _is_switch(key: str) -> bool:
+    """Return True for a flag of another trainer that means true without a value."""
+    from colocated_grpo.settings.names.translation import SWITCHES
+
+    return key in SWITCHES
 
 
 def _read_text(path: Path) -> str:
@@ -190,40 +205,11 @@ def _fill_in_defaults(tree: SettingsTree) -> list[str]:
     return notes
 
 
-def _reject_booleans_as_numbers(tree: SettingsTree, config: Config, locations: dict[KeyPath, SettingLocation]) -> None:
-    # pydantic converts true to 1, so `training_steps: true` would train for one step.
-    not_boolean = [path for path, value in _leaves(config) if not isinstance(value, bool)]
-    wrong = {path: value for path in not_boolean if isinstance(value := lookup(tree, path), bool)}
-    if wrong:
-        raise ConfigError(
-            *(
-                f"{dotted(path)}={show(value)}: must be a number{location_suffix(path, locations)}"
-                for path, value in wrong.items()
-            )
-        )
-
-
-def _leaves(section: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every setting in `section` and the sections below it."""
-    for name, value in section:
-        path = (*prefix, name)
-        if isinstance(value, BaseModel):
-            yield from _leaves(value, path)
-        elif isinstance(value, list):
-            for index, entry in enumerate(value):
-                yield from _leaves(entry, (*path, index)) if isinstance(entry, BaseModel) else [((*path, index), entry)]
-        else:
-            yield path, value
-
-
-def _validate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> Config:
+def _validate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation], context: ConfigFolder) -> Config:
     try:
-        config = Config.model_validate(tree)
+        return Config.model_validate(tree, context=context)
     except ValidationError as invalid:
         errors = invalid.errors(include_url=False)
-    else:
-        _reject_booleans_as_numbers(tree, config, locations)
-        return config
     # `--run_name 2024` was parsed as a number. Where a field needs text, use the command line's text unparsed.
     by_path = errors_by_path(errors, tree)
     needs_text = [path for path, found in by_path.items() if any(error["type"] == "string_type" for error in found)]
@@ -233,5 +219,7 @@ def _validate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> 
         for path, text in texts.items():
             assign(tree, path, text)
             locations[path] = replace(locations[path], text=None)
-        return _validate(tree, locations)
+        return _validate(tree, locations, context)
+    from colocated_grpo.settings.names.translation import new_names
+
     raise ConfigError(*error_lines(errors, tree, locations, Config, new_names()))

@@ -1,17 +1,90 @@
 """Meanings of the flags of Atropos' example trainer: a function (value, command line) -> settings and notes for each.
 
-The functions raise ValueError with the violated rule.
+The functions raise ValueError with the violated rule. First the command line, and the weight bridge modes among which
+it chooses.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from colocated_grpo.settings.atropos_modes import BRIDGE_VARIABLE, BROADCAST, MODE, SINGLE_COPY, Command
+SHARED_VARIABLE, BRIDGE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_BRIDGE_CONFIG_PATH"
+MODE, BROADCAST, SINGLE_COPY = "--weight-bridge-mode", "--use-shared-memory", "--single-copy"
+BRIDGE_CONFIG = "--vllm-config-path"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    bridge: Literal["broadcast", "shared", "adapter", "restart"]
+    """Value of engine.bridge."""
+    server_runs: bool = False
+    """True if the server is started before the trainer. Else the launcher starts it."""
+    adapter: bool = False
+    """True if an adapter is trained."""
+    at_interval: bool = True
+    """True if weights reach the server every --vllm-restart-interval steps. Else after every step."""
+
+
+MODES = {
+    "none": Mode(bridge="restart"),
+    "shared_vllm": Mode(bridge="shared", server_runs=True, at_interval=False),
+    "lora_only": Mode(bridge="adapter", server_runs=True, adapter=True),
+    "lora_restart": Mode(bridge="restart", adapter=True),
+}
+BROADCAST_MODE = Mode(bridge="broadcast", server_runs=True, at_interval=False)
+"""shared_vllm with --use-shared-memory."""
+UNIFIED = Mode(bridge="shared", at_interval=False)
+"""example_trainer.run, which starts its server and has no --weight-bridge-mode. Its guide sets the variable above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command line of Atropos' example trainer."""
+
+    given: Mapping[str, Any]
+    """Values of the flags that were given, by their first name."""
+    defaults: Mapping[str, Any]
+    """Values of all flags that have a default in Atropos' trainer."""
+    overrides: Sequence[str]
+    """Arguments after Atropos' flags: settings of this project."""
+    environment: Mapping[str, str]
+    gpus: int
+    """GPUs of this node: visible, or chosen by --gpus."""
+    gpus_chosen: bool
+    """True if --gpus was given."""
+
+    def value(self, name: str) -> Any:
+        """Return the value of a flag: given, else its default, else None."""
+        return self.given.get(name, self.defaults.get(name))
+
+    def override(self, key: str) -> str | None:
+        """Return the text of an override; None without one."""
+        for index, argument in enumerate(self.overrides):
+            name, has_value, text = argument.partition("=")
+            if name == f"--{key}":
+                return text if has_value else "".join(self.overrides[index + 1 : index + 2])
+        return None
+
+    @property
+    def mode_name(self) -> str:
+        return "shared_vllm" if self.mode is UNIFIED else self.value(MODE)
+
+    @property
+    def mode(self) -> Mode:
+        if not {MODE, BROADCAST} & {*self.given} and self.environment.get(SHARED_VARIABLE) == "1":
+            return UNIFIED
+        name = self.value(MODE)
+        return BROADCAST_MODE if name == "shared_vllm" and BROADCAST in self.given else MODES[name]
+
+    @property
+    def server_url(self) -> str | None:
+        """Address of the server that runs already; None if the launcher starts one, or there is none."""
+        connects = self.mode.server_runs and self.override("engine.placement") != "colocated"
+        return f"http://localhost:{self.value('--vllm-port')}" if connects else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +92,7 @@ class Meaning:
     settings: dict[str, Any] = field(default_factory=dict)
     """Values by dotted name."""
     launcher: dict[str, Any] = field(default_factory=dict)
-    """Values of the launcher's own flags, which the user's take precedence over."""
+    """Values of the launcher's own flags. Those that the user gives take precedence."""
     note: str = ""
     """Printed if the flag was given."""
     remark: str = ""
@@ -37,12 +110,12 @@ NO_SERVER_FLAG = "the server at {url} was started with its own"
 
 
 def sets(*keys: str) -> Translate:
-    """The value is that of these settings."""
+    """Return a meaning that gives the value to these settings."""
     return lambda value, _command: Meaning(settings={} if value is None else dict.fromkeys(keys, value))
 
 
 def server(key: str) -> Translate:
-    """The value is that of an engine setting, for a server that the launcher starts."""
+    """Return a meaning that gives the value to an engine setting, for a server that the launcher starts."""
 
     def translate(value: Any, command: Command) -> Meaning:
         running = command.server_url
@@ -52,7 +125,7 @@ def server(key: str) -> Translate:
 
 
 def adapter(key: str) -> Translate:
-    """The value is that of a setting of the adapter, in modes that train one."""
+    """Return a meaning that gives the value to a setting of the adapter, in modes that train one."""
 
     def translate(value: Any, command: Command) -> Meaning:
         return sets(key)(value, command) if command.mode.adapter else _trains_all_weights(command)
@@ -65,7 +138,7 @@ def _trains_all_weights(command: Command) -> Meaning:
 
 
 def nothing(note: str = "") -> Translate:
-    """The flag sets nothing."""
+    """Return a meaning that sets nothing."""
     return lambda _value, _command: Meaning(note=note)
 
 
@@ -125,7 +198,7 @@ def model_length(value: int, command: Command) -> Meaning:
 
 
 def optimizer(value: str, _command: Command) -> Meaning:
-    """The weight decay is the one that Atropos' trainer leaves at the default of each library."""
+    """The weight decay is the default of each library, which Atropos' trainer does not change."""
     decay = 0.0 if value == "adafactor" else 0.01
     missing = value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None
     return Meaning(
@@ -255,7 +328,7 @@ def rank(value: int, _command: Command) -> Meaning:
 
 
 def inference_nodes(value: int, command: Command) -> Meaning:
-    """Without the flag the environment variable counts."""
+    """Without the flag, the number is read from the environment variable."""
     if "--num-inference-nodes" not in command.given:
         text = command.environment.get("NUM_INFERENCE_NODES") or str(value)
         if not text.lstrip("-").isdecimal():

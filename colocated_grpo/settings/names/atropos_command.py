@@ -1,0 +1,265 @@
+"""The command `colocated-grpo atropos`: command lines of Atropos' example trainer, translated into a run's settings.
+
+Names and defaults of the flags are those of its guides and of its version 0.4.0; docs/guides/from_atropos.md explains
+the meanings. Settings that no flag sets are in atropos_command.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from colocated_grpo.settings.errors import ConfigError, sections
+from colocated_grpo.settings.names import atropos_meanings as means
+from colocated_grpo.settings.names.atropos_meanings import (
+    BRIDGE_CONFIG,
+    BROADCAST,
+    MODE,
+    MODES,
+    SINGLE_COPY,
+    Command,
+    Meaning,
+)
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.tree import parse_value
+
+BASE = Path(__file__).with_suffix(".yaml")
+MODEL = "--model-name"
+_TYPES: dict[str, Callable[[str], Any]] = {"text": str, "int": int, "float": float, "words": str}
+Kind = Literal["text", "int", "float", "switch", "words"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    names: tuple[str, ...]
+    kind: Kind
+    """switch: without a value. words: one or more values."""
+    default: Any = None
+    choices: tuple[str, ...] | None = None
+    meaning: means.Translate
+    help: str
+
+
+def _flag(names: str, kind: Kind, default: Any, meaning: means.Translate, help: str, *choices: str) -> Flag:
+    return Flag(
+        names=tuple(names.split()), kind=kind, default=default, choices=choices or None, meaning=meaning, help=help
+    )
+
+
+_ADAFACTOR = "Adafactor uses --lr as it is"
+_BLOCKS = "transformer blocks: 20-31 or 0-3,28-31"
+
+FLAGS: tuple[Flag, ...] = (
+    # Model and training
+    _flag("--model-name --model", "text", None, means.sets("model.name"), "folder or Hugging Face name; required"),
+    _flag("--lr", "float", 1e-5, means.learning_rate, "learning rate"),
+    _flag("--training-steps", "int", 10, means.sets("training_steps"), "steps of the run"),
+    _flag("--warmup-steps", "int", 0, means.warmup, "steps of linear warmup"),
+    _flag("--batch-size", "int", 2, means.sequences, "sequences; a step has this times the next flag"),
+    _flag("--gradient-accumulation-steps", "int", 32, means.nothing(), "factor of --batch-size"),
+    _flag("--seq-len", "int", 2048, means.sequence_length, "longest sequence in tokens"),
+    _flag("--optimizer", "text", "adamw_8bit", means.optimizer, "optimizer", "adamw", "adamw_8bit", "adafactor"),
+    _flag("--adafactor-scale-parameter", "switch", None, means.refused(_ADAFACTOR), "not supported"),
+    _flag("--adafactor-relative-step", "switch", None, means.refused(_ADAFACTOR), "not supported"),
+    _flag("--device", "text", None, means.device, "cuda or cpu"),
+    _flag("--save-path", "text", "trained_model_checkpoints", means.save_path, "folder of the run"),
+    _flag(
+        "--checkpoint-interval",
+        "int",
+        3,
+        means.sets("checkpoint.export_every"),
+        "steps between exports (step_N/); 0: only final_model/",
+    ),
+    _flag("--clip-eps", "float", 0.2, means.sets("loss.clip_low", "loss.clip_high"), "clip range of the ratio"),
+    _flag("--kl-coef", "float", 0.0, means.sets("loss.kl.coef"), "weight of the KL to the rollout policy"),
+    _flag("--train-layer-indices", "text", None, means.trained_layers, _BLOCKS),
+    # Weights
+    _flag(MODE, "text", "none", means.bridge, "way of the weights to the server", *MODES),
+    _flag(BROADCAST, "switch", None, means.copies, "with shared_vllm: broadcast weights to the server's own copy"),
+    _flag(SINGLE_COPY, "switch", None, means.copies, "with shared_vllm: one copy of the weights (the default)"),
+    _flag(BRIDGE_CONFIG, "text", None, means.bridge_config, "the server's vllm_bridge_config.json"),
+    _flag("--vllm-restart-interval", "int", 3, means.restart_interval, "steps between syncs of the weights"),
+    _flag("--lora-r", "int", 16, means.adapter("policy.lora.rank"), "rank of the adapter"),
+    _flag("--lora-alpha", "float", 32, means.adapter("policy.lora.alpha"), "its scale, times the rank"),
+    _flag("--lora-dropout", "float", 0.05, means.dropout, "read as 0"),
+    _flag(
+        "--lora-target-modules",
+        "words",
+        ["q_proj", "v_proj"],
+        means.adapter("policy.lora.target_modules"),
+        "names of the adapted layers",
+    ),
+    _flag("--lora-layer-indices", "text", None, means.adapter("policy.lora.layers"), _BLOCKS),
+    # Server
+    _flag("--vllm-port --port", "int", 9001, means.port, "port from which environments sample"),
+    _flag("--vllm-gpu", "int", None, means.server_gpu, "above 0: the server has GPUs of its own, the last ones"),
+    _flag(
+        "--gpu-memory-utilization --vllm-gpu-memory-utilization",
+        "float",
+        0.45,
+        means.server("engine.gpu_memory_utilization"),
+        "part of the GPU's memory for the server",
+    ),
+    _flag("--max-model-len", "int", 4096, means.model_length, "longest sequence of the server in tokens"),
+    _flag(
+        "--dtype",
+        "text",
+        "bfloat16",
+        means.dtype,
+        "type of the weights; on the CPU the default is auto, which is float32 there",
+        "bfloat16",
+        "float16",
+        "auto",
+    ),
+    _flag("--tensor-parallel-size", "int", 1, means.server("engine.tensor_parallel_size"), "GPUs of one server"),
+    _flag("--enforce-eager", "switch", False, means.server("engine.enforce_eager"), "decode without CUDA graphs"),
+    _flag(
+        "--enable-lora",
+        "switch",
+        None,
+        means.nothing("not needed: the modes lora_only and lora_restart train an adapter"),
+        "not needed",
+    ),
+    # Atropos and tracking
+    _flag("--atropos-url", "text", "http://localhost:8000", means.sets("environments.0.url"), "address of run-api"),
+    _flag("--use-wandb", "switch", None, means.wandb, "log to Weights & Biases"),
+    _flag("--wandb-project", "text", None, means.sets("tracking.wandb_project"), "its project"),
+    _flag("--wandb-group", "text", None, means.sets("tracking.wandb_group"), "its group"),
+    # Processes and logs
+    _flag("--trainer-rank", "int", 0, means.rank, "only 0: the launcher numbers the ranks"),
+    _flag("--world-size", "int", None, means.world_size, "ranks: GPUs, or processes of a CPU run (default: 1)"),
+    _flag(
+        "--init-method",
+        "text",
+        "env://",
+        means.nothing("not needed: the launcher lets the ranks find each other; see --nodes and --master-addr"),
+        "not needed",
+    ),
+    _flag("--num-inference-nodes", "int", 0, means.inference_nodes, "above 0: add --engine.urls"),
+    _flag("--debug-loading", "switch", None, means.debug, "the same as --log-level DEBUG"),
+    _flag(
+        "--benchmark",
+        "switch",
+        None,
+        means.nothing("not needed: every step's times and memory are in metrics.jsonl (seconds/*, memory/*)"),
+        "not needed",
+    ),
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add Atropos' flags to the launcher's. A flag that is not given leaves no attribute."""
+    parser.prog += " atropos"
+    parser.description = "Run a command line of Atropos' example trainer: docs/guides/from_atropos.md."
+    group = parser.add_argument_group("flags of Atropos' example trainer")
+    for flag in FLAGS:
+        options: dict[str, Any] = {"dest": flag.names[0], "default": argparse.SUPPRESS, "help": _help(flag)}
+        if flag.kind == "switch":
+            options["action"] = "store_true"
+        else:
+            options |= {"type": _TYPES[flag.kind], "choices": flag.choices, "metavar": _metavar(flag)}
+        if flag.kind == "words":
+            options["nargs"] = "+"
+        group.add_argument(*flag.names, **options)
+
+
+def _help(flag: Flag) -> str:
+    return (
+        flag.help if flag.default is None or flag.default is False else f"{flag.help} (default: {_text(flag.default)})"
+    )
+
+
+def _metavar(flag: Flag) -> str:
+    return "{" + ",".join(flag.choices) + "}" if flag.choices else {"int": "N", "float": "X"}.get(flag.kind, "TEXT")
+
+
+def read_command(
+    arguments: Sequence[str],
+    parser: argparse.ArgumentParser,
+    environment: Mapping[str, str],
+    visible_gpus: Callable[[Mapping[str, str]], int],
+) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the launcher's flags, overrides of settings (the user's own last), and lines to print.
+
+    parser: the launcher's; Atropos' flags are added to it. Raises ConfigError with one line per problem.
+    """
+    add_flags(parser)
+    options, rest = parser.parse_known_args(arguments)
+    if options.config is not None:
+        raise ConfigError(f"--config={options.config}: not used by this command; add settings as --section.key VALUE")
+    _reject_unknown_flags(rest, parser)
+    command = Command(
+        given={flag.names[0]: getattr(options, flag.names[0]) for flag in FLAGS if hasattr(options, flag.names[0])},
+        defaults={flag.names[0]: flag.default for flag in FLAGS},
+        overrides=rest,
+        environment=environment,
+        gpus=visible_gpus(environment) if options.gpus is None else options.gpus,
+        gpus_chosen=options.gpus is not None,
+    )
+    if MODEL not in command.given:
+        raise ConfigError(f"{MODEL}: required: a folder or the name of a model on the Hugging Face Hub")
+    settings: dict[str, Any] = {}
+    launcher: dict[str, Any] = {"config": str(BASE)}
+    notes: list[str] = []
+    for flag, meaning in _meanings(command):
+        settings |= meaning.settings
+        launcher |= meaning.launcher
+        notes += _notes(flag, meaning, command)
+    for name, value in launcher.items():
+        if getattr(options, name) == parser.get_default(name):  # the user's own flag takes precedence
+            setattr(options, name, value)
+    overrides = [word for key, value in settings.items() for word in (f"--{key}", _text(value))]
+    return options, [*overrides, *rest], notes
+
+
+def _meanings(command: Command) -> list[tuple[Flag, Meaning]]:
+    """Return the meaning of every flag. Raises ConfigError with a line for each flag whose value is invalid."""
+    found, problems = [], []
+    for flag in FLAGS:
+        value = command.value(flag.names[0])
+        try:
+            found.append((flag, flag.meaning(value, command)))
+        except ValueError as rule:
+            problems.append(f"{flag.names[0]}={_text(value)}: {rule}")
+    if problems:
+        raise ConfigError(*problems)
+    return found
+
+
+def _notes(flag: Flag, meaning: Meaning, command: Command) -> list[str]:
+    name = flag.names[0]
+    shown = name if flag.kind == "switch" else f"{name} {_text(command.value(name))}"
+    given = meaning.note if name in command.given else ""
+    lines = (("note", given), ("note", meaning.remark), ("warning", meaning.warning))
+    return [f"{kind}: {shown}: {text}" for kind, text in lines if text]
+
+
+def _reject_unknown_flags(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise ConfigError for a flag that is neither Atropos', nor the launcher's, nor a setting of this project."""
+    flags = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    settings = [f"--{name}" for name, field in Config.model_fields.items() if not sections(field.annotation)]
+    unknown = [
+        name
+        for argument in arguments
+        if (name := argument.partition("=")[0]).startswith("--")
+        and "." not in name
+        and f"--{name[2:].replace('-', '_')}" not in settings
+    ]
+    lines = []
+    for name in unknown:
+        [near] = get_close_matches(name.replace("_", "-"), [*flags, *settings], n=1, cutoff=0.0)
+        lines.append(f"{name}: unknown flag; did you mean {near}?")
+    if lines:
+        raise ConfigError(*lines)
+
+
+def _text(value: Any) -> str:
+    """Return a value as an argument that is read as the same value."""
+    if isinstance(value, str) and parse_value(value) == value:
+        return value
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)

@@ -1,0 +1,246 @@
+"""Settings of the trained model: its optimizer, its adapter (LoRA), the blocks that are trained, and its batches.
+
+Those of adapters are the settings of PEFT's LoraConfig that apply to linear layers, under plain names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from colocated_grpo.settings.base import DEFAULT_INIT, Fraction, InputFile, NonNegative, Number, Positive, Section
+
+_RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+
+
+def parse_layers(value: Any) -> Any:
+    """Return the ascending indices that a text or number names; other values unchanged, for pydantic to check."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    if isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        return sorted(set(value))
+    if not isinstance(value, str):
+        return value
+    indices: set[int] = set()
+    for part in value.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"{part.strip()!r} is no range of blocks; write 20-31 or 0-3,28-31")
+        indices |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return sorted(indices)
+
+
+def layers_text(indices: Sequence[int]) -> str:
+    """Return ascending indices as text that `parse_layers` reads: 0-3,28-31."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def out_of_range(indices: Sequence[int], blocks: int) -> str | None:
+    """Return the rule that the indices violate in a model of `blocks` blocks; None if all exist."""
+    wrong = [index for index in indices if index >= blocks]
+    return f"the model's blocks are 0-{blocks - 1}, so there is no block {wrong[0]}" if wrong else None
+
+
+Layers = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(parse_layers), Field(min_length=1)]
+"""Indices of transformer blocks, from 0."""
+
+
+ALL_LINEAR = "all-linear"
+LEARNING_RATE = 1e-5
+"""Default of policy.lr with adapters: ten times that of full training, the ratio that "LoRA Without Regret" (Schulman
+et al., 2025) found for reinforcement learning, nearly independent of the rank."""
+
+
+def no_dropout(value: float) -> float:
+    """Return `value`; raise ValueError if it is not 0."""
+    if value != 0:
+        raise ValueError("must be 0: the engine samples without dropout, so training with it would not be on-policy")
+    return value
+
+
+def _valid_pattern(value: list[str] | str | None) -> list[str] | str | None:
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"is no regular expression ({error})") from None
+    return value
+
+
+Modules = Annotated[list[str] | str, AfterValidator(_valid_pattern)]
+"""Names of modules, or a regular expression for their whole names."""
+
+
+class LoRAConfig(Section):
+    rank: Positive = 32
+    """Columns of B and rows of A (PEFT's r). Reinforcement learning needs little capacity: 8 to 32 suffice."""
+    alpha: Number = Field(32.0, gt=0)
+    """The product B @ A is multiplied by alpha / rank, so the best learning rate hardly depends on the rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (PEFT's use_rslora)."""
+    target_modules: Modules = ALL_LINEAR
+    """Layers with adapters, as in PEFT: all-linear (all linear layers but the output layer), a list of names
+    ([q_proj, v_proj]), or a regular expression that must match the whole name of a module."""
+    exclude_modules: Modules | None = None
+    """Names or a regular expression, as in target_modules, of layers to leave out."""
+    layers: Layers | None = None
+    """Transformer blocks with adapters: 20-31, 0-3,28-31 or a list of numbers. Default: all."""
+    dropout: Annotated[float, AfterValidator(no_dropout)] = 0.0
+    """Accepted as 0 only."""
+    init: InputFile = DEFAULT_INIT
+    """default: A is drawn uniformly, B is zero, as in PEFT. Otherwise the folder of a PEFT adapter to continue from,
+    which also sets rank, alpha, rslora, target_modules, exclude_modules and layers."""
+    base_on_host: bool = False
+    """Keep the base weights in host memory, where only the merge after each optimizer step reads them: frees 2 bytes
+    per adapted parameter on the GPU and costs their copy to it, once per optimizer step."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product B @ A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def set_by_user(self) -> dict[str, Any]:
+        """Return the settings that were given, without defaults."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def _parse_boolean(value: Any) -> Any:
+    """Convert YAML 1.1 booleans (yes, no, on, off), as pydantic does for plain bool fields only."""
+    return _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+AutoOrBool = Annotated[Literal["auto", True, False], BeforeValidator(_parse_boolean)]
+
+
+class OptimizerConfig(Section):
+    type: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
+    """adamw: torch's fused AdamW, 8 bytes of state per parameter. adamw_8bit: bitsandbytes, 2 bytes; resumes only
+    on the same number of shards. adafactor: factored second moment, almost no state; ignores beta1, beta2 and eps."""
+    beta1: Fraction = 0.9
+    """Decay rate of AdamW's first moment."""
+    beta2: Fraction = 0.999
+    """Decay rate of AdamW's second moment."""
+    eps: Number = Field(1e-8, gt=0)
+    """Added to the denominator of AdamW's update."""
+    weight_decay: Number = Field(0.0, ge=0)
+    """Decoupled weight decay of all parameters: each step multiplies them by 1 - lr * weight_decay."""
+
+
+class PolicyConfig(Section):
+    lr: Number = Field(1e-6, gt=0)
+    """Peak learning rate. The default suits pretrained models; models of a few million parameters need 1e-4 and
+    more. With `lora` the default is 1e-5: adapters need about ten times the learning rate of full training."""
+    min_lr: Number = Field(0.0, ge=0)
+    """Final learning rate of a cosine or linear schedule. At most lr."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Course of the learning rate after warmup, over the run's optimizer steps. A step in which all groups are pending
+    (games with delayed returns) makes no optimizer step, so such a run ends before the schedule reaches min_lr."""
+    warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warmup: step i (from 0) of n uses lr * (i + 1) / n."""
+    grad_clip: Number = Field(1.0, gt=0)
+    """Maximum global gradient norm. Larger gradients are scaled down to it."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and its constants."""
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of activations and of the weights in the forward pass. Master weights and gradient reduction are always
+    float32. auto: bfloat16 on CUDA, float32 on CPU."""
+    gradient_checkpointing: AutoOrBool = "auto"
+    """Recompute the activations of transformer blocks in the backward pass: less memory, up to a third more compute.
+    auto: on CUDA as few blocks as the measured free memory requires, none on CPU. true: all blocks. false: none."""
+    compile: AutoOrBool = "auto"
+    """Compile each transformer block with torch.compile. auto: on CUDA. Set false for very
+    small models, where compiling takes longer than it saves."""
+    cpu_offload: bool = False
+    """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload), about 16 bytes per
+    parameter over all ranks with AdamW. Slower; for models that do not fit on the device beside their engine."""
+    offload_optimizer: bool = False
+    """Move optimizer state to host memory while a GPU's engine generates, and back. Leaves more room for the KV cache;
+    costs two copies of the state per step."""
+    replicate: Literal["nodes"] | None = None
+    """null: shard weights and optimizer state over all ranks. nodes: shard them over the ranks of each node, with a
+    replica on every node (HSDP), so that only gradients cross the network. A checkpoint of one resumes in the other."""
+    context_parallel: Positive = 1
+    """Number of ranks that each micro-batch is split over, for sequences that do not fit on one (docs/running.md). A
+    rank holds a slice of the tokens; inside attention, all tokens of a slice of the heads (DeepSpeed Ulysses)."""
+    logprob_chunk_tokens: Positive = 2048
+    """Tokens per chunk when log-probabilities are computed. Only one chunk's float32 logits exist at a time: 1.2 GB for
+    2,048 tokens and a vocabulary of 152,000."""
+    routing_replay: bool = False
+    """For mixtures of experts: train each token with the experts that the engine chose while sampling it, instead of
+    the policy's own choice, which differs where rounding does (docs/models.md)."""
+    load_balancing: Number = Field(0.0, ge=0)
+    """For mixtures of experts: coefficient of the load-balancing loss, which falls as each router uses its experts more
+    equally (docs/models.md), for example 0.001. 0: off. Costs a forward pass per optimizer step. Must be 0 with `lora`,
+    which does not train routers."""
+    lora: LoRAConfig | None = None
+    """Train an adapter (LoRA) on frozen weights instead of all weights. null: off. {}: on, with the defaults below."""
+    train_layers: Layers | None = None
+    """Train only these transformer blocks, without adapters: 20-31, 0-3,28-31 or a list of numbers. All other weights
+    are frozen: 2 bytes per parameter in bfloat16, and no backward pass before the first trained block. null: train all
+    weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_lr_of_adapters(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("lora") is not None and "lr" not in values:
+            return {**values, "lr": LEARNING_RATE}
+        return values
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction in this section."""
+        if self.min_lr > self.lr:
+            yield f"policy.min_lr={self.min_lr:g}: must be at most policy.lr={self.lr:g}, the peak of the schedule"
+        if self.context_parallel > 1 and self.load_balancing:
+            yield (
+                f"policy.context_parallel={self.context_parallel}: not supported with policy.load_balancing, whose "
+                "loss is not computed for parts of sequences; set one of them to its default"
+            )
+        if self.lora is None:
+            return
+        if self.train_layers is not None:
+            yield (
+                f"policy.train_layers={layers_text(self.train_layers)}: must be null with policy.lora, which freezes "
+                "all weights of the model; set policy.lora.layers for the blocks that get an adapter"
+            )
+        if self.cpu_offload:
+            yield (
+                "policy.cpu_offload=true: must be false with policy.lora, whose forward pass reads the merged weights "
+                "on the device; set policy.lora.base_on_host to keep the base weights in host memory"
+            )
+        if self.load_balancing:
+            yield (
+                f"policy.load_balancing={self.load_balancing:g}: must be 0 with policy.lora, which freezes the routers"
+            )
+
+
+class BatchConfig(Section):
+    max_tokens_per_micro_batch: Literal["auto"] | Positive = "auto"
+    """Packed tokens of one forward pass on one rank; changes speed and memory, not the gradient. At least the longest
+    sequence, divided by policy.context_parallel. auto on CUDA: the largest of 24,576, 16,384 and 8,192 that fits into
+    the measured free memory without recomputing blocks; if none does, at most 8,192 with as few recomputed blocks as
+    needed. auto on CPU: 16,384, or more if the longest sequence needs it."""
+    minibatches: Positive = 1
+    """Optimizer steps per pass over a batch. Groups stay together, so it must divide rollout.prompts_per_step. Every
+    update after the first is off-policy; the loss clips its ratio."""
+    epochs: Positive = 1
+    """Passes over each batch. Every update after the first is off-policy."""
+    drop_constant_groups: bool = True
+    """Skip groups of equal rewards in the forward pass: their policy gradient is zero. They still count in the loss's
+    denominator, so the gradient is the same. No effect with loss.kl.coef or policy.load_balancing above 0, where they
+    have a gradient."""
+    mask_truncated: bool = False
+    """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss. The completions still count
+    in the denominator of grpo, dr_grpo and gspo."""
