@@ -8,7 +8,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODULES
 
 from colocated_grpo.settings.families import FAMILIES, OLDEST_VLLM
-from colocated_grpo.tools.make_model import ARCHITECTURES
+from colocated_grpo.tools.shapes import ARCHITECTURES
 from docs.models_page import PAGE, with_tables
 from tests.cpu.rollout.vllm.test_patches import OLDEST, SOURCES
 from tests.support.families import SETTINGS

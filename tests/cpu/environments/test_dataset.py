@@ -15,7 +15,7 @@ from colocated_grpo.assembly.evaluation import draw_held_out
 from colocated_grpo.environments import EnvironmentSetupError, build_environments, dataset
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.evaluation import EvaluationConfig
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 
 ROWS = [{"question": f"{number}+1=", "answer": str(number + 1), "level": "easy"} for number in range(10)]
 

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colocated_grpo.tools.char_tokenizer import CHARACTERS, END, build_char_tokenizer
 from colocated_grpo.tools.make_model import (
     ARCHITECTURES,
+    CHARACTERS,
+    END,
+    build_char_tokenizer,
     build_model,
     main,
     make_model,
